@@ -36,9 +36,8 @@ class DetailedError(Exception):
             raise TypeError(f"{type(self).__name__}: want the fields {', '.join(fields)}, got {values}, {named}")
         fields.update(by_place, **named)
         if missing := [name for name, value in fields.items() if value is _REQUIRED]:
-            raise TypeError(
-                f"{type(self).__name__}: want the fields {', '.join(fields)}, got none for {', '.join(missing)}"
-            )
+            got = f"none for {', '.join(missing)}"
+            raise TypeError(f"{type(self).__name__}: want the fields {', '.join(fields)}, got {got}")
         super().__init__(*fields.values())
         self.__dict__.update(fields)
 

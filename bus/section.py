@@ -28,6 +28,8 @@ from pydantic import (
 )
 from pydantic_core import ArgsKwargs, CoreSchema, PydanticCustomError, core_schema
 
+from tidemill.bus.errors import DetailedError
+
 SHOWN_CHARACTERS = 120
 """Maximum length of a value in a message."""
 BASIC = Field(json_schema_extra={"advanced": False})
@@ -201,8 +203,8 @@ def _fields(entry: Any) -> Any:
     """Return an entry of a map as it is written: one that was made by a call has all its fields."""
     if not dataclasses.is_dataclass(entry) or isinstance(entry, type):
         return entry
-    names = [field.name for field in dataclasses.fields(entry) if field.init]
-    return {name: value for name, value in dataclasses.asdict(entry).items() if name in names}
+    values = dataclasses.asdict(entry)
+    return {field.name: values[field.name] for field in dataclasses.fields(entry) if field.init}
 
 
 def _made(cls: type, value: object, info: ValidationInfo) -> object:
@@ -233,14 +235,15 @@ class Problem:
     """Keys on the way to a value that is wanted as text."""
 
 
-class SectionRefused(ValueError):
+class SectionRefused(DetailedError, ValueError):
     """Values that are no section, with every problem."""
 
-    def __init__(self, problems: tuple[Problem, ...]) -> None:
-        super().__init__(problems)
-        self.problems = problems
+    problems: tuple[Problem, ...]
+    template = "{text}"
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """The problems, one a line."""
         return "\n".join(problem.text for problem in self.problems)
 
 
@@ -257,12 +260,11 @@ def _problems(refused: ValidationError, kind: Any, above: str = "") -> Iterator[
         elif cause == "unexpected_keyword_argument":
             yield Problem((path,), f"{path}: {_unknown(_kind_at(kind, where[:-1]), path)}", unknown=True)
         elif is_key:
-            yield Problem(
-                (path,),
-                f"{path}: want a name like {error.get('ctx', {}).get('pattern', 'text')}, got {shown(error['input'])}",
-            )
+            pattern = error.get("ctx", {}).get("pattern", "text")
+            yield Problem((path,), f"{path}: want a name like {pattern}, got {shown(error['input'])}")
         else:
-            text = f"{path}: want {_want(error, kind)}, got {_got(error)}{_CURES.get(cause, '')}"
+            got = "nothing" if cause == "missing" else shown(error["input"])
+            text = f"{path}: want {_want(error, kind)}, got {got}{_CURES.get(cause, '')}"
             yield Problem((path,), text, place=where if cause == "string_type" else ())
 
 
@@ -304,10 +306,6 @@ def _want(error: Any, cls: type) -> str:
     return _KINDS[kind].format(**values) if kind in _KINDS else str(error["msg"])
 
 
-def _got(error: Any) -> str:
-    return "nothing" if error["type"] == "missing" else shown(error["input"])
-
-
 def _listed(names: Iterable[object]) -> str:
     *first, last = map(str, names)
     return f"{', '.join(first)} or {last}" if first else last
@@ -317,9 +315,8 @@ def _unknown(kind: Any, path: str) -> str:
     prefix, _, key = path.rpartition(".")
     names = [field.name for field in dataclasses.fields(kind) if field.init]
     near = difflib.get_close_matches(key, names, n=1)
-    return "no such setting" + (
-        f"; did you mean {prefix}{'.' * bool(prefix)}{near[0]}?" if near else f"; there are {', '.join(names)}"
-    )
+    hint = f"did you mean {dotted([prefix, near[0]])}?" if near else f"there are {', '.join(names)}"
+    return f"no such setting; {hint}"
 
 
 def _kind_at(kind: Any, where: Iterable[int | str]) -> Any:

@@ -36,9 +36,8 @@ def relative_length(request: GroupRequest, *, weight: float = 1.0, right_at: flo
     A wrong response (with a reward below ``right_at``) gets at most 0. Source: Kimi k1.5, 2501.12599, section 2.3.3.
     """
     if not request.rewards:
-        raise RewardFailed(
-            "relative_length", "want actor.reward: it is added to the reward of each response", GROUP.word
-        )
+        reason = "want actor.reward: it is added to the reward of each response"
+        raise RewardFailed("relative_length", reason, GROUP.word)
     lengths = [sample.sampled_length for sample in request.samples]
     shortest, spread = min(lengths), max(lengths) - min(lengths)
     rewards = []
@@ -80,9 +79,7 @@ def _encode(request: GroupRequest) -> bytes:
 
 
 def _decode(fields: JsonMapping) -> GroupRequest:
-    return GroupRequest(
-        samples=tuple(to_request(sample) for sample in fields["samples"]), rewards=tuple(fields["rewards"])
-    )
+    return GroupRequest(samples=tuple(map(to_request, fields["samples"])), rewards=tuple(fields["rewards"]))
 
 
 GROUP = Contract(

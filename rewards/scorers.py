@@ -54,9 +54,8 @@ def _within(score: Scorer, timeout_s: float) -> Scorer:
 async def opened_parts(parts: Sequence[RewardPart], limits: ProcessLimits) -> AsyncIterator[Scorer]:
     """Give the scorer of a sum; each part has its own processes and limits. Raises as ``opened``."""
     async with AsyncExitStack() as stack:
-        yield summed(
-            [(part, await stack.enter_async_context(opened(part.reward, part.options, limits))) for part in parts]
-        )
+        scorers = [await stack.enter_async_context(opened(part.reward, part.options, limits)) for part in parts]
+        yield summed(list(zip(parts, scorers, strict=True)))
 
 
 def summed(scorers: Sequence[tuple[RewardPart, Scorer]]) -> Scorer:
@@ -69,9 +68,8 @@ def summed(scorers: Sequence[tuple[RewardPart, Scorer]]) -> Scorer:
         applying = [(part, scorer) for part, scorer in scorers if part.applies(request.metadata)]
         if not applying:
             conditions = "; ".join(f"{part.name}: {dict(part.when)}" for part, _ in scorers)
-            raise RewardFailed(
-                "reward_parts", f"no part applies to metadata {dict(request.metadata)!r}; they want {conditions}"[:2000]
-            )
+            reason = f"no part applies to metadata {dict(request.metadata)!r}; they want {conditions}"
+            raise RewardFailed("reward_parts", reason[:2000])
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(_named(part, scorer, request)) for part, scorer in applying]
@@ -125,9 +123,8 @@ def _of_all(name: str, call: Callable[[GroupRequest], Awaitable[list[Reward]]]) 
     async def score(request: GroupRequest) -> list[Reward]:
         rewards = await call(request)
         if len(rewards) != len(request.samples):
-            raise RewardFailed(
-                name, f"want {len(request.samples)} rewards, one for each sample, got {len(rewards)}", GROUP.word
-            )
+            want = f"{len(request.samples)} rewards, one for each sample"
+            raise RewardFailed(name, f"want {want}, got {len(rewards)}", GROUP.word)
         return rewards
 
     return score

@@ -25,7 +25,7 @@ from tidemill.bus.liveness.keys import RunKeys
 from tidemill.bus.system.coroutines import first_of
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GROUP, GroupRequest
-from tidemill.rewards.http.calls import MAX_ANSWER_BYTES
+from tidemill.rewards.http.remote import MAX_ANSWER_BYTES
 from tidemill.rewards.port import Contract, RewardRequest
 from tidemill.rewards.registry import REWARD
 

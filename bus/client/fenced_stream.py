@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from tidemill.bus.client import pull
 from tidemill.bus.client.connection import before_retry, retry
 from tidemill.bus.client.jetstream import JetStream, Message
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
-from tidemill.bus.client.pull import Delivered, OrderedPull, present
+from tidemill.bus.client.pull import Delivered
 from tidemill.bus.errors import BusUnavailable, Fenced, Refused, WireError
 from tidemill.bus.wire import parts, subjects
 from tidemill.bus.wire.codec import encode_record
@@ -219,7 +220,7 @@ async def valid(stream: FencedStream[R], start: int, *, follow: bool) -> AsyncIt
     fences = Fences(stream)
     await fences.refresh()
     epoch = fences.newest_below(start)
-    async for delivered in _endless(stream, start) if follow else present(stream.jet, stream.name, start):
+    async for delivered in (pull.follow if follow else pull.present)(stream.jet, stream.name, start):
         record = stream.read(delivered)
         if record is None:
             continue
@@ -230,12 +231,6 @@ async def valid(stream: FencedStream[R], start: int, *, follow: bool) -> AsyncIt
         else:
             where = f"stream={stream.name} seq={delivered.seq}"
             _log.warning("bus: void %s epoch=%d fenced_by=%d", where, record.epoch, epoch)
-
-
-async def _endless(stream: FencedStream[R], start: int) -> AsyncIterator[Delivered]:
-    async with OrderedPull(stream.jet, stream.name, max(1, start)) as pull:
-        async for delivered in pull:
-            yield delivered
 
 
 def epoch_of(headers: dict[str, str]) -> int:

@@ -270,6 +270,15 @@ async def present(
                 return  # the leader decides: in a cluster the consumer counts only messages that its own server has
 
 
+async def follow(
+    jet: JetStream, stream: str, start: int, *, filters: Sequence[str] = (), headers_only: bool = False
+) -> AsyncIterator[Delivered]:
+    """Yield the messages from ``start`` on, for ever."""
+    async with OrderedPull(jet, stream, max(1, start), filters=filters, headers_only=headers_only) as pull:
+        async for delivered in pull:
+            yield delivered
+
+
 async def _any(jet: JetStream, stream: str, first: int, last: int, filters: Sequence[str]) -> bool:
     """Return whether the stream's leader has a message in this range."""
     messages = [await jet.next(stream, first, subject) for subject in filters or (">",)]

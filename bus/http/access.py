@@ -1,7 +1,7 @@
 """Keys of a listener, and a rule for every route: the key that a request needs. Knows no body and no meaning of a path.
 
     open     no key: /health, for monitors and load balancers
-    request  the key of requests: the run's api key where other machines can reach the listener; a token or an episode's key, everywhere
+    request  the run's api key where other machines can reach the listener; a token or an episode's key everywhere
     command  what changes the process behind the listener: the run's admin key, everywhere
 
 A rule stands beside the handler of its route (``Route``), so there is no route without one.
@@ -101,9 +101,8 @@ class RunAccess:
         """Check for a key, for a handler that reads from the body which one it needs. Raises as ``check``."""
         if self.keys is None:
             if admin and not self._unguarded:
-                self._refused(
-                    request, reason := "want no command: this process belongs to no run, so there is no key for one"
-                )
+                reason = "want no command: this process belongs to no run, so there is no key for one"
+                self._refused(request, reason)
                 raise refusal(web.HTTPForbidden, f"{request.path}: {reason}")
             return
         presented = bearer(request)
@@ -115,9 +114,8 @@ class RunAccess:
                 return
             has = (await self.keys.known()) != Keys()
         except BusError as error:
-            raise refusal(
-                web.HTTPServiceUnavailable, f"{request.path}: the keys of the run are not known: {error}"
-            ) from error
+            reason = f"{request.path}: the keys of the run are not known: {error}"
+            raise refusal(web.HTTPServiceUnavailable, reason) from error
         reason = f"want the run's {'admin key' if admin else 'api key'}"
         if not has:
             raise refusal(web.HTTPServiceUnavailable, f"{request.path}: {reason}, and the run has none yet")
@@ -141,25 +139,17 @@ class TokenAccess:
 
     def key(self, rule: Rule) -> str:
         """Return the key in words."""
-        return (
-            "none"
-            if rule is Rule.OPEN
-            else "refused"
-            if rule is Rule.COMMAND
-            else "its token"
-            if self._token
-            else "none"
-        )
+        if rule is Rule.COMMAND:
+            return "refused"
+        return "its token" if rule is Rule.REQUEST and self._token else "none"
 
     async def check(self, request: web.Request, rule: Rule) -> None:
         """Check the token. Raises HTTPUnauthorized, HTTPForbidden."""
         if rule is Rule.COMMAND:
             raise refusal(web.HTTPForbidden, f"{request.path}: want no command here")
-        if (
-            rule is Rule.REQUEST
-            and self._token
-            and not hmac.compare_digest(bearer(request).encode(errors="replace"), self._token.encode())
-        ):
+        if rule is Rule.OPEN or not self._token:
+            return
+        if not hmac.compare_digest(bearer(request).encode(errors="replace"), self._token.encode()):
             reason = f"{request.path}: want the server's token (Authorization: Bearer TOKEN)"
             if self._on_refused is not None:
                 self._on_refused(reason)
@@ -175,10 +165,7 @@ def bearer(request: web.Request) -> str:
 
 def refusal(kind: type[web.HTTPError], message: str, headers: Mapping[str, str] | None = None) -> web.HTTPError:
     """Return the error of a request that is refused before its handler, with SGLang's JSON."""
-    answer: dict[str, object] = {
-        "success": False,
-        "message": message,
-        "error": {"message": message, "code": kind.status_code},
-    }
+    error = {"message": message, "code": kind.status_code}
+    answer = {"success": False, "message": message, "error": error}
     challenge = {"WWW-Authenticate": "Bearer"} if kind is web.HTTPUnauthorized else {}
     return kind(text=json.dumps(answer), content_type="application/json", headers={**challenge, **(headers or {})})

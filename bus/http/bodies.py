@@ -95,10 +95,8 @@ class Bodies:
                 self._refuse_size(len(body) + len(piece))
                 num_bytes = _counted(len(body) + len(piece)) - _counted(len(body))
                 if self.held_bytes + num_bytes > limits.all_bytes:
-                    reason = (
-                        f"bodies of {self.held_bytes} bytes are being processed, want at most {limits.all_bytes}: "
-                        "repeat the request"
-                    )
+                    got = f"bodies of {self.held_bytes} bytes are being processed"
+                    reason = f"{got}, want at most {limits.all_bytes}: repeat the request"
                     raise refusal(web.HTTPServiceUnavailable, reason, {"Retry-After": str(RETRY_AFTER_S)})
                 body += piece
                 self.held_bytes += num_bytes
@@ -106,9 +104,8 @@ class Bodies:
             reason = f"body: want all of it within {limits.whole_s:g} s, and a piece of it every {limits.stall_s:g} s"
             raise refusal(web.HTTPRequestTimeout, f"{reason}, got {len(body)} bytes") from None
         except web.RequestPayloadError as error:
-            raise refusal(
-                web.HTTPBadRequest, f"body: want valid chunks or as many bytes as Content-Length says: {error}"
-            ) from None
+            reason = f"body: want valid chunks or as many bytes as Content-Length says: {error}"
+            raise refusal(web.HTTPBadRequest, reason) from None
 
 
 class _TooLarge(web.HTTPClientError):

@@ -142,9 +142,8 @@ class ApiClient:
         try:
             return json.loads(raw) if response.content_type == "application/json" else None
         except (ValueError, RecursionError) as error:
-            raise self._translate(
-                CallFailed(self.url, path, Failure.UNREADABLE, f"want JSON: {error}", status=200)
-            ) from error
+            failed = CallFailed(self.url, path, Failure.UNREADABLE, f"want JSON: {error}", status=200)
+            raise self._translate(failed) from error
 
     async def read(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None
@@ -163,9 +162,8 @@ class ApiClient:
         try:
             async with asyncio.timeout(timeout_s):
                 headers = {**await self._headers(), "Accept-Encoding": "identity"}
-                async with self._session.request(
-                    method, self.url + path, json=body, headers=headers, timeout=timeout
-                ) as response:
+                sent = self._session.request(method, self.url + path, json=body, headers=headers, timeout=timeout)
+                async with sent as response:
                     if response.status != 200:
                         raise await self._refused(path, response)
                     if encoding := response.headers.get("Content-Encoding", "").replace("identity", ""):

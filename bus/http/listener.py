@@ -84,10 +84,8 @@ class Listener:
         # A loopback address with the name of another host is behind a forwarded port, or a proxy.
         public = not (is_loopback(host) and is_loopback(bare(advertise or host)))
         if public and not self._access.guarded and not insecure:
-            raise ValueError(
-                f"{name}: {advertise or host} can be reached by others, who could ask for everything there; "
-                "want insecure: true to allow it"
-            )
+            reason = f"{advertise or host} can be reached by others, and no request needs a key there"
+            raise ValueError(f"{name}: {reason}; want insecure: true to allow it")
         self._access.is_public = public and not insecure
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port, backlog=_BACKLOG).start()

@@ -81,19 +81,17 @@ class HeartbeatPublisher:
             _log.warning("live row not removed key=%s error=%s", _key(self.row), error)
 
     async def _beat(self) -> None:
+        timeout_s = _PERIODS * self._every_s
         while not self._ending:
             changes = self._changes
             try:
-                async with asyncio.timeout(_PERIODS * self._every_s):
-                    await self._rows.put(
-                        _key(self.row), dataclasses.asdict(self.row) | {"unreadable": str(self._bus.refusals)}
-                    )
+                row = dataclasses.asdict(self.row) | {"unreadable": str(self._bus.refusals)}
+                async with asyncio.timeout(timeout_s):
+                    await self._rows.put(_key(self.row), row)
                 self.last_error, self.written_s, self._stored = "", time.monotonic(), changes
                 self._written.wake()
             except (BusError, TimeoutError) as error:
-                self.last_error = (
-                    str(error) or await self._bus.full() or f"no answer for {_PERIODS * self._every_s:.1f} s"
-                )
+                self.last_error = str(error) or await self._bus.full() or f"no answer for {timeout_s:.1f} s"
                 _log.warning("heartbeat unsent key=%s error=%s", _key(self.row), self.last_error)
             await self._waiter.wait(self._every_s)
 

@@ -50,10 +50,10 @@ class Keys:
 
     def admits(self, presented: str, *, admin: bool) -> bool:
         """Return whether ``presented`` is accepted for a command (``admin``) or another request, in constant time."""
-        wanted = (self.admin,) if admin else (self.admin, self.api)
+        keys = (self.admin,) if admin else (self.admin, self.api)
         presented_bytes = presented.encode(errors="surrogateescape")
         # A list, not a generator: all keys are compared, so that the time does not show which one fits.
-        return any([bool(key) and hmac.compare_digest(key.encode(), presented_bytes) for key in wanted])
+        return any([bool(key) and hmac.compare_digest(key.encode(), presented_bytes) for key in keys])
 
 
 class RunKeys:
@@ -121,12 +121,8 @@ async def make_keys(bus: Bus, *, last: str = "") -> Keys:
     one is made, and engines read it when a command brings it. Raises BusUnavailable.
     """
     new_row: Value = {"key": last or secrets.token_urlsafe(_KEY_BYTES)}
-    row = (
-        await bus.rows("keys").change(
-            ADMIN_KEY, lambda present: new_row if present is None else None, replace_unreadable=True
-        )
-    ).after or new_row
-    keys = Keys.of(str(row["key"]))
+    change = await bus.rows("keys").change(ADMIN_KEY, lambda row: None if row else new_row, replace_unreadable=True)
+    keys = Keys.of(str((change.after or new_row)["key"]))
     api: Value = {"key": keys.api}
     await bus.rows("run").change(API_KEY, lambda present: None if present == api else api, replace_unreadable=True)
     return keys

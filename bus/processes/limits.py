@@ -101,11 +101,7 @@ def children_of(parents: set[int]) -> set[int]:
 
 
 def end_strays(known: Callable[[], set[int]]) -> int:
-    """Kill and reap the children of this process that are not ``known``, and processes that become its children
-    thereby.
-
-    Returns the number of processes that are left after ``SWEEP_S``.
-    """
+    """Kill and reap the children that are not ``known``, and those that become children thereby; return the number left."""
     end_s = time.monotonic() + SWEEP_S
     while strays := children_of({os.getpid()}) - known():
         if time.monotonic() > end_s:

@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from tidemill.bus.config import BusConfig
+from tidemill.bus.config import BusConfig, quoted, quoted_list
 from tidemill.bus.errors import ServerFailed
 from tidemill.bus.server.auth import ACCOUNT, NO_ACCOUNT, make_users, route_password, viewer_alone
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.server.ports import KeptPort
-from tidemill.bus.server.quoting import quoted, quoted_list
 
 _CLUSTER_NAME = "tidemill"
 
@@ -67,19 +66,15 @@ class EmbeddedBus:
             port.close()
 
     def _server(self, number: int, users: Sequence[str]) -> EmbeddedServer:
-        config = self._config
+        config, directory, lines = self._config, self._directory, list(users)
         if config.server_name:
-            lines = self._cluster_lines(config.server_name, config.cluster_listen, config.cluster_routes)
-            return EmbeddedServer(self._directory, config, extra=[*users, *lines], read_only=self._read_only)
-        if config.cluster == 1:
-            return EmbeddedServer(self._directory, config, extra=users, read_only=self._read_only)
-        places = [f"127.0.0.1:{port.number}" for port in self._routes]
-        lines = self._cluster_lines(f"n{number}", places[number], places)
-        port = config.port + number if config.port > 0 else config.port
-        server_config = dataclasses.replace(config, port=port)
-        return EmbeddedServer(
-            self._directory / f"n{number}", server_config, extra=[*users, *lines], read_only=self._read_only
-        )
+            lines += self._cluster_lines(config.server_name, config.cluster_listen, config.cluster_routes)
+        elif config.cluster > 1:
+            routes = [f"127.0.0.1:{port.number}" for port in self._routes]
+            lines += self._cluster_lines(f"n{number}", routes[number], routes)
+            directory = directory / f"n{number}"
+            config = dataclasses.replace(config, port=config.port + number if config.port > 0 else config.port)
+        return EmbeddedServer(directory, config, extra=lines, read_only=self._read_only)
 
     def _cluster_lines(self, name: str, listen: str, routes: Sequence[str]) -> list[str]:
         """Return the lines of the routes between servers, with a password and TLS where clients have them."""

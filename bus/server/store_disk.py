@@ -91,7 +91,7 @@ class StoreKeeper:
             return
         self._checked_s = now
         for server in self._servers:
-            if server.running and server not in self._faults and (fault := server.write_fault()):
+            if server.running and server not in self._faults and (fault := server.monitor.write_fault()):
                 self._faults[server] = fault
         reasons = [reason for server in self._servers if (reason := self._cure(server, now))]
         reason = reasons[0] if reasons else ""

@@ -21,7 +21,6 @@ from tidemill.bus.client.connection import Connection, open_connection, retry
 from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.client.layout import create_layout
 from tidemill.bus.client.outbox import answered
-from tidemill.bus.client.refusals import Refusals
 from tidemill.bus.client.rows import Rows, Value
 from tidemill.bus.config import RUN_NAME, BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable
@@ -52,6 +51,8 @@ class Bus:
         self.run, self.name, self.config = run, name, config
         self._connection = connection
         self.jet = JetStream(connection, run, config)
+        self.refusals = self.jet.refusals
+        """Messages and rows that this process has passed over because they could not be read."""
         self.dead = DeadLetters(self.jet)
         self.tasks = TaskQueue(self.jet, self.dead)
         self.samples = SampleStream(self.jet)
@@ -76,11 +77,6 @@ class Bus:
         return self._connection.connected_url
 
     @property
-    def refusals(self) -> Refusals:
-        """Messages and rows that this process has passed over because they could not be read."""
-        return self.jet.refusals
-
-    @property
     def connected(self) -> bool:
         """True while the connection is up."""
         return self._connection.connected
@@ -91,11 +87,13 @@ class Bus:
 
     async def retry(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``ask``, called again while the bus is away; for an hour, or until it is closed."""
-
-        def report(error: BusUnavailable) -> None:
-            _log.warning("bus: still trying error=%s", error)
-
-        return await retry(self._connection, ask, pause_s=_PAUSE_S, outage_s=_OUTAGE_S, report=report)
+        return await retry(
+            self._connection,
+            ask,
+            pause_s=_PAUSE_S,
+            outage_s=_OUTAGE_S,
+            report=lambda error: _log.warning("bus: still trying error=%s", error),
+        )
 
     def rows(self, bucket: str) -> Rows:
         """Return one of the buckets ``weights``, ``run``, ``live``, ``wanted``, ``keys``. Raises ValueError."""
@@ -146,10 +144,10 @@ async def connect(
 async def raise_epoch(bus: Bus) -> int:
     """Make this process the newest learner, and return its epoch (the first is 1)."""
 
-    def following(row: Value | None) -> Value:
+    def raised(row: Value | None) -> Value:
         return {"epoch": 1 if row is None else int(row["epoch"]) + 1, "by": bus.name}
 
-    return int((await bus.rows("run").change(subjects.EPOCH_KEY, following)).after["epoch"])
+    return int((await bus.rows("run").change(subjects.EPOCH_KEY, raised)).after["epoch"])
 
 
 async def current_epoch(bus: Bus) -> int:
@@ -161,6 +159,7 @@ async def current_epoch(bus: Bus) -> int:
 LOOK_EVERY_S = 1.0
 """Interval of looking for a run that is to start."""
 _ANSWER_S = 5.0
+_NAMES = "$JS.API.STREAM.NAMES"
 _TASKS = re.compile(re.escape(subjects.stream("@", subjects.TASKS)).replace("@", f"({RUN_NAME.pattern})"))
 
 
@@ -175,10 +174,8 @@ async def runs_on(connection: Connection) -> list[str]:
     names_of_runs: list[str] = []
     offset = 0
     while True:
-        request = json.dumps({"offset": offset}).encode()
-        answer = answered(
-            "$JS.API.STREAM.NAMES", (await connection.request("$JS.API.STREAM.NAMES", request, _ANSWER_S)).data
-        )
+        message = await connection.request(_NAMES, json.dumps({"offset": offset}).encode(), _ANSWER_S)
+        answer = answered(_NAMES, message.data)
         if "error" in answer:
             raise BusError(f"runs of the bus: {answer['error'].get('description', answer['error'])}")
         names = answer.get("streams") or []
@@ -200,9 +197,8 @@ async def find_run(url: str, *, name: str, wait_s: float) -> str:
             if len(names) == 1:
                 return names[0]
             if names:
-                raise SeveralRuns(
-                    f"--run: {parse(url)} carries {len(names)} runs ({', '.join(names)}); want the name of one"
-                )
+                runs = f"{len(names)} runs ({', '.join(names)})"
+                raise SeveralRuns(f"--run: {parse(url)} carries {runs}; want the name of one")
             if time.monotonic() > deadline:
                 raise BusUnavailable(f"run on {parse(url)}", f"none there within {wait_s:.0f} s")
             await asyncio.sleep(LOOK_EVERY_S)

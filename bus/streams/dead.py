@@ -4,7 +4,7 @@ import logging
 from collections.abc import AsyncIterator
 from functools import partial
 
-import msgpack
+import msgspec
 
 from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
@@ -35,9 +35,8 @@ class DeadLetters:
     async def report(self, task: int, *, reason: str, actor: str, attempt: str) -> int:
         """Store one failure. Returns the number of attempts at this task reported so far, each counted once."""
         subject = subjects.dead_report(self._jet.run, task)
-        payload = msgpack.packb(
-            {"schema": SCHEMA, "type": "report", "task": task, "reason": reason, "actor": actor, "attempt": attempt}
-        )
+        fields = {"schema": SCHEMA, "type": "report", "task": task, "reason": reason, "actor": actor}
+        payload = msgspec.msgpack.encode({**fields, "attempt": attempt})
         await self._jet.outbox.store(subject, payload, {subjects.MESSAGE_ID: f"report.{task}.{attempt}"})
         return (await self._jet.subjects(self._stream, subject)).get(subject, 0)
 
@@ -50,9 +49,8 @@ class DeadLetters:
             if error.code not in WRONG_LAST_SEQUENCE:
                 raise
         else:
-            self._repeated(
-                "task dead", f"task={dead.task} attempts={dead.attempts} actor={dead.actor} reason={dead.reason}"
-            )
+            cause = f"attempts={dead.attempts} actor={dead.actor} reason={dead.reason}"
+            self._repeated("task dead", f"task={dead.task} {cause}")
 
     async def decide(self, decision: DeadLetterDecision) -> bool:
         """Store the decision on a dead task. Returns False when there is one already. Retries until stored."""
@@ -70,9 +68,8 @@ class DeadLetters:
 
     async def decisions(self) -> dict[int, DeadLetterDecision]:
         """Return the decisions so far, by task."""
-        records = [
-            self._read(delivered) async for delivered in present(self._jet, self._stream, 1, filters=[self._decisions])
-        ]
+        stored = present(self._jet, self._stream, 1, filters=[self._decisions])
+        records = [self._read(delivered) async for delivered in stored]
         return {decision.task: decision for decision in records if isinstance(decision, DeadLetterDecision)}
 
     async def of(self, task: int) -> Dead | None:

@@ -21,7 +21,7 @@ from typing import Any
 from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
 from tidemill.bus.client.rows import Rows
-from tidemill.bus.errors import BusError, BusUnavailable, Refused, WireError
+from tidemill.bus.errors import BusError, BusUnavailable, DetailedError, Refused, WireError
 from tidemill.bus.wire import parts, subjects
 from tidemill.bus.wire.codec import decode_turn_record, encode_turn_record
 from tidemill.bus.wire.turn_records import TurnKind, TurnRecord, check_turn_record
@@ -45,16 +45,13 @@ class Superseded(Exception):
     """The sample is made, or by another actor now. This one ends the episode without acking or nak'ing the task."""
 
 
-class NotStored(Exception):
+class NotStored(DetailedError):
     """A record is not stored, or earlier ones are not read, of an episode that needs its log: it must end."""
 
-    def __init__(self, reason: str, *, lasting: bool = False) -> None:
-        """``lasting``: another try would end in the same way."""
-        super().__init__(reason)
-        self.reason, self.lasting = reason, lasting
-
-    def __str__(self) -> str:
-        return f"the episode's log (TURNS): {self.reason}"
+    reason: str
+    lasting: bool = False
+    """Another try would end in the same way."""
+    template = "the episode's log (TURNS): {reason}"
 
 
 @dataclass(slots=True)
@@ -98,15 +95,11 @@ class EpisodeLog:
                 raise NotStored(self._lost.reason, lasting=self._lost.lasting)
             return
         self._count += 1
-        record = TurnRecord(
-            kind=kind, run=self._turns.run, task=self._task, index=self._index, attempt=self._attempt, **fields
-        )
-        last, self._last = (
-            self._last,
-            None,
-        )  # a call that is cancelled here leaves it unknown whether the record is stored
+        sample = {"run": self._turns.run, "task": self._task, "index": self._index, "attempt": self._attempt}
+        record = TurnRecord(kind=kind, **sample, **fields)
+        message_id = f"turn.{self._task}.{self._index}.{self._attempt}.{self._count}"
+        last, self._last = self._last, None  # unknown until it is stored: the call may be cancelled
         try:
-            message_id = f"turn.{self._task}.{self._index}.{self._attempt}.{self._count}"
             self._last = await self._turns.store(record, message_id, last, NEEDED_S if needed else STORE_S)
         except Superseded:
             self._superseded = True
@@ -224,10 +217,8 @@ class TurnStream:
         """Count and log a record that is not stored. ``ends``: the episode does, too; else it goes on."""
         what = "episode ends: its log is needed" if ends else "episode goes on without a log"
         _log.warning("%s task=%d index=%d record=%s error=%s", what, record.task, record.index, record.kind, reason)
-        if ends:
-            self.counters.ended += 1
-        else:
-            self.counters.unlogged += 1
+        self.counters.ended += ends
+        self.counters.unlogged += not ends
 
     async def _read(self, task: int, index: int) -> tuple[list[TurnRecord], int, int]:
         """Return a sample's usable records, the last sequence of its subject (or 0), and the number of others."""
@@ -248,9 +239,8 @@ class TurnStream:
         record = decode_turn_record(data)
         check_turn_record(record)
         if (record.run, record.task, record.index) != (self.run, task, index):
-            raise WireError(
-                "run, task, index", f"{self.run}, {task}, {index}", f"{record.run}, {record.task}, {record.index}"
-            )
+            got = f"{record.run}, {record.task}, {record.index}"
+            raise WireError("run, task, index", f"{self.run}, {task}, {index}", got)
         return record
 
     async def trim(self, below: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tidemill.bus.client.jetstream import JetStream, Message, StreamState, unix_time
-from tidemill.bus.client.pull import Delivered, OrderedPull, present
+from tidemill.bus.client.pull import Delivered, follow, present
 from tidemill.bus.errors import NotFound, WireError
 from tidemill.bus.streams.samples import Glimpse, glimpse_of, payload_of
 from tidemill.bus.wire import subjects
@@ -97,19 +97,11 @@ class History:
         return {version for subject in counts if (version := subjects.version_of_sample(subject)) is not None}
 
     async def _read(self, first: int, last: int | None, *, headers_only: bool) -> AsyncIterator[Delivered]:
-        if last is not None:
-            async for delivered in present(
-                self._jet, self._stream, first, filters=self._filters, headers_only=headers_only
-            ):
-                if delivered.seq > last:
-                    return
-                yield delivered
-            return
-        async with OrderedPull(
-            self._jet, self._stream, max(1, first), filters=self._filters, headers_only=headers_only
-        ) as pull:
-            async for delivered in pull:
-                yield delivered
+        read = follow if last is None else present
+        async for delivered in read(self._jet, self._stream, first, filters=self._filters, headers_only=headers_only):
+            if last is not None and delivered.seq > last:
+                return
+            yield delivered
 
     async def _stored(self, message: Delivered | Message) -> StoredSample:
         data: bytes | WireError
@@ -117,6 +109,5 @@ class History:
             data = await payload_of(self._jet, message)
         except WireError as error:
             data = error
-        return StoredSample(
-            seq=message.seq, subject=message.subject, headers=message.headers, data=data, stored_s=message.stored_s
-        )
+        place = {"seq": message.seq, "subject": message.subject, "headers": message.headers}
+        return StoredSample(data=data, stored_s=message.stored_s, **place)

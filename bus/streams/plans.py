@@ -41,11 +41,8 @@ class PlanLog:
         Raises Fenced, and WireError for a record that is larger than a message.
         """
         if isinstance(record, Fence) or record.epoch != self._writer.epoch:
-            raise WireError(
-                "epoch",
-                f"a record of epoch {self._writer.epoch}, no fence",
-                f"{type(record).__name__} of {record.epoch}",
-            )
+            got = f"{type(record).__name__} of {record.epoch}"
+            raise WireError("epoch", f"a record of epoch {self._writer.epoch}, no fence", got)
         return await self._writer.append(subjects.plan(self._jet.run, record_name(record)), encode_record(record))
 
     async def scan(self, start: int = 1) -> AsyncIterator[tuple[int, PlanRecord]]:

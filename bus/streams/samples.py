@@ -8,8 +8,9 @@ from typing import Literal, overload
 
 import numpy as np
 
+from tidemill.bus.client import pull
 from tidemill.bus.client.jetstream import JetStream, Message, StreamState
-from tidemill.bus.client.pull import Delivered, OrderedPull, present
+from tidemill.bus.client.pull import Delivered
 from tidemill.bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
 from tidemill.bus.wire import parts, subjects
 from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
@@ -171,15 +172,10 @@ class SampleStream:
             yield glimpse_of(delivered)
 
     async def _newest(self, last: int, follow: bool, *, headers_only: bool) -> AsyncIterator[Delivered]:
-        state = await self.info()
-        start, filters = max(1, state.last_seq - last + 1), [subjects.samples(self._jet.run)]
-        if not follow:
-            async for delivered in present(self._jet, self._stream, start, filters=filters, headers_only=headers_only):
-                yield delivered
-            return
-        async with OrderedPull(self._jet, self._stream, start, filters=filters, headers_only=headers_only) as pull:
-            async for delivered in pull:
-                yield delivered
+        start, filters = max(1, (await self.info()).last_seq - last + 1), [subjects.samples(self._jet.run)]
+        read = pull.follow if follow else pull.present
+        async for delivered in read(self._jet, self._stream, start, filters=filters, headers_only=headers_only):
+            yield delivered
 
     def _filters(self, kinds: Collection[Kind] | None) -> list[str]:
         """Return none for all kinds: parts come, too, so that a jump in the sequences can only be a hole."""
@@ -214,10 +210,9 @@ class SampleStream:
 
     async def _first_part(self, manifest: Message, oldest: int) -> int:
         """Return the sequence of a readable manifest's first part, at most ``oldest``."""
+        max_payload = self._jet.connection.max_payload
         try:
-            seqs = parts.read_manifest(
-                manifest.data, seq=manifest.seq, max_payload=self._jet.connection.max_payload
-            ).seqs
+            seqs = parts.read_manifest(manifest.data, seq=manifest.seq, max_payload=max_payload).seqs
             if min(seqs) < oldest:
                 await _part(self._jet, manifest, seqs.index(min(seqs)), min(seqs))
         except WireError:
@@ -270,17 +265,19 @@ class _Reading:
         self, filters: Sequence[str], on_passed: Callable[[int], None] | None = None
     ) -> AsyncIterator[Received]:
         """Yield the messages in order. Raises StreamReplaced, and StreamTrimmed at a hole in the sequences."""
-        async with OrderedPull(self._jet, self._stream, self._start, filters=filters, on_open=self._opened) as pull:
-            expected = pull.position
-            async for delivered in pull:
-                # A filter leaves out messages of other kinds, so a jump alone is no hole.
+        reader = pull.OrderedPull(self._jet, self._stream, self._start, filters=filters, on_open=self._opened)
+        async with reader:
+            expected = reader.position
+            async for delivered in reader:
                 if delivered.seq != expected and expected > self._start:
-                    await self._check_gap(expected)
+                    # A filter leaves out messages of other kinds, so a jump alone is no hole.
+                    state = await self._jet.retry_for_ever(lambda: self._jet.state(self._stream))
+                    self._check_first(state, expected)
                 if delivered.seq not in self._settled and not delivered.subject.startswith(self._parts_prefix):
                     yield await self.received(delivered)
                 if on_passed is not None:
                     on_passed(delivered.seq)
-                expected = pull.position
+                expected = reader.position
 
     async def received(self, delivered: Delivered) -> Received:
         """Return a message with its sample, decoded and checked, or with the reason it cannot be used."""
@@ -315,10 +312,6 @@ class _Reading:
             raise StreamReplaced(self._stream, self._created, state.created)
         self._check_first(state, max(position, self._start))
 
-    async def _check_gap(self, expected: int) -> None:
-        """Check that messages of another kind have the sequences of a jump."""
-        self._check_first(await self._jet.retry_for_ever(lambda: self._jet.state(self._stream)), expected)
-
     def _check_first(self, state: StreamState, needed: int) -> None:
         if needed < state.first_seq:
             missing = next((seq for seq in range(needed, state.first_seq) if seq not in self._settled), None)
@@ -346,13 +339,11 @@ async def _part(jet: JetStream, manifest: Delivered | Message, number: int, seq:
     except NotFound:
         raise WireError("parts.seqs", "parts that are in the stream", seq) from None
     message_id = manifest.headers.get(subjects.MESSAGE_ID, "")
-    subject = subjects.part(
-        jet.run, subjects.kind_of_sample(manifest.subject), subjects.natural(message_id.partition(".")[0]) or 0
-    )
+    task = subjects.natural(message_id.partition(".")[0]) or 0
+    subject = subjects.part(jet.run, subjects.kind_of_sample(manifest.subject), task)
     if part.subject != subject or part.headers.get(subjects.MESSAGE_ID) != _part_id(message_id, number):
-        raise WireError(
-            "parts.seqs", f"part {number} of sample {message_id[:80]} at {seq}", f"a message on {part.subject[:80]}"
-        )
+        want = f"part {number} of sample {message_id[:80]} at {seq}"
+        raise WireError("parts.seqs", want, f"a message on {part.subject[:80]}")
     return part.data
 
 
@@ -374,21 +365,18 @@ def glimpse_of(delivered: Delivered) -> Glimpse:
 
 def headers_of(sample: Sample) -> dict[str, str]:
     """Return the headers of a sample: one for readers without the payload, because each header costs CPU."""
-    versions = [span.version for span in sample.spans]
-    fields = (
-        f"group={sample.group_size} versions={f'{min(versions)}-{max(versions)}' if versions else 'none'} "
-        f"reward={sample.score:.6g} "
-        f"status={sample.status} tokens={sample.response_length}"
-    )
+    versions = f"{sample.min_version}-{sample.max_version}" if sample.spans else "none"
+    fields = [f"group={sample.group_size} versions={versions} reward={sample.score:.6g}"]
+    fields.append(f"status={sample.status} tokens={sample.response_length}")
     if sample.turns is not None:
-        fields = f"{fields} turns={len(sample.turns.at)}"
+        fields.append(f"turns={len(sample.turns.at)}")
     if len(sample.sequences) > 1:
-        fields = f"{fields} sequences={len(sample.sequences)}"
+        fields.append(f"sequences={len(sample.sequences)}")
     if (sampled := int(np.count_nonzero(sample.loss_mask))) != sample.response_length:
-        fields = f"{fields} sampled={sampled}"
+        fields.append(f"sampled={sampled}")
     if _HEADER_VALUE.fullmatch(sample.engine):
-        fields = f"{fields} engine={sample.engine}"
-    return {subjects.MESSAGE_ID: sample.message_id, SAMPLE_HEADER: fields}
+        fields.append(f"engine={sample.engine}")
+    return {subjects.MESSAGE_ID: sample.message_id, SAMPLE_HEADER: " ".join(fields)}
 
 
 def header_fields(headers: Mapping[str, str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from tidemill.bus import exit_codes
+from tidemill.bus.errors import DetailedError
 from tidemill.bus.system.foreign import described, errors_as
 
 FUNCTION = "module:function"
@@ -38,18 +39,21 @@ class Defect(StrEnum):
     """It does not take the arguments with which it is called."""
 
 
-class FunctionRefused(ValueError):
+class FunctionRefused(DetailedError, ValueError):
     """A function or class that a setting names is not there, or cannot be called as it would be."""
 
     exit_code = exit_codes.CONFIG  # no restart cures it
+    path: str
+    defect: Defect
+    reason: str
+    setting: str = ""
+    want: str = FUNCTION
+    template = "{where}want {want}, got {path!r}: {reason}"
 
-    def __init__(self, path: str, defect: Defect, reason: str, setting: str = "", want: str = FUNCTION) -> None:
-        super().__init__(path, defect, reason, setting, want)
-        self.path, self.defect, self.reason, self.setting, self.want = path, defect, reason, setting, want
-
-    def __str__(self) -> str:
-        where = f"{self.setting}: " if self.setting else ""
-        return f"{where}want {self.want}, got {self.path!r}: {self.reason}"
+    @property
+    def where(self) -> str:
+        """The setting as the message shows it."""
+        return f"{self.setting}: " if self.setting else ""
 
 
 def find_function(path: str, setting: str = "", *, want: str = FUNCTION) -> Callable[..., Any]:
@@ -127,13 +131,9 @@ def check_call(
         signature = inspect.signature(function)
         form = f": it takes {signature}"
         parameters = signature.parameters.values()
-        by_name = {
-            parameter.name
-            for parameter in parameters
-            if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        }
-        asked = frozenset(by_name.intersection(offered))
-        signature.bind(*given, **dict.fromkeys(asked))
+        by_name = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+        accepted = frozenset(by_name.intersection(offered))
+        signature.bind(*given, **dict.fromkeys(accepted))
     except (TypeError, ValueError) as error:
         raise FunctionRefused(path, Defect.SIGNATURE, f"{error}{form}", setting, want) from None
-    return asked
+    return accepted

@@ -12,16 +12,21 @@ import os
 import sys
 from typing import Any, TextIO
 
+from tidemill.bus.errors import DetailedError
+
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 
 
-class Unwritable(Exception):
+class Unwritable(DetailedError):
     """Standard output cannot be written."""
 
-    def __init__(self, error: OSError) -> None:
-        super().__init__(f"standard output cannot be written: {error.strerror}")
-        self.at_end = error.errno == errno.EPIPE
+    error: OSError
+    template = "standard output cannot be written: {error.strerror}"
+
+    @property
+    def at_end(self) -> bool:
         """True when its reader has ended, which is no failure: `tidemill tail | head`."""
+        return self.error.errno == errno.EPIPE
 
 
 class _File(io.FileIO):

@@ -48,17 +48,13 @@ def cause(last: Look) -> str:
     """Return the origin of a SIGKILL that Tidemill did not send. ``last``: the last look at the process."""
     memory = f"{last.rss_bytes / 1e9:.1f} GB" if last.rss_bytes >= 1e8 else f"{last.rss_bytes / 1e6:.0f} MB"
     had = f"it had {memory}" if last.rss_bytes else "its memory is not known"
-    group, machine = (
-        _grown(before, _count(counter)) for before, counter in zip(last.kills, last.counters, strict=True)
-    )
+    group, machine = (_grown(kills, _count(file)) for kills, file in zip(last.kills, last.counters, strict=True))
     if group or (machine and group is None):
         return f"by the kernel's OOM killer, for want of memory ({had}); {CURE}"
     if group is False or machine is False:
         return f"not by Tidemill, nor by the kernel's OOM killer by its counts ({had})"
-    return (
-        f"not by Tidemill; the kernel may have done it for want of memory ({had}; see: dmesg | grep -i 'killed "
-        "process')"
-    )
+    cure = f"{had}; see: dmesg | grep -i 'killed process'"
+    return f"not by Tidemill; the kernel may have done it for want of memory ({cure})"
 
 
 def _grown(before: int | None, after: int | None) -> bool | None:

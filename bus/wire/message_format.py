@@ -171,14 +171,11 @@ class _Layout:
 
     def unchecked(self, value: object) -> JsonObject:
         """Return the fields of a message with values of any type, arrays as bytes. Raises WireError."""
-        packs = {name: pack for name, pack, _, _ in self._conversions} | {
-            name: layout.unchecked for name, layout in self._nested.items()
-        }
+        packs = {field.name: field.pack for field in self._conversions}
+        packs |= {name: layout.unchecked for name, layout in self._nested.items()}
         fields = {name: getattr(value, name) for name in self._names}
-        return {
-            name: _converted(name, packs[name], item) if name in packs and item is not None else item
-            for name, item in fields.items()
-        }
+        packed = {name: _converted(name, packs[name], fields[name]) for name in packs if fields[name] is not None}
+        return fields | packed
 
 
 class MessageFormat(Generic[M]):
@@ -233,10 +230,8 @@ class MessageFormat(Generic[M]):
 
     def _extra(self, value: Any) -> JsonObject:
         """Return the unknown fields of a message, as they are written again. None of them replaces a known field."""
-        unknown = {
-            name: item for name, item in value.extra.items() if name not in self._layout.struct.__struct_fields__
-        }
-        return {name: _converted(name, _checked, item) for name, item in unknown.items()}
+        known = self._layout.struct.__struct_fields__
+        return {name: _converted(name, _checked, item) for name, item in value.extra.items() if name not in known}
 
     def _unchecked_bytes(self, value: Any) -> bytes:
         """Return the bytes of an unchecked message, of the newest schema. Raises WireError for a value without any."""

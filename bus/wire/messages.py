@@ -245,11 +245,8 @@ class Sample:
     @property
     def teacher_top_k(self) -> int:
         """Number of tokens that its teacher listed at each position, K; 0 = none."""
-        return (
-            0
-            if self.teacher_top_ids is None or not self.response_length
-            else len(self.teacher_top_ids) // self.response_length
-        )
+        ids = self.teacher_top_ids
+        return 0 if ids is None or not self.response_length else len(ids) // self.response_length
 
     @property
     def message_id(self) -> str:

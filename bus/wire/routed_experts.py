@@ -78,9 +78,8 @@ class RoutedShape:
         if not layers or not all(type(at) is int for at in layers) or sorted({*layers}) != layers:
             raise ValueError(f"layers: want numbers of layers in order, at least one, got {str(layers)[:80]}")
         if layers[0] < 0 or layers[-1] >= sizes["num_layers"]:
-            raise ValueError(
-                f"layers: want numbers from 0 to {sizes['num_layers'] - 1}, got {layers[0]} to {layers[-1]}"
-            )
+            got = f"{layers[0]} to {layers[-1]}"
+            raise ValueError(f"layers: want numbers from 0 to {sizes['num_layers'] - 1}, got {got}")
         return cls(layers=tuple(layers), **sizes)
 
     @classmethod
@@ -128,18 +127,16 @@ def check_routed_experts(ids_LEK: RoutedExperts, num_tokens: int, shape: RoutedS
     Zeros everywhere are refused, because an engine that has captured nothing may send them.
     """
     if ids_LEK.ndim != 3 or len(ids_LEK) != num_tokens or not ids_LEK[:1].size == np.prod(ids_LEK.shape[1:]) > 0:
-        raise WireError(
-            "routed_experts", f"{num_tokens} tokens x layers x experts", f"an array of shape {ids_LEK.shape}"
-        )
+        got = f"an array of shape {ids_LEK.shape}"
+        raise WireError("routed_experts", f"{num_tokens} tokens x layers x experts", got)
     if shape is not None and ids_LEK.shape[1:] != (len(shape.layers), shape.top_k):
         want = f"{len(shape.layers)} layers and {shape.top_k} experts of a token, as the model has"
         raise WireError("routed_experts", want, f"{ids_LEK.shape[1]} and {ids_LEK.shape[2]}")
     missing = ids_LEK.reshape(num_tokens, -1) == np.iinfo(ids_LEK.dtype).max
     unknown_L = missing.all(axis=1)
     if (mixed_L := missing.any(axis=1) & ~unknown_L).any():
-        raise WireError(
-            f"routed_experts[{int(np.argmax(mixed_L))}]", "experts in all of its layers, or in none", "experts in some"
-        )
+        where = f"routed_experts[{int(np.argmax(mixed_L))}]"
+        raise WireError(where, "experts in all of its layers, or in none", "experts in some")
     known_XEK = ids_LEK[~unknown_L]
     if not len(known_XEK):
         return
@@ -149,8 +146,8 @@ def check_routed_experts(ids_LEK: RoutedExperts, num_tokens: int, shape: RoutedS
         raise WireError("routed_experts", "the experts that the engine has chosen", "0 everywhere")
     ordered = np.sort(known_XEK, axis=-1)
     if (twice := (ordered[..., 1:] == ordered[..., :-1]).any(axis=(1, 2))).any():
-        where = int(np.flatnonzero(~unknown_L)[np.argmax(twice)])
-        raise WireError(f"routed_experts[{where}]", "different experts in each layer", "one of them twice")
+        token = int(np.flatnonzero(~unknown_L)[np.argmax(twice)])
+        raise WireError(f"routed_experts[{token}]", "different experts in each layer", "one of them twice")
 
 
 _WANT = "a map of layers, top_k, dtype (uint8 or uint16) and ids, raw little-endian bytes"

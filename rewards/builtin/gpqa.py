@@ -76,7 +76,6 @@ def _gold(request: RewardRequest, valid: str) -> str:
         if label.strip().casefold() in choices:
             index = choices.index(label.strip().casefold())
     if index is None or not 0 <= index < len(valid):
-        raise RewardFailed(
-            "gpqa", f"want a letter of {valid}, an index, or one of metadata.choices as label, got {label!r}"[:300]
-        )
+        want = f"a letter of {valid}, an index, or one of metadata.choices as label"
+        raise RewardFailed("gpqa", f"want {want}, got {label!r}"[:300])
     return valid[index]

@@ -127,26 +127,20 @@ def _ends(text: str) -> Counter[str]:
 
 def _stop_words(text: str, arguments: JsonMapping) -> bool:
     words = _WORD.findall(text.lower())
-    return bool(words) and 100 * sum(word in STOP_WORDS for word in words) <= float(arguments["percentage"]) * len(
-        words
-    )
+    num_stop_words = sum(word in STOP_WORDS for word in words)
+    return bool(words) and 100 * num_stop_words <= float(arguments["percentage"]) * len(words)
 
 
 def _overlap(text: str, arguments: JsonMapping) -> bool:
-    of_text, of_reference = (
-        {string[place : place + 3] for place in range(len(string) - 2)}
-        for string in (text, str(arguments["reference_text"]))
-    )
+    strings = (text, str(arguments["reference_text"]))
+    of_text, of_reference = ({words[at : at + 3] for at in range(len(words) - 2)} for words in strings)
     return bool(of_text) and abs(100 * len(of_text & of_reference) / len(of_text) - float(arguments["percentage"])) <= 2
 
 
 def _alphabet(text: str, arguments: JsonMapping) -> bool:
     letters = [word[0] for word in _words(text)]
-    return (
-        bool(letters)
-        and set(letters) <= set(string.ascii_lowercase)
-        and all((ord(b) - ord(a)) % 26 == 1 for a, b in pairwise(letters))
-    )
+    follows = ((ord(b) - ord(a)) % 26 == 1 for a, b in pairwise(letters))
+    return bool(letters) and set(letters) <= set(string.ascii_lowercase) and all(follows)
 
 
 def _alliteration(text: str, arguments: JsonMapping) -> bool:
@@ -214,9 +208,8 @@ def _options(text: str, arguments: JsonMapping) -> bool:
 
 
 def _is_emoji(character: str) -> bool:
-    return "\U0001f000" <= character <= "\U0001faff" or (
-        character > "\u203b" and unicodedata.category(character) == "So"
-    )
+    is_symbol = character > "\u203b" and unicodedata.category(character) == "So"
+    return is_symbol or "\U0001f000" <= character <= "\U0001faff"
 
 
 def _emojis(text: str, arguments: JsonMapping) -> bool:
@@ -241,10 +234,8 @@ def _japanese(text: str, arguments: JsonMapping) -> bool:
 def _keyword_in_sentence(text: str, arguments: JsonMapping) -> bool:
     number = int(arguments["N"])
     first = _first_sentences(text, number)
-    return (
-        1 <= number <= len(first)
-        and re.search(rf"\b{re.escape(str(arguments['word']))}\b", first[number - 1], re.IGNORECASE) is not None
-    )
+    word = rf"\b{re.escape(str(arguments['word']))}\b"
+    return 1 <= number <= len(first) and re.search(word, first[number - 1], re.IGNORECASE) is not None
 
 
 def _last_is_first(text: str, arguments: JsonMapping) -> bool:
@@ -307,9 +298,7 @@ def _africa(text: str, arguments: JsonMapping) -> bool:
 
 def _story(text: str, arguments: JsonMapping) -> bool:
     lines = _first_sentences(text, 27)
-    return len(lines) == 26 and all(
-        line.lower().startswith(letter) for line, letter in zip(lines, string.ascii_lowercase, strict=True)
-    )
+    return [line.lower()[:1] for line in lines] == list(string.ascii_lowercase)
 
 
 def _rows(text: str, delimiter: str) -> list[list[str]]:
@@ -326,7 +315,7 @@ def _quotes_kept(text: str) -> str:
 
 
 def _is_special(field: str) -> bool:
-    """Return whether a field begins with a quote, and has neither a word character nor a space up to its last one."""
+    """Return whether a field has a character that is no word's and no blank between its first and last quote."""
     return field.startswith('"') and re.search(r"[^\w\s]", field[1 : field.rindex('"')]) is not None
 
 
@@ -336,9 +325,8 @@ def _has_header(row: Sequence[str], *names: str) -> bool:
 
 def _cities(text: str, arguments: JsonMapping) -> bool:
     rows = _rows(text, ",")
-    return (
-        len(rows) == 8 and rows[0] == ["ID", "Country", "City", "Year", "Count"] and all(len(row) == 5 for row in rows)
-    )
+    header = ["ID", "Country", "City", "Year", "Count"]
+    return len(rows) == 8 and rows[0] == header and all(len(row) == 5 for row in rows)
 
 
 def _special_field(text: str, arguments: JsonMapping) -> bool:
@@ -352,9 +340,9 @@ def _quoted_fields(text: str, arguments: JsonMapping) -> bool:
     rows = _rows(_quotes_kept(text), "\t")
     if len(rows) != 4 or not _has_header(rows[0], "StudentID", "Subject", "Grade", "Semester", "Score"):
         return False
-    return all(
-        len(row) == 5 and all(len(plain := field.strip()) > 1 and plain[0] == plain[-1] == '"' for field in row)
-        for row in rows
+    fields = [field.strip() for row in rows for field in row]
+    return all(len(row) == 5 for row in rows) and all(
+        len(field) > 1 and field[0] == field[-1] == '"' for field in fields
     )
 
 
@@ -371,11 +359,8 @@ def _dates(text: str, arguments: JsonMapping) -> bool:
 
 
 def _keywords(text: str, arguments: JsonMapping) -> bool:
-    plain = text.lower()
-    return all(
-        plain.count(str(arguments[f"keyword{number}"]).strip().lower()) == count
-        for number, count in enumerate((1, 2, 3, 5, 7), 1)
-    )
+    words = [str(arguments[f"keyword{number}"]).strip().lower() for number in range(1, 6)]
+    return [text.lower().count(word) for word in words] == [1, 2, 3, 5, 7]
 
 
 def _keyword_at(text: str, arguments: JsonMapping) -> bool:

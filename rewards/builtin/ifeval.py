@@ -44,16 +44,12 @@ def ifeval(request: RewardRequest, *, share: bool = False) -> dict[str, float]:
     instructions: JsonMapping = request.label if isinstance(request.label, Mapping) else request.metadata
     names, arguments = instructions.get("instruction_id_list"), instructions.get("kwargs")
     if not isinstance(names, (list, tuple)) or not names:
-        raise RewardFailed(
-            "ifeval",
-            f"want a list under instruction_id_list in metadata or label, got keys {sorted(map(str, instructions))}",
-        )
+        want = "a list under instruction_id_list in metadata or label"
+        raise RewardFailed("ifeval", f"want {want}, got keys {sorted(map(str, instructions))}")
     if not isinstance(arguments, (list, tuple)) or len(arguments) != len(names):
         raise RewardFailed("ifeval", f"want a list of {len(names)} maps under kwargs, one for each instruction")
-    results = [
-        follows(str(name), values or {}, request.response) for name, values in zip(names, arguments, strict=True)
-    ]
-    followed = sum(results) / len(results)
+    pairs = zip(names, arguments, strict=True)
+    followed = sum(follows(str(name), values or {}, request.response) for name, values in pairs) / len(names)
     return {"score": followed if share else float(followed == 1), "followed": followed}
 
 
@@ -70,9 +66,8 @@ def follows(name: str, arguments: JsonMapping, response: str) -> bool:
     except ModuleNotFoundError as error:
         raise RewardFailed("ifeval", f"instruction {name!r} {error}") from None
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise RewardFailed(
-            "ifeval", f"instruction {name!r} with {dict(arguments)!r}: {type(error).__name__}: {error}"[:500]
-        ) from None
+        reason = f"instruction {name!r} with {dict(arguments)!r}: {type(error).__name__}: {error}"
+        raise RewardFailed("ifeval", reason[:500]) from None
 
 
 def _compared(count: int, relation: str, bound: int) -> bool:

@@ -1,8 +1,11 @@
-"""Rewards that compare a response as text, with the label or with a form.
+"""Rewards that compare a response as text, with the label or with a form, and rewards for its length, as parts of a sum.
 
 Sources: ``f1`` SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250): lower case, no punctuation, no articles; yes, no and
 noanswer must match exactly, as in HotpotQA's evaluation (Yang et al. 2018). ``format_tags`` the format reward of
-DeepSeek-R1 (DeepSeek-AI 2025, arXiv 2501.12948): thoughts between ``<think>`` tags, then the answer.
+DeepSeek-R1 (DeepSeek-AI 2025, arXiv 2501.12948): thoughts between ``<think>`` tags, then the answer. ``overlong`` soft
+overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 13), which
+``learner.algorithm.overlong.buffer`` does in the learner, for rewards of any actor. ``repetition`` the n-gram
+repetition penalty of "Demystifying Long Chain-of-Thought Reasoning" (Yeo et al. 2025, arXiv 2502.03373).
 """
 
 import re
@@ -100,3 +103,30 @@ def format_tags(request: RewardRequest, *, tags: str = "think answer", outside: 
         if not opening or not closing or not inside.strip() or (before.strip() and not outside):
             return 0.0
     return float(outside or not remaining.strip())
+
+
+def length(request: RewardRequest, *, target: int, slope: float = 1.0, shorter: bool = False) -> float:
+    """Return minus ``slope`` times the relative excess over ``target`` sampled tokens, at least -1; 0 up to the target.
+
+    ``shorter``: too short responses lose, too (L1-Exact, Aggarwal and Welleck 2025, 2503.04697, in relative terms).
+    """
+    away = (request.sampled_length - target) / max(1, target)
+    return -min(1.0, slope * (abs(away) if shorter else max(0.0, away)))
+
+
+def overlong(request: RewardRequest, *, max_tokens: int, buffer: int) -> float:
+    """Return 0 up to ``max_tokens - buffer`` sampled tokens, then a line to -1 at ``max_tokens``, and -1 beyond."""
+    begin = max_tokens - buffer
+    if request.sampled_length <= begin:
+        return 0.0
+    return -min((request.sampled_length - begin) / buffer, 1.0) if buffer > 0 else -1.0
+
+
+def repetition(request: RewardRequest, *, ngram: int = 3, penalty: float = 1.0) -> float:
+    """Return ``-penalty`` times the share of n-grams of words that occurred before; 0 for fewer than ``ngram`` words."""
+    words = request.response.lower().split()
+    total = len(words) - ngram + 1
+    if total <= 0 or ngram <= 0:
+        return 0.0
+    distinct = len({tuple(words[place : place + ngram]) for place in range(total)})
+    return -penalty * (1 - distinct / total)

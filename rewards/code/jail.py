@@ -78,12 +78,8 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 def seccomp_filter(machine: str, pid: int) -> bytes:
     """Return the BPF program for a machine and the process with this id. Raises KeyError for another machine."""
     audit, column = ARCHITECTURES[machine]
-    code: list[tuple[int, int, int, int]] = [
-        (_LOAD, 0, 0, 4),
-        (_EQUAL, 1, 0, audit),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, 0),
-    ]
+    code: list[tuple[int, int, int, int]] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit)]
+    code += [(_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
 
     def when(call: "tuple[int | None, int | None]", *then: "tuple[int, int, int, int]") -> None:
         """Append instructions for one system call; the last of them returns."""
@@ -116,12 +112,9 @@ def confine(program: bytes) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(program, len(program))
     described = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
-    for arguments in (
-        (38, 1, 0, 0, 0),
-        (22, 2, ctypes.c_char_p(described), 0, 0),
-    ):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
-        if libc.prctl(*arguments):
-            raise OSError(ctypes.get_errno(), "prctl")
+    # PR_SET_NO_NEW_PRIVS, without which an unprivileged process may set no filter, then PR_SET_SECCOMP.
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.c_char_p(described), 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def leave_readable(places: "list[str]") -> bool:
@@ -173,10 +166,8 @@ def restrict(settings: "dict[str, int]") -> None:
     """Give up files, memory, time and system calls. Raises OSError, ValueError, KeyError where that cannot be done."""
     sys.set_int_max_str_digits(0)
     sys.setrecursionlimit(100_000)
-    interpreter = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix]
-    leave_readable(
-        [*interpreter, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom"]
-    )
+    interpreter = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, "/usr", "/lib", "/lib64"]
+    leave_readable([*interpreter, "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom"])
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_FSIZE, 0)
     limit(resource.RLIMIT_NOFILE, 64)
@@ -240,10 +231,8 @@ def missing(program: str) -> "set[str]":
         elif kind == "alias":
             bound.add(node.asname or node.name.split(".")[0])
         elif kind != "keyword":
-            bound |= {
-                getattr(node, "name", None),
-                getattr(node, "arg", None),
-            }  # of a function, class, exception, pattern or parameter
+            # Of a function, class, exception, pattern or parameter.
+            bound |= {getattr(node, "name", None), getattr(node, "arg", None)}
         for field in node._fields:
             value = getattr(node, field, None)
             nodes += [child for child in (value if isinstance(value, list) else [value]) if hasattr(child, "_fields")]

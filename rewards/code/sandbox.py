@@ -60,10 +60,8 @@ def obstacle() -> str:
     """Return why this machine has no such sandbox; empty if it has one."""
     if sys.platform == "linux" and platform.machine() in jail.ARCHITECTURES:
         return ""
-    return (
-        f"want Linux on {' or '.join(jail.ARCHITECTURES)} for its sandbox, this is {sys.platform} on "
-        f"{platform.machine()}"
-    )
+    want = f"Linux on {' or '.join(jail.ARCHITECTURES)} for its sandbox"
+    return f"want {want}, this is {sys.platform} on {platform.machine()}"
 
 
 def run(
@@ -102,13 +100,8 @@ def run(
             process.kill()
         process.wait()
         os.close(result_at)
-    return _outcome(
-        process.returncode,
-        output,
-        result,
-        reason,
-        partial(_passes, tests=bool(tests), call=call is not None, word=word),
-    )
+    passes = partial(_passes, tests=bool(tests), call=call is not None, word=word)
+    return _outcome(process.returncode, output, result, reason, passes)
 
 
 def _started(settings: JsonMapping, python: str) -> tuple["subprocess.Popen[bytes]", int]:
@@ -185,9 +178,8 @@ def _outcome(
     if reason:
         return ProgramOutcome(output=text, reason=reason)
     if not result.startswith(jail.CONFINED):
-        raise RewardFailed(
-            "code", f"the kernel gives no sandbox: {result.decode(errors='replace')[:400] or _ended(code)}"
-        )
+        reason = result.decode(errors="replace")[:400] or _ended(code)
+        raise RewardFailed("code", f"the kernel gives no sandbox: {reason}")
     try:
         report = json.loads(result.removeprefix(jail.CONFINED))
     except (ValueError, RecursionError):
@@ -195,17 +187,11 @@ def _outcome(
     if not isinstance(report, dict):
         return ProgramOutcome(output=text, reason=_ended(code))
     if isinstance(report.get("error"), str):
-        return ProgramOutcome(
-            output=text,
-            reason=f"{report['error']}: {report['text'] if isinstance(report.get('text'), str) else ''}"[:400],
-        )
+        message = report["text"] if isinstance(report.get("text"), str) else ""
+        return ProgramOutcome(output=text, reason=f"{report['error']}: {message}"[:400])
     passed = passes(report)
-    return ProgramOutcome(
-        output=text,
-        passed=passed,
-        value=report.get("value"),
-        reason="" if passed else f"exit code {report.get('code')}"[:40],
-    )
+    reason = "" if passed else f"exit code {report.get('code')}"[:40]
+    return ProgramOutcome(output=text, passed=passed, value=report.get("value"), reason=reason)
 
 
 def _passes(report: JsonMapping, *, tests: bool, call: bool, word: str) -> bool:

@@ -79,8 +79,8 @@ def code(
 def program_in(response: str, *, whole: bool = False) -> str:
     """Return the last block of Python in a response; empty without one, unless ``whole``."""
     blocks = [text for language, text in BLOCK.findall(response) if language.lower() in PYTHON]
-    programs = blocks[-1] if blocks else response if whole else ""
-    return programs if len(programs) <= MAX_PROGRAM else ""
+    program = blocks[-1] if blocks else response if whole else ""
+    return program if len(program) <= MAX_PROGRAM else ""
 
 
 def passes(program: str, test: Case, bounds: Bounds, *, imports: bool = True, python: str = "") -> bool:
@@ -90,9 +90,9 @@ def passes(program: str, test: Case, bounds: Bounds, *, imports: bool = True, py
         return False
     if test.code:
         return True
-    return (
-        same_value(outcome.value, test.want) if test.call is not None else same_output(outcome.output, str(test.want))
-    )
+    if test.call is not None:
+        return same_value(outcome.value, test.want)
+    return same_output(outcome.output, str(test.want))
 
 
 def same_output(got: str, want: str) -> bool:
@@ -146,26 +146,18 @@ def cases_in(label: object, *, function: str = "") -> list[Case]:
     cases: list[Case] = []
     if isinstance(label, Mapping):
         name, inputs, outputs = label.get("fn_name"), label.get("inputs"), label.get("outputs")
-        if (
-            isinstance(inputs, Sequence)
-            and isinstance(outputs, Sequence)
-            and len(inputs) == len(outputs)
-            and not isinstance(inputs, str)
-        ):
+        if isinstance(inputs, list | tuple) and isinstance(outputs, Sequence) and len(inputs) == len(outputs):
             cases = [_test(name, stdin, want) for stdin, want in zip(inputs, outputs, strict=True)]
-    elif (
-        isinstance(label, Sequence) and not isinstance(label, str) and all(isinstance(case, Mapping) for case in label)
-    ):
-        cases = [
-            _test(case.get("fn_name"), case["input"], case["output"])
-            for case in label
-            if {"input", "output"} <= case.keys()
-        ]
-        cases = cases if len(cases) == len(label) else []
+    elif isinstance(label, list | tuple) and all(map(_is_case, label)):
+        cases = [_test(case.get("fn_name"), case["input"], case["output"]) for case in label]
     if not cases:
         want = "code with assertions, {inputs, outputs} of the same number, or a list of {input, output}"
         raise RewardFailed("code", f"label: want {want}, got {label!r}"[:500])
     return cases
+
+
+def _is_case(value: object) -> bool:
+    return isinstance(value, Mapping) and {"input", "output"} <= value.keys()
 
 
 def _test(name: object, arguments: Any, want: Any) -> Case:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tidemill.rewards.model_text.message_template import MessageTemplate
+from tidemill.rewards.model_text.message_template import TRIED_QUESTION, MessageTemplate
 
 _ANSWER = "tried_answer"
 """Content of the message behind which the end of turn is found."""
@@ -35,15 +35,14 @@ class EndTokens:
     @classmethod
     def read(cls, model_dir: Path) -> Self:
         """Return the tokens of a model directory. Raises ValueError that names the file."""
-        configured = [
-            token_id for name in ("config.json", "generation_config.json") for token_id in _eos_ids(model_dir / name)
-        ]
+        files = (model_dir / name for name in ("config.json", "generation_config.json"))
+        configured = tuple(dict.fromkeys(token_id for file in files for token_id in _eos_ids(file)))
         vocabulary = _json_map(model_dir / "tokenizer.json")
         if not vocabulary:
-            return cls(configured=tuple(dict.fromkeys(configured)))
+            return cls(configured=configured)
         added = {str(token["content"]): int(token["id"]) for token in vocabulary.get("added_tokens") or ()}
         return cls(
-            configured=tuple(dict.fromkeys(configured)),
+            configured=configured,
             tokenizer=_id_of(_eos_token(model_dir), added, vocabulary),
             turn=_end_of_turn(MessageTemplate.read(model_dir), added),
         )
@@ -91,10 +90,7 @@ def _end_of_turn(template: MessageTemplate | None, added: Mapping[str, int]) -> 
     if template is None:
         return None
     try:
-        text = template.render(
-            [{"role": "user", "content": "tried_question"}, {"role": "assistant", "content": _ANSWER}],
-            add_generation_prompt=False,
-        )
+        text = template.render([TRIED_QUESTION, {"role": "assistant", "content": _ANSWER}], add_generation_prompt=False)
     except ValueError:  # a template that refuses this chat; its rows are checked one by one
         return None
     _, written, behind = text.rpartition(_ANSWER)
