@@ -82,10 +82,8 @@ class WorkerDiscovery:
             try:
                 async with asyncio.timeout(READ_S):
                     self._rows = {row.url.rstrip("/"): row for row in await self._on_bus.discover()}
-            except (
-                BusError,
-                TimeoutError,
-            ) as error:  # the last known rows are still the best guess, and the checks go on
+            # The last known rows are still the best guess, and the checks go on.
+            except (BusError, TimeoutError) as error:
                 log.debug("live rows of engines not read error=%s", error or "time-out")
         self._removed = {url: process for url, process in self._removed.items() if not self._another(url, process)}
         return [self._status(url) for url in self.urls()]
@@ -127,12 +125,8 @@ class WorkerDiscovery:
         except (EngineError, TimeoutError) as error:
             health.failures += 1
             if health.failures == self._config.health_failures:
-                log.warning(
-                    "worker quarantined url=%s checks without an answer=%d error=%s",
-                    url,
-                    health.failures,
-                    error or "time-out",
-                )
+                reason = error or "time-out"
+                log.warning("worker quarantined url=%s unanswered checks=%d error=%s", url, health.failures, reason)
         if self._serves(health) != before:
             log.info("worker url=%s serves=%s", url, not before)
             self._wake()
@@ -144,15 +138,8 @@ class WorkerDiscovery:
         row, health = self._rows.get(url), self._health.get(url, _Health())
         remark = f"{health.failures} health checks without an answer" if health.failures else health.reason
         if row is None:
-            version = max(health.version, 0)
-            return ServerStatus(
-                url=url, id=url, serving=self._serves(health), version=version, remark=remark or "not checked yet"
-            )
-        well = health.failures < self._config.health_failures and not health.reason
-        return ServerStatus(
-            url=url,
-            id=row.id,
-            serving=row.serving and well,
-            version=row.version,
-            remark=row.remark if not row.serving else remark,
-        )
+            serves, version, remark = self._serves(health), max(health.version, 0), remark or "not checked yet"
+            return ServerStatus(url=url, id=url, serving=serves, version=version, remark=remark)
+        serves = row.serving and health.failures < self._config.health_failures and not health.reason
+        remark = remark if row.serving else row.remark
+        return ServerStatus(url=url, id=row.id, serving=serves, version=row.version, remark=remark)

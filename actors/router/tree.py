@@ -151,9 +151,13 @@ def _common(first: str, second: str) -> int:
     """Return the length of the common prefix."""
     if second.startswith(first):
         return len(first)
-    return next(
-        (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def ids_of(pieces: Sequence[TokenPiece]) -> list[int]:
+    """Return the token ids of pieces, one after the other."""
+    return [token for piece in pieces for token in piece.tokens]
 
 
 def columns(pieces: Sequence[TokenPiece]) -> Iterator[tuple[int, float, int, int]]:
