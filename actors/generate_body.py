@@ -33,9 +33,8 @@ Temperature = Annotated[float, Meta(ge=0, le=1e6)]
 def check_temperature(temperature: float, where: str = "temperature") -> None:
     """Raise ValueError for a temperature between 0 and ``LOWEST_TEMPERATURE``: scores divided by it may be infinite."""
     if 0 < temperature < LOWEST_TEMPERATURE:
-        raise ValueError(
-            f"{where}: want 0 (greedy), or a number >= {LOWEST_TEMPERATURE:g} and <= 1e+06, got {temperature!r}"
-        )
+        want = f"want 0 (greedy), or a number >= {LOWEST_TEMPERATURE:g} and <= 1e+06"
+        raise ValueError(f"{where}: {want}, got {temperature!r}")
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
@@ -132,10 +131,8 @@ def parse_generate(body: Mapping[str, object], limits: RequestLimits) -> Generat
     _check_ids(params, limits)
     if (total := sum(sampling.n for sampling in params)) > limits.max_responses:
         raise BadRequest(f"sampling_params.n: want at most {limits.max_responses} responses to a request, got {total}")
-    if checked.continued_tokens >= (shortest := min(map(len, prompts))):
-        raise BadRequest(
-            f"continued_tokens: want fewer than the {shortest} tokens of the prompt, got {checked.continued_tokens}"
-        )
+    if (continued := checked.continued_tokens) >= (shortest := min(map(len, prompts))):
+        raise BadRequest(f"continued_tokens: want fewer than the {shortest} tokens of the prompt, got {continued}")
     if checked.return_routed_experts and not limits.experts:
         raise BadRequest("return_routed_experts: want false for a model without routed experts, got True")
     return Generate(
@@ -283,11 +280,8 @@ class ScoreRequest:
 def asks_for_scores(body: Mapping[str, object]) -> bool:
     """Return whether a body of /generate asks for log-probs of its input and for no new token."""
     params = body.get("sampling_params")
-    return (
-        body.get("logprob_start_len") not in (None, -1)
-        and isinstance(params, Mapping)
-        and params.get("max_new_tokens") == 0
-    )
+    is_scored = body.get("logprob_start_len") not in (None, -1)
+    return is_scored and isinstance(params, Mapping) and params.get("max_new_tokens") == 0
 
 
 def parse_scores(body: Mapping[str, object], limits: RequestLimits) -> ScoreRequest:

@@ -43,9 +43,8 @@ def checked(patterns: Sequence[str]) -> tuple[str, ...]:
     for pattern in patterns:
         name, equals, _ = pattern.partition("=")
         if not equals or not any(fnmatchcase(path, name) or name.startswith(f"{path}.") for path in GUARDED):
-            raise ValueError(
-                f"--allow: want SETTING=VALUE (* for anything) with a setting of {', '.join(GUARDED)}, got {pattern!r}"
-            )
+            want = f"want SETTING=VALUE (* for anything) with a setting of {', '.join(GUARDED)}"
+            raise ValueError(f"--allow: {want}, got {pattern!r}")
     return tuple(patterns)
 
 
@@ -57,13 +56,12 @@ def refuse_foreign(
 
     ``changed``: settings, by path, that this machine replaces after the check.
     """
-    no_scorers = any(
-        path == "actor" or path.startswith("actor.scorers") for path in changed
-    )  # the row's setting of them does not count
+    if any(path == "actor" or path.startswith("actor.scorers") for path in changed):
+        row = _without_scorers(row)  # the row's setting of them does not count
     refused = {
-        f"{path}={text}": what
-        for path, what, text in _guarded(row if not no_scorers else _without_scorers(row), role)
-        if not any(pattern == f"{path}={text}" or fnmatchcase(f"{path}={text}", pattern) for pattern in allowed)
+        setting: what
+        for setting, what in ((f"{path}={text}", what) for path, what, text in _guarded(row, role))
+        if not any(pattern == setting or fnmatchcase(setting, pattern) for pattern in allowed)
     }
     if refused:
         named = "; ".join(f"{setting} names {what}" for setting, what in refused.items())
@@ -123,7 +121,5 @@ def _harmless(path: str, value: object, default: object) -> bool:
     named = value.get("reward") if isinstance(value, Mapping) and path.startswith("actor.reward_parts.") else value
     ours = TABLE.keys() - NAMING
     tables = {"actor.reward": ours, "actor.reward_parts": ours, "actor.group_reward": OF_GROUPS.keys() - ASKING}
-    of_the_house = any(
-        path.startswith(start) and isinstance(named, str) and named in table for start, table in tables.items()
-    )
-    return value is None or value == default or is_number or of_the_house
+    is_builtin = isinstance(named, str) and any(path.startswith(start) and named in tables[start] for start in tables)
+    return value is None or value == default or is_number or is_builtin

@@ -45,15 +45,13 @@ async def translate(request: web.Request, handler: Handler) -> web.StreamRespons
     except BadRequest as error:
         return web.json_response(error_of(str(error), 400), status=400)
     except UpdateRefused as error:
-        return web.json_response({"success": False, "message": str(error), **error_of(str(error), 400)}, status=400)
+        return _command_failed(error, 400)
     except StaleEpoch as error:
-        return web.json_response(
-            {"success": False, "message": str(error), **error_of(str(error), 409), "epoch": error.seen}, status=409
-        )
+        return _command_failed(error, 409, epoch=error.seen)
     except PeerTransferRefused as error:
         return web.json_response(error_of(str(error), 404), status=404)
     except CannotTell as error:
-        return web.json_response({"success": False, "message": str(error), **error_of(str(error), 501)}, status=501)
+        return _command_failed(error, 501)
     except EngineUnavailable as error:
         return web.json_response({**error_of(error.reason, 503), "unavailable": type(error).__name__}, status=503)
     except EngineError as error:
@@ -63,6 +61,11 @@ async def translate(request: web.Request, handler: Handler) -> web.StreamRespons
     except Exception as error:
         log.exception("request failed path=%s", request.path)
         return web.json_response(error_of(repr(error), 500), status=500)
+
+
+def _command_failed(error: EngineError, status: int, **fields: object) -> web.Response:
+    body = {"success": False, "message": str(error), **error_of(str(error), status), **fields}
+    return web.json_response(body, status=status)
 
 
 def body_of(request: web.Request) -> Mapping[str, object]:
@@ -102,9 +105,9 @@ async def listen(listener: Listener, config: EngineConfig, host: str | None, por
     )
 
 
-def done(message: str, **more: object) -> web.Response:
-    """Return HTTP 200 with SGLang's ``success`` and ``message``, and the fields of ``more``."""
-    return web.json_response({"success": True, "message": message, **more})
+def done(message: str, **fields: object) -> web.Response:
+    """Return HTTP 200 with SGLang's ``success`` and ``message``, and further fields."""
+    return web.json_response({"success": True, "message": message, **fields})
 
 
 def error_of(message: str, code: int) -> dict[str, object]:

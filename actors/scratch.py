@@ -24,9 +24,8 @@ class Scratch:
         self._lock = fresh.open("w")
         with contextlib.suppress(OSError):  # on a file system without locks, no directory is removed
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fresh.rename(
-                self.path / _LOCK
-            )  # locked before it has this name: another process finds no lock that is free
+            # Locked before it has this name: another process finds no lock that is free.
+            fresh.rename(self.path / _LOCK)
 
     def close(self) -> None:
         """Remove the directory, and release its lock last. Errors of the file system are ignored."""
@@ -42,9 +41,7 @@ class Scratch:
 
 def _sweep(prefix: str) -> None:
     for directory in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with (
-            contextlib.suppress(OSError),
-            (directory / _LOCK).open("r+") as lock,
-        ):  # no lock: being created; not ours: another user's
+        # No lock: being created; not ours: another user's.
+        with contextlib.suppress(OSError), (directory / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: in use
             shutil.rmtree(directory, ignore_errors=True)

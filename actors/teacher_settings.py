@@ -47,9 +47,8 @@ class TeacherConfig:
 
     def __post_init__(self) -> None:
         if not self.servers and not self.model:
-            raise ValueError(
-                "urls: want urls, of servers that run, or model, a directory that `tidemill up` serves; got neither"
-            )
+            want = "want urls, of servers that run, or model, a directory that `tidemill up` serves"
+            raise ValueError(f"urls: {want}; got neither")
 
     @property
     def servers(self) -> tuple[str, ...]:
