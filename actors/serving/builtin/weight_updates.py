@@ -27,7 +27,6 @@ from tidemill.actors.serving.builtin.weights import (
     EMBEDDING,
     HEAD,
     Weights,
-    checksum_report_of,
     copy_all,
     empty_cache,
     finalize,
@@ -39,7 +38,7 @@ from tidemill.actors.serving.port import COMMAND_S, Body
 from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS, Updates
 from tidemill.bus.system.foreign import errors_as
 from tidemill.weightstore.errors import WeightstoreError
-from tidemill.weightstore.format.checksums import ChecksumReport, sha256
+from tidemill.weightstore.format.checksums import ChecksumReport, report_checksums, sha256
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec
 from tidemill.weightstore.transport.handles import Offered
 
@@ -295,12 +294,13 @@ class BuiltinUpdates(Updates):
     async def checksum_report(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
         async with self._writing:
             if not of_update:
-                return self._scheduler.version, await asyncio.to_thread(checksum_report_of, self._served_weights())
+                tensors = self._served_weights().with_alias()
+                return self._scheduler.version, await asyncio.to_thread(report_checksums, tensors)
             update = self._current()
             with self._discarding(update, "checksums"):
                 self._check_whole(update)
             assert self._standby is not None
-            return update.version, await asyncio.to_thread(checksum_report_of, self._standby)
+            return update.version, await asyncio.to_thread(report_checksums, self._standby.with_alias())
 
     # -- inside
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tidemill.actors.errors import UnsupportedModel, UpdateRefused
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.weightstore.format.checksums import ChecksumReport, report_checksums
 from tidemill.weightstore.format.manifest import Bucket
 from tidemill.weightstore.store import snapshot
 
@@ -317,8 +316,3 @@ def empty_cache(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-def checksum_report_of(weights: Weights) -> ChecksumReport:
-    """Return the checksums of the weights, and of a tied output projection."""
-    return report_checksums(weights.with_alias())
