@@ -128,7 +128,6 @@ class RolloutConfig:
             self._refuse_for_taskset()
 
     def _refuse_for_taskset(self) -> None:
-        """Raise ValueError for settings that no taskset of verifiers takes."""
         if unknown := sorted(set(self.options) - {"taskset", "agent", "env", "renderer"}):
             options = "there are taskset, agent, env, renderer"
             raise ValueError(f"options.{unknown[0]}: no such option with verifiers:TASKSET; {options}")

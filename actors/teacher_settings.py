@@ -14,7 +14,6 @@ from tidemill.rewards.part_settings import fits
 
 
 def _server(url: str) -> str:
-    """Return the address of a server without a slash at its end."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

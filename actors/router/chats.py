@@ -259,5 +259,4 @@ def _without(reply: ParsedReply, stop: str) -> ParsedReply:
 
 
 def _digest(before: bytes, value: object) -> bytes:
-    """Return the digest of a JSON value behind others."""
     return hashlib.blake2b(before + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()

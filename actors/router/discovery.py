@@ -89,7 +89,6 @@ class WorkerDiscovery:
         return [self._status(url) for url in self.urls()]
 
     def _another(self, url: str, process: str) -> bool:
-        """Return whether another process than this one is at a URL."""
         return bool(process) and url in self._rows and self._rows[url].process != process
 
     @asynccontextmanager

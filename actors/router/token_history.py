@@ -245,11 +245,9 @@ class TokenHistory:
             return answer.with_content(builder.whole(replies) | prompt_ids)
 
     async def _ask(self, parsed: openai_api.ParsedRequest, session: str) -> AskedChat:
-        """Return a chat with its prompt. Raises BadRequest."""
         return await self._chats.ask(replace(parsed, template={**self._template_args, **parsed.template}), session)
 
     async def _translated(self, request: Request, handler: Handler) -> Answer:
-        """Answer a request of another API by a chat completion."""
         dialect, body = DIALECTS[request.path], request.json()
         try:
             chat = dialect.chat_of(body)
@@ -343,7 +341,6 @@ class TokenHistory:
 
 
 def _part(piece: TokenPiece, text: str, tokens: slice) -> TokenPiece:
-    """Return the tokens of a piece at some places, with their text."""
     return TokenPiece(
         text=text, tokens=piece.tokens[tokens], log_probs=piece.log_probs[tokens], versions=piece.versions[tokens]
     )
@@ -371,7 +368,6 @@ class _Owners:
 
 
 async def _refused(answer: Answer) -> Answer:
-    """Return an engine's refusal in OpenAI's format."""
     raw = await answer.read()
     try:
         message = json.loads(raw)["error"]["message"]

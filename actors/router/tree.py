@@ -148,7 +148,6 @@ def _cost(piece: TokenPiece) -> int:
 
 
 def _common(first: str, second: str) -> int:
-    """Return the length of the common prefix."""
     if second.startswith(first):
         return len(first)
     pairs = enumerate(zip(first, second, strict=False))

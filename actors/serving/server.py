@@ -79,7 +79,6 @@ class EngineServer:
         }
 
     def _update_routes(self) -> dict[str, Route]:
-        """Return the commands that are one operation of the engine's updates each."""
         updates, operation = self._updates, self._operation
 
         def begin(body: Body) -> Coroutine[object, None, None]:

@@ -169,7 +169,6 @@ class Updates(ABC):
             task.exception()  # the caller has received it, or has hung up
 
     def _record_update(self, version: int, epoch: int, stall_s: float) -> None:
-        """Count and report an update that is served now."""
         self.completed += 1
         self.stall_s += stall_s
         log.info("weights updated version=%d epoch=%d stall_s=%.6f", version, epoch, stall_s)

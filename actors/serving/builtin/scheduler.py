@@ -174,7 +174,6 @@ class Scheduler:
         self._score()
 
     def _score(self) -> None:
-        """Score the sequences at the head of their queue, in one pass."""
         if not (batch := take_scorings(self.scorings)):
             return
 
@@ -275,7 +274,6 @@ class Scheduler:
         self._sampler = None
 
     def _decode(self) -> None:
-        """Generate one token for every running sequence."""
         started = time.perf_counter()
         if self._sampler is None:
             self._compose()
@@ -289,7 +287,6 @@ class Scheduler:
         self.counters.decode_s += time.perf_counter() - started
 
     def _compose(self) -> None:
-        """Build the sampler and the arrays of last tokens and positions for the next steps."""
         self._sampler = Sampler(
             [sequence.params for sequence in self.running], [sequence.seed for sequence in self.running], self.device
         )

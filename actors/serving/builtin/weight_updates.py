@@ -260,7 +260,6 @@ class BuiltinUpdates(Updates):
             return await self._load(update, directory)
 
     def _open_from_directory(self, version: int | None) -> Update:
-        """Open an update from a directory, in place of one that is sent in messages."""
         self._require_weight_memory()
         if self._open is not None:
             self._discard("weights are loaded from a directory instead")

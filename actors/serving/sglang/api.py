@@ -23,7 +23,6 @@ class Api(ApiClient):
 
     def __init__(self, url: str, key: str = "") -> None:
         async def headers() -> Mapping[str, str]:
-            """Return the header with the key; none without a key."""
             return {"Authorization": f"Bearer {key}"} if key else {}
 
         super().__init__(url, _error, headers=headers)

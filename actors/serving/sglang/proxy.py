@@ -160,7 +160,6 @@ class Proxy:
             raise EngineFailed(self._host.url, "/generate: the stream ended within a response")
 
     async def _relay(self, request: web.Request, body: Body, watch: Watch) -> web.StreamResponse:
-        """Pass a stream on as it is received."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             async with self._sent(body, watch, _first_state) as chunks:
@@ -202,7 +201,6 @@ class Proxy:
             return web.Response(body=await answer.read(), content_type=answer.content_type)
 
     async def model_info(self) -> JsonObject:
-        """Return the server's information, with the version and the limits known here."""
         host = self._host
         info = await self._api.call("GET", "/model_info", timeout_s=COMMAND_S)
         ours = {
@@ -213,7 +211,6 @@ class Proxy:
         return {**info, **ours}
 
     async def server_info(self) -> JsonObject:
-        """Return the server's information without its keys, with the version, phase and epoch known here."""
         host = self._host
         info = await self._api.call("GET", "/server_info", timeout_s=COMMAND_S)
         routed = self._routed if info.get(RETURNS_EXPERTS) else None
@@ -228,7 +225,6 @@ class Proxy:
         return {**_without_keys(info), **ours}
 
     def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Route]:
-        """Return no routes."""
         return {}
 
 
@@ -241,7 +237,6 @@ async def _first_state(content: aiohttp.StreamReader) -> bytes:
 
 
 async def _chunks(begin: bytes, content: aiohttp.StreamReader, ids: RequestIds) -> AsyncIterator[bytes]:
-    """Yield an answer with its client's ids."""
     chunk, line = begin, b""
     while chunk:
         lines, end, line = (line + chunk).rpartition(b"\n")

@@ -93,7 +93,6 @@ def _taken(output: object) -> Taken:
 
 
 def _named(name: str, copies: Taken, layers: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the outputs of a module with their shared names."""
     values, match = copies.values, _LAYER.fullmatch(name)
     if name == "embed_tokens":
         yield from (("embedding", value) for value in values[:1])
