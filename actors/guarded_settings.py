@@ -27,8 +27,8 @@ GUARDED = {
     "engine.sglang.log": "a file to write",
     "rollouts": "code",
 }
-"""Setting -> the kind of thing it names. Each entry of a map is checked separately. Defaults, numbers and built-in
-rewards are allowed, but for those with options that name servers, variables or programs.
+"""Setting -> the kind of thing it names, for each entry of a map. Allowed are defaults, numbers and built-in rewards,
+but for rewards with options that name servers, variables or programs.
 """
 
 ROLLOUTS = {"use": "code", "python": "a program"}
@@ -51,10 +51,8 @@ def checked(patterns: Sequence[str]) -> tuple[str, ...]:
 def refuse_foreign(
     row: Mapping[str, object], role: str, allowed: Sequence[str], *, where: str, changed: Iterable[str] = ()
 ) -> None:
-    """Raise NotAllowed for settings of ``role`` (actor | engine | scorer) in ``row`` that fit none of the patterns in
-    ``allowed``.
-
-    ``changed``: settings, by path, that this machine replaces after the check.
+    """Raise NotAllowed for settings of ``role`` (actor, engine or scorer) in ``row`` that fit no pattern in
+    ``allowed``. ``changed``: settings, by path, that this machine replaces after the check.
     """
     if any(path == "actor" or path.startswith("actor.scorers") for path in changed):
         row = _without_scorers(row)  # the row's setting of them does not count

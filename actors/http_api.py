@@ -75,9 +75,8 @@ def body_of(request: web.Request) -> Mapping[str, object]:
 
 
 def json_map(raw: bytes) -> JsonObject:
-    """Return a body as a map. Raises BadRequest unless it is a JSON map.
-
-    Halves of surrogate pairs are replaced here, for all texts of programs and their tools: they end no episode.
+    """Return a body as a map. Raises BadRequest unless it is a JSON map. Halves of surrogate pairs are replaced here,
+    for all texts of programs and their tools: they end no episode.
     """
     try:
         body = json_in(raw)
@@ -89,11 +88,8 @@ def json_map(raw: bytes) -> JsonObject:
 
 
 async def listen(listener: Listener, config: EngineConfig, host: str | None, port: int | None) -> str:
-    """Start an engine's listener with its settings and return the URL. An engine without a bus serves this machine
-    only.
-
-    ``host`` and ``port``: used instead of the settings, unless None. Raises ValueError for an address that other
-    machines reach without a key, OSError.
+    """Start an engine's listener with its settings, or ``host`` and ``port``. An engine without a bus serves this
+    machine only. Raises OSError, ValueError for an address that other machines reach without a key.
     """
     bind = config.host if host is None else host
     return await listener.start(

@@ -28,9 +28,7 @@ OF_VERIFIERS = "verifiers:"
 VERIFIERS = f"{Path(__file__).parent / 'episodes/programs/verifiers_taskset.py'}:Taskset"
 """The program that plays it: a file, because its interpreter may have nothing of ours."""
 DATASET = "dataset"
-"""``use`` of a rollout that takes the recorded responses of the rows as samples: the learner's feeder makes them, and
-no actor does.
-"""
+"""``use`` of a rollout that takes the recorded responses of the rows as samples: the feeder makes them, no actor."""
 MULTI_TURN = "multi_turn"
 BUILT_IN = {MULTI_TURN: "tidemill.actors.episodes.programs.multi_turn:MultiTurn"}
 """Rollouts that ship, by name."""
@@ -85,8 +83,7 @@ class RolloutConfig:
     options: JsonObject = field(default_factory=dict)
     """Passed to the class, or to every call of the function."""
     python: str = ""
-    """Interpreter of the program, which needs nothing of Tidemill (``multi_turn``, ``slime:`` and ``openenv:`` need
-    aiohttp); empty = the actor's own.
+    """Interpreter of a program that needs nothing of ours (maybe aiohttp, docs/rollouts.md); empty = the actor's own.
     """
     processes: Positive = 4
     """Child processes of an actor; they are started when there is work."""
@@ -95,8 +92,7 @@ class RolloutConfig:
     memory_mb: NotNegative = MEMORY_MB
     """Private memory of a child, and of each process that it starts; 0 = no limit."""
     cpu_s: NotNegative = 0
-    """Processor seconds of a child over its life, and of each process that it starts; the kernel ends one that needs
-    more. 0 = no limit.
+    """Processor seconds of a child over its life, and of each of its processes; then the kernel ends it. 0 = no limit.
     """
     open_files: NotNegative = 0
     """Open files of a child, and of each process that it starts; 0 = no limit."""

@@ -1,6 +1,4 @@
-"""A directory for data that can be fetched again. Removed when its process ends or, after a kill, when the machine
-makes the next one.
-"""
+"""A directory for data that can be fetched again. Removed when its process ends or, after a kill, by the next one."""
 
 import contextlib
 import fcntl

@@ -156,10 +156,8 @@ class Teachers:
     async def _sequence(
         self, teacher: TeacherConfig, tokens: NDArray[np.int32], response_length: int, temperature: float
     ) -> Scores:
-        """Score one sequence on the server with the fewest requests in flight. Raises TeacherFailed.
-
-        Servers that cannot be reached or do not serve are asked again until the time is over, those that fail a few
-        times.
+        """Score one sequence on the server with the fewest requests in flight. Servers that do not serve are asked
+        until the time is over, those that fail a few times. Raises TeacherFailed.
         """
         deadline, pause_s, failures = time.monotonic() + self._timeout_s, FIRST_PAUSE_S, 0
         last: dict[str, float] = {}

@@ -146,10 +146,8 @@ class _Turn:
 
 
 class RenderedChats:
-    """Chats by a renderer. A chat that begins with one that was answered here begins with its very ids.
-
-    An answer that comes back is the one that was sent when its content and calls are the same, and its reasoning is the
-    same or left out: many clients drop it.
+    """Chats by a renderer. A chat that begins with one that was answered here begins with its very ids. An answer
+    counts as the same with the same content and calls, and the same reasoning or none: many clients drop it.
     """
 
     def __init__(

@@ -24,8 +24,7 @@ class RouterConfig:
     workers: tuple[str, ...] = ()
     """URLs of engines known from the start, besides those on the bus."""
     middleware: tuple[str, ...] = ()
-    """``package.module:factory`` each, the first one outermost; ``factory(config)`` returns an
-    ``tidemill.actors.router.exchange.Middleware``."""
+    """``package.module:factory`` each, outermost first; ``factory(config)`` returns a ``exchange.Middleware``."""
     model: str = ""
     """Directory of the model with the tokenizer and the chat template that the middleware uses."""
     timeout_s: PositiveFloat = 3600.0

@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 READ_S = 1.0
 """Time limit in seconds of one read from the bus. After it, the last known rows and the health checks are used."""
 Ask = Callable[[str, str], Awaitable[int]]
-"""Function that returns the version served at a URL by the process with a nonce (empty = any). Raises NotServing when
-another process is there, or the engine reports that it does not serve, EngineError when there is no answer.
+"""Function that returns the version served at a URL by the process with a nonce (empty = any). Raises NotServing for
+another process, or one that does not serve, EngineError without an answer.
 """
 
 
@@ -73,10 +73,8 @@ class WorkerDiscovery:
         return [url for url in dict.fromkeys([*self._by_hand, *self._rows]) if url not in self._removed]
 
     async def discover(self) -> list[ServerStatus]:
-        """Return the engines on the bus and those added by hand, without those removed, each with the result of its
-        last health checks.
-
-        Raises no BusError: without the bus the last known rows are used.
+        """Return the engines on the bus and those added by hand, without removed ones, by their last health checks.
+        Without the bus the last known rows are used.
         """
         if self._on_bus is not None:
             try:

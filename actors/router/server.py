@@ -252,9 +252,7 @@ async def run_router(
     config: RouterConfig, bus_url: str, run: str, router_id: str, draining: asyncio.Event, *, drain_s: float
 ) -> None:
     """Serve until ``draining`` is set. Without ``bus_url`` the router knows only the engines added by hand, and no
-    keys.
-
-    Raises BusUnavailable when there is no bus within five minutes, ValueError for a middleware that does not exist.
+    keys. Raises BusUnavailable without a bus for five minutes, FunctionRefused for a middleware.
     """
     async with AsyncExitStack() as stack:
         bus, view, heartbeat, keys = None, None, None, None

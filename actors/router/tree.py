@@ -64,10 +64,7 @@ class TokenTree:
         return len(self._ends)
 
     def remember(self, pieces: Sequence[TokenPiece], scope: str = "") -> None:
-        """Remember a text from its beginning, as pieces. A known piece is replaced: the new ids were sampled later.
-
-        ``scope``: texts of different scopes are kept apart.
-        """
+        """Remember a text from its beginning, in its ``scope``. Known pieces are replaced: their ids are older."""
         shown = [piece for piece in pieces if piece.text]  # ids without text cannot be found again by themselves
         if not shown:
             return

@@ -113,9 +113,7 @@ async def run_engine(
     limits: EngineLimits,
 ) -> None:
     """Serve a model directory and every newer version of the run until ``draining`` is set and the requests are
-    answered.
-
-    Raises BusUnavailable when there is no bus within five minutes, and the engine's error for a model that it cannot
+    answered. Raises BusUnavailable without a bus for five minutes, and the engine's error for a model that it cannot
     load.
     """
     engine_id = places.id or default_id()
@@ -171,9 +169,7 @@ class _Served:
 
     @asynccontextmanager
     async def taking_memory(self, draining: asyncio.Event | None = None) -> AsyncIterator[None]:
-        """Wait until the engines own the accelerator, or ``draining`` is set. Until this context is left the learner
-        cannot acquire it.
-        """
+        """Wait until the engines own the accelerator, or ``draining`` is set. The learner does not get it meanwhile."""
         if self.turns is not None:
             while not await self._begin_taking(self.turns, draining):
                 self._report_taking(False)

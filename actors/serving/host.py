@@ -33,10 +33,8 @@ AnyUpdates = TypeVar("AnyUpdates", bound=Updates)
 
 
 class EngineHost(ServedEngine, Generic[AnyUpdates]):
-    """One engine. ``load`` (blocking), ``start``, set ``phase = "serving"``; later ``drain`` and ``close``.
-
-    It answers /generate only in phase ``serving``. ``on_update(version, epoch)`` is called in the loop's thread after
-    every update.
+    """One engine. ``load`` (blocking), ``start``, set ``phase = "serving"``, without which /generate is refused; later
+    ``drain`` and ``close``. ``on_update(version, epoch)`` is called in the loop's thread after every update.
     """
 
     limits: RequestLimits
@@ -120,10 +118,8 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
             await self._updates.close()
 
     async def load_snapshot(self, directory: Path | str, version: int, epoch: int | None = None) -> float:
-        """Load all weights of a directory, or none. Returns the seconds for which generation was held up.
-
-        Memory that was released is taken again. A push that is under way comes first, and may bring the version. Raises
-        UpdateRefused or StaleEpoch.
+        """Load all weights of a directory, or none, after a push under way, which may bring the version. Takes released
+        memory again. Returns the seconds for which generation was held up. Raises UpdateRefused or StaleEpoch.
         """
         updates = self.updates
         updates.require_current_epoch(epoch, "load_snapshot")

@@ -1,7 +1,5 @@
-"""Log-probs of given tokens: the forward passes of the requests for scores, several sequences at once, and their JSON.
-
-Shape letters: U = sequences of a pass, T = tokens per sequence (padded), P = its scored places, K = listed tokens, V =
-vocabulary.
+"""Log-probs of given tokens: forward passes of several sequences at once, and their JSON. Shape letters: U = sequences
+of a pass, T = tokens per sequence (padded), P = its scored places, K = listed tokens, V = vocabulary.
 """
 
 import time

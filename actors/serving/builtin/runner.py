@@ -131,9 +131,8 @@ class ModelRunner:
     def prefill(
         self, contexts: list[NDArray[np.int32]], prompt_of_R: list[int], *, first_row: int
     ) -> tuple[Tensor, int]:
-        """Compute different contexts for the rows from ``first_row`` on, row r with context ``prompt_of_R[r]``.
-
-        Returns the scores of the next token of each row, [R, V], and the number of padded tokens.
+        """Compute different contexts for the rows from ``first_row`` on, row r with context ``prompt_of_R[r]``. Returns
+        the scores of the next token of each row, [R, V], and the number of padded tokens.
         """
         lengths_U = np.array([len(context) for context in contexts])
         tokens_UT = np.zeros((len(contexts), lengths_U.max()), np.int64)

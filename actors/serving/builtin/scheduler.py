@@ -404,10 +404,8 @@ class Scheduler:
 
     @between_steps
     def restore(self, tags: frozenset[str]) -> int:
-        """Take released memory again, and end a pause where it is the memory of keys and values; there are no weights
-        before a ``flip``.
-
-        Returns the number of tokens generated so far.
+        """Take released memory again; with keys and values a pause ends, but weights need a ``flip``. Returns as
+        ``release``.
         """
         back = tags & self.released
         self.released -= tags

@@ -32,10 +32,8 @@ def module_outputs(
     weights: Weights, prompts: Sequence[Sequence[int]], names: str = "*"
 ) -> dict[str, NDArray[np.float32]]:
     """Return the outputs of the modules with matching names, in the order of computation: ``<prompt>.<module>`` -> [T,
-    size].
-
-    One prompt at a time, without padding. ``log_probs`` has one value for each token but the first, at temperature 1.
-    Raises UnsupportedModel for a prompt that the model's vocabulary or context does not hold.
+    size], without padding. ``log_probs`` has a value for each token but the first, at temperature 1. Raises
+    UnsupportedModel.
     """
     shape = weights.shape
     outputs: dict[str, NDArray[np.float32]] = {}

@@ -1,6 +1,4 @@
-"""The shape of a model, read from its directory: sizes, rotary embedding, names and shapes of its tensors. Loads no
-torch.
-"""
+"""The shape of a model, read from its directory: sizes, rotary embedding, names and shapes of its tensors. No torch."""
 
 import json
 from collections.abc import Mapping

@@ -182,10 +182,8 @@ class BuiltinUpdates(Updates):
     async def receive(
         self, buckets: Sequence[tuple[str, Sequence[TensorSpec]]], *, version: int | None, timeout_s: float, serve: bool
     ) -> float | None:
-        """Begin an update, receive every bucket within ``timeout_s`` each, and with ``serve`` end it.
-
-        ``buckets``: each with the name of the process group that it comes over. Returns seconds as ``end``, or None
-        without ``serve``.
+        """Begin an update, receive every bucket within ``timeout_s`` each over the named process group, and with
+        ``serve`` end it. Returns seconds as ``end``, or None without ``serve``.
         """
         await self.begin(version)
         update = self._current()
@@ -346,8 +344,8 @@ class BuiltinUpdates(Updates):
             raise UpdateRefused(f"{doing}: {str(error) or at_timeout}") from error
 
     async def _ensure_standby(self) -> Weights:
-        """Return a copy that can be written: a new one when there is none, when the order of the tensors has changed,
-        or when a push that broke off may still write the old one.
+        """Return a copy that can be written: a new one for another order of tensors, or if a push may still write the
+        old.
         """
         if self._standby is None or self._straight or self._standby.order != self._order:
             self._standby, self._straight = None, set()

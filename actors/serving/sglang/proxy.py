@@ -1,7 +1,5 @@
 """Requests as an SGLang engine answers them: /generate validated, held during updates, and answered in one response
-across updates.
-
-Aborts are repeated until they take effect; all other answers are the server's own.
+across updates. Aborts are repeated until they take effect; all other answers are the server's own.
 """
 
 import json
@@ -118,11 +116,8 @@ class Proxy:
         self, body: Body, watch: Watch, read: Callable[[aiohttp.StreamReader], Awaitable[bytes]]
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """Send the request and ``read`` the answer, or its part up to the first state. Yields all of the answer, in
-        chunks.
-
-        The request is sent again if weights changed before the response began and its prompt was in the cache of the
-        previous weights: no span would show that its keys and values are of both. (Not a stream of several responses:
-        the others may have been seen.)
+        chunks. The request is sent again if weights changed before the response began with a prompt in the cache of the
+        previous weights, which no span would show. (Not a stream of several responses: the others may have been seen.)
         """
         weights = self._host.updates
         can_again = not body.get("stream") or (len(watch.ids.responses) == 1 and watch.ids.replaced)
