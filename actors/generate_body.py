@@ -313,35 +313,21 @@ def parse_scores(body: Mapping[str, object], limits: RequestLimits) -> ScoreRequ
 
 SAMPLING_FIELDS = SamplingParams.__struct_fields__
 NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
-    "min_p": (None, 0),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
+    **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty"), (None, 0)),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), (None,)),
+    **dict.fromkeys(("logit_bias", "custom_params"), (None, {})),
     "repetition_penalty": (None, 1),
     "stop_regex": (None, []),
-    "json_schema": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
-    "structural_tag": (None,),
-    "logit_bias": (None, {}),
-    "custom_params": (None, {}),
     "spaces_between_special_tokens": (None, True),
     "stream_interval": (None, 1),
 }
 """Sampling parameters of SGLang that this engine does not support, with the values at which they have no effect."""
 NEUTRAL_GENERATE: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("return_text_in_logprobs", "return_hidden_states", "return_entropy"), (None, False)),
+    **dict.fromkeys(("top_logprobs_num", "routed_experts_start_len", "priority"), (None, 0)),
+    **dict.fromkeys(("lora_path", "session_params", "custom_logit_processor", "input_embeds"), (None,)),
+    **dict.fromkeys(("image_data", "extra_key"), (None,)),
     "logprob_start_len": (None, -1),
-    "top_logprobs_num": (None, 0),
     "token_ids_logprob": (None, []),
-    "return_text_in_logprobs": (None, False),
-    "return_hidden_states": (None, False),
-    "routed_experts_start_len": (None, 0),
-    "return_entropy": (None, False),
-    "lora_path": (None,),
-    "session_params": (None,),
-    "custom_logit_processor": (None,),
-    "input_embeds": (None,),
-    "image_data": (None,),
-    "priority": (None, 0),
-    "extra_key": (None,),
 }
 """Fields of /generate that this engine does not support, with the values at which they have no effect."""

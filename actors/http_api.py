@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import (
     BadRequest,
     CannotTell,
@@ -21,10 +20,8 @@ from tidemill.actors.errors import (
     StaleEpoch,
     UpdateRefused,
 )
-from tidemill.bus.client.addresses import AUTO, LOOPBACK
 from tidemill.bus.http.access import Handler
 from tidemill.bus.http.bodies import body_in, json_in
-from tidemill.bus.http.listener import Listener
 from tidemill.bus.wire.json_object import JsonObject, with_whole_characters
 
 log = logging.getLogger(__name__)
@@ -85,20 +82,6 @@ def json_map(raw: bytes) -> JsonObject:
     if not isinstance(body, dict):
         raise BadRequest(f"body: want a JSON map, got {type(body).__name__}")
     return with_whole_characters(body) if SURROGATE.search(raw) else body
-
-
-async def listen(listener: Listener, config: EngineConfig, host: str | None, port: int | None) -> str:
-    """Start an engine's listener with its settings, or ``host`` and ``port``. An engine without a bus serves this
-    machine only. Raises OSError, ValueError for an address that other machines reach without a key.
-    """
-    bind = config.host if host is None else host
-    return await listener.start(
-        LOOPBACK if bind == AUTO else bind,
-        config.port if port is None else port,
-        advertise=config.advertise,
-        insecure=config.insecure,
-        name="engine.host",
-    )
 
 
 def done(message: str, **fields: object) -> web.Response:

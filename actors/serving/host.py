@@ -15,13 +15,13 @@ from typing import Generic, TypeVar
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import EngineUnavailable, UnsupportedModel, VersionUnavailable
 from tidemill.actors.generate_body import RequestLimits
-from tidemill.actors.http_api import listen
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.handles import HandleListener
 from tidemill.actors.serving.port import PHASES, Backend, ServedEngine
 from tidemill.actors.serving.server import EngineServer
 from tidemill.actors.serving.updates import Updates
 from tidemill.actors.text.text import Text
+from tidemill.bus.client.addresses import AUTO, LOOPBACK
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.subjects import nonce
 
@@ -91,12 +91,23 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         )
 
     async def start(self, host: str | None = None, port: int | None = None) -> str:
-        """Listen for requests and for pushes by handles. Returns the URL; the phase does not change."""
+        """Listen for requests and for pushes by handles. Returns the URL; the phase does not change.
+
+        Without a bus an engine serves this machine only. ``host`` and ``port``: instead of the settings. Raises
+        OSError, ValueError for an address that other machines reach without a key.
+        """
         self._server = EngineServer(self, await self._open())
         if self.authority.accepts_commands:
             self._handles = HandleListener(self.updates, self.authority, to_gpu=self._to_gpu)
             self.handles = await self._handles.start()
-        self.url = await listen(self._server.listener, self.config, host, port)
+        config, bind = self.config, self.config.host if host is None else host
+        self.url = await self._server.listener.start(
+            LOOPBACK if bind == AUTO else bind,
+            config.port if port is None else port,
+            advertise=config.advertise,
+            insecure=config.insecure,
+            name="engine.host",
+        )
         return self.url
 
     async def drain(self, timeout_s: float) -> bool:

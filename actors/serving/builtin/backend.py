@@ -340,7 +340,7 @@ async def _shielded(call: "Future[Result]") -> Result:
 def response_json(
     sequence: Sequence, text: Text | None, version: int, *, logprobs: bool, partial: int | None = None
 ) -> JsonObject:
-    """Return a sequence in SGLang's JSON, or its first ``partial`` tokens, as unfinished. ``version``: if it has none."""
+    """Return a sequence in SGLang's JSON, or its first ``partial`` tokens, as unfinished. ``version``: without any."""
     num_tokens = len(sequence.tokens) if partial is None else partial
     finish = sequence.finish if partial is None else None
     spans = sequence.weight_versions(num_tokens)

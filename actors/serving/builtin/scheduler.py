@@ -136,13 +136,15 @@ class Scheduler:
         """Run ``function`` between two steps. Its future is cancelled if the thread has ended."""
         return self._calls.call(function)
 
-    def submit(self, sequences: list[Sequence]) -> "Future[None]":
+    @between_steps
+    def submit(self, sequences: list[Sequence]) -> None:
         """Append sequences to the queue; the future is done once they are in it."""
-        return self.call(lambda: self.waiting.extend(sequences))
+        self.waiting.extend(sequences)
 
-    def submit_scorings(self, scorings: list[Scoring]) -> "Future[None]":
-        """Append sequences to score. The future is done once they are queued; results are in the ``done`` of each."""
-        return self.call(lambda: self.scorings.extend(scorings))
+    @between_steps
+    def submit_scorings(self, scorings: list[Scoring]) -> None:
+        """Append sequences to score. The results are in the ``done`` of each."""
+        self.scorings.extend(scorings)
 
     def abort(self, matches: Callable[[Sequence], bool], message: str = "All aborted") -> "Future[int]":
         """End matching sequences with their tokens so far. Returns their number."""

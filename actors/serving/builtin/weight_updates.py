@@ -169,11 +169,7 @@ class BuiltinUpdates(Updates):
 
     async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
         """Open an update, with a standby copy to write. ``timeout_s`` is not used: each bucket has its own."""
-        self._require_weight_memory()
-        if self._open is not None:
-            self._discard("another one begins")
-        update = Update(self.epoch, version)
-        self._set_open(update)
+        update = self._open_update(version, "another one begins")
         self.begun += 1
         async with self._writing:
             await self._ensure_standby()
@@ -257,13 +253,17 @@ class BuiltinUpdates(Updates):
         async with self._writing:
             return await self._load(update, directory)
 
-    def _open_from_directory(self, version: int | None) -> Update:
+    def _open_update(self, version: int | None, reason: str, *, is_sent: bool = True) -> Update:
+        """Open an update. One that is open is discarded for the ``reason``."""
         self._require_weight_memory()
         if self._open is not None:
-            self._discard("weights are loaded from a directory instead")
-        update = Update(self.epoch, version, is_sent=False)
+            self._discard(reason)
+        update = Update(self.epoch, version, is_sent=is_sent)
         self._set_open(update)
         return update
+
+    def _open_from_directory(self, version: int | None) -> Update:
+        return self._open_update(version, "weights are loaded from a directory instead", is_sent=False)
 
     async def _load(self, update: Update, directory: Path) -> float:
         # safetensors raises its own errors
@@ -344,9 +344,7 @@ class BuiltinUpdates(Updates):
             raise UpdateRefused(f"{doing}: {str(error) or at_timeout}") from error
 
     async def _ensure_standby(self) -> Weights:
-        """Return a copy that can be written: a new one for another order of tensors, or if a push may still write the
-        old.
-        """
+        """Return a copy to write: a new one for another order of tensors, or if a push may still write the old one."""
         if self._standby is None or self._straight or self._standby.order != self._order:
             self._standby, self._straight = None, set()
             shape, order = self._shape, self._order
