@@ -58,9 +58,8 @@ def known_fields(
     neutral: Mapping[str, tuple[object, ...]],
     where: str = "",
 ) -> JsonObject:
-    """Return the ``known`` fields that are not null: null is the same as an absent field.
-
-    Raises BadRequest for any other field, unless it has one of the values at which it has no effect (``neutral``).
+    """Return the ``known`` fields that are not null, which means absent. Raises BadRequest for any other field, unless
+    it has one of the values at which it has no effect (``neutral``).
     """
     for name, value in body.items():
         if name in known:

@@ -29,9 +29,7 @@ class SglangConfig:
     python: str = "python3"
     """Interpreter that has SGLang, usually of an environment of its own."""
     arguments: JsonObject = field(default_factory=dict)
-    """Command-line arguments of the server that have been tried: ``{tp_size: 2, mem_fraction_static: 0.8}``
-    (docs/sglang.md).
-    """
+    """Arguments of the server that have been tried: ``{tp_size: 2, mem_fraction_static: 0.8}`` (docs/sglang.md)."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables set for the server besides the variables of this process."""
     start_timeout_s: PositiveFloat = 900.0
@@ -39,9 +37,7 @@ class SglangConfig:
     silent_s: PositiveFloat = 60.0
     """Seconds without an answer after which a server counts as dead; must be longer than its longest step."""
     pause: Literal["in_place", "retract"] = "in_place"
-    """Running requests during an update: in_place (their KV cache is kept) | retract (it is computed again with the new
-    weights).
-    """
+    """Running requests during an update: in_place (their KV cache is kept) | retract (it is computed again)."""
     log: str = ""
     """File for the server's output; empty = one in the directory for temporary files."""
 
@@ -115,9 +111,7 @@ class GatewayConfig:
     renderer_options: JsonObject = field(default_factory=dict)
     """Fields of the renderer's config: ``{enable_thinking: false}``, ``{thinking_retention: all}``."""
     untrained_models: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Names in ``model`` of a request with which it is served as it asks, and is context only: of a simulated user, a
-    judge.
-    """
+    """Names in ``model`` of a request that is served, but is context only: of a simulated user, a judge."""
 
     def __post_init__(self) -> None:
         if self.renderer_options and not self.renderer:
@@ -132,9 +126,7 @@ class ScorersConfig:
     enabled: bool = False
     """True = actors send their samples to scorers, which they find on the bus, and load no reward themselves."""
     host: str = "auto"
-    """Address on which a scorer of this machine listens; auto = the address of the interface that leads to the bus,
-    0.0.0.0 = all.
-    """
+    """Address on which a scorer of this machine listens; auto = the interface that leads to the bus, 0.0.0.0 = all."""
     advertise: str = ""
     """Host, or host:port, at which actors reach it, where that is not ``host`` (containers, NAT)."""
 
@@ -159,15 +151,11 @@ class ActorConfig:
     reward_parts: RewardParts = field(default_factory=RewardParts)
     """Instead of ``reward``: rewards whose weighted scores are added, ``{NAME: {reward, weight, options, when}}``."""
     group_reward: str = ""
-    """Reward of all samples of a task at once, by name or import path; it replaces that of ``reward``
-    (docs/rewards.md). Empty = none.
-    """
+    """Reward of all samples of a task at once, by name or import path, instead of ``reward`` (docs/rewards.md)."""
     group_reward_options: JsonObject = field(default_factory=dict)
     """Passed to the reward of groups."""
     group_reward_when: JsonObject = field(default_factory=dict)
-    """Metadata that a row must have for its samples to be scored together; samples of other rows keep their reward.
-    Empty = any.
-    """
+    """Metadata that a row must have for this; samples of other rows keep their reward. Empty = any."""
     reward_timeout_s: PositiveFloat = 30.0
     """Seconds for one call of the reward; the sample is FAILED after it."""
     reward_workers: Positive = 16
@@ -189,9 +177,7 @@ class ActorConfig:
     generate_timeout_s: PositiveFloat = 300.0
     """Bound on one response, waiting for the engine included."""
     join_requests: bool = False
-    """Request all responses of a group in one HTTP request: cheaper for short responses, but all arrive when the
-    longest is done.
-    """
+    """Request all responses of a group at once: cheaper for short ones, but all arrive when the longest is done."""
     routed_experts: Annotated[bool, Derived("learner.routing_replay"), SkipJsonSchema()] = False
     """Engines return the experts of each token, which become part of samples."""
     retries: Positive = 3

@@ -33,9 +33,8 @@ Temperature = Annotated[float, Meta(ge=0, le=1e6)]
 def check_temperature(temperature: float, where: str = "temperature") -> None:
     """Raise ValueError for a temperature between 0 and ``LOWEST_TEMPERATURE``: scores divided by it may be infinite."""
     if 0 < temperature < LOWEST_TEMPERATURE:
-        raise ValueError(
-            f"{where}: want 0 (greedy), or a number >= {LOWEST_TEMPERATURE:g} and <= 1e+06, got {temperature!r}"
-        )
+        want = f"want 0 (greedy), or a number >= {LOWEST_TEMPERATURE:g} and <= 1e+06"
+        raise ValueError(f"{where}: {want}, got {temperature!r}")
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
@@ -132,10 +131,8 @@ def parse_generate(body: Mapping[str, object], limits: RequestLimits) -> Generat
     _check_ids(params, limits)
     if (total := sum(sampling.n for sampling in params)) > limits.max_responses:
         raise BadRequest(f"sampling_params.n: want at most {limits.max_responses} responses to a request, got {total}")
-    if checked.continued_tokens >= (shortest := min(map(len, prompts))):
-        raise BadRequest(
-            f"continued_tokens: want fewer than the {shortest} tokens of the prompt, got {checked.continued_tokens}"
-        )
+    if (continued := checked.continued_tokens) >= (shortest := min(map(len, prompts))):
+        raise BadRequest(f"continued_tokens: want fewer than the {shortest} tokens of the prompt, got {continued}")
     if checked.return_routed_experts and not limits.experts:
         raise BadRequest("return_routed_experts: want false for a model without routed experts, got True")
     return Generate(
@@ -283,11 +280,8 @@ class ScoreRequest:
 def asks_for_scores(body: Mapping[str, object]) -> bool:
     """Return whether a body of /generate asks for log-probs of its input and for no new token."""
     params = body.get("sampling_params")
-    return (
-        body.get("logprob_start_len") not in (None, -1)
-        and isinstance(params, Mapping)
-        and params.get("max_new_tokens") == 0
-    )
+    is_scored = body.get("logprob_start_len") not in (None, -1)
+    return is_scored and isinstance(params, Mapping) and params.get("max_new_tokens") == 0
 
 
 def parse_scores(body: Mapping[str, object], limits: RequestLimits) -> ScoreRequest:
@@ -319,35 +313,21 @@ def parse_scores(body: Mapping[str, object], limits: RequestLimits) -> ScoreRequ
 
 SAMPLING_FIELDS = SamplingParams.__struct_fields__
 NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
-    "min_p": (None, 0),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
+    **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty"), (None, 0)),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), (None,)),
+    **dict.fromkeys(("logit_bias", "custom_params"), (None, {})),
     "repetition_penalty": (None, 1),
     "stop_regex": (None, []),
-    "json_schema": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
-    "structural_tag": (None,),
-    "logit_bias": (None, {}),
-    "custom_params": (None, {}),
     "spaces_between_special_tokens": (None, True),
     "stream_interval": (None, 1),
 }
 """Sampling parameters of SGLang that this engine does not support, with the values at which they have no effect."""
 NEUTRAL_GENERATE: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("return_text_in_logprobs", "return_hidden_states", "return_entropy"), (None, False)),
+    **dict.fromkeys(("top_logprobs_num", "routed_experts_start_len", "priority"), (None, 0)),
+    **dict.fromkeys(("lora_path", "session_params", "custom_logit_processor", "input_embeds"), (None,)),
+    **dict.fromkeys(("image_data", "extra_key"), (None,)),
     "logprob_start_len": (None, -1),
-    "top_logprobs_num": (None, 0),
     "token_ids_logprob": (None, []),
-    "return_text_in_logprobs": (None, False),
-    "return_hidden_states": (None, False),
-    "routed_experts_start_len": (None, 0),
-    "return_entropy": (None, False),
-    "lora_path": (None,),
-    "session_params": (None,),
-    "custom_logit_processor": (None,),
-    "input_embeds": (None,),
-    "image_data": (None,),
-    "priority": (None, 0),
-    "extra_key": (None,),
 }
 """Fields of /generate that this engine does not support, with the values at which they have no effect."""

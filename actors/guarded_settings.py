@@ -27,8 +27,8 @@ GUARDED = {
     "engine.sglang.log": "a file to write",
     "rollouts": "code",
 }
-"""Setting -> the kind of thing it names. Each entry of a map is checked separately. Defaults, numbers and built-in
-rewards are allowed, but for those with options that name servers, variables or programs.
+"""Setting -> the kind of thing it names, for each entry of a map. Allowed are defaults, numbers and built-in rewards,
+but for rewards with options that name servers, variables or programs.
 """
 
 ROLLOUTS = {"use": "code", "python": "a program"}
@@ -43,27 +43,23 @@ def checked(patterns: Sequence[str]) -> tuple[str, ...]:
     for pattern in patterns:
         name, equals, _ = pattern.partition("=")
         if not equals or not any(fnmatchcase(path, name) or name.startswith(f"{path}.") for path in GUARDED):
-            raise ValueError(
-                f"--allow: want SETTING=VALUE (* for anything) with a setting of {', '.join(GUARDED)}, got {pattern!r}"
-            )
+            want = f"want SETTING=VALUE (* for anything) with a setting of {', '.join(GUARDED)}"
+            raise ValueError(f"--allow: {want}, got {pattern!r}")
     return tuple(patterns)
 
 
 def refuse_foreign(
     row: Mapping[str, object], role: str, allowed: Sequence[str], *, where: str, changed: Iterable[str] = ()
 ) -> None:
-    """Raise NotAllowed for settings of ``role`` (actor | engine | scorer) in ``row`` that fit none of the patterns in
-    ``allowed``.
-
-    ``changed``: settings, by path, that this machine replaces after the check.
+    """Raise NotAllowed for settings of ``role`` (actor, engine or scorer) in ``row`` that fit no pattern in
+    ``allowed``. ``changed``: settings, by path, that this machine replaces after the check.
     """
-    no_scorers = any(
-        path == "actor" or path.startswith("actor.scorers") for path in changed
-    )  # the row's setting of them does not count
+    if any(path == "actor" or path.startswith("actor.scorers") for path in changed):
+        row = _without_scorers(row)  # the row's setting of them does not count
     refused = {
-        f"{path}={text}": what
-        for path, what, text in _guarded(row if not no_scorers else _without_scorers(row), role)
-        if not any(pattern == f"{path}={text}" or fnmatchcase(f"{path}={text}", pattern) for pattern in allowed)
+        setting: what
+        for setting, what in ((f"{path}={text}", what) for path, what, text in _guarded(row, role))
+        if not any(pattern == setting or fnmatchcase(setting, pattern) for pattern in allowed)
     }
     if refused:
         named = "; ".join(f"{setting} names {what}" for setting, what in refused.items())
@@ -123,7 +119,5 @@ def _harmless(path: str, value: object, default: object) -> bool:
     named = value.get("reward") if isinstance(value, Mapping) and path.startswith("actor.reward_parts.") else value
     ours = TABLE.keys() - NAMING
     tables = {"actor.reward": ours, "actor.reward_parts": ours, "actor.group_reward": OF_GROUPS.keys() - ASKING}
-    of_the_house = any(
-        path.startswith(start) and isinstance(named, str) and named in table for start, table in tables.items()
-    )
-    return value is None or value == default or is_number or of_the_house
+    is_builtin = isinstance(named, str) and any(path.startswith(start) and named in tables[start] for start in tables)
+    return value is None or value == default or is_number or is_builtin

@@ -14,7 +14,6 @@ from tidemill.rewards.part_settings import fits
 
 
 def _server(url: str) -> str:
-    """Return the address of a server without a slash at its end."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -47,9 +46,8 @@ class TeacherConfig:
 
     def __post_init__(self) -> None:
         if not self.servers and not self.model:
-            raise ValueError(
-                "urls: want urls, of servers that run, or model, a directory that `tidemill up` serves; got neither"
-            )
+            want = "want urls, of servers that run, or model, a directory that `tidemill up` serves"
+            raise ValueError(f"urls: {want}; got neither")
 
     @property
     def servers(self) -> tuple[str, ...]:

@@ -1,6 +1,4 @@
-"""Translation of answers of /generate into answers of OpenAI's API, whole and in chunks. Pure: knows no HTTP and no
-engine.
-"""
+"""Translation of answers of /generate into OpenAI's, whole and in chunks. Pure: knows no HTTP and no engine."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +24,8 @@ class ResponseBuilder:
         piece: Callable[[int], str] | None,
         read: ReadReply | None = None,
     ) -> None:
-        """``created``: Unix time, s. ``piece``: function from a token to its text; None = no tokenizer. ``read``: the
-        result of ``reader``.
-
-        ``read`` is called once for each finished response.
+        """``created``: Unix time, s. ``piece``: from a token to its text; None = no tokenizer. ``read``: the result of
+        ``reader``, called once for each finished response.
         """
         self._request, self._chat_id, self._piece, self._read = parsed, chat_id, piece, read
         kind = "chat.completion" if parsed.chat else "text_completion"

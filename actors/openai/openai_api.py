@@ -242,7 +242,6 @@ def error(message: str, status: int) -> JsonObject:
 
 @contextmanager
 def _wire_errors_refused() -> Iterator[None]:
-    """Raise BadRequest for a WireError."""
     try:
         yield
     except WireError as error:
@@ -269,7 +268,6 @@ def _template(fields: _ChatFields, tool_choice: object) -> JsonObject:
 
 
 def _grammar(response_format: object) -> dict[str, str]:
-    """Return the sampling parameters that constrain a response to JSON."""
     match response_format:
         case None | {"type": "text"}:
             return {}
@@ -282,7 +280,6 @@ def _grammar(response_format: object) -> dict[str, str]:
 
 
 def _prompts(prompt: object) -> tuple[str | list[int], ...]:
-    """Return the prompts, given as a string, a list of strings, token ids, or lists of token ids."""
     if isinstance(prompt, str):
         return (prompt,)
     if isinstance(prompt, list) and prompt:

@@ -20,7 +20,7 @@ from tidemill.actors.errors import BadRequest
 from tidemill.actors.openai import openai_api
 from tidemill.actors.openai.openai_api import ParsedRequest, ReadReply
 from tidemill.actors.router.state_streams import sampled_piece
-from tidemill.actors.router.tree import TokenPiece
+from tidemill.actors.router.tree import TokenPiece, ids_of
 from tidemill.actors.text.rendering import Renderer
 from tidemill.actors.text.text import beside_loop, size_of
 from tidemill.actors.text.tool_calls import ChatTemplate, ParsedReply
@@ -85,7 +85,7 @@ class AskedChat:
     @property
     def ids(self) -> list[int]:
         """Token ids of the prompt."""
-        return _ids(self.pieces)
+        return ids_of(self.pieces)
 
 
 class Chats(Protocol):
@@ -122,13 +122,11 @@ class TemplateChats:
         self._cache = ToolCallCache(max_text)
 
     async def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
-        """See ``Chats``."""
         original = replace(parsed, messages=self._cache.with_original_text(parsed.messages))
         text = await beside_loop(size_of(original.messages), lambda: openai_api.chat_text(original, self._template))
         return AskedChat(parsed=parsed, pieces=await self._pieces(text, session, add_special=False))
 
     def reader(self, chat: AskedChat) -> ReadReply | None:
-        """See ``Chats``."""
         return openai_api.reader(chat.parsed, self._template)
 
     def remember(self, chat: AskedChat, answer: JsonMapping, message: JsonMapping) -> None:
@@ -148,10 +146,8 @@ class _Turn:
 
 
 class RenderedChats:
-    """Chats by a renderer. A chat that begins with one that was answered here begins with its very ids.
-
-    An answer that comes back is the one that was sent when its content and calls are the same, and its reasoning is the
-    same or left out: many clients drop it.
+    """Chats by a renderer. A chat that begins with one that was answered here begins with its very ids. An answer
+    counts as the same with the same content and calls, and the same reasoning or none: many clients drop it.
     """
 
     def __init__(
@@ -180,9 +176,8 @@ class RenderedChats:
             last_turn, following = turn, messages[count:]
             pieces = await beside_loop(size_of(following), lambda: self._continued(last_turn, following, arguments))
             if pieces is not None:
-                return AskedChat(
-                    parsed=parsed, pieces=pieces, key=key, num_known=len(_ids([*turn.prompt, turn.output]))
-                )
+                num_known = len(ids_of([*turn.prompt, turn.output]))
+                return AskedChat(parsed=parsed, pieces=pieces, key=key, num_known=num_known)
         ids = await beside_loop(size_of(messages), lambda: self._renderer.prompt(messages, arguments))
         return AskedChat(parsed=parsed, pieces=[TokenPiece(text="", tokens=tuple(ids))], key=key)
 
@@ -223,7 +218,7 @@ class RenderedChats:
         """Return a turn and the messages that follow it as pieces; None where the whole chat is to be rendered."""
         if not arguments["add_generation_prompt"]:
             return None if following else [*turn.prompt, turn.output]
-        prompt, output = _ids(turn.prompt), turn.output.tokens
+        prompt, output = ids_of(turn.prompt), turn.output.tokens
         ids = self._renderer.next_prompt(prompt, output, following, arguments)
         if ids is None:
             return None
@@ -262,9 +257,4 @@ def _without(reply: ParsedReply, stop: str) -> ParsedReply:
 
 
 def _digest(before: bytes, value: object) -> bytes:
-    """Return the digest of a JSON value behind others."""
     return hashlib.blake2b(before + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
-
-
-def _ids(pieces: Sequence[TokenPiece]) -> list[int]:
-    return [token for piece in pieces for token in piece.tokens]

@@ -24,8 +24,7 @@ class RouterConfig:
     workers: tuple[str, ...] = ()
     """URLs of engines known from the start, besides those on the bus."""
     middleware: tuple[str, ...] = ()
-    """``package.module:factory`` each, the first one outermost; ``factory(config)`` returns an
-    ``tidemill.actors.router.exchange.Middleware``."""
+    """``package.module:factory`` each, outermost first; ``factory(config)`` returns a ``exchange.Middleware``."""
     model: str = ""
     """Directory of the model with the tokenizer and the chat template that the middleware uses."""
     timeout_s: PositiveFloat = 3600.0
@@ -65,11 +64,10 @@ def check_url(url: object) -> str:
     """Return an engine's URL without a slash at its end. Raises ValueError unless it is http or https, with a host."""
     try:
         parts = urlsplit(url if isinstance(url, str) else "")
-        well = (
-            parts.scheme in ("http", "https") and parts.hostname and parts.hostname.encode("idna") and parts.port != 0
-        )
+        name = (parts.hostname or "").encode("idna")
+        is_valid = parts.scheme in ("http", "https") and name and parts.port != 0
     except ValueError:  # no port, no address in brackets, a part of the name that is empty or too long
-        well = False
-    if not isinstance(url, str) or not well or not url.isprintable() or " " in url:
+        is_valid = False
+    if not isinstance(url, str) or not is_valid or not url.isprintable() or " " in url:
         raise ValueError(f"worker: want a URL like http://host:port, got {url!r}")
     return url.rstrip("/")

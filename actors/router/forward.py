@@ -197,9 +197,8 @@ class Asker:
         self._session, self._keys = session, keys
 
     async def __call__(self, url: str, nonce: str = "") -> int:
-        """Return the served version; 0 if it is not reported as a number. Raises NotServing, EngineUnavailable.
-
-        ``nonce``: from the engine's live row, which the answer must have; empty = unknown.
+        """Return the served version; 0 if it is not reported as a number. ``nonce``: from the engine's live row, which
+        the answer must have; empty = unknown. Raises NotServing, EngineUnavailable.
         """
         try:
             async with self._session.get(url + "/health") as response:

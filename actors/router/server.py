@@ -53,24 +53,10 @@ UPDATE_EVERY_S = 1.0
 
 _NAME = r"\w[\w.-]*"
 FORWARDED = (
-    *(
-        "/generate",
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-    ),
-    *("/v1/embeddings", "/encode", "/classify", "/v1/classify", "/v1/score", "/v1/rerank", "/retrieve_from_text"),
-    *(
-        "/tokenize",
-        "/detokenize",
-        "/v1/tokenize",
-        "/v1/detokenize",
-        "/v1/models",
-        f"/v1/models/{{model:{_NAME}(/{_NAME})?}}",
-        "/v1/loads",
-    ),
+    *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/messages/count_tokens", "/v1/embeddings", "/encode", "/classify", "/v1/classify", "/v1/score", "/v1/rerank"),
+    *("/retrieve_from_text", "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/v1/models"),
+    *(f"/v1/models/{{model:{_NAME}(/{_NAME})?}}", "/v1/loads"),
     *("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/health_generate"),
 )
 """Paths of requests of SGLang, OpenAI and Anthropic, and of ``TokenHistory``. ``RouterConfig.paths`` adds others."""
@@ -92,7 +78,7 @@ class RouterServer:
             "POST /remove_worker": Route.command(self._remove),
             "GET /list_workers": Route.request(self._list),
             "POST /abort_request": Route.request(self._abort),
-            **{f"* {path}": Route.request(self._pass_on) for path in (*FORWARDED, *config.paths)},
+            **{f"* {path}": Route.request(self._forward) for path in (*FORWARDED, *config.paths)},
             "* /{path:.*}": Route.request(self._refuse),
         }
         self._access = RunAccess(keys, unguarded=config.insecure)
@@ -150,12 +136,9 @@ class RouterServer:
 
     async def _health(self, request: web.Request) -> web.Response:
         serving = 0 if self._draining else sum(engine["serving"] for engine in self.engines.overview())
-        body = {
-            "status": "ok" if serving else "no engine serves",
-            "serving": serving,
-            "workers": len(self.discovery.urls()),
-        }
-        return web.json_response(body, status=200 if serving else 503)
+        status, code = ("ok", 200) if serving else ("no engine serves", 503)
+        body = {"status": status, "serving": serving, "workers": len(self.discovery.urls())}
+        return web.json_response(body, status=code)
 
     async def _add(self, request: web.Request) -> web.Response:
         await self.discovery.add(await _worker_in(request))
@@ -165,9 +148,8 @@ class RouterServer:
     async def _remove(self, request: web.Request) -> web.Response:
         url = await _worker_in(request)
         if not self.discovery.remove(url):
-            raise BadRequest(
-                f"url: want one of {', '.join(self.discovery.urls()) or 'no URL: there is no worker'}, got {url!r}"
-            )
+            urls = ", ".join(self.discovery.urls()) or "no URL: there is no worker"
+            raise BadRequest(f"url: want one of {urls}, got {url!r}")
         await self._refresh()
         return web.json_response({"status": "success", "worker_urls": self._loads()})
 
@@ -201,20 +183,16 @@ class RouterServer:
         try:
             async with self._session.post(url + "/abort_request", json=body, headers=headers) as response:
                 return response.status == 200
-        except (
-            aiohttp.ClientError,
-            OSError,
-            TimeoutError,
-            ValueError,
-        ) as error:  # ValueError: the address in a row is no URL
+        # ValueError: the address in a row is no URL.
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             log.info("abort did not reach url=%s error=%s", url, error)
             return False
 
     # -- forwarding
 
-    async def _pass_on(self, incoming: web.Request) -> web.StreamResponse:
+    async def _forward(self, incoming: web.Request) -> web.StreamResponse:
         if self._draining:
-            return await self._give(incoming, refusal(503, "the router is draining", "no_available_workers"))
+            return await self._send(incoming, refusal(503, "the router is draining", "no_available_workers"))
         request = _request(incoming, body_in(incoming))
         try:
             answer = await self._handle(request)
@@ -222,13 +200,13 @@ class RouterServer:
             if isinstance(error, BadRequest):
                 raise
             answer = refusal(502, str(error), "bad_gateway")
-        return await self._give(incoming, answer)
+        return await self._send(incoming, answer)
 
     async def _refuse(self, incoming: web.Request) -> web.StreamResponse:
         where = "a command goes to one engine directly; for a path of requests start the router with --path PATH"
-        return await self._give(incoming, refusal(404, f"{incoming.path}: not forwarded; {where}", "not_found"))
+        return await self._send(incoming, refusal(404, f"{incoming.path}: not forwarded; {where}", "not_found"))
 
-    async def _give(self, incoming: web.Request, answer: Answer) -> web.StreamResponse:
+    async def _send(self, incoming: web.Request, answer: Answer) -> web.StreamResponse:
         """Send the answer chunk by chunk. When the engine breaks off, so does this: half an answer is no answer."""
         headers = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_HEADERS}
         response = web.StreamResponse(status=answer.status, headers=headers)
@@ -253,13 +231,8 @@ def load_middleware(path: str, config: RouterConfig) -> Middleware:
 
 def _request(incoming: web.Request, body: bytes) -> Request:
     """Return the request with its session, taken out of header or body: engines do not receive it."""
-    request = Request(
-        method=incoming.method,
-        path=incoming.path,
-        query=incoming.rel_url.raw_query_string,
-        headers=incoming.headers,
-        body=body,
-    )
+    method, path, query = incoming.method, incoming.path, incoming.rel_url.raw_query_string
+    request = Request(method=method, path=path, query=query, headers=incoming.headers, body=body)
     session = next((incoming.headers[name] for name in SESSION_HEADERS if incoming.headers.get(name)), "")
     if f'"{SESSION_FIELD}"'.encode() in body and SESSION_FIELD in (fields := request.map):
         named = fields.pop(SESSION_FIELD)
@@ -276,34 +249,32 @@ async def _worker_in(request: web.Request) -> str:
 
 
 async def run_router(
-    config: RouterConfig, bus_url: str, run: str, id: str, draining: asyncio.Event, *, drain_s: float
+    config: RouterConfig, bus_url: str, run: str, router_id: str, draining: asyncio.Event, *, drain_s: float
 ) -> None:
     """Serve until ``draining`` is set. Without ``bus_url`` the router knows only the engines added by hand, and no
-    keys.
-
-    Raises BusUnavailable when there is no bus within five minutes, ValueError for a middleware that does not exist.
+    keys. Raises BusUnavailable without a bus for five minutes, FunctionRefused for a middleware.
     """
     async with AsyncExitStack() as stack:
         bus, view, heartbeat, keys = None, None, None, None
         if bus_url:
-            bus = await connected(stack, bus_url, run, BusConfig(), name=f"router {id}".strip(), draining=draining)
+            bus = await connected(
+                stack, bus_url, run, BusConfig(), name=f"router {router_id}".strip(), draining=draining
+            )
             if bus is None:
                 return
             view, keys = LiveView(bus), admin_keys(bus)
-            heartbeat = await stack.enter_async_context(
-                HeartbeatPublisher(bus, first_row("router", id or default_id()))
-            )
+            row = first_row("router", router_id or default_id())
+            heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, row))
             route = await asyncio.to_thread(route_to, bus_url)
-            at = reach(
-                config.host, config.advertise, replace(route, is_here=True), name="router.host"
-            )  # it may serve this machine alone
+            route = replace(route, is_here=True)  # it may serve this machine alone
+            at = reach(config.host, config.advertise, route, name="router.host")
             config = replace(config, host=at.bind, advertise=at.advertised)
         router = RouterServer(config, view, keys)
         url = await router.start()
         log.info("listening url=%s", url)
         try:
-            witness = [] if bus is None or heartbeat is None else [AddressChecker(bus, heartbeat).run()]
-            await first_of(_update_heartbeat(router, heartbeat), router.failed(), *witness, draining.wait())
+            checks = [] if bus is None or heartbeat is None else [AddressChecker(bus, heartbeat).run()]
+            await first_of(_update_heartbeat(router, heartbeat), router.failed(), *checks, draining.wait())
         finally:
             await router.close(drain_s)
 
@@ -313,14 +284,8 @@ async def _update_heartbeat(router: RouterServer, heartbeat: HeartbeatPublisher 
         if heartbeat is not None:
             engines = router.engines.overview()
             serving = sum(engine["serving"] for engine in engines)
-            load = {
-                "workers": len(engines),
-                "serving": serving,
-                "in_flight": router.in_flight,
-                "sessions": len(router.forwarder.sessions),
-            }
-            phase = "serving" if serving else "waiting"
-            heartbeat.update(
-                phase=phase, waits_for="" if serving else "an engine that serves", address=router.url, load=load
-            )
+            load = {"workers": len(engines), "serving": serving}
+            load |= {"in_flight": router.in_flight, "sessions": len(router.forwarder.sessions)}
+            phase, waits_for = ("serving", "") if serving else ("waiting", "an engine that serves")
+            heartbeat.update(phase=phase, waits_for=waits_for, address=router.url, load=load)
         await asyncio.sleep(UPDATE_EVERY_S)

@@ -28,7 +28,7 @@ from tidemill.actors.router.config import RouterConfig
 from tidemill.actors.router.dialects import DIALECTS
 from tidemill.actors.router.exchange import Answer, Handler, Request
 from tidemill.actors.router.state_streams import SentStates, sampled_piece, state_in, states_in
-from tidemill.actors.router.tree import TokenPiece, TokenTree, columns
+from tidemill.actors.router.tree import TokenPiece, TokenTree, columns, ids_of
 from tidemill.actors.text.text import Text
 from tidemill.actors.text.tool_calls import ChatTemplate
 from tidemill.bus.wire.json_object import JsonMapping
@@ -70,20 +70,15 @@ class TokenHistory:
         chats: Chats | None = None,
         template_args: JsonMapping | None = None,
     ) -> None:
-        """Raises ValueError for a model directory without a tokenizer.json. ``max_text``: where the model is not that
-        of a router.
-
-        ``chats``: None = those of the model's chat template. ``template_args``: those of requests that do not name
-        them.
+        """``max_text``: unless it is a router's. ``chats``: None = by the model's chat template. ``template_args``: of
+        requests that do not name them. Raises ValueError for a model directory without a tokenizer.json.
         """
         if isinstance(model, RouterConfig):
-            found, max_text = ModelText.read(model.model, "router.model"), model.max_text
-        else:
-            found = model
-        self._text, self._model, self._max_context = found.text, found.name, found.max_context
+            max_text, model = model.max_text, ModelText.read(model.model, "router.model")
+        self._text, self._model, self._max_context = model.text, model.name, model.max_context
         self._engine_context, self._engine_context_until_s = 0, float("-inf")
         self.tree = TokenTree(max_text)
-        self._chats = chats or TemplateChats(found.template, self.pieces, max_text)
+        self._chats = chats or TemplateChats(model.template, self.pieces, max_text)
         self._template_args = dict(template_args or {})
 
     async def __call__(self, request: Request, handler: Handler) -> Answer:
@@ -94,10 +89,8 @@ class TokenHistory:
             **dict.fromkeys(DIALECTS, self._translated),
             "/retrieve_from_text": self._retrieve,
         }
-        answering = paths.get(request.path)
-        if request.method != "POST" or answering is None:
-            return await handler(request)
-        return await answering(request, handler)
+        answer = paths.get(request.path)
+        return await handler(request) if request.method != "POST" or answer is None else await answer(request, handler)
 
     async def pieces(self, text: str, session: str = "", *, add_special: bool = True) -> list[TokenPiece]:
         """Return a text as its remembered pieces and, tokenised, the rest. Raises BadRequest."""
@@ -122,12 +115,10 @@ class TokenHistory:
             raise BadRequest(f"text: want a string or a list of strings, got {text!r}")
         prompts = [await self.pieces(prompt, request.session) for prompt in texts]
         owners = _Owners(prompts, body.get("sampling_params"))
-        ids = [_ids(prompt) for prompt in prompts]
+        ids = [ids_of(prompt) for prompt in prompts]
         # The log-probs are remembered with the tokens, so they are requested even if the client does not want them.
-        changed = request.with_body(
-            {**body, "input_ids": ids if isinstance(text, list) else ids[0], "return_logprob": True}
-        )
-        answer = await handler(changed)
+        body |= {"input_ids": ids if isinstance(text, list) else ids[0], "return_logprob": True}
+        answer = await handler(request.with_body(body))
         async with answer:
             if answer.status != 200:
                 return answer.with_(answer.chunks)
@@ -218,22 +209,18 @@ class TokenHistory:
             if parsed.chat:
                 parsed = parsed.stopping_at(self._chats.stop_token_ids)
                 chat = await self._ask(parsed, request.session)
-            prompts = (
-                [await self._prompt(each, request.session) for each in parsed.prompts]
-                if chat is None
-                else [list(chat.pieces)]
-            )
+                prompts = [list(chat.pieces)]
+            else:
+                prompts = [await self._prompt(prompt, request.session) for prompt in parsed.prompts]
         except BadRequest as error:
             return Answer.of(400, openai_api.error(str(error), 400))
         owners = _Owners(prompts, parsed.sampling)
-        context = (
-            await self._context(request, handler)
-            if parsed.chat and "max_new_tokens" not in parsed.sampling
-            else self._max_context
-        )
+        context: int | Answer = self._max_context
+        if parsed.chat and "max_new_tokens" not in parsed.sampling:
+            context = await self._context(request, handler)
         if isinstance(context, Answer):
             return context
-        generate = parsed.generate([_ids(prompt) for prompt in prompts], max_context=context)
+        generate = parsed.generate([ids_of(prompt) for prompt in prompts], max_context=context)
         builder = ResponseBuilder(
             parsed,
             chat_id=request.id or secrets.token_hex(12),
@@ -249,20 +236,18 @@ class TokenHistory:
             if answer.streamed:
                 states = answer.states if answer.states is not None else states_in(answer.chunks)
                 return answer.with_states(self._openai_events(states, builder, owners, request.session, chat))
-            read = await answer.json()
-            answers = read if isinstance(read, list) else [read]
-            self._note(answers, owners, request.session)
-            for place, each in enumerate(answers):
-                self._note_chat(chat, {**each, "index": place}, builder)
-            whole = builder.whole(answers) | ({"prompt_token_ids": _ids(prompts[0])} if parsed.token_ids else {})
-            return answer.with_content(whole)
+            reply = await answer.json()
+            replies = reply if isinstance(reply, list) else [reply]
+            self._note(replies, owners, request.session)
+            for place, reply in enumerate(replies):
+                self._note_chat(chat, {**reply, "index": place}, builder)
+            prompt_ids = {"prompt_token_ids": ids_of(prompts[0])} if parsed.token_ids else {}
+            return answer.with_content(builder.whole(replies) | prompt_ids)
 
     async def _ask(self, parsed: openai_api.ParsedRequest, session: str) -> AskedChat:
-        """Return a chat with its prompt. Raises BadRequest."""
         return await self._chats.ask(replace(parsed, template={**self._template_args, **parsed.template}), session)
 
     async def _translated(self, request: Request, handler: Handler) -> Answer:
-        """Answer a request of another API by a chat completion."""
         dialect, body = DIALECTS[request.path], request.json()
         try:
             chat = dialect.chat_of(body)
@@ -293,11 +278,9 @@ class TokenHistory:
         return length
 
     async def _prompt(self, prompt: str | list[int], session: str) -> list[TokenPiece]:
-        return (
-            await self.pieces(prompt, session)
-            if isinstance(prompt, str)
-            else [TokenPiece(text="", tokens=tuple(prompt))]
-        )
+        if isinstance(prompt, str):
+            return await self.pieces(prompt, session)
+        return [TokenPiece(text="", tokens=tuple(prompt))]
 
     async def _openai_events(
         self,
@@ -342,41 +325,25 @@ class TokenHistory:
         if text is None and "messages" in body:
             body.setdefault("add_generation_prompt", False)
             pieces = list((await self._ask(openai_api.parse(body, chat=True), request.session)).pieces)
-            seen = all(piece.text for piece in pieces)  # a renderer makes ids, not text
-            text = (
-                "".join(piece.text for piece in pieces) if seen else self._text.decode(_ids(pieces), skip_special=False)
-            )
+            if all(piece.text for piece in pieces):
+                text = "".join(piece.text for piece in pieces)
+            else:  # a renderer makes ids, not text
+                text = self._text.decode(ids_of(pieces), skip_special=False)
         elif not isinstance(text, str):
             raise BadRequest(f"text: want a string, got {text!r}")
         else:
             pieces = await self.pieces(text, request.session) if text else []
-        values = list(columns(pieces))
-        tokens, log_probs, versions, mask = (
-            (list(column) for column in zip(*values, strict=True)) if values else ([], [], [], [])
-        )
-        return Answer.of(
-            200,
-            {
-                "tokens": tokens,
-                "response": text,
-                "loss_mask": mask,
-                "token_length": len(tokens),
-                "loss_mask_length": len(mask),
-                "rollout_logp": log_probs,
-                "versions": versions,
-            },
-        )
+        rows = list(columns(pieces))
+        tokens, log_probs, versions, mask = map(list, zip(*rows, strict=True)) if rows else ([], [], [], [])
+        content = {"tokens": tokens, "response": text, "loss_mask": mask, "token_length": len(tokens)}
+        content |= {"loss_mask_length": len(mask), "rollout_logp": log_probs, "versions": versions}
+        return Answer.of(200, content)
 
 
 def _part(piece: TokenPiece, text: str, tokens: slice) -> TokenPiece:
-    """Return the tokens of a piece at some places, with their text."""
     return TokenPiece(
         text=text, tokens=piece.tokens[tokens], log_probs=piece.log_probs[tokens], versions=piece.versions[tokens]
     )
-
-
-def _ids(pieces: Sequence[TokenPiece]) -> list[int]:
-    return [token for piece in pieces for token in piece.tokens]
 
 
 class _Owners:
@@ -386,9 +353,8 @@ class _Owners:
         samplings = params if isinstance(params, list) else [params] * len(prompts)
         counts = [sampling.get("n") or 1 if isinstance(sampling, Mapping) else 1 for sampling in samplings]
         self._prompts = prompts
-        self._ends = list(
-            itertools.accumulate(count if isinstance(count, int) and count > 0 else 1 for count in counts)
-        )
+        numbers = (count if isinstance(count, int) and count > 0 else 1 for count in counts)
+        self._ends = list(itertools.accumulate(numbers))
 
     @property
     def count(self) -> int:
@@ -402,7 +368,6 @@ class _Owners:
 
 
 async def _refused(answer: Answer) -> Answer:
-    """Return an engine's refusal in OpenAI's format."""
     raw = await answer.read()
     try:
         message = json.loads(raw)["error"]["message"]

@@ -64,10 +64,7 @@ class TokenTree:
         return len(self._ends)
 
     def remember(self, pieces: Sequence[TokenPiece], scope: str = "") -> None:
-        """Remember a text from its beginning, as pieces. A known piece is replaced: the new ids were sampled later.
-
-        ``scope``: texts of different scopes are kept apart.
-        """
+        """Remember a text from its beginning, in its ``scope``. Known pieces are replaced: their ids are older."""
         shown = [piece for piece in pieces if piece.text]  # ids without text cannot be found again by themselves
         if not shown:
             return
@@ -148,12 +145,15 @@ def _cost(piece: TokenPiece) -> int:
 
 
 def _common(first: str, second: str) -> int:
-    """Return the length of the common prefix."""
     if second.startswith(first):
         return len(first)
-    return next(
-        (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def ids_of(pieces: Sequence[TokenPiece]) -> list[int]:
+    """Return the token ids of pieces, one after the other."""
+    return [token for piece in pieces for token in piece.tokens]
 
 
 def columns(pieces: Sequence[TokenPiece]) -> Iterator[tuple[int, float, int, int]]:

@@ -161,7 +161,6 @@ class AbortBody(Struct, kw_only=True):
 
 
 def _number(version: str | int) -> int:
-    """Return a weight version as a number. Raises ValueError unless it is one >= 0."""
     try:
         number = int(version)
     except ValueError:

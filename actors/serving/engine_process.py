@@ -113,9 +113,7 @@ async def run_engine(
     limits: EngineLimits,
 ) -> None:
     """Serve a model directory and every newer version of the run until ``draining`` is set and the requests are
-    answered.
-
-    Raises BusUnavailable when there is no bus within five minutes, and the engine's error for a model that it cannot
+    answered. Raises BusUnavailable without a bus for five minutes, and the engine's error for a model that it cannot
     load.
     """
     engine_id = places.id or default_id()
@@ -161,8 +159,8 @@ class _Served:
         turns: AcceleratorLease | None,
         devices: HeldDevices,
     ) -> None:
-        self._bus, self._engine_id, self._heartbeat = bus, engine_id, heartbeat
-        self._turns, self._devices = turns, devices
+        self.bus, self.engine_id, self.turns = bus, engine_id, turns
+        self._heartbeat, self._devices = heartbeat, devices
         self._waits_for, self._place = "", shared_memory_domain()
         self.authority = Authority(admin_keys(bus), VersionRegistry(bus).newest_epoch, devices.visible)
         self.engine: ServedEngine | None = None
@@ -171,11 +169,9 @@ class _Served:
 
     @asynccontextmanager
     async def taking_memory(self, draining: asyncio.Event | None = None) -> AsyncIterator[None]:
-        """Wait until the engines own the accelerator, or ``draining`` is set. Until this context is left the learner
-        cannot acquire it.
-        """
-        if self._turns is not None:
-            while not await self._begin_taking(self._turns, draining):
+        """Wait until the engines own the accelerator, or ``draining`` is set. The learner does not get it meanwhile."""
+        if self.turns is not None:
+            while not await self._begin_taking(self.turns, draining):
                 self._report_taking(False)
         try:
             yield
@@ -199,17 +195,15 @@ class _Served:
             return False
 
     def _report_taking(self, taking: bool) -> None:
-        if self._turns is not None:
+        if self.turns is not None:
             self._heartbeat.update(taking_memory=taking)
         self.update_row()
 
     async def serve(self, engine: ServedEngine, draining: asyncio.Event, limits: EngineLimits) -> None:
         """Serve until ``draining`` is set. Raises the engine's error when it fails."""
         with contextlib.closing(await asyncio.to_thread(Scratch, "engine")) as scratch:
-            follower = _Follower(
-                self, engine, scratch.path, limits, bus=self._bus, engine_id=self._engine_id, turns=self._turns
-            )
-            own_address = self.own_address = OwnAddress(self._bus, engine.nonce)
+            follower = _Follower(self, engine, scratch.path, limits)
+            own_address = self.own_address = OwnAddress(self.bus, engine.nonce)
             rows = self._update_row_periodically(), own_address.run(self.update_row)
             await first_of(follower.run(), *rows, draining.wait(), engine.failed())
 
@@ -242,7 +236,7 @@ class _Served:
 
     def _waiting(self, engine: ServedEngine) -> str:
         """Return the live row's reason for waiting, with the refusal of the newest command, if it was refused."""
-        waits_for = self._waits_for or ("" if engine.whole else WHOLE if self._turns is None else MEMORY)
+        waits_for = self._waits_for or ("" if engine.whole else WHOLE if self.turns is None else MEMORY)
         refused = self.authority.refused
         return f"{waits_for} (refused: {refused})" if waits_for and refused else waits_for
 
@@ -255,20 +249,14 @@ class _Served:
 class _Follower:
     """Brings the engine to the head, lets it serve, and keeps it at the head."""
 
-    def __init__(
-        self,
-        served: _Served,
-        engine: ServedEngine,
-        directory: Path,
-        limits: EngineLimits,
-        *,
-        bus: Bus,
-        engine_id: str,
-        turns: AcceleratorLease | None,
-    ) -> None:
-        self._served, self._engine, self._limits, self._bus, self._turns = served, engine, limits, bus, turns
+    def __init__(self, served: _Served, engine: ServedEngine, directory: Path, limits: EngineLimits) -> None:
+        self._served, self._engine, self._limits = served, engine, limits
         self._joiner = Joiner(
-            engine=engine_id, version=self._version, load=self._load, directory=directory, on_wait=served.set_waits_for
+            engine=served.engine_id,
+            version=self._version,
+            load=self._load,
+            directory=directory,
+            on_wait=served.set_waits_for,
         )
 
     async def run(self) -> None:
@@ -286,18 +274,18 @@ class _Follower:
         self._served.update_row()
         log.info("serving version=%d url=%s", engine.version, engine.url)
         await keep_up(
-            self._bus,
+            self._served.bus,
             self._joiner,
             deadline_s=self._limits.catch_up_s,
             stale=self._stale,
-            allowed=None if self._turns is None else self._turns.available,
+            allowed=None if self._served.turns is None else self._served.turns.available,
             grace_s=self._limits.grace_s,
         )
 
     async def _catch_up(self) -> None:
         while self._version() < 0:  # no version is published yet, or none could be loaded
             try:
-                await catch_up(self._bus, self._joiner, deadline_s=self._limits.catch_up_s)
+                await catch_up(self._served.bus, self._joiner, deadline_s=self._limits.catch_up_s)
             except (CatchUpTimeout, BusError) as error:
                 log.warning("no weights yet, catching up is repeated engine=%s error=%s", self._joiner.engine, error)
                 self._served.set_waits_for(str(error))
@@ -327,7 +315,7 @@ class _Follower:
         async with self._served.taking_memory():
             loading = self._engine.load_snapshot(directory, version, epoch)
             # A load goes on when catching up takes too long. Of a shared accelerator it has memory until it ends.
-            await (loading if self._turns is None else to_the_end(loading))
+            await (loading if self._served.turns is None else to_the_end(loading))
 
     def _version(self) -> int:
         return self._engine.version if self._engine.whole else -1

@@ -239,7 +239,6 @@ class _BucketFailed(DetailedError):
 
 
 def _failure(error: Exception) -> dict[str, object]:
-    """Return the status of an error and its message, as an answer has them."""
     match error:
         case StaleEpoch():
             return {"status": 409, "message": str(error), "epoch": error.seen}
@@ -264,7 +263,6 @@ def _map_of(request: bytes) -> JsonMapping:
 
 
 def _packed(entry: object) -> bytes:
-    """Return the packed tensors of a bucket. Raises BadRequest."""
     if not isinstance(entry, Mapping):
         raise BadRequest(f"buckets: want a map for each, got {entry!r:.100}")
     return need(entry, "specs", bytes)

@@ -15,13 +15,13 @@ from typing import Generic, TypeVar
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import EngineUnavailable, UnsupportedModel, VersionUnavailable
 from tidemill.actors.generate_body import RequestLimits
-from tidemill.actors.http_api import listen
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.handles import HandleListener
 from tidemill.actors.serving.port import PHASES, Backend, ServedEngine
 from tidemill.actors.serving.server import EngineServer
 from tidemill.actors.serving.updates import Updates
 from tidemill.actors.text.text import Text
+from tidemill.bus.client.addresses import AUTO, LOOPBACK
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.subjects import nonce
 
@@ -33,10 +33,8 @@ AnyUpdates = TypeVar("AnyUpdates", bound=Updates)
 
 
 class EngineHost(ServedEngine, Generic[AnyUpdates]):
-    """One engine. ``load`` (blocking), ``start``, set ``phase = "serving"``; later ``drain`` and ``close``.
-
-    It answers /generate only in phase ``serving``. ``on_update(version, epoch)`` is called in the loop's thread after
-    every update.
+    """One engine. ``load`` (blocking), ``start``, set ``phase = "serving"``, without which /generate is refused; later
+    ``drain`` and ``close``. ``on_update(version, epoch)`` is called in the loop's thread after every update.
     """
 
     limits: RequestLimits
@@ -93,12 +91,23 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         )
 
     async def start(self, host: str | None = None, port: int | None = None) -> str:
-        """Listen for requests and for pushes by handles. Returns the URL; the phase does not change."""
+        """Listen for requests and for pushes by handles. Returns the URL; the phase does not change.
+
+        Without a bus an engine serves this machine only. ``host`` and ``port``: instead of the settings. Raises
+        OSError, ValueError for an address that other machines reach without a key.
+        """
         self._server = EngineServer(self, await self._open())
         if self.authority.accepts_commands:
             self._handles = HandleListener(self.updates, self.authority, to_gpu=self._to_gpu)
             self.handles = await self._handles.start()
-        self.url = await listen(self._server.listener, self.config, host, port)
+        config, bind = self.config, self.config.host if host is None else host
+        self.url = await self._server.listener.start(
+            LOOPBACK if bind == AUTO else bind,
+            config.port if port is None else port,
+            advertise=config.advertise,
+            insecure=config.insecure,
+            name="engine.host",
+        )
         return self.url
 
     async def drain(self, timeout_s: float) -> bool:
@@ -120,10 +129,8 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
             await self._updates.close()
 
     async def load_snapshot(self, directory: Path | str, version: int, epoch: int | None = None) -> float:
-        """Load all weights of a directory, or none. Returns the seconds for which generation was held up.
-
-        Memory that was released is taken again. A push that is under way comes first, and may bring the version. Raises
-        UpdateRefused or StaleEpoch.
+        """Load all weights of a directory, or none, after a push under way, which may bring the version. Takes released
+        memory again. Returns the seconds for which generation was held up. Raises UpdateRefused or StaleEpoch.
         """
         updates = self.updates
         updates.require_current_epoch(epoch, "load_snapshot")

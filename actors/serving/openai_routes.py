@@ -1,6 +1,4 @@
-"""OpenAI's paths of any engine (/v1/models, /v1/completions, /v1/chat/completions), built on its implementation of
-/generate.
-"""
+"""OpenAI's paths of any engine (models, completions, chat completions), built on its implementation of /generate."""
 
 import secrets
 import time

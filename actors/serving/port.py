@@ -1,6 +1,4 @@
-"""The engine port: the interface that an engine process serves, and the parts that the HTTP server and the handle
-listener call.
-"""
+"""The engine port: the interfaces that an engine process serves, and that its HTTP server calls."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""SGLang's HTTP API of an engine: paths, JSON and status codes (``tidemill.actors.http_api``), the same for both kinds
-of engine.
-"""
+"""SGLang's HTTP API of an engine: paths, JSON and status codes (``tidemill.actors.http_api``), for all engines."""
 
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -79,7 +77,6 @@ class EngineServer:
         }
 
     def _update_routes(self) -> dict[str, Route]:
-        """Return the commands that are one operation of the engine's updates each."""
         updates, operation = self._updates, self._operation
 
         def begin(body: Body) -> Coroutine[object, None, None]:
@@ -139,10 +136,8 @@ class EngineServer:
         return handle
 
     async def _command(self, request: web.Request) -> JsonObject:
-        """Return the body of a learner's command without its epoch, which is checked first.
-
-        Some requests have the form of a command. One that names an epoch, which would fence older learners, needs the
-        admin key.
+        """Return the body of a command without its epoch, which is checked first. Some requests have the form of a
+        command: one that names an epoch, which would fence older learners, needs the admin key.
         """
         body = dict(body_of(request))
         if "epoch" in body:

@@ -1,6 +1,4 @@
-"""The weight updates of an engine: the contract of both kinds of engine, and their common part. That is the learner's
-epoch, every tensor once, operations that outlive their callers, and counters.
-"""
+"""The weight updates of an engine: the contract of both kinds of engine, and the part that they share."""
 
 import asyncio
 import contextlib
@@ -24,10 +22,8 @@ OPEN_S = 60.0
 
 
 class Updates(ABC):
-    """The weight updates of one engine. Operations are called through ``run_shielded``.
-
-    They raise UpdateRefused. Then the engine serves the weights before the update or, where those were overwritten,
-    none.
+    """The weight updates of one engine. Operations are called through ``run_shielded``, and raise UpdateRefused. Then
+    the engine serves the weights before the update or, where those were overwritten, none.
     """
 
     def __init__(self, on_update: Callable[[int, int], None]) -> None:
@@ -94,9 +90,8 @@ class Updates(ABC):
 
     @abstractmethod
     async def serve_directory(self, directory: Path, version: int | None, *, begun: int) -> float | None:
-        """Take released memory again, then load and serve a directory. Returns seconds as ``end``.
-
-        Returns None, and loads nothing, when a push has begun since ``begun`` was read: a load would discard it.
+        """Take released memory again, then load and serve a directory. Returns seconds as ``end``, or None, and loads
+        nothing, when a push has begun since ``begun`` was read: a load would discard it.
         """
 
     @abstractmethod
@@ -169,7 +164,6 @@ class Updates(ABC):
             task.exception()  # the caller has received it, or has hung up
 
     def _record_update(self, version: int, epoch: int, stall_s: float) -> None:
-        """Count and report an update that is served now."""
         self.completed += 1
         self.stall_s += stall_s
         log.info("weights updated version=%d epoch=%d stall_s=%.6f", version, epoch, stall_s)

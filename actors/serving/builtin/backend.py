@@ -122,7 +122,6 @@ class BuiltinBackend:
         return web.json_response(states if generate.many else states[0])
 
     async def _scores(self, body: Body) -> JsonObject | list[JsonObject]:
-        """Return the log-probs of given tokens. Raises BadRequest, EngineUnavailable, EngineFailed."""
         host = self._host
         host.require_servable()
         scores = parse_scores(body, host.limits)
@@ -216,7 +215,6 @@ class BuiltinBackend:
         return {**state, "index": place} if generate.many and generate.body.stream else state
 
     async def probe(self, timeout_s: float) -> None:
-        """Generate one token. Raises EngineFailed."""
         progress = self.submit(parse_generate({**PROBE, "rid": "probe"}, self._host.limits))
         try:
             async with asyncio.timeout(timeout_s):
@@ -245,7 +243,6 @@ class BuiltinBackend:
         return web.Response(text="Flush cache failed.\n", status=400)
 
     async def model_info(self) -> JsonObject:
-        """Return the model's directory, architecture, vocabulary and version."""
         host, shape = self._host, self._shape
         return {
             "model_path": str(host.model_dir),
@@ -260,7 +257,6 @@ class BuiltinBackend:
         }
 
     async def server_info(self) -> JsonObject:
-        """Return the engine's limits, state and counters, under SGLang's names where it has one."""
         host, config, scheduler = self._host, self._host.config, self._scheduler
         return {
             "engine": "builtin",
@@ -298,7 +294,6 @@ class BuiltinBackend:
         )
 
     def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Route]:
-        """Return the routes of pushes in one request, and of snapshots for peers."""
 
         async def receive_push(request: web.Request) -> web.Response:
             return await self._receive_push(await command(request))
@@ -345,10 +340,7 @@ async def _shielded(call: "Future[Result]") -> Result:
 def response_json(
     sequence: Sequence, text: Text | None, version: int, *, logprobs: bool, partial: int | None = None
 ) -> JsonObject:
-    """Return a sequence in SGLang's JSON; with ``partial``, only its first ``partial`` tokens, as unfinished.
-
-    ``version``: of the served weights, for a response without tokens.
-    """
+    """Return a sequence in SGLang's JSON, or its first ``partial`` tokens, as unfinished. ``version``: without any."""
     num_tokens = len(sequence.tokens) if partial is None else partial
     finish = sequence.finish if partial is None else None
     spans = sequence.weight_versions(num_tokens)

@@ -25,7 +25,7 @@ from tidemill.actors.serving.builtin.weights import LayerWeights, Weights
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels of attention on CUDA: not cuDNN's, which torch prefers in half precision. They are planned anew for each
-length, and every decoding step has another one; that took 30 ms a token on an H200.
+length, so for every decoding step: 30 ms a token on an H200.
 """
 
 
@@ -40,7 +40,8 @@ class Attention(Protocol):
 class RopeTable:
     """Cosines and signed sines for positions below ``length``; 1 and 0 for elements without positions."""
 
-    def __init__(self, rope: Rope, length: int, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, weights: Weights, length: int) -> None:
+        rope, head_dim, dtype, device = weights.shape.rope, weights.shape.head_dim, weights.dtype, weights.device
         angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(rope, rope.size(head_dim))
         self.length = length
         # Elements that turn together are exchanged and the first of them negated: the sign is put into the table.
@@ -91,6 +92,15 @@ def forward(
             x_BTE = x_BTE + _after(weights, layer.attention_post_norm, attended_BTE)
             x_BTE = x_BTE + _after(weights, layer.mlp_post_norm, _mlp(weights, layer, x_BTE, chosen))
     return x_BTE
+
+
+def causal_attention(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
+    """Attend causally within each row. Returns [B, T, H * D]."""
+    query_BHTD, key_BKTD, value_BKTD = (heads.transpose(1, 2) for heads in (query_BTHD, key_BTKD, value_BTKD))
+    attended_BHTD = functional.scaled_dot_product_attention(
+        query_BHTD, key_BKTD, value_BKTD, is_causal=True, enable_gqa=True
+    )
+    return attended_BHTD.transpose(1, 2).flatten(2)
 
 
 def logits(weights: Weights, x_BE: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
-"""Log-probs of given tokens: the forward passes of the requests for scores, several sequences at once, and their JSON.
-
-Shape letters: U = sequences of a pass, T = tokens per sequence (padded), P = its scored places, K = listed tokens, V =
-vocabulary.
+"""Log-probs of given tokens: forward passes of several sequences at once, and their JSON. Shape letters: U = sequences
+of a pass, T = tokens per sequence (padded), P = its scored places, K = listed tokens, V = vocabulary.
 """
 
 import time
@@ -14,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from tidemill.actors.serving.builtin import decoder
 from tidemill.actors.serving.builtin.sequence import MAX_PADDING, PREFILL_TOKENS
@@ -73,19 +70,13 @@ def scores(
     tokens_UT = np.zeros((len(batch), max(lengths)), np.int64)
     for row, scoring in enumerate(batch):
         tokens_UT[row, : len(scoring.tokens)] = scoring.tokens
-    x_UTE = decoder.forward(weights, torch.from_numpy(tokens_UT).to(weights.device), angles, _attention)
+    ids_UT = torch.from_numpy(tokens_UT).to(weights.device)
+    x_UTE = decoder.forward(weights, ids_UT, angles, _attention)
     return [_scores(weights, scoring, x_UTE[row], version) for row, scoring in enumerate(batch)]
 
 
 def _attention(layer: int, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
-    attended_BHTD = functional.scaled_dot_product_attention(
-        query_BTHD.transpose(1, 2),
-        key_BTKD.transpose(1, 2),
-        value_BTKD.transpose(1, 2),
-        is_causal=True,
-        enable_gqa=True,
-    )
-    return attended_BHTD.transpose(1, 2).flatten(2)
+    return decoder.causal_attention(query_BTHD, key_BTKD, value_BTKD)  # nothing is generated: no keys are kept
 
 
 def _scores(weights: Weights, scoring: Scoring, x_TE: Tensor, version: int) -> InputScores:

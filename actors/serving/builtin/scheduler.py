@@ -136,13 +136,15 @@ class Scheduler:
         """Run ``function`` between two steps. Its future is cancelled if the thread has ended."""
         return self._calls.call(function)
 
-    def submit(self, sequences: list[Sequence]) -> "Future[None]":
+    @between_steps
+    def submit(self, sequences: list[Sequence]) -> None:
         """Append sequences to the queue; the future is done once they are in it."""
-        return self.call(lambda: self.waiting.extend(sequences))
+        self.waiting.extend(sequences)
 
-    def submit_scorings(self, scorings: list[Scoring]) -> "Future[None]":
-        """Append sequences to score. The future is done once they are queued; results are in the ``done`` of each."""
-        return self.call(lambda: self.scorings.extend(scorings))
+    @between_steps
+    def submit_scorings(self, scorings: list[Scoring]) -> None:
+        """Append sequences to score. The results are in the ``done`` of each."""
+        self.scorings.extend(scorings)
 
     def abort(self, matches: Callable[[Sequence], bool], message: str = "All aborted") -> "Future[int]":
         """End matching sequences with their tokens so far. Returns their number."""
@@ -174,7 +176,6 @@ class Scheduler:
         self._score()
 
     def _score(self) -> None:
-        """Score the sequences at the head of their queue, in one pass."""
         if not (batch := take_scorings(self.scorings)):
             return
 
@@ -275,7 +276,6 @@ class Scheduler:
         self._sampler = None
 
     def _decode(self) -> None:
-        """Generate one token for every running sequence."""
         started = time.perf_counter()
         if self._sampler is None:
             self._compose()
@@ -289,7 +289,6 @@ class Scheduler:
         self.counters.decode_s += time.perf_counter() - started
 
     def _compose(self) -> None:
-        """Build the sampler and the arrays of last tokens and positions for the next steps."""
         self._sampler = Sampler(
             [sequence.params for sequence in self.running], [sequence.seed for sequence in self.running], self.device
         )
@@ -407,10 +406,8 @@ class Scheduler:
 
     @between_steps
     def restore(self, tags: frozenset[str]) -> int:
-        """Take released memory again, and end a pause where it is the memory of keys and values; there are no weights
-        before a ``flip``.
-
-        Returns the number of tokens generated so far.
+        """Take released memory again; with keys and values a pause ends, but weights need a ``flip``. Returns as
+        ``release``.
         """
         back = tags & self.released
         self.released -= tags

@@ -219,12 +219,9 @@ MAX_PADDING = 1.5
 def take_prompts(
     waiting: deque[Sequence], *, free: int, budget: int, shared: Container[bytes] | None
 ) -> dict[bytes, list[Sequence]]:
-    """Take prompts of similar length from the head of the queue, each with all neighbours that have the same one.
-
-    Returns the sequences by the key of their prompt; without sharing, by a key of their own.
-
-    At most ``free`` sequences, and ``budget`` padded tokens unless the first prompt is longer. ``shared``: keys of
-    prompts with results that can be copied instead; None = prompts are not shared.
+    """Take prompts of similar length from the queue's head: at most ``free`` sequences, and ``budget`` padded tokens
+    unless the first prompt is longer. Returns the sequences by the key of their prompt; without sharing, by a key of
+    their own. ``shared``: keys of prompts with results that can be copied instead; None = prompts are not shared.
     """
     tokens, longest = 0, 0
     prompts: dict[bytes, list[Sequence]] = {}

@@ -1,6 +1,4 @@
-"""The shape of a model, read from its directory: sizes, rotary embedding, names and shapes of its tensors. Loads no
-torch.
-"""
+"""The shape of a model, read from its directory: sizes, rotary embedding, names and shapes of its tensors. No torch."""
 
 import json
 from collections.abc import Mapping
@@ -110,6 +108,8 @@ class ModelShape:
             return _from_config(config, eos_ids=eos_ids, where=where)
         except UnsupportedModel:
             raise
+        except KeyError as error:
+            raise UnsupportedModel(where, f"{error.args[0]} is missing") from error
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             raise UnsupportedModel(where, f"want sizes as a Hugging Face configuration has them: {error}") from error
 
@@ -185,36 +185,33 @@ def _check_supported(config: JsonMapping, where: str) -> None:
 
 
 def _from_config(config: JsonMapping, *, eos_ids: tuple[int, ...], where: str) -> ModelShape:
-    try:
-        family, heads = str(config["model_type"]), int(config["num_attention_heads"])
-        hidden = int(config["hidden_size"])
-        head_dim = int(config.get("head_dim") or hidden // heads)
-        bias = bool(config.get("attention_bias", False))
-        return ModelShape(
-            family=family,
-            num_layers=int(config["num_hidden_layers"]),
-            hidden=hidden,
-            intermediate=int(config["intermediate_size"]),
-            num_heads=heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=head_dim,
-            vocab_size=int(config["vocab_size"]),
-            max_positions=int(config["max_position_embeddings"]),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=family == "qwen2" or bias,
-            output_bias=family not in ("qwen2", "glm4") and bias,
-            mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
-            head_norm=family in ("qwen3", "qwen3_moe"),
-            rope=_rope(config, where) if family != "glm4" else _partial(_rope(config, where), config),
-            eos_ids=eos_ids,
-            architecture=(config.get("architectures") or [f"{family}ForCausalLM"])[0],
-            experts=_experts(config) if family == "qwen3_moe" else None,
-            post_norms=family == "glm4",
-            joint_gate_up=family == "glm4",
-        )
-    except KeyError as error:
-        raise UnsupportedModel(where, f"{error.args[0]} is missing") from error
+    family, heads = str(config["model_type"]), int(config["num_attention_heads"])
+    hidden = int(config["hidden_size"])
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    bias = bool(config.get("attention_bias", False))
+    return ModelShape(
+        family=family,
+        num_layers=int(config["num_hidden_layers"]),
+        hidden=hidden,
+        intermediate=int(config["intermediate_size"]),
+        num_heads=heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=head_dim,
+        vocab_size=int(config["vocab_size"]),
+        max_positions=int(config["max_position_embeddings"]),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2" or bias,
+        output_bias=family not in ("qwen2", "glm4") and bias,
+        mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+        head_norm=family in ("qwen3", "qwen3_moe"),
+        rope=_rope(config, where) if family != "glm4" else _partial(_rope(config, where), config),
+        eos_ids=eos_ids,
+        architecture=(config.get("architectures") or [f"{family}ForCausalLM"])[0],
+        experts=_experts(config) if family == "qwen3_moe" else None,
+        post_norms=family == "glm4",
+        joint_gate_up=family == "glm4",
+    )
 
 
 def _experts(config: JsonMapping) -> ExpertSizes:

@@ -27,7 +27,6 @@ from tidemill.actors.serving.builtin.weights import (
     EMBEDDING,
     HEAD,
     Weights,
-    checksum_report_of,
     copy_all,
     empty_cache,
     finalize,
@@ -39,7 +38,7 @@ from tidemill.actors.serving.port import COMMAND_S, Body
 from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS, Updates
 from tidemill.bus.system.foreign import errors_as
 from tidemill.weightstore.errors import WeightstoreError
-from tidemill.weightstore.format.checksums import ChecksumReport, sha256
+from tidemill.weightstore.format.checksums import ChecksumReport, report_checksums, sha256
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec
 from tidemill.weightstore.transport.handles import Offered
 
@@ -170,11 +169,7 @@ class BuiltinUpdates(Updates):
 
     async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
         """Open an update, with a standby copy to write. ``timeout_s`` is not used: each bucket has its own."""
-        self._require_weight_memory()
-        if self._open is not None:
-            self._discard("another one begins")
-        update = Update(self.epoch, version)
-        self._set_open(update)
+        update = self._open_update(version, "another one begins")
         self.begun += 1
         async with self._writing:
             await self._ensure_standby()
@@ -183,10 +178,8 @@ class BuiltinUpdates(Updates):
     async def receive(
         self, buckets: Sequence[tuple[str, Sequence[TensorSpec]]], *, version: int | None, timeout_s: float, serve: bool
     ) -> float | None:
-        """Begin an update, receive every bucket within ``timeout_s`` each, and with ``serve`` end it.
-
-        ``buckets``: each with the name of the process group that it comes over. Returns seconds as ``end``, or None
-        without ``serve``.
+        """Begin an update, receive every bucket within ``timeout_s`` each over the named process group, and with
+        ``serve`` end it. Returns seconds as ``end``, or None without ``serve``.
         """
         await self.begin(version)
         update = self._current()
@@ -260,14 +253,17 @@ class BuiltinUpdates(Updates):
         async with self._writing:
             return await self._load(update, directory)
 
-    def _open_from_directory(self, version: int | None) -> Update:
-        """Open an update from a directory, in place of one that is sent in messages."""
+    def _open_update(self, version: int | None, reason: str, *, is_sent: bool = True) -> Update:
+        """Open an update. One that is open is discarded for the ``reason``."""
         self._require_weight_memory()
         if self._open is not None:
-            self._discard("weights are loaded from a directory instead")
-        update = Update(self.epoch, version, is_sent=False)
+            self._discard(reason)
+        update = Update(self.epoch, version, is_sent=is_sent)
         self._set_open(update)
         return update
+
+    def _open_from_directory(self, version: int | None) -> Update:
+        return self._open_update(version, "weights are loaded from a directory instead", is_sent=False)
 
     async def _load(self, update: Update, directory: Path) -> float:
         # safetensors raises its own errors
@@ -295,12 +291,13 @@ class BuiltinUpdates(Updates):
     async def checksum_report(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
         async with self._writing:
             if not of_update:
-                return self._scheduler.version, await asyncio.to_thread(checksum_report_of, self._served_weights())
+                tensors = self._served_weights().with_alias()
+                return self._scheduler.version, await asyncio.to_thread(report_checksums, tensors)
             update = self._current()
             with self._discarding(update, "checksums"):
                 self._check_whole(update)
             assert self._standby is not None
-            return update.version, await asyncio.to_thread(checksum_report_of, self._standby)
+            return update.version, await asyncio.to_thread(report_checksums, self._standby.with_alias())
 
     # -- inside
 
@@ -347,9 +344,7 @@ class BuiltinUpdates(Updates):
             raise UpdateRefused(f"{doing}: {str(error) or at_timeout}") from error
 
     async def _ensure_standby(self) -> Weights:
-        """Return a copy that can be written: a new one when there is none, when the order of the tensors has changed,
-        or when a push that broke off may still write the old one.
-        """
+        """Return a copy to write: a new one for another order of tensors, or if a push may still write the old one."""
         if self._standby is None or self._straight or self._standby.order != self._order:
             self._standby, self._straight = None, set()
             shape, order = self._shape, self._order

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tidemill.actors.errors import UnsupportedModel, UpdateRefused
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.weightstore.format.checksums import ChecksumReport, report_checksums
 from tidemill.weightstore.format.manifest import Bucket
 from tidemill.weightstore.store import snapshot
 
@@ -208,9 +207,8 @@ def _projections(layer: int, block: str, parts: Iterable[str]) -> list[str]:
 
 
 def read_safetensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a model directory (one file, or several with an index), read lazily on the CPU.
-
-    Raises UnsupportedModel when the directory holds no safetensors or the index names a file that is not there.
+    """Yield every tensor of a model directory (one file, or several with an index), read lazily on the CPU. Raises
+    UnsupportedModel without safetensors, or for an index that names a missing file.
     """
     from safetensors import safe_open
 
@@ -230,9 +228,8 @@ def read_safetensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_from_directory(weights: Weights, directory: Path) -> None:
-    """Load and finalize a set of weights. Raises UpdateRefused unless every tensor is there once, with its shape.
-
-    A snapshot is verified first, byte by byte (raises SnapshotBroken); a plain model directory has no checksums.
+    """Load and finalize a set of weights. A snapshot is verified byte by byte (SnapshotBroken); other directories have
+    no checksums. Raises UpdateRefused unless every tensor is there once, with its shape.
     """
     if (directory / snapshot.MANIFEST).exists():
         snapshot.verify(directory)
@@ -263,8 +260,7 @@ def load_from_bucket(
     weights: Weights, bucket: Bucket, message: Tensor, stream: "torch.cuda.Stream | None" = None
 ) -> Tensor | None:
     """Copy the tensors of a flat bucket into ``weights``, which are not finalized. ``stream``: as for ``copy_all``.
-
-    Returns an output projection that is tied to the embedding: ``weights`` have no tensor for it.
+    Returns an output projection that is tied to the embedding, for which ``weights`` have no tensor.
     """
     alias, copies = None, []
     weights.writes += 1
@@ -284,11 +280,8 @@ def load_from_bucket(
 
 
 def copy_all(copies: Sequence[tuple[Tensor, Tensor]], stream: "torch.cuda.Stream | None" = None) -> None:
-    """Copy from the second tensor of each pair into the first. Afterwards the sender may write into the second ones
-    again.
-
-    ``stream``: one for copies to a GPU alone, so that this does not wait for the tokens that are decoded meanwhile.
-    None = on the CPU.
+    """Copy the second tensor of each pair into the first; then its sender may write again. ``stream``: one for copies
+    to a GPU alone, which do not wait for the tokens that are decoded meanwhile. None = on the CPU.
     """
     if stream is None:
         for target, source in copies:
@@ -317,8 +310,3 @@ def empty_cache(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-def checksum_report_of(weights: Weights) -> ChecksumReport:
-    """Return the checksums of the weights, and of a tied output projection."""
-    return report_checksums(weights.with_alias())

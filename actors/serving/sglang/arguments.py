@@ -1,6 +1,4 @@
-"""Arguments of SGLang servers by name (``engine.sglang.arguments``): which are passed on, and why others are not.
-Pure.
-"""
+"""Arguments of SGLang servers by name (``engine.sglang.arguments``): which are passed on, and why others are not."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches

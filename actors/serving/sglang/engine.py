@@ -103,7 +103,6 @@ class SglangEngine(EngineHost[SglangUpdates]):
         await self._process.failed()
 
     async def close(self) -> None:
-        """Stop listening; end the server, if it was started here."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -121,7 +120,6 @@ class SglangEngine(EngineHost[SglangUpdates]):
         return self._process is not None and not self._process.lost.is_set()
 
     def stats(self) -> dict[str, float]:
-        """Return the proxy's counters with the counters that every engine has."""
         return {**self.counters, **super().stats()}
 
     async def probe(self, timeout_s: float = PROBE_S) -> None:

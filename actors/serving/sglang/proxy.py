@@ -1,7 +1,5 @@
 """Requests as an SGLang engine answers them: /generate validated, held during updates, and answered in one response
-across updates.
-
-Aborts are repeated until they take effect; all other answers are the server's own.
+across updates. Aborts are repeated until they take effect; all other answers are the server's own.
 """
 
 import json
@@ -118,11 +116,8 @@ class Proxy:
         self, body: Body, watch: Watch, read: Callable[[aiohttp.StreamReader], Awaitable[bytes]]
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """Send the request and ``read`` the answer, or its part up to the first state. Yields all of the answer, in
-        chunks.
-
-        The request is sent again if weights changed before the response began and its prompt was in the cache of the
-        previous weights: no span would show that its keys and values are of both. (Not a stream of several responses:
-        the others may have been seen.)
+        chunks. The request is sent again if weights changed before the response began with a prompt in the cache of the
+        previous weights, which no span would show. (Not a stream of several responses: the others may have been seen.)
         """
         weights = self._host.updates
         can_again = not body.get("stream") or (len(watch.ids.responses) == 1 and watch.ids.replaced)
@@ -160,7 +155,6 @@ class Proxy:
             raise EngineFailed(self._host.url, "/generate: the stream ended within a response")
 
     async def _relay(self, request: web.Request, body: Body, watch: Watch) -> web.StreamResponse:
-        """Pass a stream on as it is received."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             async with self._sent(body, watch, _first_state) as chunks:
@@ -202,7 +196,6 @@ class Proxy:
             return web.Response(body=await answer.read(), content_type=answer.content_type)
 
     async def model_info(self) -> JsonObject:
-        """Return the server's information, with the version and the limits known here."""
         host = self._host
         info = await self._api.call("GET", "/model_info", timeout_s=COMMAND_S)
         ours = {
@@ -213,7 +206,6 @@ class Proxy:
         return {**info, **ours}
 
     async def server_info(self) -> JsonObject:
-        """Return the server's information without its keys, with the version, phase and epoch known here."""
         host = self._host
         info = await self._api.call("GET", "/server_info", timeout_s=COMMAND_S)
         routed = self._routed if info.get(RETURNS_EXPERTS) else None
@@ -228,7 +220,6 @@ class Proxy:
         return {**_without_keys(info), **ours}
 
     def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Route]:
-        """Return no routes."""
         return {}
 
 
@@ -241,7 +232,6 @@ async def _first_state(content: aiohttp.StreamReader) -> bytes:
 
 
 async def _chunks(begin: bytes, content: aiohttp.StreamReader, ids: RequestIds) -> AsyncIterator[bytes]:
-    """Yield an answer with its client's ids."""
     chunk, line = begin, b""
     while chunk:
         lines, end, line = (line + chunk).rpartition(b"\n")

@@ -1,6 +1,4 @@
-"""SGLang's releases: which are supported, and how they differ. The only module that knows their numbers
-(``docs/sglang.md``).
-"""
+"""SGLang's releases: which are supported, and how they differ (``docs/sglang.md``). Only here are their numbers."""
 
 import re
 from dataclasses import dataclass

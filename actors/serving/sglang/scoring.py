@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -77,12 +77,17 @@ def _refuse_settings(config: EngineConfig) -> None:
         raise ValueError(
             f"engine.sglang.url: want none, a server is started; got {settings.url}; --engine asks a running one"
         )
-    for argument in OF_RANKS:
-        if (ranks := settings.argument(*argument)) not in (None, 1):
-            raise ValueError(f"engine.sglang.arguments.{argument[0]}: want 1, got {ranks!r}: {ONE_RANK}; {WITHOUT}")
+    _refuse_values(settings.argument, "engine.sglang.arguments.{}")
+
+
+def _refuse_values(value_of: Callable[..., object], where: str) -> None:
+    """Raise ValueError for arguments with which the outputs would be others. ``where``: their place, for ``{}``."""
+    for names in OF_RANKS:
+        if (ranks := value_of(*names)) not in (None, 1):
+            raise ValueError(f"{where.format(names[0])}: want 1, got {ranks!r}: {ONE_RANK}; {WITHOUT}")
     for name, reason in REFUSED.items():
-        if (value := settings.argument(name)) not in (None, False, "null"):
-            raise ValueError(f"engine.sglang.arguments.{name}: want none, got {value!r}: {reason}; {WITHOUT}")
+        if (value := value_of(name)) not in (None, False, "null"):
+            raise ValueError(f"{where.format(name)}: want none, got {value!r}: {reason}; {WITHOUT}")
 
 
 def _refuse_unknown_tokens(directory: Path, prompts: Sequence[Sequence[int]]) -> None:
@@ -132,12 +137,8 @@ def _hooked(config: EngineConfig, passes: Path) -> EngineConfig:
 def _refuse_server(url: str, info: JsonMapping) -> None:
     """Raise EngineFailed for an unsupported release, ValueError for refused settings of SGLang's own file."""
     release_of(url, info["version"])
-    for name in (argument[0] for argument in OF_RANKS):
-        if info.get(name, 1) != 1:
-            raise ValueError(f"{name} of the server: want 1, got {info[name]!r}: {ONE_RANK}; {WITHOUT}")
-    for name, reason in REFUSED.items():
-        if name != "forward_hooks" and info.get(name) not in (None, False, "null"):
-            raise ValueError(f"{name} of the server: want none, got {info[name]!r}: {reason}; {WITHOUT}")
+    own_settings = {name: value for name, value in info.items() if name != "forward_hooks"}
+    _refuse_values(lambda name, *_: own_settings.get(name), "{} of the server")
 
 
 async def _of_prompt(server: ServerProcess, passes: Path, tokens: Sequence[int], name: str) -> Outputs:

@@ -1,6 +1,4 @@
-"""A SGLang server that answers: started here as a child with its own interpreter, or found at a URL; watched until it
-ends.
-"""
+"""A SGLang server that answers: a child with its own interpreter, or found at a URL; watched until it ends."""
 
 import asyncio
 import contextlib
@@ -85,9 +83,8 @@ class ServerProcess:
     async def watch(
         self, operation: Callable[[], "asyncio.Task[object] | None"], between: Callable[[], Awaitable[None]]
     ) -> None:
-        """Poll the server until it has ended or no longer answers. ``between`` is called between two polls.
-
-        ``operation``: update operation under way, during which the server may answer nothing else.
+        """Poll the server until it has ended or no longer answers, with ``between`` between two polls. ``operation``:
+        update under way, during which the server may answer nothing else.
         """
         end = asyncio.create_task(until_ended(self._child))
         try:
@@ -133,9 +130,8 @@ def _failure(api: Api, child: Child | None, silent: str) -> EngineFailed:
 async def _started(
     stack: AsyncExitStack, secret: AsyncExitStack, model_dir: Path, config: EngineConfig
 ) -> tuple[Api, Child]:
-    """Start the server with a key, so that other users of this machine cannot bypass the proxy.
-
-    ``secret`` removes the file of the key, which the server reads at its start.
+    """Start the server with a key, so that other users of this machine cannot bypass the proxy. ``secret`` removes the
+    key's file, which the server reads at its start.
     """
     settings, arguments = config.sglang, server_arguments(config) | end_of_turn(model_dir)
     port = stack.enter_context(KeptPort())  # it takes a minute until the server listens

@@ -159,7 +159,6 @@ class SglangUpdates(Updates):
             return
 
         async def generate_again() -> None:
-            """Check once more, in the turn of the operations, and generate."""
             if self._is_abandoned():
                 log.warning("update abandoned version=%s served=%d", self._open, self.version)
                 await self.generate_as_is()
@@ -308,7 +307,6 @@ class SglangUpdates(Updates):
         self._shared.close()
 
     async def _hold(self) -> None:
-        """Pause for an update; nothing is generated from here on."""
         if not (self._receiving or self.pauses.mode in ("retract", self._pause)):
             await self.pauses.hold(self._pause)
         self._receiving = True

@@ -27,8 +27,8 @@ PARTS = {
     "block_sparse_moe": ".mlp",
     "post_mlp_layernorm": ".mlp",
 }
-"""SGLang's name of a module in a layer -> the end of the shared name. Where two have the same, the later output counts:
-it is what the residual stream adds. Source: ``sglang/srt/models``, release 0.5.23.
+"""SGLang's name of a module in a layer -> the end of the shared name. Of two with the same the later output counts,
+which the residual stream adds. Source: ``sglang/srt/models``, release 0.5.23.
 """
 ROUTER = ".topk"
 STREAM = "input_layernorm"
@@ -41,9 +41,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 def hook(config: Mapping[str, str]) -> Callable[[nn.Module, object, object], None]:
-    """Return the hook for all ``PATTERNS``, which writes ``<directory>/<number>.safetensors`` after each pass.
-
-    Names in the file begin with their place in the order of computation.
+    """Return the hook for all ``PATTERNS``, which writes ``<directory>/<number>.safetensors`` after each pass. Names in
+    the file begin with their place in the order of computation.
     """
     directory, numbers, outputs = Path(config["directory"]), count(), list[tuple[nn.Module, Taken]]()
     writer = f"{os.getpid()}-{id(outputs)}"
@@ -93,7 +92,6 @@ def _taken(output: object) -> Taken:
 
 
 def _named(name: str, copies: Taken, layers: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the outputs of a module with their shared names."""
     values, match = copies.values, _LAYER.fullmatch(name)
     if name == "embed_tokens":
         yield from (("embedding", value) for value in values[:1])
