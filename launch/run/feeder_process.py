@@ -36,7 +36,6 @@ async def run_feeder(
     from tidemill.launch.checks.resume import model_identity
     from tidemill.learner.feed import feeder, recorded_steps
     from tidemill.learner.feed.feeder_settings import FeederSettings, ModelFacts
-    from tidemill.learner.prompts.curriculum import CurriculumRules
 
     model, debug, data = Path(config.model.path), config.debug, config.data
     vocab_size, max_context = model_shape(model)
@@ -65,10 +64,7 @@ async def run_feeder(
         sampling=sampling,
         push_every=config.weights.push_every,
         evaluation=eval_plan(config, sampling, max_context),
-        curriculum=CurriculumRules(
-            skip_easy=data.skip_easy, skip_hard=data.skip_hard, skip_passes=data.skip_passes, passes_at=data.passes_at
-        ),
-        filters=tuple(data.filters.values()),
+        data=data,
         budgets=budgets(config, max_context),
         debug=debug,
         recorded=recorded_in(config.rollouts),
@@ -79,7 +75,7 @@ async def run_feeder(
 
 def feeder_places(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, epoch: int) -> "FeederPlaces":
     """Return the addresses and directories of a feeder, and the limit on the silence of its ranks."""
-    from tidemill.learner.feed.feed_liveness import SILENCE_S
+    from tidemill.learner.feed.feed_client import SILENCE_S
     from tidemill.learner.feed.places import FeederPlaces
 
     return FeederPlaces(
@@ -196,7 +192,7 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys",
 
     ``progress``: as ``RankPlaces.progress``.
     """
-    from tidemill.learner.feed.feed_liveness import SILENCE_S
+    from tidemill.learner.feed.feed_client import SILENCE_S
     from tidemill.learner.feed.places import RankPlaces
 
     places = RankPlaces(

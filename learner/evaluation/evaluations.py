@@ -146,9 +146,7 @@ class Evaluations:
     def __init__(
         self, bus: Bus, plan: EvalPlan, rounds: Rounds, *, epoch: int, store: Callable[[Task], Awaitable[Task]]
     ) -> None:
-        """``store``: issues a task, registers it with the DataSource and here (``issued``), and returns it with its
-        id.
-        """
+        """``store``: issues a task, registers it with the DataSource, and returns it with its id."""
         self._bus, self._plan, self._rounds, self._epoch, self._store = bus, plan, rounds, epoch, store
         self._sets: Mapping[str, EvalPrompts] = {one.name: one for one in plan.sets}
         self.best = BestScore(plan.best, stop_after=plan.stop_after)
@@ -300,7 +298,8 @@ class Evaluations:
         carry.
         """
         try:
-            await self._store(await asyncio.to_thread(self._task, place))  # in a thread: a prompt may have megabytes
+            # In a thread, because a prompt may have megabytes.
+            self.issued(await self._store(await asyncio.to_thread(self._task, place)))
         except WireError as error:
             prompts = self._sets[place.set].prompts
             bad = PromptError(prompts.place(place.row), f"a task with {error.field} of {error.want}", error.got)

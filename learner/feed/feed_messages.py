@@ -1,9 +1,8 @@
 """Messages of feeder and ranks over ZMQ: the first frame is a msgpack map with ``type``; a batch has more frames.
 
-rank -> feeder: hello, next, done, published, checkpointed, drain, failed, bye. feeder -> rank: start, batch, wait (a heartbeat with the
-reason of the wait), last (the step before was the last), end, error. Both ways, over a connection of their own: alive
-(``feed_liveness.py``).
-Knows no socket.
+rank -> feeder: hello, next, done, published, checkpointed, drain, failed, bye.
+feeder -> rank: start, batch, wait (a heartbeat with the reason of the wait), last (the step before was the last), end,
+error. Both ways, over a connection of its own: alive (``feed_client.Heartbeats``). Knows no socket.
 """
 
 import reprlib

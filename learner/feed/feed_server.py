@@ -19,8 +19,7 @@ from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.batch.frames import Frame
 from tidemill.learner.errors import FeedError, RankFailed, RankSilent, RanksLeft
-from tidemill.learner.feed.feed_gate import Gate
-from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feed_keys import FeedKeys, Gate
 from tidemill.learner.feed.feed_messages import Last, Start, pack, unpack_from_rank
 
 log = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ class FeedServer:
     def __init__(
         self, listen: str, *, keys: FeedKeys, world_size: int, data_parallel: int, rank_silence_s: float = 0.0
     ) -> None:
-        """``rank_silence_s``: longest time without a heartbeat of a rank (``feed_liveness.py``); 0 = ranks send
+        """``rank_silence_s``: longest time without a heartbeat of a rank (``feed_client.py``); 0 = ranks send
         none.
         """
         self._world_size, self._data_parallel, self._rank_silence_s = world_size, data_parallel, rank_silence_s
