@@ -18,9 +18,7 @@ from tidemill.learner.errors import ConfigRefused, ReplayMismatch
 EARLY_IDS = 64
 """Distance between the last known task and a sample's task behind which the sample belongs to no task."""
 EARLY_SAMPLES = 1024
-"""Maximum number of samples that are kept for tasks that are not confirmed as issued yet; further ones are invalid.
-It bounds the samples of invented tasks in number, not in bytes.
-"""
+"""Maximum number of samples kept for tasks that are not confirmed as issued yet; further ones are invalid."""
 
 
 class Disposition(StrEnum):
@@ -257,9 +255,7 @@ class Arrivals:
         return True
 
     def close(self, groups: Sequence[SampleGroup], seqs: Iterable[int], reason: str) -> None:
-        """Settle groups: samples in ``seqs`` for ``reason``, later ones, which the record does not name, as
-        duplicates.
-        """
+        """Settle groups: samples in ``seqs`` for ``reason``, later samples as duplicates."""
         named = set(seqs)
         for group in groups:
             del self.groups[group.task.id]

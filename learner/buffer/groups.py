@@ -150,10 +150,7 @@ class SampleGroup:
         return {sample.score for sample in self.samples.values()}
 
     def tokens_by_step(self, steps: Mapping[int, int]) -> dict[int, int]:
-        """Return trainable tokens (> 0) by the step of the weights that made them, without masked samples.
-
-        It is cached until a sample is added or masked.
-        """
+        """Return trainable tokens (> 0), without masked samples, by the step of the weights that made them (cached)."""
         if self._by_step is None:
             counts: dict[int, int] = {}
             for sample in self.samples.values():

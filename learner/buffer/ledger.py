@@ -29,9 +29,7 @@ def field_of(error: WireError) -> str:
 
 
 class SettledIds:
-    """Settled ids of a stream. A seen id is open or settled; ids below the last seen one that were never seen count as
-    settled.
-    """
+    """Settled ids of a stream. A seen id is open or settled; ids below it that were not seen are settled."""
 
     def __init__(self, floor: int = 0, settled: Iterable[int] = ()) -> None:
         self.seen_to = floor
@@ -97,9 +95,7 @@ class SampleAccounting:
     settled: Counter[str] = field(default_factory=Counter)
     """Tasks by reason: trained, stale, filtered, filtered:NAME, empty, dead, lost."""
     tokens: Counter[str] = field(default_factory=Counter)
-    """Tokens by treatment: trained, masked (by the gate), filtered (by a filter of samples), too_old (trained, older
-    than max_lag).
-    """
+    """Tokens by treatment: trained, masked (by the gate), filtered, too_old (trained, older than max_lag)."""
     buffered: int = 0
     """Samples of open tasks; 0 until ``DataSource.accounting`` completes the counts."""
     open: int = 0

@@ -79,9 +79,7 @@ class Assignment:
     num_micro_batches: int
     """Micro-batches on every rank; some may be empty."""
     num_minibatches: int
-    """Number of minibatches. Minibatch k has micro-batches k c .. (k + 1) c - 1, with c = num_micro_batches /
-    num_minibatches.
-    """
+    """Minibatch k has micro-batches k c .. (k + 1) c - 1, with c = num_micro_batches / num_minibatches."""
 
 
 def assign(

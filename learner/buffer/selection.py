@@ -34,9 +34,7 @@ def wait_for_groups(
     waited_s: float,
     head: tuple[int, int] | None,
 ) -> Waits:
-    """Return the wait for ``missing`` groups of ``step``; 0 = for the buffer filters alone. ``groups``: all that are
-    open.
-    """
+    """Return the wait for ``missing`` of all open ``groups`` for ``step``; 0 = for the buffer filters alone."""
     cause = f"{missing} more group{'s' * (missing > 1)}" if missing else "the buffer filters"
     parts = [f"{cause} for step {step}, for {waited_s:.0f} s"]
     if in_flight := [group for group in groups if not (group.full or group.is_complete(rules))]:
@@ -52,9 +50,7 @@ def wait_for_groups(
 
 
 def wait_for_old_groups(old_groups: Sequence[SampleGroup], *, step: int, now: float, left_s: float) -> Waits:
-    """Return the wait of at most ``left_s`` for groups in flight that ``step`` could train and the next one could
-    not.
-    """
+    """Return the wait of at most ``left_s`` for groups in flight that ``step`` could train and the next one not."""
     silent_s, count = now - min(group.touched_s for group in old_groups), len(old_groups)
     text = (
         f"{count} group{'s' * (count > 1)} in flight (task {old_groups[0].task.id}, silent for {silent_s:.0f} s) that "

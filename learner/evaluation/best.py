@@ -54,9 +54,7 @@ class BestCheckpoint:
         return any(self._evaluations.due(version, step) for version in found)
 
     async def spared(self) -> list[str]:
-        """Return the names of the checkpoints of the best version, and of versions that are being evaluated or will be
-        next.
-        """
+        """Return the checkpoints of the best version, and of versions that are being evaluated or will be next."""
         if not self.wanted:
             return []
         listed = await asyncio.to_thread(disk.listed, self._root)

@@ -70,9 +70,7 @@ class EvalPrompts:
         return usable
 
     def task(self, place: Place, rounds: Rounds, *, run: str, epoch: int, seed: int, step: int) -> Task:
-        """Return the task of one prompt. Its sampler seed depends on ``seed`` and the row alone: it is the same for all
-        versions.
-        """
+        """Return the task of a prompt. Its sampler seed is the same for all versions."""
         drawn = self.prompts.at(0, place.row)
         return Task(
             run=run,
@@ -139,9 +137,7 @@ class EvalPlan:
 
 
 class Evaluations:
-    """The loop (see the module). Consumes published versions, samples of kind eval and dead tasks; waits for samples
-    and for the bus.
-    """
+    """The loop. Consumes published versions, samples of kind eval, dead tasks; waits for samples and the bus."""
 
     def __init__(
         self, bus: Bus, plan: EvalPlan, rounds: Rounds, *, epoch: int, store: Callable[[Task], Awaitable[Task]]
@@ -160,9 +156,7 @@ class Evaluations:
         self.moved_s = time.monotonic()
         """Time of the last result, or of the begin of the round."""
         self.sampled = True
-        """False until a run that begins has its first sample: engines are being started, which takes minutes for a
-        large model.
-        """
+        """False until a run has its first sample: engines are being started, which takes minutes for a large model."""
         self._idle = asyncio.Event()
         """Set while no round is open."""
         self._note_idle()
@@ -181,9 +175,7 @@ class Evaluations:
         self._changed.wake()
 
     async def restore(self, tasks: Sequence[Task], head: tuple[int, int] | None) -> None:
-        """Register the scores and the tasks of earlier starts, and the published version. The state of the checkpoint
-        is in the rounds.
-        """
+        """Register scores and tasks of earlier starts, and the head. The rounds have the state of the checkpoint."""
         self.sampled = False
         await self._read_scores()
         for task in tasks:
@@ -294,9 +286,7 @@ class Evaluations:
                 await self._changed.wait(min(LOOK_AGAIN_S, self._plan.stall_s))
 
     async def _issue(self, place: Place) -> None:
-        """Issue the task of a prompt. Raises PromptError where bad rows are refused, for one that no message can
-        carry.
-        """
+        """Issue the task of a prompt. Raises PromptError where bad rows are refused, if no message can carry it."""
         try:
             # In a thread, because a prompt may have megabytes.
             self.issued(await self._store(await asyncio.to_thread(self._task, place)))

@@ -91,9 +91,7 @@ class Rounds:
         self._newest_step = -1
         """Step of its weights."""
         self.skipped = 0
-        """Versions that were due and were not evaluated, because a later one was due before the round before them had
-        ended.
-        """
+        """Versions that were due and not evaluated, because a later one was due before the open round had ended."""
 
     # ---- versions
 
@@ -106,9 +104,7 @@ class Rounds:
         return version % self._every == 0 or (self._at_end and step == self._last_step)
 
     def published(self, version: int, step: int) -> None:
-        """Open the round of ``version``, if it is due and its weights have had none; or let it wait for the open
-        one.
-        """
+        """Open the round of ``version``, if it is due and its weights have had none, or let it wait for an open one."""
         if self._open is not None and step == self._open.step:
             self._open.same = max(version, self._open.same)
         newest_step = self._newest_step if self._next is None else self._next[1]
@@ -121,9 +117,7 @@ class Rounds:
         self._next = (version, step)
 
     def ends_after(self, step: int) -> None:
-        """Register that the run ends after an earlier step than the last of its settings: the version of this one is
-        due at the end.
-        """
+        """Register that the run ends after an earlier step than in the settings; the version of that step is due."""
         self._last_step = step
 
     def _begin(self, version: int, step: int) -> None:
@@ -175,9 +169,7 @@ class Rounds:
         return {"set": place.set, "row": place.row, "digest": self.digest}
 
     def issued(self, task: Task) -> bool:
-        """Register a task of kind eval, just issued or read at a restart. Returns whether it belongs to a round that is
-        not over.
-        """
+        """Register a task of kind eval, just issued or read at a restart. Returns whether its round is not over."""
         place = self._place(task)
         if place is None or task.min_version < self._newest:
             return False
@@ -204,9 +196,7 @@ class Rounds:
     # ---- samples
 
     def arrived(self, sample: Sample) -> bool:
-        """Register a valid sample of kind eval. Returns whether it is a response of the open round; the first one of an
-        index counts.
-        """
+        """Register a valid sample. Returns whether it counts: it is the first of its index in the open round."""
         if sample.status not in (Status.COMPLETED, Status.TRUNCATED) or self._open is None:
             return False
         place = self._open.tasks.get(sample.task)
@@ -247,9 +237,7 @@ class Rounds:
             self._open.placed = {(one.name, row) for one in self._sets.values() for row in one.rows}
 
     def results(self) -> list[Result]:
-        """Return the scores of the open round once all its prompts are answered or gone; else nothing. ``close``
-        follows.
-        """
+        """Return the scores of the open round once all its prompts are answered or gone; ``close`` follows."""
         if self._open is None or self._open.tasks or self.wanted() is not None:
             return []
         return [self._result(self._open, one) for one in self._sets.values()]

@@ -89,9 +89,7 @@ def powers(samples: int) -> list[int]:
 
 
 def pass_at(k: int, total: int, passed: int) -> float:
-    """Return 1 - C(total - passed, k) / C(total, k): the chance that k of ``total`` responses, drawn at random, hold
-    one that passes.
-    """
+    """Return 1 - C(total - passed, k) / C(total, k): the chance that one of k responses, drawn at random, passes."""
     return 1.0 - math.comb(total - passed, k) / math.comb(total, k)
 
 
@@ -116,16 +114,12 @@ class BestScore:
     """Scores of the evaluated versions, higher is better."""
 
     def __init__(self, choice: str, *, stop_after: int = 0) -> None:
-        """``choice``: SET/METRIC. ``stop_after``: versions without a better score after which ``stopped`` has a text; 0
-        = never.
-        """
+        """``choice``: SET/METRIC. ``stop_after``: evaluations without a better score that end the run; 0 = never."""
         self.set, _, self.metric = choice.partition("/")
         self._stop_after = stop_after
         self._scored: dict[int, Scored] = {}
         self.stopped = ""
-        """The reason to end the run; empty = there is none. It stays: the last version, evaluated at the end, may have
-        a better score.
-        """
+        """The reason to end the run; empty = none. It stays, though the last version may have a better score."""
 
     def note(self, dataset: str, version: int, step: int, metrics: Mapping[str, float]) -> bool:
         """Register the scores of one set at one version, which may be repeated. Returns whether they have the score."""

@@ -150,9 +150,7 @@ class FeedClient:
         )
 
     def published(self, version: int, step: int) -> None:
-        """Report that ``version``, the weights of ``step``, is the head in the registry (rank 0 only); does not
-        wait.
-        """
+        """Report that ``version``, of the weights of ``step``, is the registry's head (rank 0 only). Does not wait"""
         self._send("published", version=version, step=step)
 
     def checkpointed(self, step: int, directory: str) -> None:

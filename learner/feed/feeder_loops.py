@@ -55,13 +55,9 @@ from tidemill.weightstore.store.registry import HEAD, VersionRegistry
 log = logging.getLogger(__name__)
 
 PAUSE_SHARE, PAUSE_S = 4.0, 0.02
-"""Pause after a decision without a record, in times of its duration and at most in seconds: events meanwhile are
-decided on together.
-"""
+"""Pause after a decision without a record, in times of its duration and at most in seconds, to batch events."""
 COPIES_S = 30.0
-"""Time that a drained learner waits for the copies of its last checkpoint on other nodes; without them the one before
-stays the latest.
-"""
+"""Time that a drained learner waits for the copies of its last checkpoint, which is not the latest without them."""
 END_S = 60.0
 """Deadline for the ranks to request the step after the last."""
 EARLY_CHECKPOINT_FULL = 0.7
@@ -96,9 +92,7 @@ class Feeder:
         self._decide = server.waiter
         self._replayed = asyncio.Event()
         self._states: dict[int, bytes] = {}
-        """State of the data for a checkpoint of each of the last two planned steps; empty = it is ordered with the
-        batch.
-        """
+        """State of the data after each of the last two steps; empty = its checkpoint is ordered with the batch."""
         self._curriculum = Curriculum(settings.data)
         self._curriculum.load(resumed.curriculum)
         self._issuer = TaskIssuer(bus, settings, prompts, restored, self._curriculum)
@@ -209,9 +203,7 @@ class Feeder:
             await first_of(self._evaluations.over(), draining.wait(), self._server.draining.wait())
 
     async def _wait_drained(self, draining: asyncio.Event) -> None:
-        """Wait until this process or a rank is to drain, then until the newest step that a rank has taken is in a
-        checkpoint.
-        """
+        """Wait until this process or a rank drains, then until the ranks' newest step is in a checkpoint."""
         await first_of(draining.wait(), self._server.draining.wait())
         self._server.draining.set()
         self._row.phase, self._row.text = "draining", "the ranks to write a checkpoint and leave"
@@ -228,16 +220,12 @@ class Feeder:
     # ---- follow the run: consumes the epoch and the registry's head, produces published(); waits for the bus
 
     async def _follow_epoch(self) -> None:
-        """Raise Fenced when another learner takes over, also while this one writes nothing that a fence could
-        reject.
-        """
+        """Raise Fenced when another learner takes over, also while this one writes nothing that a fence rejects."""
         async for row in self._bus.rows("run").watch(EPOCH_KEY):
             refuse_newer(0 if row is None else int(row[0]["epoch"]), self._epoch)
 
     async def _follow_head(self) -> None:
-        """Produce published(); restore the registry's rows when its head is unreadable, or older than the newest
-        published version.
-        """
+        """Produce published(); restore the registry when its head is unreadable or older than the newest version."""
         registry = VersionRegistry(self._bus)
         async for _ in self._bus.rows("weights").watch(HEAD, unreadable=True):
             newest = -1 if self._source.head is None else self._source.head[0]

@@ -98,9 +98,7 @@ class Filtering:
         may_plan: Callable[[], bool],
         decide: Callable[[], None],
     ) -> None:
-        """``may_plan``: returns whether the next step would be planned if it had its groups. ``decide``: called after
-        each verdict.
-        """
+        """``may_plan``: returns whether the ranks take another step. ``decide``: called after each verdict."""
         self._filters = [opened for opened in filters if opened.config.scope == "group"]
         self._buffer_filters = [opened for opened in filters if opened.config.scope == "buffer"]
         self._source, self._may_plan, self._decide = source, may_plan, decide

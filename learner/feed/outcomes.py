@@ -93,9 +93,7 @@ class Outcomes:
         self._plans[plan.step] = (plan.chain, facts)
 
     async def run(self) -> None:
-        """Process reports until cancelled. Raises Fenced, and FeedError for a report of an unexpected step or
-        checkpoint.
-        """
+        """Process reports until cancelled. Raises Fenced, and FeedError for a report that is not expected."""
         while True:
             outcome = await self._server.outcomes.get()
             if outcome.kind == "done":
