@@ -132,20 +132,7 @@ def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "Eva
                 budgets=budgets(config, max_context),
             )
         )
-    return EvalPlan(
-        sets=sets,
-        every=chosen.every,
-        best=chosen.best,
-        stop_after=chosen.stop_after,
-        at_start=chosen.at_start,
-        at_end=chosen.at_end,
-        exact=chosen.exact,
-        last_step=config.learner.steps,
-        max_open_tasks=chosen.max_open_tasks,
-        stall_s=chosen.stall_s,
-        seed=chosen.seed,
-        max_context=max_context,
-    )
+    return EvalPlan(config=chosen, sets=sets, last_step=config.learner.steps, max_context=max_context)
 
 
 def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_new_tokens: int) -> "PromptFile":

@@ -208,7 +208,7 @@ async def test_a_run_that_has_ended_goes_on_without_early_stop(open_world: OpenW
                 await world.train(url, stop=scores.wait)
                 await feeding
             world.learner = replace(world.learner, steps=12)
-            async with world.feeder(evaluation=replace(evaluation, best="", stop_after=0, last_step=12)) as (
+            async with world.feeder(evaluation=plan(tmp_path, rows=2, last_step=12)) as (
                 url,
                 feeding,
             ):
