@@ -23,7 +23,7 @@ from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.tuning import ADAPTER, write_adapter
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.weightstore.format.manifest import Manifest
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store import snapshot_files
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class SavedModels:
         adapter = {} if self._policy.adapters is None else dict(self._policy.export_adapters())
         directory = self._places.final_dir
         try:
-            snapshot.write(
+            snapshot_files.write(
                 directory, tensors, version=version, step=step, model_dir=self._places.model_dir, manifest=manifest
             )
         finally:
@@ -93,7 +93,7 @@ class SavedModels:
         directory = self._root / f"step-{step}"
         try:
             if not directory.exists():  # a repeated step has the same weights
-                snapshot.write(
+                snapshot_files.write(
                     directory, tensors, version=-1, step=step, model_dir=self._places.model_dir, manifest=manifest
                 )
             if not (directory / ADAPTER).exists():

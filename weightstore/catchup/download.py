@@ -12,7 +12,7 @@ import aiohttp
 
 from tidemill.bus.http.client import content_of, open_session
 from tidemill.weightstore.errors import SnapshotBroken, SnapshotUnavailable
-from tidemill.weightstore.store.snapshot import ASIDE, MANIFEST, SnapshotInfo, rename_into_place
+from tidemill.weightstore.store.snapshot_files import ASIDE, MANIFEST, SnapshotInfo, rename_into_place
 
 _CHUNK_BYTES = 1 << 20
 _MAX_MANIFEST_BYTES = 64 << 20

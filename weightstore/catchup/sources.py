@@ -23,7 +23,7 @@ from tidemill.bus.wire.subjects import nonce
 from tidemill.weightstore.catchup.download import fetch
 from tidemill.weightstore.errors import SnapshotBroken, SnapshotNotLoaded, SnapshotUnavailable
 from tidemill.weightstore.store.registry import SNAPSHOT, VersionRegistry
-from tidemill.weightstore.store.snapshot import ASIDE
+from tidemill.weightstore.store.snapshot_files import ASIDE
 
 _log = logging.getLogger(__name__)
 

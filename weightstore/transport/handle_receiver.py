@@ -36,7 +36,7 @@ _GONE = zmq.EVENT_CONNECT_RETRIED
 
 
 class HandleReceiver:
-    """``PushReceiver`` for one engine's socket. Context and memory belong to the caller.
+    """``WeightReceiver`` for one engine's socket. Context and memory belong to the caller.
 
     Requests that are no part of a push go over ``control``, another receiver of the same engine, if there is one.
     """

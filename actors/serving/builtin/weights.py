@@ -21,7 +21,7 @@ from tidemill.actors.errors import UnsupportedModel, UpdateRefused
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.weightstore.format.checksums import ChecksumReport, report_checksums
 from tidemill.weightstore.format.manifest import Bucket
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store import snapshot_files
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ALIGNED_BYTES = 64
@@ -241,8 +241,8 @@ def load_from_directory(weights: Weights, directory: Path) -> None:
 
     A snapshot is verified first, byte by byte (raises SnapshotBroken); a plain model directory has no checksums.
     """
-    if (directory / snapshot.MANIFEST).exists():
-        snapshot.verify(directory)
+    if (directory / snapshot_files.MANIFEST).exists():
+        snapshot_files.verify(directory)
     filled: set[str] = set()
     weights.writes += 1
     for name, tensor in read_safetensors(directory):
