@@ -72,7 +72,6 @@ class CheckpointServer:
         return web.FileResponse(path)
 
     def _path_of(self, name: str, file: str) -> Path | None:
-        """Return the path of a file that may be sent."""
         try:
             checkpoint = disk.parse_name(Path(name))
             if checkpoint is None or checkpoint.path.name != name:  # an encoded slash
@@ -220,7 +219,6 @@ class Keeper:
         await self._write_row()
 
     def _copy(self, name: str) -> None:
-        """Copy the files of a checkpoint that this node should have."""
         try:
             remote_files.complete(self._root / name, self._client, self._select)
             self._refused.pop(name, None)

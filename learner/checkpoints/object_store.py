@@ -149,7 +149,6 @@ class ObjectStore:
             files.pipe_file(target, content)
 
     def _place(self, path: str) -> tuple[_FileSystem, str]:
-        """Return the file system and the place of a file that is to be written."""
         files, base = self._files()
         if self._has_directories:
             files.makedirs(f"{base}/{path}".rpartition("/")[0], exist_ok=True)

@@ -100,7 +100,6 @@ class PeerClient:
         raise PeerFailed(peer, str(failed) or type(failed).__name__)
 
     def _connection(self, peer: Peer) -> Iterator[http.client.HTTPConnection]:
-        """Yield the open connection, if there is one, then a new one."""
         if peer.node in self._connections:
             yield self._connections[peer.node]
         parts = urlsplit(peer.url)

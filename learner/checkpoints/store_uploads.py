@@ -213,7 +213,9 @@ class Uploads:
         await self._write_row()
 
     async def _is_ours(self) -> bool:
-        """Return whether this run owns the store, which is read first. Raises StoreFailed, also for another run's."""
+        """Return whether this run owns the store, which is read first. Raises StoreFailed, also for another run's
+        store.
+        """
         if self._stored is None:
             run_identity = await identity_of(self._bus)
             if self._node == HOME:
@@ -317,7 +319,6 @@ class Uploads:
         self._store.upload(name, file, path)
 
     def _complete(self, name: str, files: Mapping[str, FileEntry]) -> None:
-        """Store the manifest of a checkpoint whose files are all stored. StoreFailed, CheckpointCorrupt, OSError."""
         absent = self._absent(name, files)
         self._lacking[name] = [defect.file for defect in absent]
         if absent:
@@ -343,7 +344,6 @@ class Uploads:
         ]
 
     async def _remove(self, latest: Checkpoint, kept: Collection[str]) -> None:
-        """Remove the checkpoints in the store that are before the latest and not kept. Raises StoreFailed."""
         assert self._stored is not None
         names = self._stored.keys() | self._incomplete
         newer = disk.kept_names(names, latest, keep=1)  # and the latest

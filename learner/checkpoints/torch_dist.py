@@ -57,7 +57,6 @@ def find(directory: Path) -> Path:
 
 
 def _named(tracker: Path) -> str:
-    """Return the name of the directory that the tracker names. Raises ConfigRefused."""
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     name = text if text == "release" else f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else ""
     if not name:
@@ -70,7 +69,6 @@ def _named(tracker: Path) -> str:
 
 
 def _seen(directory: Path) -> str:
-    """Return a description of a directory that is no checkpoint."""
     if not directory.is_dir():
         return "no such directory"
     if (directory / "config.json").is_file():

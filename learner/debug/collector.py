@@ -168,7 +168,7 @@ def _with_old(update: _Pass, first_pass: Sequence[Fields]) -> list[dict[str, Ten
 
 
 def _routing(passes: Sequence[_Pass]) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``<pass>.<layer>.<field>`` of the layers of this stage, for the rows of the pass in one, [T, ...]."""
+    """Yield ``<pass>.<layer>.<field>`` of the layers of this stage, for all rows of a pass, [T, ...]."""
     for number, one in enumerate(passes):
         for layer in one.routed[0] if one.routed else ():
             for place, name in enumerate(train_file.ROUTING):

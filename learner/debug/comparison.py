@@ -199,7 +199,6 @@ def _of_shared_layers(ours: TrainDump, theirs: TrainDump) -> tuple[TrainDump, Tr
     alone = sorted({*ours.routing_layers, *theirs.routing_layers} - set(shared))
 
     def reduced(dump: TrainDump) -> TrainDump:
-        """Return the dump with the routing of shared layers alone."""
         if list(dump.routing_layers) == shared:
             return dump
         places = [list(dump.routing_layers).index(layer) for layer in shared]

@@ -57,7 +57,6 @@ def excerpt(batch: StepBatch, model_dir: Path) -> Excerpt | None:
 
 
 def _decoded(model_dir: Path, sequences: Sequence[Sequence[int]]) -> list[str]:
-    """Return the texts, special tokens included. Raises ValueError without a tokenizer that can be read."""
     file = model_dir / "tokenizer.json"
     if not file.exists():
         raise ValueError(f"{file}: no such file")

@@ -97,7 +97,6 @@ def _header(path: Path, parts: Iterator[Any]) -> JsonObject:
 
 
 def _decoded(path: Path, parts: Iterator[Any], num_samples: int) -> list[Any]:
-    """Return the plan and its samples."""
     try:
         found = [bytes(part) for part in parts]
         record, samples = decode_record(found[0]), [decode_sample(part) for part in found[1:]]

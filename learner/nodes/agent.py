@@ -61,7 +61,6 @@ async def answering(agent: str, bind: str) -> AsyncIterator[int]:
     """While entered, answer every connection with the nonce of this agent. Gives the port. Raises OSError."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send the nonce, and close; nothing is read."""
         with suppress(OSError, TimeoutError):
             writer.write(f"{_GREETING}{agent}\n".encode())
             async with asyncio.timeout(CALL_S):
@@ -299,7 +298,6 @@ class Agent:
             )
 
     async def _form(self, action: Form) -> None:
-        """Write the next attempt. Its feeder admits the ranks of the other nodes."""
         self._keys = replace(
             self._keys, others_public=tuple(row.key for row in action.offers if row.node != self.row.node)
         )
@@ -308,7 +306,6 @@ class Agent:
     # ---- ranks
 
     async def _start(self, attempt: Attempt) -> None:
-        """Start the processes of this node. Raises LearnerEnded for a node that cannot run them."""
         me = self.row
         if me.node == LEADER and attempt.epoch != self._attempts.raised:  # a write that was taken for lost
             await self._attempts.record(me, State.ENDING, "a later epoch was raised")
@@ -393,7 +390,6 @@ class Agent:
             await self._end_ranks()
 
     async def _end_ranks(self) -> None:
-        """End the processes of this node, if there are any, whatever they do."""
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.cancel()

@@ -125,7 +125,6 @@ class OwnRow:
         self._revision = revision  # also that of an unreadable row, or of none
 
     def _parsed(self, value: dict[str, object]) -> NodeRow | None:
-        """Return the row; None for one that does not fit, which is replaced."""
         try:
             return node_of(self._key, value)
         except WireError as error:

@@ -118,7 +118,6 @@ def decide(me: NodeRow, seen: Mapping[int, Seen], attempt: Attempt | None, *, si
 def _ready(
     me: NodeRow, seen: Mapping[int, Seen], attempt: Attempt | None, mine: Attempt | None, silence_s: float
 ) -> Action:
-    """Return the action of an agent without ranks."""
     if mine is not None:
         if mine.state is State.FORMING:
             return Start(mine)
@@ -144,7 +143,6 @@ def _ready(
 
 
 def _missing(me: NodeRow, seen: Mapping[int, Seen], silence_s: float) -> list[str]:
-    """Return the nodes that are not there, for a message."""
     missing = []
     for node in range(me.nodes):
         there = seen.get(node)

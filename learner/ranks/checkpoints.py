@@ -200,8 +200,8 @@ class Checkpoints:
             wait_for([self._writing[1]], timeout=_LEAVE_S)
 
     def _write(self, staged: Staged, data_state: bytes, extra: dict[str, object], began: float) -> Path:
-        """Write this rank's part and, together, the checkpoint. Returns its path. Raises CheckpointUnwritten on all
-        ranks.
+        """Write this rank's part and, together, the checkpoint. Returns its path. Raises CheckpointUnwritten
+        everywhere.
         """
         tmp = staged.directory
         parts = self._gathered(self._part(staged))
@@ -216,7 +216,6 @@ class Checkpoints:
         return path
 
     def _part(self, staged: Staged) -> Part:
-        """Write this rank's file, and digest it."""
         try:
             results = staged.write()
             return Part(node=self._layout.node, files=disk.digest(staged.directory, files_of(results)), results=results)
@@ -258,7 +257,6 @@ class Checkpoints:
         return ""
 
     def _gathered(self, value: T) -> list[T]:
-        """Return the values of all ranks."""
         if self._group is None:
             return [value]
         values: list[T] = [value] * self._world
@@ -266,7 +264,6 @@ class Checkpoints:
         return values
 
     def _broadcast(self, value: Conclusion | None) -> Conclusion:
-        """Return the value of rank 0."""
         values = [value]
         if self._group is not None:
             dist.broadcast_object_list(values, group=self._group)

@@ -147,6 +147,5 @@ class StepMemory:
 
 
 def _log_prob_mean(batch: StepBatch) -> float | None:
-    """Return the mean log-prob that the engines reported for this rank's trainable tokens."""
     found = batch.engine_log_probs
     return float(found.mean(dtype=np.float64)) if len(found) else None

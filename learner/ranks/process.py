@@ -48,7 +48,6 @@ def loopback_variables(given: Mapping[str, str], interfaces: Path = INTERFACES) 
 
 
 def _flags(interface: Path) -> int:
-    """Return the flags of an interface; 0 where they cannot be read."""
     try:
         return int((interface / "flags").read_text(), 16)
     except (OSError, ValueError):
@@ -184,7 +183,6 @@ async def run_part(
 async def _start(
     name: str, command: Sequence[str], environment: Mapping[str, str], keys: FeedKeys, progress: int = -1
 ) -> Child:
-    """Start a child that reads the feeder's keys from a pipe, and notes its steps in another (``progress`` >= 0)."""
     descriptor = keys.pipe()
     words = [*command, "--feeder-keys", str(descriptor), *(("--progress", str(progress)) if progress >= 0 else ())]
     child = Child(name, words, environment={**environment, "PYTHONUNBUFFERED": "1"})

@@ -306,7 +306,6 @@ class LearnerConfig:
         return self.tensor_parallel * self.context_parallel
 
     def _refuse_sizes(self) -> None:
-        """Raise ValueError for sizes that contradict each other."""
         groups = self.num_ranks // self.tensor_parallel
         if self.nodes > 1 and groups % self.nodes:
             names = [
@@ -340,7 +339,6 @@ class LearnerConfig:
             )
 
     def _refuse_experts(self) -> None:
-        """Raise ValueError for settings about mixtures of experts that cannot be."""
         spread = self.num_ranks // self.pipeline_parallel
         if spread % self.expert_parallel:
             raise ValueError(
@@ -349,7 +347,6 @@ class LearnerConfig:
             )
 
     def _refuse_group_size(self) -> None:
-        """Raise ValueError for groups that would have too few samples to be compared."""
         least, algorithm = self.min_group_size, self.algorithm
         if least > self.group_size:
             raise ValueError(f"min_group_size: want <= group_size = {self.group_size}, got {least}")
@@ -453,7 +450,6 @@ class LearnerConfig:
             )
 
     def _refuse_unknown(self) -> None:
-        """Refuse choices that contradict each other."""
         if self.overlap_param_gather == "always" and not self.distributed_optimizer:
             raise ValueError(
                 "overlap_param_gather: want auto or never without distributed_optimizer, got 'always': "

@@ -201,9 +201,7 @@ def _fields(owner: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def _fits(annotation: str, value: Any) -> bool:
-    """Return whether a value of a configuration file fits a type like ``Optional[int]`` or ``Union[bool,
-    List[str]]``.
-    """
+    """Return whether a value of a configuration file fits a type like ``Optional[int]`` or ``Union[bool, List[str]]``."""
     words = {word.id for word in ast.walk(ast.parse(annotation)) if isinstance(word, ast.Name)}
     if value is None:
         return "Optional" in words or "None" in annotation

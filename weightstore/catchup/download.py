@@ -66,7 +66,6 @@ async def _fetch_file(session: aiohttp.ClientSession, url: str, path: Path, size
 
 
 async def _resume(session: aiohttp.ClientSession, url: str, path: Path, size: int) -> str:
-    """Download the rest of the file. Returns its SHA-256."""
     hashed = hashlib.sha256()
     with path.open("ab+") as file:
         # A name may have belonged to a larger file of another snapshot. A smaller one is found by its digest.

@@ -74,7 +74,6 @@ class AcceleratorLease:
 
     async def _write(self, whose: str, epoch: int) -> None:
         def changed(row: Value | None) -> Value | None:
-            """Return the new row; None, so that nothing is written, if it belongs to a newer learner."""
             replaced = row is not None and int(row.get("epoch", 0)) > epoch
             return None if replaced else {"whose": whose, "epoch": epoch}
 

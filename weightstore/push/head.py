@@ -69,7 +69,6 @@ class Head:
                 _log.error("snapshot of version 0 failed error=%s", error)
 
     async def _write_snapshot(self) -> None:
-        """Write the snapshot of the head from its copy, which is held meanwhile."""
         assert self.copy is not None
         copy = self.copy.hold()
         try:

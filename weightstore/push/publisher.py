@@ -68,8 +68,6 @@ _DEFAULT_BUS = BusConfig()
 
 @dataclass(slots=True)
 class _Connected:
-    """The objects that the publisher's thread uses on the bus."""
-
     registry: VersionRegistry
     lease: AcceleratorLease
     view: LiveView
@@ -296,7 +294,6 @@ class Publisher:
         return connected
 
     async def _push(self, connected: _Connected, copy: StagedModel, gives_up: Callable[[], bool]) -> PushReport:
-        """Push a filled copy as the next version, and release it. Raises PushFailed, Fenced."""
         self._pushing = asyncio.current_task()
         self._deadlines.num_bytes = copy.manifest.num_bytes
         try:
@@ -342,7 +339,6 @@ class Publisher:
 
     def _push_of(self, copy: StagedModel) -> Push:
         def check_of(member: Member) -> Check | None:
-            """Return the comparison of a member's checksums if it is due, else None."""
             is_due = self.config.verify == "always" or (self.config.verify == "first" and not member.verified)
             return copy.differences if is_due else None
 
@@ -359,9 +355,8 @@ class Publisher:
             await asyncio.sleep(_GATHER_S)
 
     async def _acquire_accelerator(self, connected: _Connected) -> tuple[str, ...]:
-        """Have no colocated engine work or keep memory until ``_release_accelerator``. Raises BusUnavailable, Fenced.
-
-        Returns the ids of the engines that released their memory; the others are evicted and logged.
+        """Return the ids of the engines that released their memory; the others are evicted. Raises BusUnavailable,
+        Fenced.
         """
         await connected.lease.acquire(self.epoch)
         connected.owns_accelerator = True
@@ -408,8 +403,7 @@ class Publisher:
 
 
 async def _refresh(view: LiveView) -> None:
-    """Run until cancelled: keep the view of the live rows fresh, so that a push knows at once which engines have been
-    silent."""
+    """Keep the view of the live rows fresh, so that a push knows at once which engines have been silent."""
     while True:
         try:
             await view.refresh()

@@ -226,7 +226,6 @@ class Push:
         return outcome
 
     async def _retry(self, group: PushGroup, member: Member) -> Outcome:
-        """Push to a suspected engine alone, over a process group of its own."""
         alone = PushGroup(group.rules, [member])
         try:
             return await self.update(alone)
@@ -240,9 +239,8 @@ class Push:
             return {member: error}
 
     async def _transfer(self, group: PushGroup, members: list[Member], *, serve: bool) -> dict[Member, float | None]:
-        """Send all buckets to all members. Returns the seconds of pause of members that ``serve`` them already.
-
-        Raises _GroupBroken, Fenced.
+        """Send all buckets to all members. Returns the seconds of pause of those that serve them. Raises _GroupBroken,
+        Fenced.
         """
         if not group.is_open_for(members):
             await _open(group, members)
@@ -260,10 +258,6 @@ class Push:
     async def _send_in_one_request(
         self, round_: "_PushRound", group: PushGroup, members: list[Member], *, serve: bool
     ) -> dict[Member, float | None]:
-        """Send one request for all buckets, with a deadline for each bucket, and then for the answers.
-
-        A receiver that reads the buckets itself has both deadlines of its own.
-        """
         # All sends are queued at once: the group keeps them in order.
         sends = [
             round_.start(phase, None, group.send(payload, following)) for phase, payload, following in self._messages()
@@ -296,14 +290,12 @@ class Push:
         await round_.until(round_.under_way)
 
     def _messages(self) -> list[tuple[str, Payload, Payload | None]]:
-        """Return the phase of each bucket, its bytes, and the bytes of the next one."""
         payloads: list[Payload] = [payload for _, payload in self._buckets]
         phases = [f"bucket {number} of {len(payloads)}" for number in range(1, len(payloads) + 1)]
         return list(zip(phases, payloads, [*payloads[1:], None], strict=True))
 
 
 async def _open(group: PushGroup, members: list[Member]) -> None:
-    """Open process groups with these members, and have them join. Raises _GroupBroken."""
     async with _PushRound() as round_:
         try:
             await group.open(members)
@@ -344,8 +336,7 @@ async def _in_phase(member: Member, phase: str, work: Coroutine[object, None, No
 
 
 async def _failed(members: Sequence[Member], broken: "_GroupBroken") -> dict[Member, ReceiverFailed]:
-    """Return the engines that have certainly failed: they do not answer, or failed alone or in a phase that shares
-    nothing."""
+    """Return the engines that have certainly failed: without an answer, alone, or in a phase that shares nothing."""
     if broken.phase == "begin" or len(members) == 1:
         return {member: broken.error(member) for member in members if member in broken.errors or len(members) == 1}
     alive = await all_of([member.answers() for member in members])
@@ -353,8 +344,7 @@ async def _failed(members: Sequence[Member], broken: "_GroupBroken") -> dict[Mem
 
 
 class _GroupBroken(Exception):
-    """A round that cannot go on: the errors of the engines that reported one, and the error of the learner's own
-    part."""
+    """A round that cannot go on: the errors that engines reported, and the error of the learner's own part."""
 
     def __init__(self, phase: str, errors: Mapping[Member, ReceiverFailed], ours: Exception | None) -> None:
         super().__init__(phase, errors, ours)

@@ -280,7 +280,6 @@ class PushGroups:
         """Run ``work`` for all members at once, and evict those that fail. Returns the ids of the others."""
 
         async def run_for(member: Member) -> str:
-            """Run ``work`` for one member. Returns its id; "" if it failed and was evicted."""
             try:
                 await work(member)
             except ReceiverFailed as error:
@@ -306,9 +305,8 @@ class PushGroups:
         await asyncio.gather(*[self._drop(member, leave=True) for member in list(self._members.values())])
 
     def _add(self, row: LiveRow) -> bool:
-        """Add the engine to the first group with room, whose channel the next push opens anew.
-
-        Returns False for an engine that is refused: it cannot have NCCL, and nothing else is allowed.
+        """Add the engine to the first group with room. Returns False if it cannot have NCCL, and nothing else is
+        allowed.
         """
         receiver = self._open_receiver(row)
         backend, reason = ("", "") if receiver.carries else self._rules.backend_of(row)
@@ -328,8 +326,7 @@ class PushGroups:
         return True
 
     def _log_without_nccl(self, row: LiveRow, backend: str, reason: str) -> None:
-        """Log once why an engine gets no weights over NCCL, unless learner and engine are both on CPUs, where none is
-        expected."""
+        """Log once why an engine gets no weights over NCCL, unless both ends are on CPUs, where none is expected."""
         is_logged = self._without_nccl.get(identity(row)) == reason
         self._without_nccl[identity(row)] = reason
         if is_logged or (backend and not self._rules.end.uuid and not row.capabilities.devices):
@@ -375,7 +372,6 @@ async def open_groups(
         stack.push_async_callback(part.close)
 
     def open_receiver(row: LiveRow) -> WeightReceiver:
-        """Make the HTTP receiver of a live engine."""
         return HttpReceiver(session, row.address, epoch=epoch, deadlines=rules.deadlines)
 
     if config.transport == "handles":

@@ -102,7 +102,6 @@ class VersionRegistry:
         """
 
         def fenced(head: Value | None) -> Value:
-            """Return the head with the new fence."""
             _check_fence(head, epoch)
             return {**(head or {}), "fence": epoch}
 
@@ -139,7 +138,6 @@ class VersionRegistry:
         self._repeated(lost, text, level=logging.ERROR)
 
     async def _restore_row(self, version: int, step: int, epoch: int, state: str) -> bool:
-        """Write the row of a version unless it can be read. Returns whether it was written."""
         row = dataclasses.asdict(VersionRow(version=version, step=step, epoch=epoch, state=state))
         changed = await self._rows.change(
             _key(version), lambda found: row if found is None else None, replace_unreadable=True
@@ -148,7 +146,6 @@ class VersionRegistry:
 
     async def _raise_head(self, newest: VersionRow, epoch: int) -> None:
         def raised(value: Value | None) -> Value | None:
-            """Return ``newest`` as the head, unless the head is as new."""
             _check_fence(value, epoch)
             head = None if value is None else _parse(HEAD, value)
             if head is not None and head.version >= newest.version:
@@ -166,7 +163,6 @@ class VersionRegistry:
         """
 
         async def refuse_if_replaced() -> None:
-            """Raise Fenced for an older learner."""
             newest = await current_epoch(self._bus)
             if newest > epoch:
                 raise Fenced(f"weights.{HEAD}", epoch, newest)
@@ -181,7 +177,6 @@ class VersionRegistry:
         return None
 
     async def _count(self) -> None:
-        """Set the next number after all existing ones, and after those that this object has used."""
         self._next = max(self._next, max(await self._versions(), default=0) + 1)
 
     async def newest_epoch(self) -> int:
@@ -236,7 +231,6 @@ class VersionRegistry:
         now = dataclasses.asdict(row)
 
         def shown(found: Value | None) -> Value | None:
-            """Return the version's row as published, whole if it is lost or unreadable."""
             if found is None or found.get("version") != row.version:
                 return now
             return None if found.get("state") == row.state else {**found, "state": row.state}
@@ -258,7 +252,6 @@ class VersionRegistry:
         state = "published" if is_head else "failed"
 
         def ended(found: Value | None) -> Value | None:
-            """Return the row with the state; None if its push has ended already, or the row is gone."""
             return {**found, "state": state} if found is not None and found.get("state") == "pushing" else None
 
         await self._rows.change(_key(row.version), ended, replace_unreadable=True)
@@ -286,7 +279,6 @@ class VersionRegistry:
         """Return the row with ``after``, which is set once."""
 
         def begun(found: Value | None) -> Value | None:
-            """Return the row with ``after``; None if it is set already, or the row is gone."""
             return None if found is None or int(found.get("after", -1)) >= 0 else {**found, "after": seq}
 
         found = (await self._rows.change(_key(row.version), begun, replace_unreadable=True)).after
@@ -302,10 +294,9 @@ class VersionRegistry:
         return {} if found is None else {str(id): str(why) for id, why in found[0].get("engines", {}).items()}
 
     async def _note_snapshot(self, row: VersionRow) -> None:
-        """Keep the row ``snapshot`` at the newest version that has one; that version may also lose its snapshot."""
+        """Keep the row ``snapshot`` at the newest version with one, which may also lose it."""
 
         def noted(found: Value | None) -> Value | None:
-            """Return the row to keep; None for an older version, or a newer one without a snapshot."""
             before = -1 if found is None else int(found["version"])
             if row.version < before or (row.version > before and not row.snapshot):
                 return None
@@ -318,10 +309,8 @@ class VersionRegistry:
         return [version for version in named if version is not None]
 
     async def _change(self, key: str, version: int, **changes: str | int) -> None:
-        """Change fields of a row if it is that of this version."""
 
         def changed(found: Value | None) -> Value | None:
-            """Return the row with the changes; None if it has them, or is that of another version."""
             return (
                 None
                 if found is None or found.get("version") != version or found.items() >= changes.items()

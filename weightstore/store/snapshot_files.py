@@ -239,7 +239,6 @@ def _shards(manifest: Manifest, shard_bytes: int) -> list[list[TensorSpec]]:
 
 
 def _write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write tensors one after the other, without a copy of the whole. Returns (bytes, SHA-256)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in specs:

@@ -122,7 +122,6 @@ class SnapshotServer:
         _log.info("snapshot written version=%d step=%d path=%s", copy.version, copy.step, path)
 
     async def _prune(self, put: int) -> None:
-        """Remove the oldest snapshots, but not the one that has just been put."""
         others = sorted(self._here - {put})
         for version in others[: max(0, len(others) + 1 - self._keep)]:
             # The row is cleared before the directory is removed, so that no engine is sent to files that are going

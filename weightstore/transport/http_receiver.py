@@ -160,11 +160,9 @@ class HttpReceiver:
 
 
 class _NotSupported(ReceiverFailed):
-    """The engine has no such path, or does not implement it."""
 
 
 def _specs(specs: Sequence[TensorSpec]) -> dict[str, object]:
-    """Return the tensors of a bucket as in SGLang's requests."""
     return {
         "names": [spec.name for spec in specs],
         "dtypes": [spec.dtype for spec in specs],
