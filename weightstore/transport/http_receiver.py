@@ -160,6 +160,7 @@ class HttpReceiver:
 
 
 class _NotSupported(ReceiverFailed):
+    """The engine has no such path, or does not implement it."""
 
 
 def _specs(specs: Sequence[TensorSpec]) -> dict[str, object]:

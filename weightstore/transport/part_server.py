@@ -157,7 +157,6 @@ class PartServer:
         """Return the route of commands that are answered by ``work``, or with the reason and status of its error."""
 
         async def handle(request: web.Request) -> web.Response:
-            """Answer one request."""
             try:
                 content = await work(request, _map_in(body_in(request)))
                 return web.Response(body=content) if isinstance(content, bytes) else web.json_response(content)

@@ -147,7 +147,6 @@ class SenderProcess:
         return answer
 
     def _status(self) -> str:
-        """Return how the process ended, if it is known by now."""
         try:
             code = self._process.wait(GRACE_S)
         except subprocess.TimeoutExpired:

@@ -193,7 +193,6 @@ class StagedModel:
         differences_here, number, deadline_s = self._local.differences, self._local.number, self._deadlines.of("verify")
 
         async def compare(report: ChecksumReport) -> list[str]:
-            """Return the lines of all parts, each compared where it is."""
             line_lists = await asyncio.gather(
                 asyncio.to_thread(differences_here, report),
                 *(part.differences(number, report, deadline_s) for part in self._parts),
