@@ -124,8 +124,8 @@ class DebugConfig:
         refuse_places("save_train", self.save_train, required=("step", "rank"))
         refuse_places("dump_modules.path", self.dump_modules.path)
         if self.rollout_only and (self.train_only or self.load_rollout):
-            other = "load_rollout" if self.load_rollout else "train_only"
-            raise ValueError(f"rollout_only: want either this or {other}, got both; remove one of them")
+            conflict = "load_rollout" if self.load_rollout else "train_only"
+            raise ValueError(f"rollout_only: want either this or {conflict}, got both; remove one of them")
         if self.train_only and not self.load_rollout:
             raise ValueError(
                 "train_only: want load_rollout with the files of recorded batches, got none; set it, or repeat the "
@@ -149,11 +149,11 @@ def refuse_places(name: str, template: str, *, required: Collection[str] = (), a
     """Raise ValueError for a file name with unknown placeholders, or without required ones. "" is accepted."""
     if not template:
         return
-    known = [*required, *(place for place in allowed if place not in required)]
-    want = " and ".join(f"{{{place}}}" for place in known) or "no placeholder"
+    placeholders = [*required, *(place for place in allowed if place not in required)]
+    want = " and ".join(f"{{{place}}}" for place in placeholders) or "no placeholder"
     try:
         places = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
-        template.format(**dict.fromkeys(known, 0))
+        template.format(**dict.fromkeys(placeholders, 0))
     except (ValueError, KeyError, IndexError, AttributeError, TypeError):
         raise ValueError(f"{name}: want a file name with {want}, got {template!r}; write other braces twice") from None
     if missing := [place for place in required if place not in places]:

@@ -1,9 +1,8 @@
 """Checkpoints of all ranks, written by a thread of each while training goes on.
 
-    step k      begin    all ranks: plan the files, copy the state to host memory            the only part that a step waits for
+    step k      begin    all ranks: plan the files, copy the state to host memory        the only part that a step waits for
     meanwhile   thread   each rank: write and digest its file
-                         rank 0: gather, write index, data state and manifest; one rank of each other node: write the
-same
+                         rank 0: gather, write index, data state and manifest; one rank of each other node: the same
                          each node: rename its directory into place
     later       collect  rank 0: report the checkpoint to the feeder, which makes it the latest
 
@@ -75,7 +74,7 @@ class Layout:
     def __init__(self, node: int, *, shared: bool) -> None:
         nodes: list[int | None] = [None] * dist.get_world_size()
         dist.all_gather_object(nodes, 0 if shared else node)
-        self.nodes = [int(one or 0) for one in nodes]
+        self.nodes = [int(rank_node or 0) for rank_node in nodes]
         self.node = self.nodes[dist.get_rank()]
         self.is_first = self.nodes.index(self.node) == dist.get_rank()
         """This rank makes and renames the directory of its node."""

@@ -103,7 +103,8 @@ class Pushes:
             if start.recorded_until == start.step:
                 self.publish()
         elif start.initial is not None or self._policy.begins_apart:
-            self.publish()  # not publish_initial: engines load version 0 from the model directory, which has other weights
+            # Not publish_initial: engines load version 0 from the model directory, which has other weights.
+            self.publish()
         else:
             self.published_step = start.step
             if self._publisher is not None:

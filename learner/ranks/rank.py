@@ -62,10 +62,10 @@ from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.push.publisher import Publisher
 
 
-def agreed(request: ProfileRequest | None, here: Parallel) -> ProfileRequest | None:
+def agreed(request: ProfileRequest | None, parallel: Parallel) -> ProfileRequest | None:
     """Return the request that rank 0 has read. Collective over all ranks."""
-    asked = (0, 0, 0) if request is None else (request.steps, int(request.memory), request.rank)
-    numbers = torch.tensor(asked, dtype=torch.int32, device=here.device)
+    values = (0, 0, 0) if request is None else (request.steps, int(request.memory), request.rank)
+    numbers = torch.tensor(values, dtype=torch.int32, device=parallel.device)
     if dist.get_world_size() > 1:
         dist.all_reduce(numbers, dist.ReduceOp.MAX)  # the others have no request, and 0 in its place
     steps, memory, rank = numbers.tolist()

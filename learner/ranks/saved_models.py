@@ -1,7 +1,7 @@
 """Models as Hugging Face directories: the trained one, and ``models/step-<k>``, written by a thread while training goes
 on.
 
-    step k     after    all ranks that send weights: copy their part of them to host memory      the only part that a step waits for
+    step k     after    all ranks that send weights: copy their part to host memory     the only part that a step waits for
     meanwhile  thread   rank 0: read the parts, write the directory aside, rename it into place, remove old ones
 
 Models of steps are not the state of a run: an error of the disk is logged, and the run goes on. A model is kept while

@@ -11,8 +11,7 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.kl_settings import KLConfig
 from tidemill.learner.algorithms.presets import PRESETS
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.config import CriticConfig, LearnerConfig
-from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.config import CriticConfig, HooksConfig, LearnerConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
 from tidemill.learner.settings.step_settings import StepSettings, record_of, refuse_built_in
 

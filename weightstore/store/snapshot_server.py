@@ -46,7 +46,7 @@ class SnapshotServer:
         self._keep, self._model_dir = keep, model_dir
         self._listener: Listener | None = None
         self._writing = asyncio.Lock()
-        self._here: set[int] = set()
+        self._present: set[int] = set()
         """Versions of this registry with a complete directory. A directory of another run may have the same name."""
 
     async def open(self) -> None:
@@ -64,10 +64,10 @@ class SnapshotServer:
         newest = await self._registry.snapshot()
         if newest is not None and newest.snapshot.startswith("http"):
             if await asyncio.to_thread(self._left_over, newest):
-                self._here.add(newest.version)
+                self._present.add(newest.version)
             await self._registry.set_snapshot(newest.version, self.where(newest.version))
         for path in list(self._directory.iterdir()):
-            if (found := _NAME.fullmatch(path.name)) and int(found[1]) not in self._here:
+            if (match := _NAME.fullmatch(path.name)) and int(match[1]) not in self._present:
                 _log.warning("snapshot of an earlier process removed path=%s", path)
                 await asyncio.to_thread(shutil.rmtree, path)
 
@@ -78,7 +78,7 @@ class SnapshotServer:
 
     def where(self, version: int) -> str:
         """Return the URL of a version's snapshot; "" when there is none."""
-        return f"{self.url}/v{version}" if version in self._here else ""
+        return f"{self.url}/v{version}" if version in self._present else ""
 
     async def put(self, copy: StagedModel) -> str:
         """Write the staged version unless it exists, record it, and remove the oldest. Returns its URL. The caller
@@ -87,7 +87,7 @@ class SnapshotServer:
         async with self._writing:
             if not self.where(copy.version):
                 await asyncio.to_thread(self._write, copy)
-                self._here.add(copy.version)
+                self._present.add(copy.version)
             where = self.where(copy.version)
             await self._registry.set_snapshot(copy.version, where)
             await self._prune(copy.version)
@@ -105,7 +105,7 @@ class SnapshotServer:
                 await asyncio.to_thread(
                     snapshot_files.adopt, self._model_dir, path, version=0, step=row.step, digest=row.digest
                 )
-                self._here.add(0)
+                self._present.add(0)
             await self._registry.set_snapshot(0, self.where(0))
 
     def _write(self, copy: StagedModel) -> None:
@@ -122,11 +122,11 @@ class SnapshotServer:
         _log.info("snapshot written version=%d step=%d path=%s", copy.version, copy.step, path)
 
     async def _prune(self, put: int) -> None:
-        others = sorted(self._here - {put})
-        for version in others[: max(0, len(others) + 1 - self._keep)]:
+        older = sorted(self._present - {put})
+        for version in older[: max(0, len(older) + 1 - self._keep)]:
             # The row is cleared before the directory is removed, so that no engine is sent to files that are going
             # away.
-            self._here.discard(version)
+            self._present.discard(version)
             await self._registry.set_snapshot(version, "")
             await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version}")
 
