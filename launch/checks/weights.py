@@ -188,13 +188,8 @@ def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
     names = list(tensors)
     for pattern in unmatched(learner.optimizer.freeze, names):
         cure = "use the names of the model's safetensors, such as ^model.embed_tokens or layers.[0-3][.]"
-        report.error(
-            "model",
-            report.at(FREEZE),
-            want="patterns that are found in names of the model's weights",
-            got=repr(pattern),
-            cure=cure,
-        )
+        want = "patterns that are found in names of the model's weights"
+        report.error("model", report.at(FREEZE), want=want, got=repr(pattern), cure=cure)
     if learner.lora.rank:
         adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in trained_tensors(tensors, learner)}
         if missing := sorted(set(learner.lora.targets) - adapted):
@@ -202,9 +197,8 @@ def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
                 f"layers of this model that can have adapters ({', '.join(sorted(adapted)) or 'none'}); experts "
                 "have none"
             )
-            report.error(
-                "model", report.at("learner.lora.targets"), want=want, got=", ".join(missing), cure="leave them out"
-            )
+            got = ", ".join(missing)
+            report.error("model", report.at("learner.lora.targets"), want=want, got=got, cure="leave them out")
     setting, choice = (
         ("learner.lora.targets", learner.lora.targets) if learner.lora.rank else (FREEZE, learner.optimizer.freeze)
     )
@@ -212,13 +206,8 @@ def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
     idle = [number for number, stage in enumerate(stages) if not trained_tensors(stage, learner)]
     if len(idle) == len(stages):
         cure = "leave weights to train"
-        report.error(
-            "model",
-            report.at(FREEZE),
-            want="weights that are trained",
-            got=repr(list(learner.optimizer.freeze)),
-            cure=cure,
-        )
+        got = repr(list(learner.optimizer.freeze))
+        report.error("model", report.at(FREEZE), want="weights that are trained", got=got, cure=cure)
     elif idle:
         got = f"{list(choice)}: stage {idle[0]} would train nothing"
         want = "weights that are trained in every stage of the pipeline"

@@ -244,9 +244,8 @@ def write_tasks(args: argparse.Namespace) -> int:
             raise PromptError(args.taskset, "a taskset with tasks", "none")
         part.replace(out)
     except OSError as error:
-        raise PromptError(
-            str(error.filename or out), "a file or program that can be opened", error.strerror or error
-        ) from None
+        want = "a file or program that can be opened"
+        raise PromptError(str(error.filename or out), want, error.strerror or error) from None
     finally:
         part.unlink(missing_ok=True)
     settings = f"data.path={out}, data.metadata_key=metadata"
