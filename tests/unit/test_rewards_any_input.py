@@ -21,7 +21,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.examples import examples, rarely
 from tests.unit.test_rewards_house import IFEVAL, LANGUAGE, OPTIONS
 from tests.unit.test_rewards_ifbench import CASES
 from tidemill.bus.processes.limits import ProcessLimits
@@ -294,7 +294,7 @@ def test_any_program_and_tests_are_read_or_refused_in_time(response: str, label:
         assert same_value(label, output) in (True, False) and same_value(label, label) in (True, False)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(50))
 @given(STATEMENTS, st.sampled_from(["assert f(1)", "print(2", "\x00", "import time"]) | CASES_OF_CODE)
 def test_any_program_that_is_run_ends_with_a_score_within_its_processor_time(program: str, label: Any) -> None:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -321,16 +321,9 @@ HARD = [
 ]
 PATTERNS = [
     "(a+)+b",
-    "(a|a)*$",
-    "(.*)*x",
-    "(?:a?){30}a{30}",
     "[",
     "(?P<n>.)",
-    "\\d+",
-    "",
-    "(?=(a+))a*b\\1",
-    "\x00",
-    "(x+x+)+y",
+    *rarely(["(a|a)*$", "(.*)*x", "(?:a?){30}a{30}", "\\d+", "", "(?=(a+))a*b\\1", "\x00", "(x+x+)+y"]),
 ]
 
 
