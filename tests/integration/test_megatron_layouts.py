@@ -104,6 +104,7 @@ MODELS: dict[str, dict[str, Any]] = {
 OF_ONE = {"flat": WHOLE, "deep": DEEP, "tied": TIED}
 REFERENCES = {*OF_ONE.values(), HALF}
 SLOW = {name for name, layout in LAYOUTS.items() if layout.world == 4 or "every case" in name} | {
+    "pp2",
     "pp2 of one row",
     "pp2 vpp2",
     "pp2, tied",
