@@ -99,7 +99,7 @@ def executed(name: str, tmp_path: Path, settings: dict[str, str]) -> Iterator[su
 
 @contextlib.contextmanager
 def forked(name: str, tmp_path: Path, settings: dict[str, str]) -> Iterator[Forked]:
-    """Run the commands of a script: all but the last one to their ends. (A `tidemill` that prints its words shows them.)"""
+    """Run the commands of a script, which a `tidemill` that prints its words shows: all but the last to their ends."""
     (tmp_path / "bin").mkdir(exist_ok=True)
     shown = tmp_path / "bin" / "tidemill"
     shown.write_text("#!/bin/sh\nprintf '%s\\037' \"$@\"\necho\n")

@@ -89,7 +89,8 @@ BRACKETED = st.builds(
 )  # fmt: skip
 DIGITS = st.builds(
     lambda sign, digits, length, tail: sign + digits * length + tail,
-    st.sampled_from(["", "-", "$", "0.", "1e", "1/", "9^", "2^{"]), st.sampled_from("019"), st.sampled_from([1, 12, 400, 5_000]),
+    st.sampled_from(["", "-", "$", "0.", "1e", "1/", "9^", "2^{"]), st.sampled_from("019"), st.sampled_from([1, 12,
+        400, 5_000]),
     st.sampled_from(["", ".", "%", "!", "/0", "e9", "^9", "}", ",000"]),
 )  # fmt: skip
 MIXED = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=40).map("".join)
@@ -260,7 +261,8 @@ def test_any_metadata_of_ifeval_is_read_or_refused(names: Any, arguments: Any, r
 # ---- code
 
 PROGRAMS = r"""
-print(1) | print(input()) | x = [0] * 10**9 | while True: pass | import os | os._exit(0) | raise SystemExit(3) | def f(*a): return a
+print(1) | print(input()) | x = [0] * 10**9 | while True: pass | import os | os._exit(0) | raise SystemExit(3)
+def f(*a): return a
 open('/tmp/x', 'w') | import socket; socket.socket() | os.fork() | f'{ | print('\ud800') | print('9' * 10**7)
 def f(x): return f(x) | assert False | ```
 def f(x): return float('nan') | import sys; sys.setrecursionlimit(10**9)
