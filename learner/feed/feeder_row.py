@@ -89,7 +89,7 @@ class FeederRow:
         return "" if self.copies is None else self.copies.waits_for
 
     def _waits_for(self) -> str:
-        evaluation = self.parts.evaluations.waits_for if self.parts is not None and self.phase == "ending" else ""
+        evaluation = self.parts.evaluations.rounds.open if self.parts is not None and self.phase == "ending" else ""
         return "; ".join(text for text in (self.text, evaluation, self.copies_waited_for) if text)
 
     def _fields(self, starved_s: float) -> dict[str, object]:
