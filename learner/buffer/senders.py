@@ -119,7 +119,7 @@ def describe_invalid(received: Received, reason: str) -> str:
     elif reason == "teacher_log_probs":
         scores = f"scores with {sample.teacher_top_k} tokens listed at each position"
         got = "no scores" if sample.teacher_log_probs is None else scores
-        defect = f"{reason}: want the scores of a teacher, as learner.algorithm.distill_loss needs them, got {got}"
+        defect = f"{reason}: want the scores of a teacher, as learner.algorithm.distill.loss needs them, got {got}"
     else:
         defect = f"{reason}: want what task {sample.task} has"
     return f"sequence {received.seq}: {defect}"[:MAX_WORDS]

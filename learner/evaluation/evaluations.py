@@ -25,7 +25,6 @@ from tidemill.learner.evaluation.scores import BestScore
 from tidemill.learner.prompts.bad_rows import all_bad
 from tidemill.learner.prompts.prompt_file import PromptFile, sampler_seed
 
-
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 5.0

@@ -9,11 +9,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from tidemill.bus import exit_codes
-from tidemill.bus.client.connection import cancellable
 from tidemill.bus.errors import BusError, Fenced
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus, connect, current_epoch, raise_epoch
-from tidemill.bus.system.coroutines import first_error
+from tidemill.bus.system.coroutines import cancellable, first_error
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.bus.wire.subjects import EPOCH_KEY
 from tidemill.learner.feed.feed_server import FeedServer

@@ -16,8 +16,7 @@ from tidemill.learner.evaluation.evaluations import EvalPlan
 from tidemill.learner.feed.places import FeederPlaces
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.checkpoint_store import LOCAL
-from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
-from tidemill.learner.settings.routing_replay import ROLLOUT
+from tidemill.learner.settings.config import ROLLOUT, LearnerConfig, StalenessConfig
 from tidemill.learner.settings.step_settings import record_of
 
 _OF_THE_LEARNER = (

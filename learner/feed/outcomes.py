@@ -18,8 +18,7 @@ from tidemill.bus.wire.subjects import END_KEY
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.snapshot import read_state
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.checkpoints.disk import Checkpoint
-from tidemill.learner.checkpoints.keeper import kept_names
+from tidemill.learner.checkpoints.disk import Checkpoint, kept_names
 from tidemill.learner.errors import CheckpointCorrupt, FeedError, NothingTrained
 from tidemill.learner.evaluation.best import BestCheckpoint
 from tidemill.learner.evaluation.evaluations import Evaluations

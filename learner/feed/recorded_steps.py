@@ -13,11 +13,10 @@ import math
 from functools import partial
 from pathlib import Path
 
-from tidemill.bus.client.connection import cancellable
 from tidemill.bus.errors import BusUnavailable
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.coroutines import cancellable, first_of
 from tidemill.bus.wire.messages import Done
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.batch.frames import encode, encode_metadata
