@@ -88,15 +88,17 @@ async def resume(
     if row is None and not recorded and (checkpoints := disk.listed(root)):
         raise RunLost(bus.run, str(checkpoints[0].path))
     await _refuse_lost_tasks(bus, source, [record for _, record in recorded])
-    for _, record in recorded:
-        _refuse_other_layout(rules, record)
-    steps = [record.step for _, record in recorded if isinstance(record, Plan)]
-    log.info("resumed step=%d recorded=%d checkpoint=%s epoch=%d", source.step, len(steps), checkpoint, epoch)
+    plans = [record for _, record in recorded if isinstance(record, Plan)]
+    for plan in plans:
+        if plan.data_parallel != rules.data_parallel:
+            want = f"{plan.data_parallel} until the recorded step {plan.step} is in a checkpoint"
+            raise ConfigRefused("learner.data_parallel", want, rules.data_parallel)
+    log.info("resumed step=%d recorded=%d checkpoint=%s epoch=%d", source.step, len(plans), checkpoint, epoch)
     return Resumed(
         source=source,
         checkpoint=checkpoint,
         recorded=recorded,
-        recorded_until=max(steps, default=source.step),
+        recorded_until=max((plan.step for plan in plans), default=source.step),
         done=done,
         executed=executed,
         versions=versions,
@@ -236,12 +238,6 @@ async def recorded_settings(bus: Bus, resumed: Resumed, now: JsonObject, *, epoc
             settings.pop()
         settings.append((step, record))
     return settings
-
-
-def _refuse_other_layout(rules: DataRules, record: Plan | Settle | Requeue) -> None:
-    if isinstance(record, Plan) and record.data_parallel != rules.data_parallel:
-        want = f"{record.data_parallel} until the recorded step {record.step} is in a checkpoint"
-        raise ConfigRefused("learner.data_parallel", want, rules.data_parallel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

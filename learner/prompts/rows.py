@@ -179,20 +179,14 @@ def row_in(source: Source, number: int, values: Mapping[str, object], *, where: 
 
 def _worded(row: PromptRow, source: Source) -> PromptRow:
     """Return the row with the template and the system prompt of its source."""
-    row = templated(row, source.template)
+    if source.template and isinstance(row.prompt, str):
+        row = replace(row, prompt=source.template.replace("{prompt}", row.prompt))
     if not source.system_prompt:
         return row
     messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
     if messages[0]["role"] == "system":
         return row
     return replace(row, prompt=[{"role": "system", "content": source.system_prompt}, *messages])
-
-
-def templated(row: PromptRow, template: str) -> PromptRow:
-    """Return the row with ``template`` around a text prompt; unchanged for chat messages, and for an empty template."""
-    if not template or not isinstance(row.prompt, str):
-        return row
-    return replace(row, prompt=template.replace("{prompt}", row.prompt))
 
 
 def refuse_template(template: str) -> None:
