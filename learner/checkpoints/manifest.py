@@ -26,7 +26,7 @@ METADATA = frozenset({".metadata", "common.pt", "metadata.json", STATE})
 one, too.
 """
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
-_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+_Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import Bus, raise_epoch
 from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.errors import NodeRefused
-from tidemill.learner.nodes import agreement
 from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, Attempt, NodeRow, State, bracketed, cut, row_value
+from tidemill.learner.nodes.rendezvous import refuse_unlike
 from tidemill.learner.nodes.view import READ_S, View
 from tidemill.learner.ranks.process import Part
 
@@ -71,7 +71,7 @@ class Attempts:
         refused: NodeRefused | None = None
         ranks = tuple(1 for _ in offers)
         try:
-            agreement.refuse_unlike(offers)
+            refuse_unlike(offers)
             ranks = self._work.layout(offers)
         except NodeRefused as error:
             refused = error
