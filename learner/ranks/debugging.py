@@ -37,13 +37,8 @@ class RankDebug:
         self, config: DebugConfig, learner: LearnerConfig, *, policy: Policy, model_dir: Path, root: Path
     ) -> None:
         """``model_dir``: with the tokenizer. ``root``: the run's directory, for files whose place is not set."""
-        self._config, self._learner, self._policy, self._model_dir, self._root = (
-            config,
-            learner,
-            policy,
-            model_dir,
-            root,
-        )
+        self._config, self._learner, self._policy = config, learner, policy
+        self._model_dir, self._root = model_dir, root
         parallel = policy.parallel
         self._memory = StepMemory(parallel)
         self._before: Mapping[str, Sequence[float]] | None = None

@@ -60,13 +60,8 @@ class HandleReceiver:
         Raises ZMQError for an invalid URL.
         """
         self.url = url
-        self._epoch, self._deadlines, self._memory, self._control, self._ranks = (
-            epoch,
-            deadlines,
-            memory,
-            control,
-            ranks,
-        )
+        self._epoch, self._deadlines, self._memory = epoch, deadlines, memory
+        self._control, self._ranks = control, ranks
         self._refused = refused
         self._last_id, self._version = 0, -1
         self._waiters: dict[int, _Waiter] = {}
