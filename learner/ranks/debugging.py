@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.collector import CRITIC, Collector
-from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig, ProfileRequest, take_request
+from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig, ProfileRequest, read_prompts, take_request
 from tidemill.learner.debug.profiler import Profiler
 from tidemill.learner.debug.report import LOOKS, Facts, excerpt, report
-from tidemill.learner.debug.train_file import read_prompts, write_modules
+from tidemill.learner.debug.train_file import write_modules
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron.activations import module_outputs
 from tidemill.learner.megatron.model import Policy
