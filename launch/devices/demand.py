@@ -144,9 +144,8 @@ def _refuse_by_hand(engine: EngineConfig) -> None:
             raise PlacementRefused(where, "no device: it would be the same for all engines", repr(value), cure)
     if VARIABLE in engine.sglang.environment:
         where, cure = f"engine.sglang.environment.{VARIABLE}", "remove it; engine.devices names the devices"
-        raise PlacementRefused(
-            where, "no device: it would be the same for all engines", repr(engine.sglang.environment[VARIABLE]), cure
-        )
+        want_text = "no device: it would be the same for all engines"
+        raise PlacementRefused(where, want_text, repr(engine.sglang.environment[VARIABLE]), cure)
 
 
 # ---- places as environment
@@ -178,8 +177,7 @@ def rank_variables(node: Node, place: RankPlace, config: RunConfig, given: Mappi
 
 
 def refuse_expandable(given: Mapping[str, str], where: str = "") -> None:
-    """Raise PlacementRefused for an environment in which torch's allocator makes segments that torch-memory-saver
-    cannot release.
+    """Raise PlacementRefused for an allocator with segments that torch-memory-saver cannot release.
 
     torch-memory-saver looks at PYTORCH_CUDA_ALLOC_CONF alone, and when memory is first allocated (0.0.10,
     ``entrypoint.py``).
@@ -196,9 +194,7 @@ def refuse_expandable(given: Mapping[str, str], where: str = "") -> None:
 
 
 def refuse_expandable_engine(engine: EngineConfig, given: Mapping[str, str]) -> None:
-    """Raise PlacementRefused as ``refuse_expandable`` for an SGLang server started here. A built-in engine frees memory
-    by itself.
-    """
+    """Raise PlacementRefused as ``refuse_expandable`` for an SGLang server started here."""
     if engine.kind == SGLANG and not engine.sglang.url:
         refuse_expandable({name: value for name, value in given.items() if name not in engine.sglang.environment})
         refuse_expandable(engine.sglang.environment, "engine.sglang.environment")

@@ -13,9 +13,8 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from tidemill.bus.client.connection import cancellable
 from tidemill.bus.streams.bus import Bus, connect, raise_epoch
-from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.coroutines import cancellable, first_of
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task
 from tidemill.launch.run import access, feeder_process, scores
@@ -25,7 +24,7 @@ from tidemill.launch.settings.config_loader import to_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 from tidemill.launch.settings.run_paths import recorded
 from tidemill.learner.evaluation.evaluations import EvalPlan, Evaluations
-from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE, FailingTasks
+from tidemill.learner.feed.intake import UNTRAINED_SHARE, FailingTasks
 from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
@@ -35,8 +34,7 @@ BUS_START_S = 60.0
 
 
 async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated]:
-    """Evaluate the model at ``config.model.path`` on ``config.eval.sets``. Files and logs are in ``config.root``, which
-    is empty.
+    """Evaluate the model at ``config.model.path`` on ``config.eval.sets``; files and logs are in ``config.root``.
 
     Returns the scores of each set; an empty list when ``draining`` is set first. Raises GaveUp for a process that
     cannot work, PromptError, BusError, TasksFail.
@@ -72,7 +70,6 @@ def _plan(config: RunConfig) -> EvalPlan:
 
 
 async def _start_bus(config: RunConfig, supervisor: Supervisor) -> str:
-    """Start the bus and return its address. Raises GaveUp."""
     address, deadline = config.root / access.BUS_URL_FILE, time.monotonic() + BUS_START_S
     keeper = supervisor.keep("bus", ["bus", "--config", str(config.root / CONFIG_FILE)])
     while not address.exists():
@@ -91,7 +88,7 @@ async def _start_bus(config: RunConfig, supervisor: Supervisor) -> str:
 
 
 async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated]:
-    """Take the learner's place on the bus: publish version 0, issue the tasks and read the samples. Returns the scores.
+    """Take the learner's place on the bus: publish version 0, issue the tasks, read the samples; return the scores.
 
     Raises TasksFail where every task fails.
     """
@@ -103,10 +100,8 @@ async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated
     await registry.publish_initial(config.model.path, epoch)
 
     async def store(task: Task) -> Task:
-        """Issue and register a task."""
-        task = replace(task, id=await bus.tasks.issue(task))
-        evaluations.issued(task)
-        return task
+        """Issue a task."""
+        return replace(task, id=await bus.tasks.issue(task))
 
     rounds = await asyncio.to_thread(plan.rounds)
     evaluations = Evaluations(bus, plan, rounds, epoch=epoch, store=store)

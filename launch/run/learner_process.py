@@ -28,8 +28,7 @@ _PHASES = {Phase.READY: "waiting", Phase.RUNNING: "working"}
 
 
 async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[str], draining: asyncio.Event) -> None:
-    """Run feeder and ranks; publish the run's configuration, for actors that have only the bus's address, and a live
-    row.
+    """Run feeder and ranks; publish the run's configuration, for actors with only the bus's address, and a live row.
 
     The live row names the ranks' devices, and the engines that take no pushes; progress is in the feeder's row. Raises
     DeviceError.

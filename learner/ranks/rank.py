@@ -32,8 +32,7 @@ from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.config import DebugConfig, ProfileRequest
 from tidemill.learner.errors import AlarmStop
-from tidemill.learner.feed.feed_client import FeedClient
-from tidemill.learner.feed.feed_liveness import Heartbeats
+from tidemill.learner.feed.feed_client import FeedClient, Heartbeats
 from tidemill.learner.feed.feed_messages import End, Last, Start
 from tidemill.learner.feed.places import RankPlaces
 from tidemill.learner.feed.progress import note_step

@@ -29,10 +29,10 @@ def refuse_contradictions(learner: "LearnerConfig") -> None:
             f"group_size: want >= 2 with algorithm.advantage: {algorithm.advantage}, which compares the samples of a "
             "group, got 1: every advantage would be 0; raise it, or take advantage: reinforce, reinforce_pp or none"
         )
-    if algorithm.advantage == "pass_at_k" and algorithm.pass_k > learner.group_size:
+    if algorithm.advantage == "pass_at_k" and algorithm.pass_at_k.k > learner.group_size:
         raise ValueError(
-            f"group_size: want >= algorithm.pass_k = {algorithm.pass_k}, got {learner.group_size}: "
-            "no k samples can be drawn from a group, and every advantage would be 0; raise it, or lower pass_k"
+            f"group_size: want >= algorithm.pass_at_k.k = {algorithm.pass_at_k.k}, got {learner.group_size}: "
+            "no k samples can be drawn from a group, and every advantage would be 0; raise it, or lower k"
         )
     _refuse_group_size(learner)
     if learner.bridge and not all(learner.bridge.partition(":")):
@@ -92,9 +92,9 @@ def _refuse_group_size(learner: "LearnerConfig") -> None:
             f"min_group_size: want >= 2 with algorithm.advantage: {algorithm.advantage}, which compares "
             "the samples of a group, got 1"
         )
-    if algorithm.advantage == "pass_at_k" and 0 < least < algorithm.pass_k:
+    if algorithm.advantage == "pass_at_k" and 0 < least < algorithm.pass_at_k.k:
         raise ValueError(
-            f"min_group_size: want >= algorithm.pass_k = {algorithm.pass_k}, got {least}: no k samples can be drawn"
+            f"min_group_size: want >= algorithm.pass_at_k.k = {algorithm.pass_at_k.k}, got {least}: no k samples can be drawn"
         )
 
 

@@ -439,7 +439,7 @@ def test_every_construction_of_a_listener_is_a_role() -> None:
 SOCKETS = {
     "actors/episodes/programs/verifiers_taskset.py": "door of verifiers",
     "actors/serving/handles.py": "handles of weights",
-    "learner/feed/feed_gate.py": "",  # inside the process
+    "learner/feed/feed_keys.py": "",  # inside the process
     "learner/feed/feed_server.py": "feeder to ranks",
     "learner/nodes/probes.py": "calls between nodes",
     "bus/server/ports.py": "",  # keeps a port free, and listens to nothing

@@ -20,7 +20,7 @@ from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
 from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, NODE_KEY, Attempt, NodeRow, State, attempt_of, node_of
 
 MACHINES = ("bus", "node", "node1", "gpu", "act0")
-SIZES = ("prepare.layers=2", "learner.pipeline_parallel=2")
+SIZES = ("prepare.model.num_hidden_layers=2", "learner.pipeline_parallel=2")
 RESTART_S = 200.0
 
 
