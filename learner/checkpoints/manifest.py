@@ -2,7 +2,7 @@
 its own.
 
 A file is digested as a whole, and in blocks, so that a reader can verify a range of it without the rest. The fields of
-schema 2 are those of every release; ``blocks`` and ``holders`` are missing in manifests that were written before them.
+schema 2 are the same in every release; ``blocks`` and ``holders`` are missing in older manifests.
 """
 
 import hashlib

@@ -11,7 +11,7 @@ from tidemill.bus.system.files import write_whole
 from tidemill.learner.errors import DebugFileRefused
 
 DIRECTORY = "debug"
-"""Directory of dumps and traces in that of the run."""
+"""Directory of dumps and traces, in the run's."""
 _FILE = "profile.request"
 
 

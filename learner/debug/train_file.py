@@ -6,7 +6,7 @@
            total_lengths
 
 ``kind`` is ``train``, or ``record`` for the forward pass before the first optimizer step, which has ``log_probs``,
-``entropy`` and the routing in place of the rest; that of a critic (role ``critic``) has ``values``.
+``entropy`` and the routing in place of the rest; a critic's (role ``critic``) has ``values``.
 """
 
 import json
@@ -76,7 +76,7 @@ class TrainDump:
     """Metrics of the whole step over all ranks; empty in a record."""
     steps: Sequence[Step]
     routing_layers: Sequence[int] = ()
-    """Layers of the fields ``ROUTING``: those with experts."""
+    """Layers of the fields ``ROUTING``: the ones with experts."""
 
     @property
     def rollout_id(self) -> int:

@@ -1,6 +1,6 @@
 """The agent of a node: parent of its ranks, and on the leader's node of the feeder.
 
-    view      rows of all nodes, row ``attempt`` ──► decide (rendezvous.py) ──► start, drain, end ranks; write ``attempt``
+    view      rows of all nodes, row ``attempt`` ──► decide (rendezvous.py) ──► start, drain, end ranks, the attempt
     row       own row, every second
     probes    calls to the other nodes, while there are no ranks
     ranks     run_part (ranks/process.py), while an attempt runs

@@ -34,7 +34,7 @@ class Work(Protocol):
         raise NotImplementedError
 
     async def check(self, proof: str) -> None:
-        """Check this node before its ranks start. ``proof``: that of the leader's directory. Raises NodeRefused."""
+        """Check this node before its ranks start. ``proof``: of the leader's directory. Raises NodeRefused."""
         raise NotImplementedError
 
     async def prove(self, proof: str) -> None:
@@ -75,6 +75,7 @@ class Attempts:
             ranks = self._work.layout(offers)
         except NodeRefused as error:
             refused = error
+        # Before the attempt is written: ranks of an earlier epoch are fenced wherever they still run.
         epoch = self.raised = await raise_epoch(self._bus)
         self._ports.close()
         feeder, master = (self._ports.enter_context(KeptPort(self._bind)).number for _ in range(2))

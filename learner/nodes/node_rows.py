@@ -33,7 +33,7 @@ _KeyOrNone = Annotated[str, msgspec.Meta(pattern=rf"^({_Z85})?\Z")]
 
 
 class Phase(StrEnum):
-    """State of an agent. From RUNNING on, its nonce stays that of the attempt; READY comes with a new one."""
+    """State of an agent. From RUNNING on, it keeps the nonce of the attempt; READY comes with a new one."""
 
     READY = "ready"
     """It has no ranks, and offers to run some under its nonce."""

@@ -87,7 +87,7 @@ class Probes:
             await self._wake.wait(AGAIN_S)
 
     async def look(self) -> None:
-        """Call all offers that are not reached yet, and report the results for those that stand."""
+        """Call all offers that are not reached yet, and report the results."""
         mine = self._mine()
         if mine.phase is not Phase.READY:
             return
@@ -99,7 +99,7 @@ class Probes:
         called = [row for row in offers if mine.reached.get(row.nonce) != REACHED]
         results = dict(zip([row.nonce for row in called], await asyncio.gather(*map(call, called)), strict=True))
         if self._mine().nonce != mine.nonce:
-            return  # the results are those of an offer that has ended meanwhile
+            return  # the offer has ended meanwhile
         kept = {row.nonce: mine.reached[row.nonce] for row in offers if row.nonce in mine.reached}
         reached = kept | results
         for row in called:

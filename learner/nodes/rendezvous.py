@@ -6,7 +6,7 @@ Every agent offers itself under a nonce. The leader (node 0) forms an attempt fr
 compare-and-set on the row ``attempt``, and only when none of these offers belongs to the attempt before it. An agent
 runs ranks only under an attempt that names its nonce, and takes a new nonce only after its ranks have ended. So
 according to the rows, no two attempts have ranks at the same time. The leader waits until the agent of each node has
-reached those of all others (``reached``): ranks that cannot connect would wait for gloo's timeouts.
+reached the agents of all others (``reached``): ranks that cannot connect would wait for gloo's timeouts.
 An agent reads the rows of the nodes first and the attempt afterwards: an agent that leaves at the end has recorded the
 end before.
 
@@ -87,7 +87,7 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """End the agent; no rank of this node is alive, or those that are end by themselves after the last step."""
+    """End the agent; no rank of this node is alive, or its ranks end by themselves after the last step."""
 
     exit_code: int = 0
     reason: str = ""

@@ -117,7 +117,7 @@ class StepMemory:
         self._parallel, self._on_cuda, self._allocated = parallel, parallel.device.type == "cuda", 0
 
     def begin(self) -> None:
-        """Begin a step: its peak is apart from that of loading the model."""
+        """Begin a step: its peak leaves out the loading of the model."""
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats(self._parallel.device)
             self._allocated = torch.cuda.memory_allocated(self._parallel.device)

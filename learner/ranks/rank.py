@@ -88,7 +88,7 @@ def main(
 ) -> int:
     """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment). Returns the process's exit code.
 
-    It is 0 after the last step or a drain, else that of the error, which is in the log and was sent to the feeder.
+    It is 0 after the last step or a drain, else the code of the error, which the log and the feeder have.
     """
     return exit_codes.run(partial(_take_steps, places, learner, staleness, weights, bus, debug or DebugConfig()), log)
 
@@ -298,7 +298,7 @@ class Rank:
         """Run the session: handshake (unless in ``start``), restore, steps, end. Raises AlarmStop, Fenced."""
         with self._feed.drained_by_sigterm(self._places.progress):
             start = start or self._feed.hello()
-            self._configure(start.step + 1, start)  # first: numbers of the checkpoint are those of its settings
+            self._configure(start.step + 1, start)  # first: a checkpoint's numbers belong to its settings
             if start.checkpoint is not None:
                 self._trainer.restore(self.checkpoints.load(start))
             elif start.initial is not None:
@@ -349,7 +349,7 @@ class Rank:
             self.checkpoints.begin(last.step, start.epoch, last.state, numbers=self._trainer.numbers)
 
     def _configure(self, step: int, start: Start) -> None:
-        """Take over the settings of a step: one that is executed again has those of its first execution."""
+        """Take over the settings of a step: a repeated step has the settings of its first execution."""
         record = next((record for last, record in start.settings if step <= last), {})
         settings = StepSettings.read(record) if record else self._own_settings
         if settings != self._settings:
