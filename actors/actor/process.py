@@ -179,9 +179,7 @@ async def _open_scorers(stack: AsyncExitStack, config: ActorConfig, bus: Bus) ->
 
 
 async def _watch_refusal(bus: Bus, actor_id: str) -> None:
-    """Raise ActorRefused when the learner refuses this actor; a row from before the start refers to an earlier process
-    of this name.
-    """
+    """Raise ActorRefused when the learner refuses this actor. A row from before the start is of an earlier process."""
     before: int | None = None
     async for row in bus.rows("run").watch(refused(actor_id), REFUSAL_EVERY_S):
         revision = 0 if row is None else row[1]
@@ -194,7 +192,6 @@ async def _watch_refusal(bus: Bus, actor_id: str) -> None:
 async def _update_heartbeat(
     heartbeat: HeartbeatPublisher, actor: Actor, activity: Activity, engines: EnginePool
 ) -> None:
-    """Keep the live row up to date."""
     while True:
         phase, waits_for = actor.phase()
         load = {**activity.load(), "in_flight": float(actor.in_flight)}

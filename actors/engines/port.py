@@ -1,6 +1,4 @@
-"""An inference engine as an actor sees it: token ids in; tokens, log-probs and versions out. Adapters:
-``engine_client.py``.
-"""
+"""An inference engine as an actor sees it: token ids in; tokens, log-probs, versions out. Adapter: ``HttpEngine``."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass

@@ -201,7 +201,6 @@ class ServerPool(Generic[Client]):
         """Read the states at once when a server changes while a request waits for one."""
 
         def wake() -> None:
-            """Start a read of the states, if a request waits."""
             if self._waiting:
                 self._refresh_now.wake()
 
@@ -291,7 +290,6 @@ class ServerPool(Generic[Client]):
         ]
 
         def rank(entry: Pooled[Client]) -> tuple[bool, bool, int, int, str]:
-            """Return the sort key of a server, the best one first."""
             name = entry.status.id
             return name == avoid, name != prefer, entry.in_flight, entry.chosen if self._in_turn else 0, name
 

@@ -69,9 +69,7 @@ class PolicyFault(Exception):
 
 
 class LossyOutput(io.FileIO):
-    """Standard output or error: text that a full disk or a closed pipe refuses is lost, and no error of the program
-    that prints it.
-    """
+    """Standard output or error, which loses text that a full disk or a closed pipe refuses, without an error."""
 
     def __init__(self, descriptor: int, report_lost: Callable[[str], None]) -> None:
         super().__init__(descriptor, "w", closefd=False)

@@ -32,9 +32,7 @@ ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "
 """Environments that ship, by name."""
 PROTOCOLS = ("chat", "text")
 CALL = r"<call>((?:[^<]|<(?!/?call>))*+)</call>"
-"""A call has no tag of a call in it: each opening tag is searched up to the next tag alone, so time is linear in the
-text.
-"""
+"""A call has no tag of a call in it: each opening tag is searched up to the next tag alone, in linear time."""
 RESULT = "<result>{result}</result>"
 
 
@@ -70,9 +68,7 @@ class PolicyClient:
         return await self._choice("/completions", {"model": "policy", "prompt": prompt, **parameters})
 
     async def save(self, state: object) -> None:
-        """Store where the episode is, so that another actor goes on from there (``again: resume``). Raises
-        RuntimeError.
-        """
+        """Store the episode's state, from which another actor goes on (``again: resume``). Raises RuntimeError."""
         await self._post("/state", {"state": state})
 
     async def truncated(self, limit: str) -> None:
@@ -112,9 +108,7 @@ class Played:
     spent: bool = False
     """True if the budget ended it."""
     cut: str = ""
-    """Option that ended it: ``max_turns`` (a call was not made, the environment had not ended) or ``max_tokens``; empty
-    = none.
-    """
+    """Option that ended it: ``max_turns`` (a call was not made, a game had not ended), ``max_tokens``; empty = none."""
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     """Messages of the next request, with protocol chat."""
     text: str = ""
@@ -142,21 +136,15 @@ class MultiTurn:
     stop: Sequence[str] = ()
     """Strings that end a turn."""
     max_tokens: int = 0
-    """Tokens of one turn at most; 0 = the task's. With tools, an episode whose last answer they cut is truncated; a
-    move is whole.
-    """
+    """Maximum tokens of a turn; 0 = the task's. With tools, an episode whose last answer they cut is truncated."""
     tool_seconds: float = 10.0
     """Limit of one call of a tool."""
     max_hung_calls: int = MAX_HUNG
-    """Calls of plain tools that still run after that limit. Their threads cannot be ended, so with one more the process
-    is.
-    """
+    """Calls of plain tools that may hang: their threads cannot be ended, so with one more the process is ended."""
     errors: str = "show"
     """A call that fails is shown to the model (show), or ends the episode (end)."""
     call: str = CALL
-    """With text: the regular expression of a call; group 1 is the argument of the first tool, or it has groups
-    ``tool``, ``argument``.
-    """
+    """With text: the expression of a call. Group 1 is the first tool's argument; or it has ``tool``, ``argument``."""
     result: str = RESULT
     """With text: the text put behind a call, with ``{result}``."""
     environment: str = ""
@@ -200,17 +188,13 @@ class MultiTurn:
 
     @property
     def chat_tools(self) -> Sequence[str]:
-        """Names of the tools that the chat template writes; none with protocol text, where the prompt describes
-        them.
-        """
+        """Names of the tools that the chat template writes; none with protocol text, whose prompt describes them."""
         return tuple(self._tools) if self.protocol == "chat" else ()
 
     async def run(
         self, data: Mapping[str, Any], base_url: str, api_key: str, saves: bool = False
     ) -> float | dict[str, float] | None:
-        """Play one episode; return its reward: None = ``actor.reward`` of the last answer. ``saves``: store a state
-        behind every turn.
-        """
+        """Play an episode; return its reward, None = ``actor.reward``. ``saves``: store a state behind every turn."""
         return self.reward(data, await self.play(data, base_url, api_key, saves=saves))
 
     async def _resume(
@@ -358,9 +342,7 @@ class MultiTurn:
         return choice
 
     def _cut(self, choice: Mapping[str, Any], played: Played) -> str:
-        """Return ``max_tokens`` where that option has cut the last answer of a chat; the task's own limit is known to
-        the gateway.
-        """
+        """Return ``max_tokens`` where it has cut the last answer of a chat; the gateway knows the task's own limit."""
         return "max_tokens" if self.max_tokens and played.done and choice.get("finish_reason") == "length" else ""
 
     async def _call_tool(self, tools: Mapping[str, Tool], name: str, arguments: object, played: Played) -> str:
@@ -390,17 +372,13 @@ def _arguments(text: object) -> object:
 
 
 def _messages(value: object, where: str, system: str = "") -> list[Mapping[str, Any]]:
-    """Return a text, or messages, as messages. Raises ValueError that names the message; TypeError for anything
-    else.
-    """
+    """Return a text, or messages, as messages. Raises ValueError naming the message; TypeError for anything else."""
     messages = chat_messages(value, where) if isinstance(value, list) else [{"role": "user", "content": _text(value)}]
     return [{"role": "system", "content": system}, *messages] if system else [*messages]
 
 
 def _behind(answer: str, observation: object) -> list[Mapping[str, Any]]:
-    """Return an answer and the observation behind it. Messages that begin with one of the assistant have the answer in
-    the environment's own form.
-    """
+    """Return an answer, as the observation repeats it where it begins with the assistant, and the observation."""
     messages = _messages(observation, "the environment's observation") if observation != [] else []
     has_answer = bool(messages) and messages[0].get("role") == "assistant"
     return messages if has_answer else [{"role": "assistant", "content": answer}, *messages]
