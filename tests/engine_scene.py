@@ -86,8 +86,6 @@ class ScriptedEngine:
         if self.hold is not None and isinstance(self.answers[0], Generation):
             self.hold.set()
 
-    async def pause(self, mode: str = "in_place") -> None: ...
-    async def resume(self) -> None: ...
     async def healthy(self) -> bool:
         return True
 

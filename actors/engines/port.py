@@ -120,16 +120,6 @@ class Engine(Protocol):
         """Abort one request, or all (None); they return their tokens so far. Unknown ids are ignored."""
         ...
 
-    async def pause(self, mode: str = "in_place") -> None:
-        """Stop decoding; requests sent meanwhile wait. ``in_place`` keeps the running requests, ``retract`` computes
-        their KV cache again later, ``abort`` ends them.
-        """
-        ...
-
-    async def resume(self) -> None:
-        """Resume decoding."""
-        ...
-
     async def healthy(self) -> bool:
         """Return whether it can be reached and serves. Raises no error of ``tidemill.actors.errors``."""
         ...

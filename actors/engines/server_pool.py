@@ -138,6 +138,11 @@ class Pooled(Generic[Client]):
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its process is no more: known no longer for ``GONE_S``, or another one is at its address."""
 
+    @property
+    def usable(self) -> bool:
+        """True if it serves, and is not in quarantine."""
+        return self.status.serving and self.quarantined_until <= time.monotonic()
+
     def remark(self, min_version: int) -> str:
         """Return why the server is not chosen for a request of ``min_version``, given that it is not."""
         if not self.status.serving:
@@ -200,21 +205,21 @@ class ServerPool(Generic[Client]):
     async def _watch(self, stack: AsyncExitStack) -> None:
         """Read the states at once when a server changes while a request waits for one."""
 
-        def wake() -> None:
-            if self._waiting:
-                self._refresh_now.wake()
-
         try:
-            await stack.enter_async_context(self._discovery.watch(wake))
+            await stack.enter_async_context(self._discovery.watch(self._refresh_waiting))
         except BusError as error:
             logger.warning("cannot subscribe to changes of %ss, polling only error=%s", self.noun, error)
+
+    def _refresh_waiting(self) -> None:
+        if self._waiting:
+            self._refresh_now.wake()
 
     @asynccontextmanager
     async def acquire(
         self, *, min_version: int = 0, timeout_s: float, avoid: str = "", prefer: str = ""
     ) -> AsyncIterator[tuple[str, Client]]:
-        """Yield (id, client) of a server that serves ``min_version`` or newer: the id ``avoid`` only if there is no
-        other, ``prefer`` if possible, else the one with the fewest requests.
+        """Yield (id, client) of a server that serves ``min_version`` or newer, with the fewest requests: ``prefer`` if
+        possible, ``avoid`` only if there is no other (ids).
 
         A ServerFault that leaves the block puts the server into quarantine (not when only its version is too old).
         Raises NoServer when there is none within ``timeout_s``, or none at once after ``give_up``.
@@ -282,12 +287,7 @@ class ServerPool(Generic[Client]):
             self._waiting.pop(ticket, None)
 
     def _best(self, min_version: int, avoid: str, prefer: str) -> Pooled[Client] | None:
-        now = time.monotonic()
-        able = [
-            entry
-            for entry in self._entries.values()
-            if entry.status.serving and entry.status.version >= min_version and entry.quarantined_until <= now
-        ]
+        able = [entry for entry in self._entries.values() if entry.usable and entry.status.version >= min_version]
 
         def rank(entry: Pooled[Client]) -> tuple[bool, bool, int, int, str]:
             name = entry.status.id
@@ -401,16 +401,15 @@ class EnginePool(ServerPool[Engine]):
 
     def overview(self) -> list[EngineOverview]:
         """Return the state of each engine."""
-        now = time.monotonic()
         return [
             {
                 "url": entry.status.url,
                 "id": entry.status.id,
-                "serving": entry.status.serving and entry.quarantined_until <= now,
+                "serving": entry.usable,
                 "version": entry.status.version,
                 "in_flight": entry.in_flight,
                 "failures": entry.failures,
-                "remark": entry.remark(0) if not entry.status.serving or entry.quarantined_until > now else "",
+                "remark": "" if entry.usable else entry.remark(0),
                 "nonce": entry.status.nonce,
                 "error": entry.error if entry.failures else "",
             }
