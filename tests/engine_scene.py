@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.actors.engines.port import EngineInfo, Generation
-from tidemill.actors.engines.server_pool import EnginePool, ServerStatus
+from tidemill.actors.engines.server_discovery import ServerStatus
+from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.bus.errors import BusError
 from tidemill.bus.wire.messages import Sampling, Span
 

@@ -16,7 +16,8 @@ from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.engines.membership import config_of_run, connected, default_id, first_row, section
 from tidemill.actors.engines.port import Engine
 from tidemill.actors.engines.responses import Responses
-from tidemill.actors.engines.server_pool import BusDiscovery, EnginePool, UrlDiscovery
+from tidemill.actors.engines.server_discovery import BusDiscovery, UrlDiscovery
+from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.actors.episodes.port import Rollout
 from tidemill.actors.errors import ActorRefused, BadRow
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms, served

@@ -15,7 +15,8 @@ from typing import Any
 
 import aiohttp
 
-from tidemill.actors.engines.server_pool import BusDiscovery, ServerPool
+from tidemill.actors.engines.server_discovery import BusDiscovery
+from tidemill.actors.engines.server_pool import ServerPool
 from tidemill.actors.errors import ScorerLost, ScorerUnavailable
 from tidemill.actors.scoring.server import ALIVE_S, SCORE, SCORE_GROUP
 from tidemill.bus.http.client import content_of, open_session
