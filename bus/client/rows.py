@@ -102,18 +102,8 @@ class Rows:
         """Write a row. Returns the new revision."""
         return await self._write(key, value, None)
 
-    async def create(self, key: str, value: Value) -> int:
-        """Write a row that must not exist. Returns its revision. Raises RowConflict."""
-        try:
-            return await self._write(key, value, 0)
-        except RowConflict:
-            present, revision, error = await self._read_row(key)
-            if present is not None or error is not None or not revision:
-                raise
-            return await self._write(key, value, revision)  # in place of the marker that a deleted row has left
-
     async def update(self, key: str, value: Value, revision: int) -> int:
-        """Write a row that must have this revision. Returns the new one. Raises RowConflict."""
+        """Write a row that must have this revision, 0 = not exist. Returns the new one. Raises RowConflict."""
         return await self._write(key, value, revision)
 
     async def change(

@@ -193,7 +193,7 @@ class Remote(AskingReward):
 
     def _read(self, answer: Any) -> Any:
         _refuse_failed(answer)
-        key = self._key or ("reward" if isinstance(answer, Mapping) and not _is_reward(answer) else "")
+        key = self.key or ("reward" if isinstance(answer, Mapping) and not _is_reward(answer) else "")
         if key:
             answer = answer.get(key) if isinstance(answer, Mapping) else None
         if not _is_reward(answer):
