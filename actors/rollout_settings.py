@@ -28,9 +28,7 @@ OF_VERIFIERS = "verifiers:"
 VERIFIERS = f"{Path(__file__).parent / 'episodes/programs/verifiers_taskset.py'}:Taskset"
 """The program that plays it: a file, because its interpreter may have nothing of ours."""
 DATASET = "dataset"
-"""``use`` of a rollout that takes the recorded responses of the rows as samples: the learner's feeder makes them, and
-no actor does.
-"""
+"""``use`` of a rollout that takes the recorded responses of the rows as samples: the feeder makes them, no actor."""
 MULTI_TURN = "multi_turn"
 BUILT_IN = {MULTI_TURN: "tidemill.actors.episodes.programs.multi_turn:MultiTurn"}
 """Rollouts that ship, by name."""
@@ -40,7 +38,7 @@ _USE = re.compile(
     rf"(?:{PROGRAM}|{OF_SLIME})[A-Za-z_][\w.]*:[A-Za-z_][\w.]*|{OF_VERIFIERS}[A-Za-z_][\w.@/-]*|{OF_OPENENV}(?:http|ws)s?://\S+"
 )
 USES = f"{', '.join([*BUILT_IN, DATASET])}, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL"
-AGAIN = ("restart", "replay", "resume")
+AGAIN = RESTART, REPLAY, RESUME = "restart", "replay", "resume"
 """Ways in which an actor continues an episode that another actor began."""
 MEMORY_MB = 4096
 """Limit of a child where none is set, as that of a reward's process."""
@@ -85,8 +83,7 @@ class RolloutConfig:
     options: JsonObject = field(default_factory=dict)
     """Passed to the class, or to every call of the function."""
     python: str = ""
-    """Interpreter of the program, which needs nothing of Tidemill (``multi_turn``, ``slime:`` and ``openenv:`` need
-    aiohttp); empty = the actor's own.
+    """Interpreter of a program that needs nothing of ours (maybe aiohttp, docs/rollouts.md); empty = the actor's own.
     """
     processes: Positive = 4
     """Child processes of an actor; they are started when there is work."""
@@ -95,8 +92,7 @@ class RolloutConfig:
     memory_mb: NotNegative = MEMORY_MB
     """Private memory of a child, and of each process that it starts; 0 = no limit."""
     cpu_s: NotNegative = 0
-    """Processor seconds of a child over its life, and of each process that it starts; the kernel ends one that needs
-    more. 0 = no limit.
+    """Processor seconds of a child over its life, and of each of its processes; then the kernel ends it. 0 = no limit.
     """
     open_files: NotNegative = 0
     """Open files of a child, and of each process that it starts; 0 = no limit."""
@@ -108,7 +104,7 @@ class RolloutConfig:
     """Time that an actor which drains gives running episodes before it hands them back; null =
     ``actor.drain_finish_s``.
     """
-    again: Annotated[str, OneOf(AGAIN)] = "restart"
+    again: Annotated[str, OneOf(AGAIN)] = RESTART
     """Way to continue an episode after its actor was killed: restart | replay | resume (docs/rollouts.md)."""
     unlogged: Literal["continue", "fail"] | None = None
     """With ``again: replay`` or ``resume``, an episode with an answer that cannot be stored: continue (it goes on
@@ -121,7 +117,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if self.recorded and (changed := [name for name in _names(self) if name != "use"]):
             raise ValueError(f"{changed[0]}: want use: {DATASET} alone, which has no program and no limits; remove it")
-        if self.unlogged == "fail" and self.again == AGAIN[0]:
+        if self.unlogged == "fail" and self.again == RESTART:
             raise ValueError(
                 f"unlogged: want again: replay or resume with fail, got again: {self.again}, which stores no answers"
             )
@@ -131,12 +127,11 @@ class RolloutConfig:
             self._refuse_for_taskset()
 
     def _refuse_for_taskset(self) -> None:
-        """Raise ValueError for settings that no taskset of verifiers takes."""
         if unknown := sorted(set(self.options) - {"taskset", "agent", "env", "renderer"}):
             raise ValueError(
                 f"options.{unknown[0]}: no such option with verifiers:TASKSET; there are taskset, agent, env, renderer"
             )
-        if self.again == "resume":
+        if self.again == RESUME:
             raise ValueError(
                 "again: want restart or replay with verifiers:TASKSET, whose environments have no state, got 'resume'"
             )
@@ -149,7 +144,7 @@ class RolloutConfig:
     @property
     def needs_log(self) -> bool:
         """True if an episode ends when its log cannot be written."""
-        return self.again == "resume" if self.unlogged is None else self.unlogged == "fail"
+        return self.again == RESUME if self.unlogged is None else self.unlogged == "fail"
 
     @property
     def program(self) -> str:
@@ -186,20 +181,16 @@ class RolloutConfig:
         if self.use.startswith(OF_OPENENV):
             arguments = {"url": self.use.removeprefix(OF_OPENENV), **self.options.get("environment_options", {})}
             return {**self.options, "environment": "openenv", "environment_options": arguments}
-        return (
-            {"generate": self.use.removeprefix(OF_SLIME), **self.options}
-            if self.use.startswith(OF_SLIME)
-            else self.options
-        )
+        if self.use.startswith(OF_SLIME):
+            return {"generate": self.use.removeprefix(OF_SLIME), **self.options}
+        return self.options
 
 
 def _names(config: RolloutConfig) -> list[str]:
     """Return the settings that differ from their defaults."""
-    fields = dataclasses.fields(config)
-    defaults = {
-        field.name: field.default_factory() if callable(field.default_factory) else field.default for field in fields
-    }
-    return [name for name, default in defaults.items() if getattr(config, name) != default]
+    defaults = RolloutConfig(use=MULTI_TURN)
+    names = [field.name for field in dataclasses.fields(config)]
+    return [name for name in names if getattr(config, name) != getattr(defaults, name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,28 +208,22 @@ class RolloutPrograms:
 
     def only(self, names: Collection[str]) -> "RolloutPrograms":
         """Return those with these names."""
-        return dataclasses.replace(self, rollouts={name: one for name, one in self.rollouts.items() if name in names})
+        rollouts = {name: rollout for name, rollout in self.rollouts.items() if name in names}
+        return dataclasses.replace(self, rollouts=rollouts)
 
 
 def served(rollouts: Mapping[str, RolloutConfig], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the rollouts that an actor with ``actor.rollouts: names`` serves, single turns by their name. Raises
-    ValueError.
-    """
+    """Return the rollouts that an actor with ``actor.rollouts: names`` serves, single turns too. Raises ValueError."""
     able = (SINGLE_TURN, *(name for name, rollout in rollouts.items() if not rollout.recorded))
     for name in names:
         if name not in able:
-            recorded = "whose samples are the recorded responses of its rows, and no actor makes them"
-            nearest = difflib.get_close_matches(str(name), able, n=1, cutoff=0.5)
-            why = (
-                recorded
-                if name in rollouts
-                else f"did you mean {nearest[0]!r}?"
-                if nearest
-                else "which is none of them"
-            )
-            raise ValueError(
-                f"actor.rollouts: want names in rollouts, or {SINGLE_TURN} ({', '.join(able)}), got {name!r}, {why}"
-            )
+            why = "which is none of them"
+            if name in rollouts:
+                why = "whose samples are the recorded responses of its rows, and no actor makes them"
+            elif nearest := difflib.get_close_matches(str(name), able, n=1, cutoff=0.5):
+                why = f"did you mean {nearest[0]!r}?"
+            want = f"want names in rollouts, or {SINGLE_TURN} ({', '.join(able)})"
+            raise ValueError(f"actor.rollouts: {want}, got {name!r}, {why}")
     return tuple(name for name in able if name in names) if names else able
 
 

@@ -31,7 +31,7 @@ from tidemill.bus.client.addresses import HERE, Reach
 from tidemill.bus.http.access import Access, RunAccess, TokenAccess
 from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import Keys, RunKeys
-from tidemill.learner.checkpoints.keeper import CheckpointServer
+from tidemill.learner.checkpoints.node_copies import CheckpointServer
 from tidemill.rewards.registry import load
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.format.manifest import Manifest

@@ -43,10 +43,6 @@ class History:
         """Return the Unix time of the server's clock, by which ``stored_s`` is measured, too."""
         return unix_time((await self._jet.call(f"STREAM.INFO.{self._stream}"))["ts"])
 
-    async def newest_s(self) -> float:
-        """Return the time at which the newest message was stored, by the same clock."""
-        return unix_time((await self._jet.call(f"STREAM.INFO.{self._stream}"))["state"]["last_ts"])
-
     async def glimpses(self, first: int, last: int | None = None) -> AsyncIterator[Glimpse]:
         """Yield the headers of the samples from ``first`` to ``last``; for ever without a last one."""
         async for delivered in self._read(first, last, headers_only=True):

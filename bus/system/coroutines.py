@@ -4,7 +4,7 @@ error in a group.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -30,6 +30,24 @@ async def first_of(*works: Awaitable[object]) -> tuple[asyncio.Future[object], .
             future.cancel()
         await asyncio.gather(*futures, return_exceptions=True)
     return futures
+
+
+async def all_of(
+    works: Iterable[Coroutine[Any, Any, Result]], *, on_end: Callable[[], None] = lambda: None
+) -> list[Result]:
+    """Run works concurrently and return their results in order. The first error cancels the others and is raised.
+
+    ``on_end``: called when each of them has ended, however it ends.
+    """
+    tasks: list[asyncio.Task[Result]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                tasks.append(group.create_task(work))
+                tasks[-1].add_done_callback(lambda _: on_end())
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+    return [task.result() for task in tasks]
 
 
 @asynccontextmanager

@@ -121,17 +121,19 @@ def check_call(
     ``given``: names of its positional arguments. A parameter with a default that is not offered keeps its default.
     Raises FunctionRefused for a function that cannot be called so.
     """
-    form = ", ".join([*given, *(["*", *offered] if offered else [])])
-    want = f"a function ({form})" + (", with any of the named ones" if offered else "")
+    call = ", ".join([*given, *(["*", *offered] if offered else [])])
+    want = f"a function ({call})" + (", with any of the named ones" if offered else "")
     if inspect.isclass(function) or inspect.iscoroutinefunction(function):
         reason = "a class" if inspect.isclass(function) else "an async function"
         raise FunctionRefused(path, Defect.KIND, reason, setting, want)
+    form = ""
     try:
         signature = inspect.signature(function)
+        form = f": it takes {signature}"
         parameters = signature.parameters.values()
         by_name = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
         accepted = frozenset(by_name.intersection(offered))
         signature.bind(*given, **dict.fromkeys(accepted))
     except (TypeError, ValueError) as error:
-        raise FunctionRefused(path, Defect.SIGNATURE, str(error), setting, want) from None
+        raise FunctionRefused(path, Defect.SIGNATURE, f"{error}{form}", setting, want) from None
     return accepted

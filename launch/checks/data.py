@@ -74,9 +74,7 @@ class SourceReading:
 
     @classmethod
     def of(cls, source: Source, rules: RowRules, recorded: Collection[str]) -> "SourceReading":
-        """Read a source. ``recorded``: rollouts with recorded responses. Raises PromptError for a source that cannot be
-        read.
-        """
+        """Read a source; ``recorded``: rollouts with recorded responses. Raises PromptError for an unreadable one."""
         refuse_template(source.template)
         reading, until = cls(source=source), time.monotonic() + READ_S
         for scanned in scan_rows(source):
@@ -124,7 +122,6 @@ class SourceReading:
         self.rows = [row for number, row in enumerate(self.rows) if number not in bad]
 
     def __str__(self) -> str:
-        """Return how much was read and tokenized."""
         size = f"{self.read} prompts read"
         if not self.complete:
             share = "" if self.total is None else f" of {self.total} ({100 * self.read / self.total:.2g} %)"
@@ -229,9 +226,7 @@ def check_data(
 def check_evaluation(
     report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None
 ) -> Prompts | None:
-    """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about the sets that are
-    read.
-    """
+    """Report bad rows and errors in the evaluation sets of a run with evaluations; return facts about them."""
     rows: list[PromptRow] = []
     for name, eval_set in config.eval.sets.items() if config.eval.every else ():
         setting, data, before = f"eval.sets.{name}", eval_set.data(config.data), len(report.errors)
@@ -317,17 +312,13 @@ def _check_grouped(report: Report, config: RunConfig, rows: Sequence[PromptRow],
     """Warn where no row has the metadata of ``group_reward_when``; if not all rows are read, nothing is known."""
     when = config.actor.group_reward_when
     if when and complete and not any(fits(when, row.metadata) for row in rows):
-        want, cure = (
-            f"rows with metadata {when!r:.200}",
-            "fix it, or data.metadata_key: their samples are scored one by one",
-        )
+        want = f"rows with metadata {when!r:.200}"
+        cure = "fix it, or data.metadata_key: their samples are scored one by one"
         report.warning("data", report.at("actor.group_reward_when"), want=want, got=f"none of {len(rows)}", cure=cure)
 
 
 def _check_passes(report: Report, config: RunConfig, in_pass: int) -> None:
-    """Report where a number of passes ends the run, and a learning rate that ends elsewhere. ``in_pass``: prompts of a
-    pass.
-    """
+    """Report where the passes (of ``in_pass`` prompts) end the run, and a learning rate that ends elsewhere."""
     learner = config.learner
     steps = -(-learner.num_epochs * in_pass // learner.groups_per_step)
     if steps >= learner.steps:
@@ -356,7 +347,6 @@ def _check_passes(report: Report, config: RunConfig, in_pass: int) -> None:
 
 
 def _in_pass(readings: Sequence[SourceReading]) -> int:
-    """Return the prompts of a pass."""
     return sum(Share(first=0, size=reading.read, weight=reading.source.weight, name="").in_pass for reading in readings)
 
 
@@ -374,15 +364,17 @@ def _check_prepared(report: Report, config: RunConfig) -> Prompts:
     if config.prepare.kind == "digits":  # a token a character
         longest = "0" * config.prepare.max_digits + "="
         tokens = len(config.data.template.replace("{prompt}", longest) or longest)
-        room = config.prepare.max_position - config.sampling.max_new_tokens
+        room = config.prepare.values["max_position_embeddings"] - config.sampling.max_new_tokens
         if tokens > room > 0:
-            want = f"<= {room} for the longest prompt: prepare.max_position less sampling.max_new_tokens"
+            want = (
+                f"<= {room} for the longest prompt: prepare.model.max_position_embeddings less sampling.max_new_tokens"
+            )
             report.error(
                 "data",
                 report.at("prepare.max_digits"),
                 want=want,
                 got=f"{tokens} tokens",
-                cure="raise prepare.max_position",
+                cure="raise prepare.model.max_position_embeddings",
             )
     _check_grouped(report, config, [row], complete=True)
     report.good("data", f"made at the start: {config.prepare.kind}")
@@ -438,7 +430,7 @@ def _check_files(report: Report, config: RunConfig) -> None:
 
 
 def _size(source: Source) -> int | None:
-    """Return the rows of a source, by its files' size where that takes no time; None = not known."""
+    """Return the rows of a source, where counting takes no time; None = not known."""
     count = count_rows(source.path)
     return None if count is None else len(range(count)[source.start : source.stop])
 

@@ -42,7 +42,6 @@ def check_devices(
 
 
 def _refuse_allocator(config: RunConfig, node: Node, placed: Placed) -> None:
-    """Raise PlacementRefused for an environment in which colocated processes could not release their memory."""
     for rank in placed.ranks:
         rank_variables(node, rank, config, os.environ)
     if config.learner.colocated and any(engine.uuids for engine in placed.engines):
@@ -50,9 +49,7 @@ def _refuse_allocator(config: RunConfig, node: Node, placed: Placed) -> None:
 
 
 def _want_cuda(report: Report, config: RunConfig, *, engines: int, learner: bool) -> None:
-    """Refuse ``device: cuda`` where there is no driver of NVIDIA. (Without nvidia-smi there may be one, and torch finds
-    its devices.)
-    """
+    """Refuse ``device: cuda`` without a driver. (Without nvidia-smi there may be one, and torch finds its devices.)"""
     if GPU.exists():
         return
     is_builtin = engines and config.engine.kind == "builtin"
@@ -67,7 +64,7 @@ def _want_cuda(report: Report, config: RunConfig, *, engines: int, learner: bool
 
 
 def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *, ranks: int) -> None:
-    """Compare what ranks on GPUs keep in this machine's memory (offloaded state, copies of weights) with its size."""
+    """Compare what ranks on GPUs keep in this machine's memory with its size."""
     if model.shape is None and not model.tensors:
         report.good("host memory", "not checked: the tensors of the model are not known")
         return
@@ -96,7 +93,6 @@ def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *
 
 
 def _report_unchecked(report: Report, node: Node, placed: Placed, size: ModelSize) -> None:
-    """Report the devices whose memory has not been compared with the needs of their processes."""
     used = {uuid for rank in placed.ranks for uuid in rank.uuids} | {
         uuid for engine in placed.engines for uuid in engine.uuids
     }
@@ -108,7 +104,6 @@ def _report_unchecked(report: Report, node: Node, placed: Placed, size: ModelSiz
 
 
 def _kept_outside(config: RunConfig) -> dict[str, bool]:
-    """Settings that move a rank's memory to the machine, and whether each of them is on."""
     learner = config.learner
     return {
         "learner.offload_optimizer": learner.offload_optimizer,

@@ -36,9 +36,7 @@ ANSWER_S = 0.5
 """Share of the free disk that nats-server takes for its streams. Measured with 2.15.1: it logs
 "Max Storage" 1.50 GB on a disk of 2 GB."""
 MORE_FOR_BEST = 3
-"""Checkpoints that ``eval.best`` keeps beside the newest: the best, and the ones of the version under evaluation and of
-the next.
-"""
+"""Checkpoints that ``eval.best`` keeps: the best, that of the version under evaluation and the next."""
 MODEL_BYTES = 4
 """Bytes on disk per parameter of a model, float32."""
 CHECKPOINT_BYTES = 16
@@ -54,9 +52,7 @@ STORE_ANSWER_S = 20.0
 
 
 def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
-    """Check that the engine's program exists, and the release of SGLang beside it; ``here``: engines are started on
-    this machine.
-    """
+    """Check the engine's program and the release of SGLang; ``here``: engines are started on this machine."""
     engine = config.engine
     if engine.kind != "sglang" or engine.sglang.url:
         user = (
@@ -83,10 +79,8 @@ def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
         return
     releases = _installed(program, "sglang")
     if releases is not None and not releases:
-        want, got = (
-            "the Python interpreter of an environment with SGLang",
-            f"{engine.sglang.python!r}, whose packages have no sglang",
-        )
+        want = "the Python interpreter of an environment with SGLang"
+        got = f"{engine.sglang.python!r}, whose packages have no sglang"
         report.warning(
             "engine", where, want=want, got=got, cure="install it there (docs/sglang.md), or give another one"
         )
@@ -94,17 +88,13 @@ def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
         try:
             release_of(engine.sglang.python, release)
         except EngineFailed:
-            want, got = (
-                f"an environment with SGLang {written(OLDEST)} or newer",
-                f"{engine.sglang.python!r}: SGLang {release}",
-            )
+            want = f"an environment with SGLang {written(OLDEST)} or newer"
+            got = f"{engine.sglang.python!r}: SGLang {release}"
             severity("engine", where, want=want, got=got, cure="install a newer release there (docs/sglang.md)")
 
 
 def _installed(program: str, package: str) -> list[str] | None:
-    """Return the releases of a package in the virtual environment of an interpreter; None where it has another
-    layout.
-    """
+    """Return the releases of a package in an interpreter's environment; None where it has another layout."""
     places = list(Path(program).parent.parent.glob("lib/python3*/site-packages"))
     folders = [folder for place in places for folder in place.glob(f"{package}-*.dist-info")]
     return (
@@ -142,7 +132,6 @@ def check_bus(
 
 
 def _wrong_servers(url: str) -> str:
-    """Return the defect of the address; empty if there is none."""
     if "://" not in url and ":" not in url:
         return "no port"
     try:
@@ -156,8 +145,7 @@ def _wrong_servers(url: str) -> str:
 
 
 def _check_stream(report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None) -> None:
-    """Check that SAMPLES has room for the samples between the kept checkpoints, computed for the longest prompt, or the
-    longest possible.
+    """Check that SAMPLES has room for the samples between the kept checkpoints, for the longest prompt.
 
     Too little room for the longest prompt is an error; for the longest possible one it is a warning, since a context of
     100,000 tokens needs many times the room that prompts of 200 need.
@@ -182,9 +170,7 @@ def _check_stream(report: Report, config: RunConfig, model: CheckedModel | None,
 
 
 def _check_plan(report: Report, config: RunConfig, max_payload: int, where: str) -> None:
-    """Check that the plan of a step fits in one message: with one sequence a sample, and with as many as the rollouts'
-    budgets allow.
-    """
+    """Check that the plan of a step fits in one message, also with the sequences that budgets allow."""
     samples, groups, room = config.samples_per_step, config.learner.groups_per_step, max_payload - HEADER_RESERVE_BYTES
     versions = config.staleness.max_lag + 1
     want = f"room for the plan of a step, of {groups} groups and {samples} samples, in one message"
@@ -209,9 +195,7 @@ def _check_plan(report: Report, config: RunConfig, max_payload: int, where: str)
 
 
 def _most_sequences(budget: Budget) -> int:
-    """Return the largest number of sequences that a budget allows an episode; 1 where it limits none of what makes
-    them.
-    """
+    """Return the largest number of sequences that a budget allows an episode; 1 without a limit."""
     # A sequence has a turn of its own, a sampled token, and a token of context.
     limits = [limit for limit in (budget.turns, budget.tokens, budget.total_tokens // 2) if limit]
     return min(limits, default=1)
@@ -239,9 +223,7 @@ def _reach(report: Report, where: str, config: RunConfig) -> None:
 
 
 def _info(server: str) -> dict[str, object]:
-    """Return a server's INFO. Raises OSError, ValueError. Source: docs.nats.io, "NATS Protocol": it is sent first,
-    before TLS, too.
-    """
+    """Return a server's INFO, its first line. Raises OSError, ValueError. Source: docs.nats.io, "NATS Protocol"."""
     parts = urlsplit(server)
     with socket.create_connection((parts.hostname or "", parts.port or 4222), timeout=ANSWER_S) as opened:
         line = opened.makefile("rb").readline(1 << 16)
@@ -266,9 +248,7 @@ def _check_server(report: Report, where: str, server: str, info: dict[str, objec
 
 
 def _writable(report: Report, setting: str, directory: Path) -> Path | None:
-    """Return the nearest directory that exists; None, after an error, where ``directory`` cannot be made in it, or
-    written to.
-    """
+    """Return the nearest directory that exists; None, after an error, where it cannot be written to."""
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return existing
@@ -280,9 +260,7 @@ def _writable(report: Report, setting: str, directory: Path) -> Path | None:
 
 
 def check_places(report: Report, config: RunConfig, model: CheckedModel | None, *, trains: bool = True) -> None:
-    """Check that the run's directory can be written, and that the disk has room for checkpoints and for the bus's
-    store.
-    """
+    """Check that the run's directory can be written, and that its disk has room."""
     logs = config.learner.megatron.get(MEGATRON_LOGS)
     if isinstance(logs, str) and logs:
         _writable(report, f"learner.megatron.{MEGATRON_LOGS}", Path(logs))
@@ -337,9 +315,7 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None, 
 
 
 def _checkpoint_bytes(config: RunConfig, model: CheckedModel) -> int:
-    """Return the bytes of one checkpoint: the state of the policy or of its adapters, the critic's, and a reference
-    that moves.
-    """
+    """Return the bytes of a checkpoint: state of the policy or its adapters, critic, a reference that moves."""
     learner, parameters = config.learner, model.num_parameters
     state = model.num_trained or parameters if learner.lora.rank else parameters
     if learner.algorithm.by_critic:
@@ -350,9 +326,7 @@ def _checkpoint_bytes(config: RunConfig, model: CheckedModel) -> int:
 
 
 def _models_kept(config: RunConfig) -> int:
-    """Return the number of Hugging Face directories at the end of the run: the last one, and the directories of earlier
-    steps.
-    """
+    """Return the number of Hugging Face directories at the end of the run."""
     every, keep = config.learner.save_hf_every, config.learner.keep_hf
     num_models = config.learner.steps // every if every else 0
     return 1 + (min(num_models, keep) if keep else num_models)
@@ -405,9 +379,7 @@ def check_store(report: Report, config: RunConfig, *, reach: bool, answer_s: flo
 
 
 def _reach_store(report: Report, where: str, store: ObjectStore, answer_s: float) -> None:
-    """Write, read and remove a small object, in a thread that a store without an answer keeps, and that ends with the
-    process.
-    """
+    """Write, read and remove a small object, in a thread: a store without an answer would block for ever."""
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def probe() -> None:

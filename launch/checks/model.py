@@ -18,7 +18,6 @@ from tidemill.launch.checks.weights import check_megatron, check_tuning
 from tidemill.launch.devices.demand import ModelSize
 from tidemill.launch.devices.memory_table import MemoryRow, memory_rows, state_rows, valued
 from tidemill.launch.devices.trained import Shapes, trained_tensors
-from tidemill.launch.settings.prepare_config import PrepareConfig
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
 from tidemill.learner.settings.megatron_arguments import refusals as argument_refusals
@@ -62,8 +61,7 @@ class CheckedModel:
     tensors: Shapes = field(default_factory=dict, repr=False)
     """Shapes of the weights by name."""
     critic: ModelShape | None = None
-    """The model in ``learner.critic.path``; None = there is none, or it is of a family that the built-in engine lacks.
-    """
+    """The model in ``learner.critic.path``; None = none, or of a family that the built-in engine lacks."""
     routed_bytes: int = 0
     """Bytes of the experts of one token in a sample, where they are replayed; else 0."""
     num_trained: int | None = None
@@ -77,22 +75,18 @@ class CheckedModel:
 
 
 def rank_rows(model: CheckedModel, config: RunConfig, *, cuda: bool) -> tuple[MemoryRow, ...]:
-    """Return the table of memory of a model: for a family that only SGLang serves without activations, logits and the
-    engine.
-    """
+    """Return the table of memory; for a family that only SGLang serves without activations, logits and engine."""
     if model.shape is None:
         return state_rows(model.tensors, config, cuda=cuda, critic=model.critic_tensors)
     return memory_rows(model.shape, config, cuda=cuda, critic=model.critic)
 
 
 def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedModel | None:
-    """Report errors in the model; return its facts, None if other checks are impossible without it. ``made``:
-    ``prepare`` makes it.
-    """
+    """Report errors in the model; return its facts, None after an error. ``made``: ``prepare`` makes it."""
     path = Path(config.model.path)
     prepare = config.prepare if made else None
     where = "prepare" if prepare is not None else f"{path}/config.json"
-    values = prepared_values(prepare) if prepare is not None else _read_config(report, config.model)
+    values = {"model_type": "qwen3", **prepare.values} if prepare is not None else _read_config(report, config.model)
     if values is None:
         return None
     before = len(report.errors)
@@ -150,23 +144,6 @@ def _routed_bytes(config: RunConfig, values: Mapping[str, object]) -> int:
     return 0 if routed is None else routed.bytes_per_token
 
 
-def prepared_values(prepare: PrepareConfig) -> dict[str, object]:
-    """Return the fields of the config.json that ``prepare`` will write, as far as the checks read them."""
-    return {
-        "model_type": "qwen3",
-        "vocab_size": prepare.vocab_size or {"digits": 16, "gsm8k": 512}[prepare.kind],
-        "hidden_size": prepare.hidden,
-        "intermediate_size": prepare.intermediate,
-        "num_hidden_layers": prepare.layers,
-        "num_attention_heads": prepare.heads,
-        "num_key_value_heads": prepare.kv_heads,
-        "head_dim": prepare.head_dim,
-        "max_position_embeddings": prepare.max_position,
-        "rope_theta": prepare.rope_theta,
-        "tie_word_embeddings": prepare.tie_embeddings,
-    }
-
-
 def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:
     path, want = Path(model.path), "a directory with a Hugging Face model (config.json, *.safetensors, tokenizer.json)"
     if not model.path:
@@ -211,7 +188,6 @@ def _check_layout(report: Report, config: RunConfig, values: Mapping[str, object
 
 
 def _check_settings(report: Report, config: RunConfig, values: Mapping[str, object]) -> None:
-    """Refuse settings about experts that the model has no use for."""
     learner, family = config.learner, values.get("model_type")
     experts, biased = family in EXPERTS_OF, family in WITH_BIAS
     if family not in FAMILIES:
@@ -232,9 +208,7 @@ def _check_settings(report: Report, config: RunConfig, values: Mapping[str, obje
 
 
 def _shape(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> ModelShape | None:
-    """Return the sizes for the built-in decoder; None for a model that it does not support, which is an error unless
-    SGLang serves it.
-    """
+    """Return the sizes for the built-in decoder; None for a model that it lacks: an error, unless SGLang serves it."""
     family = values.get("model_type")
     is_trainable = family in FAMILIES or bool(config.learner.bridge)  # another one has been reported already
     if not is_trainable or (family not in DECODED and config.engine.kind == "sglang"):
@@ -262,7 +236,6 @@ def _tensors(report: Report, path: Path) -> Tensors:
 
 
 def _check_weights(report: Report, path: Path, of_config: Tensors, in_files: Tensors) -> None:
-    """Compare names and shapes in the files with the names and shapes that follow from config.json."""
     for name, shape in of_config.items():
         if in_files.get(name) != shape:
             got = "none" if name not in in_files else f"one of {in_files[name]}"
@@ -274,8 +247,7 @@ def _check_weights(report: Report, path: Path, of_config: Tensors, in_files: Ten
 
 
 def size_here(config: RunConfig, model: Path | None = None) -> ModelSize:
-    """Return the sizes of the run's model, if its files are on this machine; else, and where they cannot be read, an
-    empty one.
+    """Return the sizes of the run's model, if its files are on this machine; else an empty size.
 
     ``model``: its directory here; None = ``model.path``. For processes that start after the check: a broken file is
     named by its reader.
@@ -292,7 +264,6 @@ def size_here(config: RunConfig, model: Path | None = None) -> ModelSize:
 
 
 def _critic_tensors(path: Path) -> Tensors | None:
-    """Return the tensors of a critic that starts from a model here; None = not known."""
     try:
         return valued(ModelShape.read(path)).tensors()
     except (UnsupportedModel, *UNREADABLE):
@@ -300,9 +271,7 @@ def _critic_tensors(path: Path) -> Tensors | None:
 
 
 def tensors_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor in a model directory, from the headers of its safetensors files. Raises
-    ValueError, OSError.
-    """
+    """Return the shape of every tensor, from the headers of the safetensors files. Raises ValueError, OSError."""
     if (path / INDEX).is_file():
         files = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
     else:
@@ -316,9 +285,7 @@ def tensors_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape from one header. Source: huggingface.co/docs/safetensors, "Format": eight bytes of length,
-    then a JSON map.
-    """
+    """Return the shapes in a header: eight bytes of length, a JSON map (huggingface.co/docs/safetensors, "Format")."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         if length > HEADER_MOST:
@@ -331,9 +298,7 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check_context(report: Report, config: RunConfig, model: CheckedModel, positions: int) -> None:
-    """Compare the lengths of prompts and responses with the contexts of model and engine, and stop tokens with the
-    vocabulary.
-    """
+    """Compare lengths of prompts and responses with the contexts, and stop tokens with the vocabulary."""
     _check_stops(report, config, model.vocab_size)
     new, longest = config.sampling.max_new_tokens, config.data.max_prompt_tokens
     if config.engine.max_context > positions:
@@ -357,35 +322,27 @@ def _check_stops(report: Report, config: RunConfig, vocab_size: int) -> None:
     }
     for setting, ids in settings.items():
         if outside := [token for token in ids or () if token >= vocab_size]:
-            want, where = (
-                f"ids below {vocab_size}, the size of the model's vocabulary",
-                report.at(f"{setting}.stop_token_ids"),
-            )
+            want = f"ids below {vocab_size}, the size of the model's vocabulary"
+            where = report.at(f"{setting}.stop_token_ids")
             report.error(
                 "model", where, want=want, got=outside[0], cure="ids of tokens are in the model's tokenizer.json"
             )
 
 
 def _check_reference(report: Report, config: RunConfig, values: Mapping[str, object], tensors: Tensors) -> None:
-    """Check the reference model: its weights replace the policy's for a forward pass, so they must have the same
-    shapes.
-    """
+    """Check the reference model: its weights replace the policy's for a forward pass, so shapes must be equal."""
     reference = config.learner.algorithm.kl.reference
     if not reference:
         return
-    where, want = (
-        report.at("learner.algorithm.kl.reference"),
-        "the directory of a model with the sizes of the trained one",
-    )
+    where = report.at("learner.algorithm.kl.reference")
+    want = "the directory of a model with the sizes of the trained one"
     try:
         its = json.loads((Path(reference) / "config.json").read_text(encoding="utf-8"))
-        family, reference_tensors = (
-            its["model_type"],
-            (
-                ModelShape.of(its, where=reference).tensors()
-                if its["model_type"] in DECODED
-                else tensors_in(Path(reference))
-            ),
+        family = its["model_type"]
+        reference_tensors = (
+            ModelShape.of(its, where=reference).tensors()
+            if its["model_type"] in DECODED
+            else tensors_in(Path(reference))
         )
         configs = as_older(values), as_older(its)
     except UNREADABLE as error:
@@ -414,9 +371,7 @@ def _check_reference(report: Report, config: RunConfig, values: Mapping[str, obj
 
 
 def _check_critic(report: Report, config: RunConfig, vocab_size: int, max_positions: int) -> ModelShape | None:
-    """Check the model that the critic starts from, and return its shape: it reads the policy's tokens, in the policy's
-    layout.
-    """
+    """Check the model that the critic starts from, and return its shape: it reads the policy's tokens."""
     learner = config.learner
     if not learner.critic.path:
         return None

@@ -17,8 +17,7 @@ class PreparedPaths:
 
 
 def made_before(config: RunConfig) -> Path | None:
-    """Return the directory of another run's prepared files, if model and prompts are those and were made with the same
-    settings.
+    """Return the directory of another run's prepared files, if the run uses them and they were made with its settings.
 
     So it is with the configuration that a run keeps in its directory, when a new run begins with it
     (``--from-checkpoint``).
@@ -39,8 +38,7 @@ def made_before(config: RunConfig) -> Path | None:
 
 
 def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> PreparedPaths:
-    """Report files of ``prepare`` that nothing would read, or that exist with other settings; return the files that
-    will be made.
+    """Report prepared files that nothing reads, or that exist with other settings; return those that will be made.
 
     ``fresh``: the content of the run's directory is removed first.
     """
@@ -55,10 +53,8 @@ def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> Prepared
         report.good("prepare", f"{before}: made by an earlier run, with the same settings")
         return PreparedPaths()
     if not used.model and not used.prompts:
-        want, cure = (
-            "either this and data.path, or prepare, which makes both",
-            "remove prepare (--set prepare=null), or the two paths",
-        )
+        want = "either this and data.path, or prepare, which makes both"
+        cure = "remove prepare (--set prepare=null), or the two paths"
         report.error("prepare", report.at("model.path"), want=want, got="all of them", cure=cure)
     elif not (used.model and used.prompts):
         setting, value = ("data.path", config.data.path) if used.model else ("model.path", config.model.path)

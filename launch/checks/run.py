@@ -23,9 +23,7 @@ class Purpose:
     trains: bool = True
     """False if it starts no learner: the evaluation sets are its only data."""
     starts_workers: bool = True
-    """True if it starts ``up.actors``, ``up.engines`` and ``up.scorers`` on this machine: their reward and program must
-    be here.
-    """
+    """True if it starts actors, engines and scorers on this machine: reward and program must be here."""
     uses_bus: bool = False
     """True if it needs the server at ``bus.url`` at once."""
     resumes: bool = False
@@ -37,11 +35,10 @@ class Purpose:
 
 
 def check(loaded: Loaded, purpose: Purpose) -> Report:
-    """Return the report of all checks. It takes about a second, starts no process but nvidia-smi, loads no torch, and
-    writes nothing.
+    """Return the report of all checks. It takes about a second, loads no torch, and writes nothing.
 
-    Only a store of checkpoints gets a small object, which is removed, where the purpose reaches for other services; and
-    programs of rollouts are loaded in processes where the chat template writes no tools, as they may have some.
+    It starts nvidia-smi, and a process for code of the user's own: losses, hooks, programs of rollouts. A store of
+    checkpoints gets a small object, which is removed, where the purpose reaches for other services.
     """
     config, report = loaded.config, Report(loaded.origins)
     prepared = check_prepare(report, config, fresh=purpose.fresh)

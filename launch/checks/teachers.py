@@ -20,9 +20,7 @@ TOKENIZER = "tokenizer.json"
 def check_teachers(
     report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None, *, reach: bool
 ) -> None:
-    """Report teachers that cannot score the samples of the run. ``data``: None = not known; ``reach``: ask their
-    servers.
-    """
+    """Report teachers that cannot score the run's samples. ``data``: None = not known; ``reach``: ask their servers."""
     teachers = [*config.actor.teachers.values()]
     for teacher in teachers:
         where = report.at("actor.teachers")
@@ -69,10 +67,8 @@ def _check_directory(
         )
         return
     if model is not None and shape.max_positions < model.context:
-        want, got = (
-            f"a context of at least {model.context} tokens, the trained model's",
-            f"{teacher.name}: {shape.max_positions}",
-        )
+        want = f"a context of at least {model.context} tokens, the trained model's"
+        got = f"{teacher.name}: {shape.max_positions}"
         report.error("teachers", where, want=want, got=got, cure="use another teacher, or set engine.max_context")
         return
     report.good(
@@ -108,7 +104,7 @@ def _check_server(
     model: CheckedModel | None,
     data: Prompts | None,
 ) -> None:
-    """Ask a server for its model, and with a temperature other than 1, of the run or a row, whether it scores at it.
+    """Ask a server for its model, and whether it scores at a temperature other than 1, if a row or the run has one.
 
     One that is away is a warning.
     """
@@ -136,7 +132,6 @@ def _check_server(
 
 
 def _get(url: str) -> dict[str, object]:
-    """Return the JSON map at an address. Raises OSError, ValueError."""
     with direct_opener().open(url, timeout=ANSWER_S) as answer:
         answer_map = json.loads(answer.read(1 << 20))
     if not isinstance(answer_map, dict):

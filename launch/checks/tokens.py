@@ -110,8 +110,7 @@ def _template(report: Report, config: RunConfig, model: CheckedModel) -> Message
 
 
 def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -> None:
-    """Report tools of rollouts that the model's chat template leaves out. Those of a renderer are checked with the
-    renderer.
+    """Report tools of rollouts that the chat template leaves out. Those of a renderer are checked with it.
 
     A program by import path is loaded in a child, as an actor does it, but only where the template writes no tools at
     all.
@@ -130,10 +129,8 @@ def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -
             continue
         if not tools:
             continue
-        want, cure = (
-            "a chat template that writes tools, or the option protocol: text",
-            f"change chat_template.jinja in {model.directory}",
-        )
+        want = "a chat template that writes tools, or the option protocol: text"
+        cure = f"change chat_template.jinja in {model.directory}"
         offered = f" for {', '.join(tools)}" if setting == "use" else ""
         report.error("rollouts", report.at(f"rollouts.{name}.{setting}"), want=want, got=got + offered, cure=cure)
 
@@ -142,7 +139,7 @@ async def _tools_of_program(rollout: RolloutConfig) -> Sequence[str]:
     """Return the tools that a program offers in chats; none for one that cannot be loaded, whose actor names the
     reason.
     """
-    async with Children(rollout.program, options=rollout.options, python=rollout.python) as children:
+    async with Children(rollout) as children:
         try:
             async with asyncio.timeout(LOAD_S):
                 await children.load()
@@ -208,9 +205,7 @@ def _shown(ids: tuple[int, ...]) -> str:
 
 
 def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None, *, here: bool) -> None:
-    """Make the renderer of ``actor.gateway``, if there is one. ``here``: actors run on this machine; others may have
-    other packages.
-    """
+    """Make the renderer of ``actor.gateway``. ``here``: actors run on this machine; others may have other packages."""
     gateway = config.actor.gateway
     if not gateway.renderer:
         return
@@ -241,17 +236,13 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
     ends = " ".join(text.decode([token], skip_special=False) for token in renderer.stop_token_ids)
     report.good("rollouts", f"renderer: {renderer.name}, its responses end with {ends}")
     if not _tells_of_tools(renderer):
-        want, got = (
-            "a renderer that writes the tools of a request into its prompt",
-            f"{renderer.name}, which writes calls and results alone",
-        )
+        want = "a renderer that writes the tools of a request into its prompt"
+        got = f"{renderer.name}, which writes calls and results alone"
         cure = "describe the tools in the system prompt"
         report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=got, cure=cure)
     if difference := _difference(renderer, text, directory, config.data.chat_template_args):
-        want, cure = (
-            "the token ids of the model's chat template",
-            "name the renderer of this model's family, if it is another one",
-        )
+        want = "the token ids of the model's chat template"
+        cure = "name the renderer of this model's family, if it is another one"
         report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=difference, cure=cure)
 
 
@@ -279,9 +270,7 @@ def _tells_of_tools(renderer: Renderer) -> bool:
 
 
 def _difference(renderer: Renderer, text: Text, directory: Path, template_args: JsonObject) -> str:
-    """Return how a question differs from the model's chat template; empty where it does not, or there is no
-    template.
-    """
+    """Return how a question differs from the model's chat template; empty where it does not, or without one."""
     try:
         template = ChatTemplate.read(directory)
         if template is None:

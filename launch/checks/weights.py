@@ -67,8 +67,7 @@ BEGINS = "learner.from_checkpoint"
 
 
 def check_megatron(report: Report, config: RunConfig, tensors: Shapes, *, num_layers: int) -> None:
-    """Report a checkpoint that cannot be read, or belongs to another model. ``tensors``: the tensors of the model's
-    directory.
+    """Report a checkpoint that cannot be read, or is of another model. ``tensors``: of the model's directory.
 
     Those of layers from ``num_layers`` on are for further tokens, which the learner does not train. With a bridge of
     the user's own, only the ranks can compare.
@@ -100,9 +99,7 @@ def check_megatron(report: Report, config: RunConfig, tensors: Shapes, *, num_la
 
 
 def differing(index: Shapes, tensors: Shapes) -> tuple[str, str] | None:
-    """Return the first difference between the index of a checkpoint and a model, as (wanted, got); None if there is
-    none.
-    """
+    """Return the first difference between a checkpoint's index and a model, as (wanted, got); None without one."""
     in_checkpoint = _whole(index)
     used = set()
     for names, shape in expected(tensors):
@@ -122,9 +119,7 @@ def _fits(name: str, got: tuple[int, ...], want: tuple[int, ...]) -> bool:
 
 
 def expected(tensors: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
-    """Yield the possible names of each tensor of Megatron's model, with each layer apart and all experts in one, and
-    its shape.
-    """
+    """Yield the possible names of each tensor of Megatron's model, layers apart, experts in one, and its shape."""
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
     experts: dict[tuple[str, ...], int] = {}
     for name, shape in tensors.items():
@@ -158,9 +153,7 @@ def _alike(end: str) -> str:
 
 
 def _whole(index: Shapes) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of the model in an index, with each layer apart, and experts and halves of gated layers in
-    one.
-    """
+    """Return the tensors in an index, with each layer apart, and experts and halves of gated layers in one."""
     of_model = {
         name: shape
         for name, shape in index.items()
@@ -177,7 +170,6 @@ def _whole(index: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def _merged(apart: Shapes) -> dict[str, tuple[int, ...]]:
-    """Return the tensors with experts, and the halves of gated layers, in one."""
     merged: dict[str, tuple[int, ...]] = {}
     numbers: dict[str, int] = {}
     for name, shape in apart.items():
@@ -191,9 +183,7 @@ def _merged(apart: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
-    """Report patterns that name no weight, or all of them, and adapters that do not fit the settings. ``tensors``: the
-    model's.
-    """
+    """Report patterns that name no weight or all of them, and adapters that do not fit. ``tensors``: the model's."""
     learner = config.learner
     names = list(tensors)
     for pattern in unmatched(learner.optimizer.freeze, names):
@@ -231,10 +221,8 @@ def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
         )
     elif idle:
         got = f"{list(choice)}: stage {idle[0]} would train nothing"
-        want, cure = (
-            "weights that are trained in every stage of the pipeline",
-            "lower learner.pipeline_parallel, or choose other layers",
-        )
+        want = "weights that are trained in every stage of the pipeline"
+        cure = "lower learner.pipeline_parallel, or choose other layers"
         report.error("model", report.at(setting), want=want, got=got, cure=cure)
     if learner.from_checkpoint:
         _check_beginning(report, Path(learner.from_checkpoint))
@@ -251,10 +239,8 @@ def _check_beginning(report: Report, directory: Path) -> None:
     if not directory.is_dir():
         got = f"{directory}: no such directory"
     elif (directory / "config.json").is_file():
-        got, cure = (
-            f"{directory}: a model directory",
-            "make it model.path, or convert it: tidemill convert MODEL CHECKPOINT",
-        )
+        got = f"{directory}: a model directory"
+        cure = "make it model.path, or convert it: tidemill convert MODEL CHECKPOINT"
     elif (directory / "common.pt").is_file() or (directory / TRACKER).is_file():
         got += ", as in checkpoints of Megatron itself"
         cure = "make it model.megatron_checkpoint"

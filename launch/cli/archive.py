@@ -55,17 +55,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write samples to recordings until drained. Returns the exit code of ``process.run``. Raises ValueError for errors
-    of the bus, too.
-    """
+    """Write samples to recordings until drained. Returns the exit code of ``process.run``. Raises ValueError."""
     return read_until_drained(
         args, lambda url, run, draining: archive(url, run, args, draining), name=args.name, user=OPERATOR
     )
 
 
 async def archive(url: str, run: str, args: argparse.Namespace, draining: asyncio.Event) -> None:
-    """Archive until ``draining`` is set; with ``args.until_end``, or when the run is over, until the samples present at
-    the start are done.
+    """Archive until ``draining`` is set; with ``args.until_end``, the samples present at the start. Raises BusError.
 
     Raises BusError, ValueError.
     """
@@ -147,7 +144,7 @@ async def _fill(
 async def _unarchived(
     bus: Bus, reader: Reader | UnregisteredReader, last_seq: int, last: int | None
 ) -> AsyncIterator[StoredSample]:
-    """Yield the samples after the reader's position that no recording has, up to ``last``; for ever if that is None.
+    """Yield the samples after the reader's position that no recording has, up to ``last``; None = for ever.
 
     A gap is an error, or a warning under the policy ``leave``.
     """
@@ -177,9 +174,7 @@ class ArchiveDirectory:
     """The recordings of one stream in a directory; the last one may be open."""
 
     def __init__(self, directory: Path, origin: Origin, *, rotate_bytes: int) -> None:
-        """Repair a recording that a kill left open. Raises ValueError for a directory with samples of another
-        stream.
-        """
+        """Repair a recording that a kill left open. Raises ValueError for samples of another stream."""
         self._directory, self._origin, self._rotate_bytes = directory, origin, rotate_bytes
         self._file: IO[bytes] | None = None
         self._recorder: RecordingWriter | None = None

@@ -34,7 +34,6 @@ class PrintVersion(argparse.Action):
     """Prints the installed version."""
 
     def __call__(self, parser: argparse.ArgumentParser, *values: object, **options: object) -> None:
-        """Print, and end with status 0."""
         from importlib.metadata import PackageNotFoundError, version
 
         try:

@@ -20,8 +20,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check a configuration and show its devices on this machine, or print it, the memory it needs, its schema or the
-    reference. Returns 0.
+    """Check a configuration and show its devices, or print it, its memory, its schema or the reference. Returns 0.
 
     Raises ValueError without CONFIG, SettingsError, CheckFailed.
     """

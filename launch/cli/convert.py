@@ -52,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -> int:
-    """Convert by the kind of ``source``, in this process, on the CPU. Returns 0. Raises ValueError with the reason in
-    one line.
+    """Convert by the kind of ``source``, in this process, on the CPU. Returns 0. Raises ValueError.
 
     ``bridge``: import path of the bridge of the model's family; empty = the bridge of the run that has written the
     checkpoint.
@@ -114,8 +113,7 @@ def _in_this_process() -> "Iterator[Parallel]":
 
 
 def _of_run(checkpoint: Path, model: Path | None) -> tuple[Path, str]:
-    """Return model directory and bridge of the run that has written a checkpoint; ``model`` instead of its directory,
-    if given.
+    """Return model directory (``model``, if given) and bridge of the run that has written a checkpoint.
 
     Raises ValueError for a checkpoint in no run's directory without ``model``.
     """

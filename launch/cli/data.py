@@ -164,9 +164,8 @@ def _reader(args: argparse.Namespace) -> RowReader:
     text = Text.read(directory)
     if model is None or tokenize is None or text is None:
         return reader
-    longest = (
-        config.sampling.max_new_tokens if configs else 0
-    )  # files alone are of no run, which has a longest response
+    # Files alone are of no run, which has a longest response
+    longest = config.sampling.max_new_tokens if configs else 0
     tokens = tokens_of(config, config.data, model, tokenize, max_new_tokens=longest)
     if configs:
         rules = RowRules(unfit=row_check(config, max_new_tokens=longest, vocab_size=model.vocab_size))
@@ -175,7 +174,6 @@ def _reader(args: argparse.Namespace) -> RowReader:
 
 
 def _rendered(tokens: RowTokens, text: Text, row: PromptRow) -> str:
-    """Return the number of tokens of a row, and their text with special tokens."""
     prompt, recorded = tokens.of(row)
     if not recorded:
         return f"{len(prompt)} tokens {text.decode(prompt.tolist(), skip_special=False)!a:.{SHOWN}}"
@@ -223,9 +221,7 @@ def _shown(row: PromptRow, render: Rendering | None) -> str:
 
 
 def write_tasks(args: argparse.Namespace) -> int:
-    """Write the file whole, or not at all. Returns 0. Raises ValueError for bad arguments, PromptError for an
-    unreadable taskset.
-    """
+    """Write the file whole, or not at all. Returns 0. Raises ValueError for bad arguments, PromptError."""
     python, out = args.python or sys.executable, Path(args.out)
     if args.count < 0:
         raise ValueError(f"--count: want a whole number >= 0 (0 = all), got {args.count}")

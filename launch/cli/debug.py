@@ -195,7 +195,6 @@ def _print_scores(outputs: "Mapping[str, Array]", prompts: Sequence[Sequence[int
 def _of_this_process(
     args: argparse.Namespace, prompts: Sequence[Sequence[int]], dtype: str
 ) -> "tuple[dict[str, Array], str]":
-    """Return the outputs, computed in this process, and their dtype."""
     if args.by == "engine":
         from tidemill.actors.serving.builtin.scoring import score_directory
 
@@ -206,7 +205,6 @@ def _of_this_process(
 
 
 def _of_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "tuple[dict[str, Array], str]":
-    """Return the outputs of a server that is started for them, and their dtype. Raises ValueError."""
     from tidemill.actors.errors import EngineError
     from tidemill.actors.serving.sglang.scoring import score_directory
     from tidemill.launch.settings.config_loader import load
@@ -231,9 +229,7 @@ def _of_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "t
 
 
 def _dtype_of_engine(engine: "RunningEngine", dtype: str | None) -> str:
-    """Return the dtype that an engine reports, else ``dtype``, else the default, which is printed. Raises ValueError if
-    the two differ.
-    """
+    """Return the dtype that an engine reports, else ``dtype``, else the default. Raises ValueError if they differ."""
     reported = engine.dtype()
     if reported and dtype not in (None, reported):
         raise ValueError(f"--dtype: want {reported}, which the engine reports, got {dtype}; leave it out")
@@ -265,9 +261,7 @@ def _profile(args: argparse.Namespace) -> int:
 def score_by_learner(
     directory: Path, prompts: Sequence[Sequence[int]], names: str, *, dtype: str
 ) -> dict[str, NDArray[np.float32]]:
-    """Return the outputs of the modules, as ``tidemill.learner.megatron.activations.module_outputs``. Raises
-    ConfigRefused.
-    """
+    """Return the outputs of the modules, as ``megatron.activations.module_outputs``. Raises ConfigRefused."""
     import torch
 
     from tidemill.learner.layout import parallel

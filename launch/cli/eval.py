@@ -115,7 +115,6 @@ def settings(args: argparse.Namespace, directory: Path) -> list[str]:
 
 
 def _name(data: Path) -> str:
-    """Return the name of an evaluation set, made from the name of its file."""
     return (
         "".join(letter if letter.isascii() and (letter.isalnum() or letter in "_-") else "-" for letter in data.stem)[
             :40
@@ -126,9 +125,7 @@ def _name(data: Path) -> str:
 
 @contextmanager
 def _directory(directory: Path | None) -> Iterator[Path]:
-    """Yield an empty directory for logs and the bus: ``--dir``, or a directory that is removed afterwards. Raises
-    ValueError.
-    """
+    """Yield an empty directory for logs and the bus: ``--dir``, or one that is removed. Raises ValueError."""
     if directory is None:
         with tempfile.TemporaryDirectory(prefix="tidemill-eval-") as temporary:
             yield Path(temporary)
@@ -165,7 +162,6 @@ def _evaluated(loaded: Loaded, *, as_json: bool) -> int:
 
 
 def _block(line: dict[str, object]) -> str:
-    """Return the scores of one set as lines."""
     shown = {
         name: value
         for name, value in line.items()

@@ -26,9 +26,7 @@ _RESUME = f"resume the run: tidemill up {{}}/{CONFIG_FILE} --resume"
 
 
 def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[str, str]:
-    """Return address (not to be shown) and name of a run, for one of its users. Raises ValueError naming the missing
-    argument or file.
-    """
+    """Return address (not to be shown) and name of a run, for one of its users. Raises ValueError."""
     if run_dir:
         root = Path(run_dir)
         if not (root / CONFIG_FILE).exists():
@@ -62,8 +60,7 @@ class RunLocation:
 
 @contextmanager
 def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[RunLocation]:
-    """Find the run for a command that only reads; while entered, its bus answers even if the run is over (then to the
-    viewer only).
+    """Find the run for a command that only reads; while entered, its bus answers even if the run is over.
 
     Raises ValueError naming the missing argument or file, RunResumed when a run that was over is started again
     meanwhile.
@@ -107,8 +104,7 @@ def read_until_drained(
     name: str,
     user: str,
 ) -> int:
-    """Run ``read(url, run, draining)`` on a run, which may be over, as a process of its own. Returns the exit code of
-    ``process.run``.
+    """Run ``read(url, run, draining)`` on a run, as a process of its own. Returns the exit code of ``process.run``.
 
     Raises ValueError for errors of the bus and of the arguments.
     """

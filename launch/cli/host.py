@@ -65,9 +65,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the engines and actors of this machine until it is drained. Returns the exit code of ``process.run``. Raises
-    HostExists.
-    """
+    """Run this machine's engines and actors until drained. Returns the exit code. Raises HostExists."""
     from tidemill.actors.engines.membership import host_name
     from tidemill.launch.run import process
     from tidemill.launch.run.desired import parse
@@ -101,9 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _learner_node(args: argparse.Namespace) -> "HostLearner | None":
-    """Return the learner's node of a host, after checks of its configuration and machine. Raises ValueError,
-    SettingsError, CheckFailed.
-    """
+    """Return the learner's node of a host, checked. Raises ValueError, SettingsError, CheckFailed."""
     if args.learner_node is None:
         if args.config or args.set:
             raise ValueError(

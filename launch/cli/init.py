@@ -34,9 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files of a kind of run, all or none, and print their names. Returns 0. Raises ValueError for one that
-    exists.
-    """
+    """Write the files of a kind of run, all or none, and print their names. Returns 0. Raises ValueError."""
     if bool(args.model) != (args.kind in OF_MODELS):
         want = (
             "DIR, a model in Hugging Face format"

@@ -70,9 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_learner(args: argparse.Namespace) -> int:
-    """Run feeder and ranks to the last step, or until drained. Returns the exit code of ``process.run``. Raises
-    CheckFailed.
-    """
+    """Run feeder and ranks to the last step, or until drained. Returns the exit code. Raises CheckFailed."""
     config = unprinted_config(args)
     if config is None:
         return 0
@@ -109,7 +107,6 @@ def _run_learner(args: argparse.Namespace) -> int:
 
 
 def _run_feeder(args: argparse.Namespace) -> int:
-    """Run the feeder of a learner. Returns the exit code of ``process.run``."""
     config = unprinted_config(args)
     if config is None:
         return 0

@@ -28,9 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Give the metrics of a run to a sink until drained. Returns and raises as ``archive``; ValueError also for a sink
-    that is refused.
-    """
+    """Give the metrics of a run to a sink until drained. Returns and raises as ``archive``."""
     sink = open_sink(args.to, given_options(args.option))
 
     async def exported(url: str, run: str, draining: asyncio.Event) -> None:

@@ -34,9 +34,7 @@ ALONE = (
 
 
 def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
-    """Repeat all steps that have their samples; return the exit code of ``tidemill up``. Raises ValueError naming the
-    missing part.
-    """
+    """Repeat all steps that have their samples; return the exit code of ``tidemill up``. Raises ValueError."""
     source, target = Path(run_dir), Path(out)
     if not run_dir or not (source / CONFIG_FILE).exists():
         raise ValueError(f"--train: want --run-dir, the directory of a run on this machine, got {run_dir!r}")
@@ -60,8 +58,7 @@ def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
 
 
 async def _rewound(source: Path, target: Path, config: RunConfig, *, same: bool) -> tuple[int, int, int]:
-    """Rewind the copied run to the earliest step from which all samples are present. ``same``: with the settings of
-    each step.
+    """Rewind the copied run to the earliest step from which all samples are present.
 
     Returns (first step, last step) to repeat, at most up to ``learner.steps``, and the epoch of the run's newest
     learner.
@@ -98,9 +95,7 @@ async def _forget_settings(bus: Bus) -> None:
 
 
 async def _set_back(bus: Bus, source: Path, target: Path) -> int:
-    """Select the start: no checkpoint if nothing was trimmed, else the oldest valid one. Returns its step, 0 for
-    none.
-    """
+    """Select the start: no checkpoint if nothing was trimmed, else the oldest valid one. Returns its step or 0."""
     if (await bus.samples.info()).first_seq <= 1:
         await bus.rows("run").delete(CHECKPOINT_KEY)
         return 0

@@ -34,9 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Host a reward until it is drained. Returns the exit code of ``process.run``. Raises ValueError for wrong use,
-    OSError.
-    """
+    """Host a reward until drained. Returns the exit code of ``process.run``. Raises ValueError, OSError."""
     from tidemill.bus.config import is_loopback
     from tidemill.bus.processes.limits import ProcessLimits
     from tidemill.launch.run import process, workers

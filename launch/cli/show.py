@@ -44,9 +44,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, places: Sequence[Path]) -> Self:
-        """Return the vocabulary of the first of these model directories that has a tokenizer; of none of them, one that
-        shows ids.
-        """
+        """Return the vocabulary of the first model directory with a tokenizer; else one that shows ids."""
         return cls(next((text for place in places if (text := Tokenizer.read(place)) is not None), None))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -78,9 +76,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one sample with its tokens. Returns 0. Raises ValueError when there is no such sample, or it cannot be
-    read.
-    """
+    """Print one sample with its tokens. Returns 0. Raises ValueError when it is missing or unreadable."""
     return look(args, show_sample)
 
 
@@ -110,7 +106,7 @@ async def show_sample(bus: Bus, args: argparse.Namespace) -> int:
     """Print one sample and return 0. Raises ValueError when there is none of this name, or it cannot be read."""
     match, others = await _find(bus, args.sample)
     sample = match.sample
-    if sample is None or isinstance(sample, WireError):
+    if isinstance(sample, WireError):
         raise ValueError(f"sample {args.sample}: #{match.line.seq} cannot be read: {sample}")
     tokens = tokens_of(sample, await _vocabulary(bus, args))
     history = await history_of(bus, match.line.seq, sample)
@@ -155,9 +151,7 @@ def tokens_of(sample: Sample, vocabulary: Vocabulary) -> list[Token]:
 
 
 async def _find(bus: Bus, name: str) -> tuple[FoundSample, list[int]]:
-    """Return the sample named by ``#sequence`` or ``task.index``, and the sequences of other samples of its place.
-    Raises ValueError.
-    """
+    """Return the sample of ``#sequence`` or ``task.index``, and sequences of others of its place. Raises ValueError."""
     if "." not in name:
         return await _by_sequence(bus, name), []
     task, index = task_of("SAMPLE", name)
@@ -183,9 +177,6 @@ async def _by_sequence(bus: Bus, name: str) -> FoundSample:
 
 
 async def _vocabulary(bus: Bus, args: argparse.Namespace) -> Vocabulary:
-    """Return the vocabulary of the first possible model directory with a tokenizer; without one, tokens are shown as
-    ids.
-    """
     row, _ = await bus.rows("run").read("config")
     path = row.get("model", {}).get("path", "") if row is not None else ""
     places = [args.tokenizer] if args.tokenizer else [path, str(Path(args.run_dir) / "model") if args.run_dir else ""]
@@ -260,8 +251,7 @@ def _print(
 
 
 def shaded(tokens: Sequence[Token]) -> Text:
-    """Return the response with a background for each token's probability, every second span underlined and each new one
-    marked.
+    """Return the response with a background for each token's probability; every second span is underlined.
 
     A rule stands between the sequences of an episode; their contexts are not shown.
     """

@@ -65,8 +65,7 @@ class TaskCounts(TypedDict):
     given_up: dict[str, int]
     """Number of tasks by reason."""
     unserved: dict[str, int]
-    """Number of tasks that wait, by rollout, ``single_turn`` for those without one, of those that no live actor serves.
-    """
+    """Tasks that wait and that no live actor serves, by rollout (``single_turn`` for those without one)."""
 
 
 class SampleCounts(TypedDict):
@@ -322,7 +321,6 @@ def counts_under(load: Mapping[str, float], name: str) -> dict[str, int]:
 
 
 def _invalid_words(samples: SampleCounts) -> str:
-    """Return the number of invalid samples in a status, by field and by actor, as text; empty if there are none."""
     if not samples["invalid"]:
         return ""
     fields, actors = (
@@ -356,9 +354,7 @@ def episodes_in_words(metrics: Mapping[str, float]) -> str:
 
 
 async def _issued(bus: Bus, settled: set[int]) -> int:
-    """Return the number of training tasks ever issued: those in the stream, and the settled ones that were trimmed from
-    it.
-    """
+    """Return the number of training tasks ever issued: in the stream, or settled and trimmed from it."""
     stream = subjects.stream(bus.run, subjects.TASKS)
     counts = {
         name: count
@@ -427,7 +423,6 @@ def print_status(console: Console, status: RunStatus) -> None:
 
 
 def _print_counts(console: Console, status: RunStatus) -> None:
-    """Print how many tasks and samples there are in each state, and the actors that are refused."""
     tasks, samples = status["tasks"], status["samples"]
     given_up = ", ".join(f"{count} {reason}" for reason, count in tasks["given_up"].items())
     console.print(
@@ -471,9 +466,7 @@ def _print_processes(console: Console, status: RunStatus) -> None:
 
 
 def _unverified(row: ProcessStatus) -> str:
-    """Return the wait of an engine that serves, and that no other process has reached at its address yet; empty for all
-    others.
-    """
+    """Return the wait of an engine that serves, and that no process has reached yet; empty for all others."""
     waits = (
         row["role"] == "engine"
         and row["phase"] == "serving"
@@ -485,5 +478,4 @@ def _unverified(row: ProcessStatus) -> str:
 
 
 def _cell(text: str) -> Text:
-    """Return a process's text with control characters escaped, for neither the terminal nor the table to interpret."""
     return Text(plain(text))

@@ -30,9 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve a fixed model until it is drained. Returns the exit code of ``process.run``. Raises ValueError for wrong
-    use.
-    """
+    """Serve a fixed model until drained. Returns the exit code of ``process.run``. Raises ValueError."""
     if not (args.model / "config.json").is_file():
         raise ValueError(
             f"MODEL_DIR: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}"

@@ -45,9 +45,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a process until it is drained. Returns the exit code of ``process.run``; 1 also when the bus is not reached
-    within --wait.
-    """
+    """Run a process until drained. Returns the exit code of ``process.run``; 1 if no bus is reached in --wait."""
     role = args.command
     if args.print_config and not args.config:
         raise ValueError(
@@ -78,9 +76,7 @@ def run(args: argparse.Namespace) -> int:
     unreachable: list[BusUnavailable] = []
 
     async def body(draining: asyncio.Event) -> None:
-        """Wait for the bus and do the work of the role. A bus that is not reached is recorded for the caller, not
-        raised.
-        """
+        """Wait for the bus and do the work of the role. An unreachable bus is recorded for the caller."""
         try:
             await workers.reach_bus(address, role, draining, wait_s=args.wait)
         except BusUnavailable as error:

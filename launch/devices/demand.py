@@ -178,8 +178,7 @@ def rank_variables(node: Node, place: RankPlace, config: RunConfig, given: Mappi
 
 
 def refuse_expandable(given: Mapping[str, str], where: str = "") -> None:
-    """Raise PlacementRefused for an environment in which torch's allocator makes segments that torch-memory-saver
-    cannot release.
+    """Raise PlacementRefused for an allocator with segments that torch-memory-saver cannot release.
 
     torch-memory-saver looks at PYTORCH_CUDA_ALLOC_CONF alone, and when memory is first allocated (0.0.10,
     ``entrypoint.py``).
@@ -196,9 +195,7 @@ def refuse_expandable(given: Mapping[str, str], where: str = "") -> None:
 
 
 def refuse_expandable_engine(engine: EngineConfig, given: Mapping[str, str]) -> None:
-    """Raise PlacementRefused as ``refuse_expandable`` for an SGLang server started here. A built-in engine frees memory
-    by itself.
-    """
+    """Raise PlacementRefused as ``refuse_expandable`` for an SGLang server started here."""
     if engine.kind == SGLANG and not engine.sglang.url:
         refuse_expandable({name: value for name, value in given.items() if name not in engine.sglang.environment})
         refuse_expandable(engine.sglang.environment, "engine.sglang.environment")

@@ -42,9 +42,7 @@ USABLE = 0.95
 
 
 def place(nodes: Sequence[Node], want: Want) -> Placed:
-    """Return the place of every rank and engine. Raises PlacementRefused for a placement that cannot work, with the
-    reason and a cure.
-    """
+    """Return the place of every rank and engine. Raises PlacementRefused, with the reason and a cure."""
     nodes = _ordered(nodes)
     why: list[str] = []
     _refuse_shortage(nodes, want)
@@ -61,9 +59,7 @@ def place(nodes: Sequence[Node], want: Want) -> Placed:
 
 
 def engine_place(nodes: Sequence[Node], want: Want, *, others: Others = ALONE) -> EnginePlace:
-    """Return the place of one more engine beside the ``others``. Raises PlacementRefused when there is none, or it
-    lacks memory.
-    """
+    """Return the place of one more engine beside the ``others``. Raises PlacementRefused."""
     nodes = _ordered(nodes)
     ranks = _ranks(nodes, want, [])
     chosen = _engine(nodes, want, ranks, others.taken)
@@ -83,9 +79,7 @@ def engine_place(nodes: Sequence[Node], want: Want, *, others: Others = ALONE) -
 
 
 def _groups(want: Want, engines: int, transport: str) -> int:
-    """Return the number of groups over NCCL that each rank that sends has; of engines that their hosts place there is
-    one at least.
-    """
+    """Return the number of NCCL groups of each rank that sends; of engines placed by their hosts at least one."""
     if transport == NCCL or (not transport and want.backend == NCCL):
         return -(-max(1, engines) // want.engines_together)
     return 0
@@ -95,9 +89,7 @@ def _groups(want: Want, engines: int, transport: str) -> int:
 
 
 def _ordered(nodes: Sequence[Node]) -> list[Node]:
-    """Return nodes and devices in the order of their numbers. Raises PlacementRefused for a device that is named
-    twice.
-    """
+    """Return nodes and devices by number. Raises PlacementRefused for a device that is named twice."""
     ordered = [
         replace(node, devices=tuple(sorted(node.devices, key=lambda device: (device.index, device.slice, device.uuid))))
         for node in sorted(nodes, key=lambda node: node.rank)
@@ -113,9 +105,7 @@ def _ordered(nodes: Sequence[Node]) -> list[Node]:
 
 
 def _selected(node: Node, selectors: Sequence[str], setting: str, nodes: Sequence[Node]) -> tuple[Device, ...]:
-    """Return the devices of a node that a setting names. Raises PlacementRefused for an unknown one, and for one named
-    twice.
-    """
+    """Return the devices of a node that a setting names. Raises PlacementRefused for unknown or repeated ones."""
     selected: list[Device] = []
     for selector in selectors:
         matches = [device for device in node.devices if selector in (device.name, device.uuid)]
@@ -137,7 +127,6 @@ def _selected(node: Node, selectors: Sequence[str], setting: str, nodes: Sequenc
 
 
 def _refuse_shortage(nodes: Sequence[Node], want: Want) -> None:
-    """Raise PlacementRefused when there are fewer devices than ranks and engines take together."""
     have = len(every_device(nodes))
     by_hand = want.engine_devices or want.learner_devices
     ranks = 0 if want.learner_on_cpu else want.ranks
@@ -234,7 +223,6 @@ def _ranks_of_a_node(nodes: Sequence[Node], want: Want, have: Sequence[int]) -> 
 
 
 def _engine(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], taken: Collection[str]) -> EnginePlace:
-    """Return the first free place of an engine. Raises PlacementRefused."""
     if want.engine_devices and not every_device(nodes):
         raise PlacementRefused(
             "engine.devices", "visible devices", "none on this machine", "remove it to generate on the CPU"
@@ -250,9 +238,7 @@ def _engine(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], taken
 
 
 def _shares(nodes: Sequence[Node], want: Want) -> bool:
-    """Return whether engines share the only device there is: built-in ones do, and SGLang servers that leave memory to
-    others.
-    """
+    """Return whether engines share the only device: built-in ones, and servers that leave memory to others."""
     return (
         len(every_device(nodes)) == 1
         and not want.colocated
@@ -261,7 +247,6 @@ def _shares(nodes: Sequence[Node], want: Want) -> bool:
 
 
 def _blocks(node: Node, nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace]) -> list[tuple[Device, ...]]:
-    """Return the blocks of a node that engines may have, free or not."""
     size = want.devices_per_engine
     by_ranks = [uuid for rank in ranks if rank.node == node.rank and rank.local_rank == 0 for uuid in rank.uuids]
     if want.engine_devices:
@@ -301,9 +286,7 @@ def _refuse_sharing(want: Want, ranks: Sequence[RankPlace], block: Sequence[Devi
 
 
 def _engine_place(node: Node, block: Sequence[Device], want: Want) -> EnginePlace:
-    """Return the place on a block. Where the learner shares device memory, the engine sees all devices of its
-    machine.
-    """
+    """Return the place on a block. Where the learner shares device memory, the engine sees all devices."""
     own_uuids, everything = tuple(device.uuid for device in block), tuple(device.uuid for device in node.devices)
     if want.staging != CUDA:
         return EnginePlace(number=0, node=node.rank, uuids=own_uuids, visible=own_uuids)
@@ -327,16 +310,12 @@ def _no_block(
             f"at most one engine for each {size} devices of the ranks of a machine: learner.colocated has none "
             "elsewhere"
         )
-        got, cure = (
-            f"{want.engines} engines of {size} devices, {len(ranks)} ranks",
-            "lower up.engines, or the engines' tp_size",
-        )
+        got = f"{want.engines} engines of {size} devices, {len(ranks)} ranks"
+        cure = "lower up.engines, or the engines' tp_size"
         return PlacementRefused("up.engines", want_text, got, cure)
     if want.engine_devices:
-        want_text, got = (
-            f"{size} devices for each engine",
-            f"{len(want.engine_devices)} for {want.engines or 'one more'}",
-        )
+        want_text = f"{size} devices for each engine"
+        got = f"{len(want.engine_devices)} for {want.engines or 'one more'}"
         return PlacementRefused("engine.devices", want_text, got, "name more devices, or lower the number of engines")
     used = {uuid for rank in ranks for uuid in rank.uuids} | set(taken)
     free = [device.name for device in every_device(nodes) if device.uuid not in used]
@@ -408,7 +387,6 @@ def _no_nccl(
 
 
 def _refuse_cuda_handles(nodes: Sequence[Node], want: Want, sender: RankPlace, engines: Sequence[EnginePlace]) -> None:
-    """Raise PlacementRefused where an engine cannot open memory of the learner's GPU."""
     where, cure = "weights.staging", "set weights.staging: host"
     if want.colocated:
         got = "cuda with learner.colocated: the copies would stay there in the engines' turn"
@@ -463,9 +441,7 @@ def refuse_memory(
 
 
 def refuse_shm(nodes: Sequence[Node], want: Want, engines: Sequence[EnginePlace], transport: str) -> None:
-    """Raise PlacementRefused for a /dev/shm too small for the copies of a bucket that SGLang servers read there (else
-    they get SIGBUS).
-    """
+    """Raise PlacementRefused for a /dev/shm too small for the buckets of SGLang servers (they would get SIGBUS)."""
     if want.kind != SGLANG or transport != HANDLES or want.staging == CUDA:
         return
     for node in nodes:

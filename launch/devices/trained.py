@@ -63,8 +63,6 @@ def adapter_tensors(whole: Shapes, learner: LearnerConfig) -> Shapes:
 
 
 def is_whole(name: str) -> bool:
-    """Return whether every tensor-parallel rank has the whole of an adapter's matrix: A of layers split by output, B of
-    the others.
-    """
+    """Return whether every tensor-parallel rank has a whole adapter matrix: A of output-split layers, else B."""
     layer, _, letter = name.rpartition(".lora_")
     return bool(layer) and (letter == "B") is layer.endswith(ROW_SPLIT)

@@ -82,9 +82,7 @@ class RunAccounting:
     """Descriptions of the first ``_MAX_PROBLEMS`` problems."""
 
     def balance(self) -> bool:
-        """Return whether published = trained + dropped + duplicates + invalid + buffered + lost (all counted among the
-        published).
-        """
+        """Return whether every published sample has one disposition: trained, dropped, duplicate, ... or lost."""
         fates = (
             self.trained_here
             + sum(self.dropped.values())
@@ -288,7 +286,6 @@ class _Audit:
             )
 
     def _sample(self, seq: int, sample: Sample, actor: str) -> None:
-        """Count one sample by its disposition."""
         accounting = self.accounting
         accounting.published += 1
         if seq in self._step_of_seq:
@@ -406,14 +403,12 @@ class _Audit:
             self.accounting.refuse_trimmed(counted[0] - self._refused[0], counted[1] - self._refused[1])
 
     def _short(self, task: int) -> bool:
-        """Return whether a dead task was trained with fewer samples than it asked for (``learner.min_group_size``)."""
+        """Return whether a dead task was trained with fewer samples than its size (``learner.min_group_size``)."""
         size = self._sizes.get(task, 0)
         return task in self.dead and size < self._asked.get(task, size)
 
     def _is_planned(self, place: Place, planned: Place) -> bool:
-        """Return whether a sample may be the one that its plan lists there. A plan has no indexes, and a short group
-        has gaps.
-        """
+        """Return whether a sample fits its place in the plan. A plan has no indexes, and a short group has gaps."""
         return place == planned or (place[0] == planned[0] and place[1] > planned[1] and self._short(place[0]))
 
     def _twice(self, text: str) -> None:

@@ -72,9 +72,7 @@ async def _serve(
 
 
 async def _keep(keeper: StoreKeeper, bus: Bus, on_look: Callable[[], None]) -> None:
-    """Loop: keep the servers up and storing, and call ``on_look``. While they store nothing, every process of the run
-    gets the reason.
-    """
+    """Loop: keep the servers up and storing; while they store nothing, every process gets the reason."""
 
     async def look() -> None:
         await asyncio.sleep(CHECK_SERVER_S)
@@ -90,7 +88,7 @@ async def _keep(keeper: StoreKeeper, bus: Bus, on_look: Callable[[], None]) -> N
 
 
 async def _room(directory: Path, need_bytes: int) -> None:
-    """Return when the disk has room for the servers."""
+    """Wait until the disk has room for the servers."""
     logged = False
     while reason := await asyncio.to_thread(lacking, directory, need_bytes):
         if not logged:

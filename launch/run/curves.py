@@ -21,9 +21,7 @@ UNSMOOTHED = ("offpolicy/lag_max",)
 
 
 def draw(lines: Sequence[JsonMapping], file: Path, *, title: str, evaluations: Sequence[JsonMapping] = ()) -> None:
-    """Draw the panels that have data into a PNG. ``evaluations``: lines of evaluations.jsonl, whose means are points
-    beside the reward.
-    """
+    """Draw the panels that have data into a PNG. ``evaluations``: lines of evaluations.jsonl."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -66,9 +64,7 @@ def scores_of(evaluations: Sequence[JsonMapping]) -> dict[str, list[tuple[int, f
 
 
 def reward_limits(rewards: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest and the highest reward of the panel: 0 and 1, or the extreme rewards where they go beyond, with
-    a margin.
-    """
+    """Return the range of the reward panel: 0 to 1, or the extreme rewards beyond, with a margin."""
     low, high = min(0.0, *rewards, 0.0), max(1.0, *rewards, 1.0)
     margin = 0.02 * (high - low)
     return (low - margin if low < 0 else 0.0), high + margin

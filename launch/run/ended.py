@@ -50,9 +50,7 @@ class EndedBus:
 
     @classmethod
     def of(cls, root: Path) -> "EndedBus | None":
-        """Return the bus of the run in ``root``; None if its bus is external or running. Raises ValueError if its
-        streams are missing.
-        """
+        """Return the bus of the run in ``root``; None if it is external or running. Raises ValueError."""
         file = root / CONFIG_FILE
         config = from_map(yaml_file.read(file)[0], str(file))
         bus, directory = config.bus, root / BUS_DIR

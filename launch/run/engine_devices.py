@@ -38,9 +38,7 @@ class EngineDevices:
     def __init__(
         self, bus: Bus, config: RunConfig | None = None, read: Callable[[], Node] = lambda: this_node(os.environ)
     ) -> None:
-        """``config``: the run's, if its ranks are on this machine too; None = it is read from the bus, and no ranks are
-        here.
-        """
+        """``config``: the run's, if its ranks are on this machine; None = read from the bus, no ranks here."""
         self._bus, self._with_ranks, self._config, self._read = bus, config is not None, config, read
         self._view = LiveView(bus)
         self._node: Node | None = None
@@ -55,9 +53,7 @@ class EngineDevices:
         """Live rows of a learner whose ranks are not placed here: one for each of its nodes."""
 
     async def refresh(self) -> None:
-        """Read the state that decides on free devices; on a machine without devices, nothing but the machine, once.
-        Raises BusError.
-        """
+        """Read the state that decides on free devices; the machine is read once. Raises BusError."""
         if self._node is None and self._unreadable is None:
             try:
                 self._node = await to_thread(self._read)
@@ -74,9 +70,7 @@ class EngineDevices:
         self._learners = [] if self._with_ranks else await self._view.alive("learner")
 
     async def _config_of_run(self) -> RunConfig | None:
-        """Return the run's configuration with the changes made here; its ``engine.devices`` name devices of another
-        machine.
-        """
+        """Return the run's configuration with the changes made here, without devices of another machine."""
         row, _ = await self._bus.rows("run").read(CONFIG_KEY)
         if row is None:
             return None
@@ -89,9 +83,7 @@ class EngineDevices:
         return config if "engine.devices" in changed else replace(config, engine=replace(config.engine, devices=()))
 
     def give(self, name: str) -> dict[str, str]:
-        """Return the variables of a new engine, which has its devices from now on. Raises DeviceError, with the reason,
-        for none.
-        """
+        """Return the variables of a new engine, which has its devices from now on. Raises DeviceError."""
         if self._unreadable is not None:
             raise self._unreadable
         assert self._node is not None, "the devices were not read"
@@ -110,8 +102,6 @@ class EngineDevices:
         return engine_variables(self._node, place)
 
     def keep_only(self, names: Collection[str], *, desired: Collection[str]) -> None:
-        """Take back the devices of all engines but ``names``. Rows of ``desired`` engines are of an earlier process
-        here.
-        """
+        """Take back the devices of engines without a name here. Rows of ``desired`` ones are of earlier processes."""
         self._held = {name: devices for name, devices in self._held.items() if name in names}
         self._elsewhere = {id: devices for id, devices in self._elsewhere.items() if id not in desired}

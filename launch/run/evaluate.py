@@ -34,8 +34,7 @@ BUS_START_S = 60.0
 
 
 async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated]:
-    """Evaluate the model at ``config.model.path`` on ``config.eval.sets``. Files and logs are in ``config.root``, which
-    is empty.
+    """Evaluate the model at ``config.model.path`` on ``config.eval.sets``; files and logs are in ``config.root``.
 
     Returns the scores of each set; an empty list when ``draining`` is set first. Raises GaveUp for a process that
     cannot work, PromptError, BusError, TasksFail.
@@ -71,7 +70,6 @@ def _plan(config: RunConfig) -> EvalPlan:
 
 
 async def _start_bus(config: RunConfig, supervisor: Supervisor) -> str:
-    """Start the bus and return its address. Raises GaveUp."""
     address, deadline = config.root / access.BUS_URL_FILE, time.monotonic() + BUS_START_S
     keeper = supervisor.keep("bus", ["bus", "--config", str(config.root / CONFIG_FILE)])
     while not address.exists():
@@ -90,7 +88,7 @@ async def _start_bus(config: RunConfig, supervisor: Supervisor) -> str:
 
 
 async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated]:
-    """Take the learner's place on the bus: publish version 0, issue the tasks and read the samples. Returns the scores.
+    """Take the learner's place on the bus: publish version 0, issue the tasks, read the samples; return the scores.
 
     Raises TasksFail where every task fails.
     """

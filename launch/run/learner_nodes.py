@@ -37,10 +37,10 @@ from tidemill.launch.run.learner_process import LearnerRow, uploading
 from tidemill.launch.run.node_rank import NodePlace
 from tidemill.launch.settings.config_loader import to_map
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.checkpoints.keeper import Keeper, Ring
+from tidemill.learner.checkpoints.node_copies import Keeper, Ring
+from tidemill.learner.errors import NodeRefused
 from tidemill.learner.nodes.agent import Agent, Limits
 from tidemill.learner.nodes.agreement import refuse_public
-from tidemill.learner.nodes.errors import NodeRefused
 from tidemill.learner.nodes.node_rows import NodeRow
 from tidemill.learner.nodes.own_row import here
 from tidemill.learner.ranks.process import Part, run_part
@@ -53,9 +53,7 @@ SENDS_FROM, SENDS_AS = "TIDEMILL_WEIGHTS__HOST", "TIDEMILL_WEIGHTS__ADVERTISE"
 PROOF = ".nodes"
 """File in the leader's directory of the checkpoints; on the other nodes it shows whether they share that directory."""
 PROOF_S = 30.0
-"""Seconds for a written file to be seen on another node: a client of NFS caches the entries of a directory for some
-seconds.
-"""
+"""Seconds for a file to be seen on another node: NFS clients cache a directory for some seconds."""
 PACKAGES = ("bus", "weightstore", "rewards", "learner", "launch")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -76,8 +74,7 @@ class Given:
 async def run_agent(
     config: RunConfig, bus_url: str, given: Given, arguments: Sequence[str], draining: asyncio.Event
 ) -> None:
-    """Run this node's part of the learner to the last step, or until drained. The leader publishes the run's
-    configuration.
+    """Run this node's part of the learner to the last step, or until drained. The leader publishes the configuration.
 
     Raises DeviceError, ValueError for an address, and as ``tidemill.learner.nodes.agent.Agent.run``.
     """
@@ -109,12 +106,7 @@ async def run_agent(
             )
         used = devices[: _ranks(config) // row.nodes]
         live = LiveRow(
-            role="learner",
-            id=name,
-            host=row.host,
-            pid=row.pid,
-            phase="waiting",
-            capabilities=_capabilities(used),
+            role="learner", id=name, host=row.host, pid=row.pid, phase="waiting", capabilities=_capabilities(used)
         )
         heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, live))
         shown = LearnerRow(heartbeat)
@@ -141,9 +133,7 @@ class NodeWork:
         place: NodePlace,
         on_sigterm: Callable[[], None],
     ) -> None:
-        """``devices``: devices that ranks may have. ``reach``: this node's addresses. ``on_sigterm``: as
-        ``run_part``.
-        """
+        """``devices``: those that ranks may have. ``reach``: this node's addresses."""
         self._config, self._arguments, self._node, self._devices, self._reach = config, arguments, node, devices, reach
         self._interface = interface_of(_bound(reach))
         self._place, self._on_sigterm = place, on_sigterm
@@ -214,9 +204,7 @@ class NodeWork:
         )
 
     async def _refuse_shared(self, proof: str) -> None:
-        """Raise NodeRefused when this node's directory is the leader's: each node would remove the files that the other
-        is writing.
-        """
+        """Raise NodeRefused when this node's directory is the leader's: each would remove the other's files."""
         file = self._config.checkpoints / PROOF
         if self._place.rank and await asyncio.to_thread(_text, file) == proof:
             raise NodeRefused(
@@ -264,16 +252,13 @@ def network_variables(interface: str, given: Mapping[str, str]) -> dict[str, str
 
 
 def _addresses(bus_url: str, given: Given, config: RunConfig) -> Reach:
-    """Return where this node listens and how others reach it. Raises ValueError. Blocks while a host name is looked
-    up.
-    """
+    """Return where this node listens and how others reach it. Raises ValueError. Looks a host name up."""
     addresses = reach(given.host or AUTO, given.advertise, route_to(bus_url), name="learner: --host")
     refuse_public(bare(addresses.advertised), insecure=config.learner.insecure_network)
     return addresses
 
 
 def _bound(addresses: Reach) -> str:
-    """Return an address of the interface that ranks use."""
     return bare(addresses.advertised) if is_wildcard(addresses.bind) else addresses.bind
 
 
@@ -282,9 +267,7 @@ def _ranks(config: RunConfig) -> int:
 
 
 def _own_devices(node: Node, config: RunConfig) -> tuple[Device, ...]:
-    """Return the devices of this node that ranks may have. Raises DeviceError for one that ``learner.devices`` names in
-    vain.
-    """
+    """Return the devices that ranks may have here. Raises DeviceError for unknown ``learner.devices``."""
     if not node.devices or config.learner.device == "cpu":
         return ()
     chosen = place([node], want_of(config, node, learner=True, engines=0)).ranks
@@ -346,8 +329,7 @@ _Entry._fields_ = [
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface that has an address (text of IPv4 or IPv6); empty = none has it, or this is not
-    Linux.
+    """Return the interface that has an address (IPv4 or IPv6, text); empty = none has it, or no Linux.
 
     Several interfaces may have one link-local address: then it is the one behind ``%``, else the first.
     """

@@ -26,8 +26,7 @@ class NodePlace:
 
 
 def node_place(nodes: int, rank: int | None, given: Mapping[str, str]) -> NodePlace:
-    """Return the place of this process. An option wins over variables; variables that contradict each other are
-    refused.
+    """Return the place of this process: an option, else variables, which must agree.
 
     ``nodes``: learner.nodes, 0 = from the variables. ``rank``: --node-rank; None = from the variables. With one node no
     variable is read.
@@ -51,7 +50,7 @@ def node_place(nodes: int, rank: int | None, given: Mapping[str, str]) -> NodePl
 
 
 def _agreed(names: Sequence[str], given: Mapping[str, str], cure: str, *, least: int) -> tuple[int, str]:
-    """Return the number that all of these variables have, and the name of the first one. Raises SettingsError."""
+    """Return the number that all of these variables have, and the first one's name. Raises SettingsError."""
     numbers = {name: _number(name, given[name], least) for name in names if given.get(name, "")}
     if not numbers:
         raise SettingsError(

@@ -60,9 +60,7 @@ def count_in(load: Mapping[str, float], name: str) -> float:
 
 
 def metric_lines(outcomes: Sequence[Done]) -> list[JsonObject]:
-    """Return one flat map per step, in order; for a step that was repeated after a restart the newest outcome
-    counts.
-    """
+    """Return one flat map per step, in order; of a repeated step the newest outcome counts."""
     newest = {done.step: done for done in outcomes}
     return [{"step": step, "epoch": newest[step].epoch, **newest[step].metrics} for step in sorted(newest)]
 
@@ -171,9 +169,7 @@ def broken_promises(summary: JsonMapping, *, require_reward: float) -> list[str]
 
 
 def seconds_of_steps(file: Path) -> dict[int, float]:
-    """Return the seconds at which earlier starts of this run had done each step; a line cut short by a kill is
-    ignored.
-    """
+    """Return the seconds at which earlier starts had done each step; a line cut short by a kill is ignored."""
     seconds: dict[int, float] = {}
     for text in file.read_text().splitlines() if file.exists() else ():
         with contextlib.suppress(json.JSONDecodeError, KeyError):
@@ -234,9 +230,7 @@ async def audit_shown(
     reported_s = shown_s = time.monotonic()
 
     def progress(done: int, total: int) -> None:
-        """Report ``done`` of ``total`` messages, to the live row and on the terminal, each no more often than its
-        interval.
-        """
+        """Report ``done`` of ``total`` messages to the live row and the terminal, at their intervals."""
         nonlocal reported_s, shown_s
         now, text = time.monotonic(), f"{done:,} of {total:,} messages of SAMPLES read"
         if now - shown_s >= show_every_s:

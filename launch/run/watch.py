@@ -40,14 +40,10 @@ RECENT_STEPS = 20
 
 
 class RunLines:
-    """The lines of metrics.jsonl, and of evaluations.jsonl beside it, written at once; at the end both are written
-    again, in order.
-    """
+    """The lines of metrics.jsonl and evaluations.jsonl, written at once, and again in order at the end."""
 
     def __init__(self, metrics_file: Path | None, on_event: Callable[[str], None]) -> None:
-        """Without a file nothing is written. ``on_event`` is called with a text when the disk has no room, and when it
-        has some again.
-        """
+        """Without a file nothing is written. ``on_event``: called when the disk has no room, and has some again."""
         files = () if metrics_file is None else (metrics_file, metrics_file.with_name(scores.EVALUATIONS_FILE))
         self._files, self._on_event = [GrowingFile(file) for file in files], on_event
         self._unwritten = ""
@@ -140,9 +136,7 @@ class RunWatch:
         self._restarts: dict[str, float] = {}
         """Restarts of its nats-server that a process last reported, by id."""
         self._beating: dict[str, bool] = {}
-        """Whether a row has changed while it was watched. The row of a process that was killed in an earlier start does
-        not change.
-        """
+        """Whether a row has changed while it was watched: that of a process killed earlier does not."""
         self._named: dict[str, str] = {}
         """State of a process that was an event last: silent or draining."""
         self._generated: deque[tuple[float, float]] = deque(maxlen=10)
@@ -268,9 +262,7 @@ class RunWatch:
         self.rate_generated = max(0.0, (g1 - g0) / (t1 - t0)) if t1 > t0 else 0.0
 
     async def _watch_room(self) -> None:
-        """Add an event when the bus stops storing, and when it stores again: apart from the reads, which a full cluster
-        may not answer.
-        """
+        """Add an event when the bus stops storing, and when it stores again (a full cluster answers no reads)."""
         while True:
             reason = await self._bus.full() if self._bus.connected else await asyncio.to_thread(self._room) or self.full
             if bool(reason) != bool(self.full):
@@ -283,9 +275,7 @@ class RunWatch:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _take_trouble(self, row: LiveRow) -> None:
-        """Record a trouble: the first of a process is an event, and each restart of a server; the newest goes to the
-        summary.
-        """
+        """Record a trouble; the first of a process, and each restart of a server, is an event."""
         restarts = count_in(row.load, SERVER_RESTARTS)
         again, self._restarts[row.id] = restarts > self._restarts.get(row.id, 0), restarts
         if not row.trouble:
@@ -378,9 +368,7 @@ class GrowingFile:
         self._waiting.append(json.dumps(line).encode() + b"\n")
 
     def write(self) -> None:
-        """Write the waiting lines. Raises OSError when that is not possible: they go on waiting, and the file is as it
-        was.
-        """
+        """Write the waiting lines. On OSError they go on waiting, and the file is as it was."""
         if not self._waiting:
             return
         descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

@@ -40,23 +40,18 @@ def run_prepare(config: RunConfig) -> int:
 
         config.root.mkdir(parents=True, exist_ok=True)
         with (config.root / "prepare.lock").open("w") as lock:
-            fcntl.flock(
-                lock, fcntl.LOCK_EX
-            )  # several processes may call this at the same time; the second finds it done
+            # Several processes may call this at the same time; the second finds it done
+            fcntl.flock(lock, fcntl.LOCK_EX)
             prepare(config.prepare, config.root / "prepared")
     return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSettings:
-    """Settings of an engine's or actor's own machine; they override the configuration that the run has written to the
-    bus.
-    """
+    """Settings of an engine's or actor's own machine; they override the configuration on the bus."""
 
     allowed: Sequence[str] = ()
-    """Patterns of settings in that configuration that may name code and files of this machine
-    (``actors/guarded_settings.py``).
-    """
+    """Patterns of settings from the bus that may name code and files here (``actors/guarded_settings.py``)."""
     changed: "Mapping[str, Setting]" = field(default_factory=dict)
     """Settings of this machine, by path: they replace the run's settings."""
     host: str = ""
@@ -68,9 +63,7 @@ class LocalSettings:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Switch garbage collection off while entered, for large imports: collections free nothing then, and take a quarter
-    of the time.
-    """
+    """Switch garbage collection off for large imports: it frees nothing then, and takes a quarter of the time."""
     gc.disable()
     try:
         yield
@@ -96,8 +89,7 @@ async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s:
 async def run_engine(
     config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings
 ) -> None:
-    """Serve a model. Without ``config``, the run's is read from the bus; a model that is not on this machine comes from
-    the learner.
+    """Serve a model; a run without ``config`` is read from the bus, a model that is not here from the learner.
 
     ``host``, ``advertise`` and ``devices`` of a configuration from the bus are never used. Raises NotAllowed,
     DeviceError.
@@ -141,8 +133,7 @@ async def run_engine(
 
 
 def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
-    """Choose this engine's devices and hide the others from this process, before it initialises CUDA. Returns its
-    settings and devices.
+    """Choose this engine's devices and hide the others, before CUDA is initialised. Returns settings and devices.
 
     Nothing is changed on a machine without devices. Raises DeviceError. Blocks while nvidia-smi runs.
     """
@@ -171,9 +162,7 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
 
 
 def refuse_small_devices(config: RunConfig, model: Path) -> None:
-    """Raise Refused when the devices of this engine lack the memory for a model, in ``model``. Blocks while nvidia-smi
-    runs.
-    """
+    """Raise Refused when this engine's devices lack the memory for a model. Blocks while nvidia-smi runs."""
     from tidemill.launch.checks.model import size_here
     from tidemill.launch.devices.demand import own_place
     from tidemill.launch.devices.visible import this_node
@@ -184,9 +173,7 @@ def refuse_small_devices(config: RunConfig, model: Path) -> None:
 async def config_on_bus(
     run: str, bus_url: str, role: str, id: str, draining: asyncio.Event, own: LocalSettings
 ) -> RunConfig | None:
-    """Return the learner's configuration with the changes made here; None if ``draining`` is set first. Raises
-    NotAllowed.
-    """
+    """Return the learner's configuration with the changes made here; None if drained first. Raises NotAllowed."""
     from contextlib import AsyncExitStack
 
     from tidemill.actors.engines.membership import CONFIG_KEY, config_of_run, connected
@@ -204,9 +191,7 @@ async def config_on_bus(
 
 
 async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:
-    """Return the model's directory if it is on this machine, else a snapshot from the learner; None if ``draining`` is
-    set first.
-    """
+    """Return the model's directory if it is here, else a snapshot from the learner; None if drained first."""
     from contextlib import AsyncExitStack
 
     from tidemill.actors.engines.membership import connected, first_row
@@ -309,9 +294,7 @@ class ServedReward:
 async def run_reward_server(
     reward: ServedReward, limits: "ProcessLimits", draining: asyncio.Event, *, host: str, port: int, token: str
 ) -> None:
-    """Serve a reward until ``draining`` is set. Raises UnknownReward, BadRewardOption, RewardFailed, OSError (address
-    taken).
-    """
+    """Serve a reward until drained. Raises UnknownReward, BadRewardOption, RewardFailed, OSError."""
     from tidemill.actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
     from tidemill.bus.processes.limits import become_undumpable
     from tidemill.rewards.scorers import opened, opened_group
@@ -330,9 +313,7 @@ async def run_reward_server(
 
 
 async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
-    """Wait for the one run of a bus and return its name; empty if ``draining`` is set first. Raises SeveralRuns,
-    BusUnavailable.
-    """
+    """Wait for the one run of a bus; return its name, empty if drained first. Raises SeveralRuns, BusUnavailable."""
     from tidemill.bus.streams.bus import find_run
 
     name_found = ""

@@ -145,7 +145,6 @@ def _read_lines(path: Path, rows: ImportedRows) -> None:
 
 
 def _unfit(sample: Sample) -> str:
-    """Return the reason for which a sample cannot be a recorded response; empty = it can."""
     if sample.kind is not Kind.TRAIN:
         return sample.kind.value
     if sample.status not in _RIGHT:
@@ -158,7 +157,6 @@ def _unfit(sample: Sample) -> str:
 
 
 def _response(sample: Sample) -> JsonObject:
-    """Return a sample as a recorded response: its very tokens."""
     first = len(sample.tokens) - sample.response_length
     response: JsonObject = {
         "tokens": sample.tokens[first:].tolist(),

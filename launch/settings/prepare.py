@@ -2,7 +2,6 @@
 settings.
 """
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -25,19 +24,16 @@ CHARACTERS = "".join(dict.fromkeys("0123456789= ,.+-*/<>()" + string.ascii_lette
 """Tokens of the character tokenizer in the order of their ids (from 2); a smaller vocabulary has only the first ones.
 """
 
-VOCABULARY = {"sum": 17, "walk": 18}
-"""Tokens of tasks of the digits game that need further characters: ``+``, and ``+-``."""
-
 
 def make_model(directory: Path, config: PrepareConfig) -> None:
     """Write weights, configuration and tokenizer to ``directory``; the same bytes for the same config."""
     if config.kind == "gsm8k":
-        tokenizer = bpe_tokenizer(gsm8k_texts(config.split), config.vocab_size or 512)
+        tokenizer = bpe_tokenizer(gsm8k_texts(config.split), config.values["vocab_size"])
     else:
-        tokenizer = character_tokenizer(config.vocab_size or VOCABULARY.get(config.task, 16))
+        tokenizer = character_tokenizer(config.values["vocab_size"])
     directory.mkdir(parents=True)
     _save_weights(directory, config, len(tokenizer))
-    tokenizer.model_max_length = config.max_position
+    tokenizer.model_max_length = config.values["max_position_embeddings"]
     tokenizer.save_pretrained(directory)
 
 
@@ -79,22 +75,8 @@ def _save_weights(directory: Path, config: PrepareConfig, vocab_size: int) -> No
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    shape = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=config.hidden,
-        intermediate_size=config.intermediate,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position,
-        rope_theta=config.rope_theta,
-        initializer_range=config.initializer_range,
-        tie_word_embeddings=config.tie_embeddings,
-        bos_token_id=None,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
-    )
+    values = {**config.values, "vocab_size": vocab_size}
+    shape = Qwen3Config(**values, bos_token_id=None, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = Qwen3ForCausalLM(shape)
@@ -131,12 +113,11 @@ class PreparedOtherwise(ValueError):
 
 
 def prepare(config: PrepareConfig, directory: Path) -> Prepared:
-    """Make ``model/`` and ``prompts.jsonl`` in ``directory``, unless they exist already; an incomplete directory is
-    made again.
+    """Make ``model/`` and ``prompts.jsonl`` in ``directory``, unless they exist already.
 
     Returns their paths. Raises PreparedOtherwise, naming the differences, if they were made from another config.
     """
-    prepared, wanted = Prepared.in_(directory), dataclasses.asdict(config)
+    prepared, wanted = Prepared.in_(directory), config.recorded()
     if refuse_other(config, directory):
         return prepared
     directory.mkdir(parents=True, exist_ok=True)
@@ -147,10 +128,8 @@ def prepare(config: PrepareConfig, directory: Path) -> Prepared:
 
 
 def refuse_other(config: PrepareConfig, directory: Path) -> bool:
-    """Return whether the files of ``config`` exist already. Raises PreparedOtherwise for files of another config or
-    unknown origin.
-    """
-    prepared, wanted = Prepared.in_(directory), dataclasses.asdict(config)
+    """Return whether the files of ``config`` exist already. Raises PreparedOtherwise for any others."""
+    prepared, wanted = Prepared.in_(directory), config.recorded()
     record = _read_record(directory)
     if record is None and (prepared.model.exists() or prepared.prompts.exists()):
         raise PreparedOtherwise(
@@ -172,7 +151,7 @@ def _make(config: PrepareConfig, prepared: Prepared) -> None:
     count = write_prompts(prepared.prompts, prompts(config))
     logger.info("prompts written file=%s count=%d", prepared.prompts, count)
     make_model(prepared.model, config)
-    logger.info("model written directory=%s layers=%d hidden=%d", prepared.model, config.layers, config.hidden)
+    logger.info("model written directory=%s", prepared.model)
 
 
 def _read_record(directory: Path) -> JsonObject | None:

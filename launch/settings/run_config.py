@@ -21,6 +21,7 @@ from tidemill.bus.section import BASIC, NotNegative, Positive, PositiveFloat, Se
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.launch.settings.contradictions import refuse_contradictions
 from tidemill.launch.settings.prepare_config import PrepareConfig
+from tidemill.learner.algorithms.former_names import flat
 from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from tidemill.learner.data.config import DataConfig, Stops, StopTokens
 from tidemill.learner.debug.config import DebugConfig
@@ -150,7 +151,7 @@ class RunConfig:
             "bus": dataclasses.replace(self.bus, rollouts=tuple(sorted(self.rollouts))),
             "engine": dataclasses.replace(self.engine, colocated=self.learner.colocated, routed_experts=routed),
             "actor": dataclasses.replace(
-                self.actor, routed_experts=routed, teacher_top_k=algorithm.distill_top_k if self.actor.teachers else 0
+                self.actor, routed_experts=routed, teacher_top_k=algorithm.distill.top_k if self.actor.teachers else 0
             ),
         }
         for name, made in sections.items():
@@ -215,12 +216,10 @@ class RunConfig:
         return int(1.5 * steps * self.samples_per_step * per_sample) + history * per_sample
 
     def digest(self) -> str:
-        """Return the SHA-256, hexadecimal, of the settings that change the training; places, machines and names are
-        left out.
-        """
+        """Return the SHA-256 of the settings that change the training, without places, machines and names."""
         parts: JsonObject = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness")}
         parts["learner"] = self._learner_settings()
-        parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
+        parts["prepare"] = None if self.prepare is None else self.prepare.recorded()
         parts["data"] = self._data_settings()
         parts["reward"] = self.actor.reward_parts.given or (self.actor.reward, self.actor.reward_options)
         if self.actor.teachers:  # without their addresses, which are places
@@ -244,19 +243,18 @@ class RunConfig:
         ).hexdigest()
 
     def _learner_settings(self) -> JsonObject:
-        """Return the learner's settings that change the training."""
         settings = {name: value for name, value in dataclasses.asdict(self.learner).items() if name not in _SAME_BITS}
         _leave_out(settings, _LATER_OF_LEARNER)
         if not self.learner.hooks.given:
             del settings["hooks"]
+        settings["algorithm"] = flat(self.learner.algorithm)
         _leave_out(settings["algorithm"], _LATER_OF_ALGORITHM)
-        if not self.learner.algorithm.entropy_target:
+        if not self.learner.algorithm.entropy.target:
             for name in ("entropy_target", "entropy_delta", "entropy_coef_max"):
                 del settings["algorithm"][name]
         return settings
 
     def _data_settings(self) -> JsonObject:
-        """Return the settings of the data that change the training."""
         settings = {
             name: value for name, value in dataclasses.asdict(self.data).items() if name not in ("path", "bad_rows")
         }
@@ -299,7 +297,6 @@ _LATER_OF_DATA: JsonMapping = dict.fromkeys(
 
 
 def _leave_out(settings: JsonObject, defaults: JsonMapping) -> None:
-    """Remove the settings that have their default, or nothing."""
     for name, default in defaults.items():
         if not settings[name] or settings[name] == default:
             del settings[name]

@@ -54,9 +54,7 @@ def set_base(values: JsonObject, file: Path) -> None:
 
 
 def recorded(values: JsonObject) -> JsonObject:
-    """Return a copy of a configuration for the file in its run's directory, which may be read from any working
-    directory.
-    """
+    """Return a configuration for the file in its run's directory, readable from any working directory."""
     result = copy.deepcopy(values)
     if Path(str(values["directory"])).is_absolute():
         _make_absolute(result, Path.cwd())
@@ -64,7 +62,6 @@ def recorded(values: JsonObject) -> JsonObject:
 
 
 def _make_absolute(values: JsonObject, base: Path) -> None:
-    """Put ``base`` before the settings that are relative paths of files there."""
     for holder, name, setting in list(_texts(values, "")):
         text = str(holder[name])
         sliced = SLICE.fullmatch(text)

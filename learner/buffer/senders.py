@@ -132,7 +132,7 @@ def invalid_words(received: Received, reason: str) -> str:
             if sample.teacher_log_probs is None
             else f"scores with {sample.teacher_top_k} tokens listed at each position"
         )
-        why = f"{reason}: want the scores of a teacher, as learner.algorithm.distill_loss needs them, got {listed}"
+        why = f"{reason}: want the scores of a teacher, as learner.algorithm.distill.loss needs them, got {listed}"
     else:
         why = f"{reason}: want what task {sample.task} has"
     return f"sequence {received.seq}: {why}"[:MAX_WORDS]

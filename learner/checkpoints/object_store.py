@@ -49,7 +49,7 @@ class ObjectStore:
     """The checkpoints of one run. Every method raises StoreFailed when the store cannot do it now."""
 
     def __init__(self, url: str, run: str) -> None:
-        """``url``: a place that is there. Directories are made below it alone: one that is not mounted is not an empty
+        """``url`` must exist: directories are made below it alone, because one that is not mounted is not an empty
         store.
         """
         self.url = f"{url.rstrip('/')}/{run}"
@@ -102,9 +102,7 @@ class ObjectStore:
                 files.rm(f"{base}/{name}", recursive=True)
 
     def owner(self) -> str:
-        """Return the identity of the run whose checkpoints these are; empty = of none yet, "?" = of one that cannot be
-        read.
-        """
+        """Return the identity of the run that owns the checkpoints; "" = none yet, "?" = it cannot be read."""
         try:
             found = json.loads(self._read(OWNER, 0, 1 << 16))
         except FileNotFoundError:
@@ -162,9 +160,7 @@ class ObjectStore:
         return protocol_of(self.url) in _HAS_DIRECTORIES
 
     def _found(self, files: _FileSystem, base: str) -> Mapping[str, Mapping[str, object]]:
-        """Return all files below the run's place. In an object store, one that is not found is a bucket that is not
-        there.
-        """
+        """Return all files below the run's place. In an object store, FileNotFoundError means no bucket."""
         try:
             return files.find(base, detail=True)
         except FileNotFoundError:
@@ -173,9 +169,7 @@ class ObjectStore:
             raise
 
     def _files(self) -> tuple[_FileSystem, str]:
-        """Return the file system, and the path of the run in it. Raises StoreFailed where the directory of the URL is
-        not there.
-        """
+        """Return the file system, and the run's path in it. Raises StoreFailed where the URL's directory is missing."""
         if self._opened is None:
             from fsspec.core import url_to_fs
 
@@ -195,9 +189,7 @@ class ObjectStore:
 
     @contextmanager
     def _edge(self, *, may_lack: bool = False) -> Iterator[None]:
-        """Raise StoreFailed for the errors of any protocol, without secrets; with ``may_lack``, FileNotFoundError as it
-        is.
-        """
+        """Raise StoreFailed for the errors of any protocol, without secrets; ``may_lack``: FileNotFoundError passes."""
         try:
             yield
         except StoreFailed:

@@ -42,7 +42,7 @@ class Index:
 
 
 def find(directory: Path) -> Path:
-    """Return the directory of one iteration: ``directory`` itself, or the one below it that ``TRACKER`` names. Raises
+    """Return the directory of one iteration: ``directory``, or the one that its ``TRACKER`` names. Raises
     ConfigRefused.
     """
     if (directory / MANIFEST).is_file():
@@ -84,9 +84,7 @@ def _seen(directory: Path) -> str:
 
 
 def read_index(iteration: Path) -> Index:
-    """Return the index of a complete checkpoint. Raises ConfigRefused for files that are missing, damaged or shorter
-    than in the index.
-    """
+    """Return the index of a complete checkpoint. Raises ConfigRefused for missing, damaged or too short files."""
     if missing := [name for name in TORCH_DIST if not (iteration / name).is_file()]:
         raise ConfigRefused(
             str(iteration), f"{WANTED} with {', '.join(TORCH_DIST)}", f"no {missing[0]}: it was not written completely"
@@ -110,8 +108,8 @@ def read_index(iteration: Path) -> Index:
 
 
 def described(iteration: Path) -> str:
-    """Return the name of an iteration with a digest of the index, the common part, and size and first bytes of every
-    file of tensors.
+    """Return the iteration's name, and a digest of its index, common part, and sizes and first bytes of its tensor
+    files.
     """
     total = hashlib.sha256()
     for path in sorted(iteration.glob("*.distcp")):
@@ -124,16 +122,12 @@ def described(iteration: Path) -> str:
 
 
 def layers_apart(names: Mapping[str, object]) -> bool:
-    """Return whether each layer has tensors of its own (``decoder.layers.3.``), instead of one tensor for the same part
-    of all layers.
-    """
+    """Return whether each layer has tensors of its own (``decoder.layers.3.``), instead of one for all layers."""
     return any(found[1] is not None for name in names if (found := _LAYERS.match(name)))
 
 
 def parts_apart(names: Mapping[str, object]) -> bool:
-    """Return whether each expert, and each half of a gated layer, has tensors of its own (Megatron's
-    ``singleton_local_shards``).
-    """
+    """Return whether each expert, and each half of a gated layer, has its own tensors (``singleton_local_shards``)."""
     return any(name.endswith(("weight_w", "weight_v")) for name in names)
 
 
@@ -157,9 +151,7 @@ class _Classless(pickle.Unpickler):
 
 
 def _index(found: Any) -> Index:
-    """Return the parts of the index that are used. Source: ``torch/distributed/checkpoint/metadata.py``,
-    ``filesystem.py``.
-    """
+    """Return the index. Source: ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py``."""
     shapes = {
         name: tuple(entry.size)
         for name, entry in found.state_dict_metadata.items()

@@ -49,9 +49,7 @@ class _Pass:
 
 
 class Collector:
-    """The data of one step of one model at a time. A model without one has no cost. All methods are called on all
-    ranks.
-    """
+    """The data of one step of one model at a time. All methods are called on all ranks."""
 
     def __init__(self, path: str, here: Parallel, *, role: str = ACTOR) -> None:
         """``path``: with ``{step}`` and ``{rank}``; the critic's file has another name beside it."""
@@ -59,15 +57,13 @@ class Collector:
         self._keeps = here.tp_rank == 0
         """False for a rank that has the same values as the first of its tensor-parallel group."""
         self.writes = self._keeps and is_last(here)
-        """True for a rank that has the results of the model, which are those of the last stage, and writes files of
-        them.
-        """
+        """True for a rank of the last stage, which has the model's results, and writes their files."""
         self._batch: StepBatch | None = None
         self._record, self._open = _Pass(), _Pass()
         self._updates: list[_Pass] = []
 
     def begin(self, batch: StepBatch, first_pass: Sequence[Fields], routed: Sequence[Routed] = ()) -> None:
-        """Begin a step. ``first_pass``: fields of each micro-batch before the first optimizer step; ``routed``: as for
+        """Begin a step. ``first_pass``: fields of each micro-batch before the first update; ``routed``: as for
         ``update``.
         """
         self._batch, self._updates, self._open = batch, [], _Pass()
@@ -85,8 +81,8 @@ class Collector:
             self._open.rows[-1] |= _on_host({"logits_sample": logits_KV, "logits_positions": at_K})
 
     def update(self, loss_dict: Mapping[str, float], grad_norm: float | None, routed: Sequence[Routed] = ()) -> None:
-        """End an optimizer step. ``loss_dict``: of this rank's rows. ``routed``: where this stage sent each row; empty
-        without experts.
+        """End an optimizer step. ``loss_dict``: of this rank's rows. ``routed``: this stage's routing of each row, if
+        any.
         """
         self._open.loss_dict, self._open.grad_norm = loss_dict, grad_norm
         self._open.routed = routed if self._keeps else ()
@@ -94,9 +90,7 @@ class Collector:
         self._open = _Pass()
 
     def end(self, metrics: Mapping[str, float]) -> None:
-        """Write the files of the step, and forget it. ``metrics``: of the whole step, over all ranks. Collective over
-        the stages.
-        """
+        """Write the files of the step, and forget it. ``metrics``: of all ranks. Collective over the stages."""
         batch, self._batch = self._batch, None
         assert batch is not None, "begin comes before end"
         if self._keeps:
@@ -168,9 +162,7 @@ class Collector:
 
 
 def _with_old(update: _Pass, first_pass: Sequence[Fields]) -> list[dict[str, Tensor]]:
-    """Return the rows of an optimizer step with old log-probs, from the first pass where the algorithm has computed
-    none.
-    """
+    """Return the rows of an optimizer step, with old log-probs from the first pass if the algorithm computes none."""
     rows = zip(update.rows, first_pass, update.micro_batches, strict=True)
     return [dict(with_old(fields, first, torch.from_numpy(row.loss_mask_T))) for fields, first, row in rows]
 
@@ -206,9 +198,7 @@ def _columns(batch: StepBatch, micro_batches: Sequence[MicroBatch], rows: Sequen
 
 
 def _sequences(batch: StepBatch, row: MicroBatch, values: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
-    """Return the fields of each sequence of a micro-batch. Values by token are of its response: index r is response
-    token r.
-    """
+    """Return the fields of each sequence of a micro-batch. Values by token are of its response, from index 0."""
     found = []
     several = batch.num_sequences != len(batch.rewards_N)
     for start, end in zip(row.cu_seqlens[:-1].tolist(), row.cu_seqlens[1:].tolist(), strict=True):

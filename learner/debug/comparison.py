@@ -14,9 +14,7 @@ from tidemill.learner.debug.train_file import RECORD, ROUTING, TRAIN, ModuleDump
 
 Array = NDArray[Any]
 MODULE_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
-"""Relative error of a module's output between two implementations that compute the same, by the coarser of their
-dtypes.
-"""
+"""Relative error of a module's output between two equal implementations, by the coarser of their dtypes."""
 DECISIONS, LOGITS = ROUTING[0], "logits_sample"
 VALUE_TOLERANCE = 1e-6
 """Largest difference between two values by token that count as equal."""
@@ -196,9 +194,7 @@ def compare_train(ours: TrainDump, theirs: TrainDump, tolerance: float | None = 
 
 
 def _of_shared_layers(ours: TrainDump, theirs: TrainDump) -> tuple[TrainDump, TrainDump, list[str]]:
-    """Return both dumps with the routing of the layers that both have, and a note on the others: pipeline stages have
-    only their own.
-    """
+    """Return both dumps with the routing of their shared layers, and a note on the others: a stage has only its own."""
     shared = [layer for layer in ours.routing_layers if layer in theirs.routing_layers]
     alone = sorted({*ours.routing_layers, *theirs.routing_layers} - set(shared))
 
@@ -256,9 +252,7 @@ def _matches(ours: JsonMapping, theirs: JsonMapping) -> list[tuple[int, int, int
 
 
 def _matches_of_logits(ours: JsonMapping, theirs: JsonMapping) -> list[tuple[int, int, int]]:
-    """Return (sequence, row of logits in ours, in theirs) of the tokens that both have logits of; older files have no
-    place of them.
-    """
+    """Return (sequence, row of logits in ours, in theirs) of tokens with logits in both; older files have no places."""
     keys = [
         [
             (int(sequence), int(position))

@@ -103,14 +103,14 @@ class DebugConfig:
     """Run engines and actors for ``learner.steps`` steps without training: the weights stay as they are in
     ``model.path``.
     """
-    train_only: bool = False
-    """Train without engines and actors, on the batches of ``load_rollout``, which implies it."""
     save_rollout: str = ""
     """File for the samples of each step, with ``{step}`` in its name, such as ``dump/rollout_{step}.msgpack``; empty =
     none.
     """
     load_rollout: str = ""
-    """Files of ``save_rollout`` to train on; a name without ``{step}`` is the batch of every step. Empty = none."""
+    """Files of ``save_rollout`` to train on, without engines and actors; a name without ``{step}`` is the batch of every
+    step. Empty = none.
+    """
     save_train: str = ""
     """File for the training data of each step and rank, with ``{step}`` and ``{rank}`` in its name; empty = none."""
     report: bool = True
@@ -123,15 +123,8 @@ class DebugConfig:
         refuse_places("load_rollout", self.load_rollout, allowed=("step",))
         refuse_places("save_train", self.save_train, required=("step", "rank"))
         refuse_places("dump_modules.path", self.dump_modules.path)
-        if self.rollout_only and (self.train_only or self.load_rollout):
-            other = "load_rollout" if self.load_rollout else "train_only"
-            raise ValueError(f"rollout_only: want either this or {other}, got both; remove one of them")
-        if self.train_only and not self.load_rollout:
-            raise ValueError(
-                "train_only: want load_rollout with the files of recorded batches, got none; set it, or "
-                "repeat the steps of a run on this "
-                "machine with: tidemill replay --train"
-            )
+        if self.rollout_only and self.load_rollout:
+            raise ValueError("rollout_only: want either this or load_rollout, got both; remove one of them")
         for name in ("save_train", "dump_modules"):
             if self.rollout_only and (self.save_train if name == "save_train" else self.dump_modules.step):
                 raise ValueError(f"{name}: want none with rollout_only, which trains nothing; remove one of them")
@@ -143,13 +136,11 @@ class DebugConfig:
     @property
     def trains_only(self) -> bool:
         """True if batches come from files, and nothing is generated."""
-        return self.train_only or bool(self.load_rollout)
+        return bool(self.load_rollout)
 
 
 def refuse_places(name: str, template: str, *, required: Collection[str] = (), allowed: Collection[str] = ()) -> None:
-    """Raise ValueError for a file name with unknown placeholders, or without the required ones. An empty one is
-    accepted.
-    """
+    """Raise ValueError for a file name with unknown placeholders, or without required ones. "" is accepted."""
     if not template:
         return
     known = [*required, *(place for place in allowed if place not in required)]

@@ -16,10 +16,9 @@ Fields = Mapping[str, Tensor]
 
 
 def of_policy(seen: Tokens, log_probs_T: Tensor, entropy_T: Tensor, loss: TokenLoss, *, anchor: str) -> Fields:
-    """Return the fields of a pass of the policy. ``anchor``: log-probs that the ratio is against, as in
-    ``AlgorithmConfig.anchor``.
+    """Return the fields of a pass of the policy. ``anchor``: as ``AlgorithmConfig.anchor``.
 
-    Where these are the old ones, and the algorithm does not need them, both are left out: ``with_old`` adds them.
+    Old log-probs that the algorithm does not need, and the ratio against them, are left to ``with_old``.
     """
     anchor_T = seen.rollout_T if anchor == "rollout" else seen.old_T
     found = {
@@ -38,10 +37,8 @@ def of_policy(seen: Tokens, log_probs_T: Tensor, entropy_T: Tensor, loss: TokenL
 
 
 def with_old(fields: Fields, first_pass: Fields, mask_T: Tensor) -> Fields:
-    """Return the fields with old log-probs, of the policy that the step starts from, and with the ratio against them,
-    if they have neither.
-
-    ``first_pass``: fields of the record. ``mask_T``: trainable tokens.
+    """Return the fields, with old log-probs and the ratio against them if they are missing. ``first_pass``: the
+    record's.
     """
     old_T = fields.get("old_log_probs", first_pass["log_probs"])
     return {

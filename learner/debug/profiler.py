@@ -32,9 +32,7 @@ class Profiler:
         self._first = self._last = 0
 
     def request(self, request: ProfileRequest) -> None:
-        """Profile the next steps, behind a profile that is running; the newest request counts. One for another rank is
-        passed over.
-        """
+        """Profile the next steps, behind a running one. The newest request counts; one for another rank is ignored."""
         if request.rank == self._rank:
             self._pending = request
 

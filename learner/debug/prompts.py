@@ -10,9 +10,7 @@ LEAST_TOKENS = 2
 
 
 def read_prompts(path: Path) -> list[list[int]]:
-    """Return the token ids of each line: a JSON list, or a map with ``tokens``. Raises DebugFileRefused naming the
-    line.
-    """
+    """Return the token ids of each line: a JSON list, or a map with ``tokens``. Raises DebugFileRefused."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -34,11 +34,7 @@ class Excerpt:
 
 
 def excerpt(batch: StepBatch, model_dir: Path) -> Excerpt | None:
-    """Return the text of the first sequence with sampled tokens on this rank; None without one.
-
-    It is decoded by ``tokenizer.json`` of the model directory. Without that there is no text, but the reason in
-    ``missing``.
-    """
+    """Return the first sampled text of this rank, or the reason why it has none; None without a sequence."""
     for row in batch.micro_batches:
         sampled_T = row.loss_mask_T & ~batch.demonstration_N[row.sample_T]
         for start, end in zip(row.cu_seqlens[:-1].tolist(), row.cu_seqlens[1:].tolist(), strict=True):
@@ -77,9 +73,7 @@ OK, LOOK = "ok", "LOOK"
 LOOKS = "debug/report_look"
 """Metric: the lines of a step's report that are not good."""
 UNLIKELY = 1.0
-"""Nats by which the negated mean log-prob of sampled tokens may exceed the entropy, its expected value, before they are
-unlikely.
-"""
+"""Nats by which the negated mean log-prob of sampled tokens may exceed the entropy, which is its expected value."""
 UNIFORM_SHARE = 0.7
 """Share of the entropy of a uniform distribution above which a model has hardly learnt anything."""
 FINISHED_SHARE = 0.5
@@ -139,9 +133,8 @@ def _rollout(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
     entropy = metrics.get("train/entropy", 0.0)
     if facts.log_prob_mean is not None:
         look = (
-            "whether the checkpoint was loaded and every tensor mapped (tidemill debug weights), then the "
-            "chat template: text that does "
-            "not fit it is unlikely to the model"
+            "whether the checkpoint was loaded and every tensor mapped (tidemill debug weights), then the chat "
+            "template: text that does not fit it is unlikely to the model"
         )
         found = f"mean log-prob of sampled tokens {facts.log_prob_mean:.4f}, {-entropy:.4f} expected"
         lines.append(
@@ -169,16 +162,13 @@ def _rollout(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
 
 
 def _text(one: Excerpt, entropy: float) -> Line:
-    """Return the line that shows a sampled text: whether it is coherent is for the reader; its probability has a
-    verdict.
-    """
+    """Return the line with a sampled text: the reader judges its coherence, and the verdict its probability."""
     shown = f"...{one.prompt!r} -> {one.response!r}..."
     if one.missing:
         shown = f"a sampled text cannot be decoded ({one.missing}); tidemill tail shows those that actors decode"
     look = (
-        "the text: if it is gibberish, weights or their mapping (tidemill debug weights); if it is coherent, "
-        "the chat template, or a model "
-        "that was not tuned on such text"
+        "the text: if it is gibberish, weights or their mapping (tidemill debug weights); if it is coherent, the chat "
+        "template, or a model that was not tuned on such text"
     )
     found = f"{shown} mean log-prob {one.log_prob_mean:.4f}"
     return Line(subject="sampled text", found=found, good=-one.log_prob_mean <= entropy + UNLIKELY, look_at=look)
@@ -194,9 +184,8 @@ def _agreement(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
     stale = "" if "fresh" in name else ", of older weights: part of it is the change of the weights"
     found = f"mean |delta| {metrics[name]:.3g}, max {metrics.get('offpolicy/logprob_diff_max', math.nan):.3g}{stale}"
     look = (
-        "activations on both sides (debug.dump_modules, tidemill debug score, tidemill debug compare); "
-        "dtypes, temperature and rotary "
-        "settings of learner and engine"
+        "activations on both sides (debug.dump_modules, tidemill debug score, tidemill debug compare); dtypes, "
+        "temperature and rotary settings of learner and engine"
     )
     limit = DELTA.get(facts.dtype, DELTA["bfloat16"])
     return [

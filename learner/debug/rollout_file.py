@@ -111,9 +111,7 @@ def _decoded(path: Path, parts: Iterator[Any], num_samples: int) -> list[Any]:
 
 
 def planned_again(rollout: Rollout, step: int, packing: Packing, *, chain: str) -> Plan:
-    """Return the plan of the same groups as step ``step``, packed for another layout. Lags and gate are the recorded
-    ones.
-    """
+    """Return the plan of the same groups as step ``step``, packed for another layout, with recorded lags and gate."""
     plan, samples = rollout.plan, rollout.samples
     later = step - plan.step
     rows = [len(sample.sizes) for sample in samples]

@@ -22,8 +22,7 @@ from tidemill.bus.wire.messages import Done, Plan
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.buffer.snapshot import read_state
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.checkpoints.disk import Checkpoint
-from tidemill.learner.checkpoints.keeper import kept_names
+from tidemill.learner.checkpoints.disk import Checkpoint, kept_names
 from tidemill.learner.errors import CheckpointCorrupt, FeedError
 from tidemill.learner.evaluation.best import BestCheckpoint
 from tidemill.learner.feed.copies import Copies

@@ -16,7 +16,7 @@ from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.rules import DataRules
 from tidemill.learner.buffer.snapshot import ROWS, read_state
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.checkpoints.keeper import CHECKPOINT_KEY
+from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
 from tidemill.learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
 from tidemill.learner.feed.copies import Copies
 from tidemill.learner.prompts.planned_rows import PlannedRows

@@ -24,9 +24,9 @@ from tidemill.bus.errors import BusError, RowConflict, UnreadableRow
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.subjects import nonce
+from tidemill.learner.errors import LearnerEnded, NodeRefused
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.nodes.attempts import Attempts, Work
-from tidemill.learner.nodes.errors import LearnerEnded, NodeRefused
 from tidemill.learner.nodes.node_rows import Attempt, NodeRow, Phase, State, bracketed, cut
 from tidemill.learner.nodes.own_row import OwnRow
 from tidemill.learner.nodes.rendezvous import (
@@ -118,9 +118,7 @@ class Probes:
             await self._wake.wait(AGAIN_S)
 
     async def look(self) -> None:
-        """Call the offers that are not reached yet, all at the same time, and report the results for those that
-        stand.
-        """
+        """Call all offers that are not reached yet, and report the results for those that stand."""
         mine = self._mine()
         if mine.phase is not Phase.READY:
             return
@@ -171,8 +169,7 @@ class Agent:
     def __init__(
         self, bus: Bus, row: NodeRow, work: Work, *, bind: str, limits: Limits, on_change: Callable[[NodeRow], None]
     ) -> None:
-        """``row``: the facts of this node, without nonces and keys. ``bind``: address to listen on, which may differ
-        from the advertised.
+        """``row``: the facts of this node. ``bind``: address to listen on, which may differ from the advertised one.
 
         ``on_change`` is called with the row when its phase, wait or reason has changed.
         """
@@ -197,9 +194,7 @@ class Agent:
         return self._own.row
 
     async def run(self, draining: asyncio.Event) -> None:
-        """Run attempts until the last step is done, or drained. Raises NodeRefused, NodeReplaced, LearnerEnded,
-        BusUnavailable.
-        """
+        """Run until the last step or a drain. Raises NodeRefused, NodeReplaced, LearnerEnded, BusUnavailable."""
         async with AsyncExitStack() as stack:
             self._own.update(probe_port=await stack.enter_async_context(answering(self.row.agent, self._bind)))
             await self._own.claim(self._limits.silence_s)

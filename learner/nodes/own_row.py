@@ -14,7 +14,7 @@ from pathlib import Path
 from tidemill.bus.client.rows import Rows
 from tidemill.bus.errors import BusError, BusUnavailable, RowConflict, WireError
 from tidemill.bus.system.coroutines import Waiter
-from tidemill.learner.nodes.errors import NodeRefused, NodeReplaced
+from tidemill.learner.errors import NodeRefused, NodeReplaced
 from tidemill.learner.nodes.node_rows import NODE_KEY, NodeRow, Phase, node_of, row_value
 
 log = logging.getLogger(__name__)
@@ -58,9 +58,7 @@ class OwnRow:
         return self._stored >= changes
 
     async def claim(self, silence_s: float) -> None:
-        """Write the row for the first time. Raises NodeRefused when another agent has this node rank,
-        BusUnavailable.
-        """
+        """Write the first row. Raises NodeRefused when another agent has this node rank, BusUnavailable."""
         began = time.monotonic()
         known: int | None = None
         while True:
@@ -88,9 +86,7 @@ class OwnRow:
             await asyncio.sleep(_LOOK_S)
 
     async def keep(self) -> None:
-        """Background loop: write the row every second and after each change. Raises NodeReplaced when another agent has
-        taken it over.
-        """
+        """Write the row every second and after each change. Raises NodeReplaced when another agent has it."""
         while True:
             changes = self._changes
             self.row = replace(self.row, beats=self.row.beats + 1)

@@ -33,9 +33,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Do nothing until a row changes. ``missing``: it waits for nodes that are not there, or that do not reach each
-    other.
-    """
+    """Do nothing until a row changes. ``missing``: nodes are not there, or do not reach each other."""
 
     waits_for: str = ""
     missing: bool = False
@@ -97,10 +95,7 @@ Action = Wait | Form | Record | Start | Drain | End | Renew | Leave
 
 
 def decide(me: NodeRow, seen: Mapping[int, Seen], attempt: Attempt | None, *, silence_s: float) -> Action:
-    """Return the next action of an agent.
-
-    ``seen``: the rows of all nodes as read, its own among them; ``silence_s``: longest silence of a live one.
-    """
+    """Return an agent's next action. ``seen``: rows of all nodes; ``silence_s``: maximum silence of a live one."""
     mine = attempt if attempt is not None and attempt.has(me) else None
     if me.phase is Phase.READY:
         return _ready(me, seen, attempt, mine, silence_s)
@@ -165,9 +160,7 @@ def _missing(me: NodeRow, seen: Mapping[int, Seen], silence_s: float) -> list[st
 
 
 def _apart(rows: Sequence[NodeRow]) -> list[str]:
-    """Return the calls between nodes that have failed, for a message, or that some are not made yet; empty = all reach
-    all.
-    """
+    """Return the failed calls between nodes, for a message, or that some are not made yet; [] = all reach all."""
     pairs = [(row, other, row.reached.get(other.nonce)) for row in rows for other in rows if row is not other]
     failed = [
         f"{row.name_with_address} to reach {other.name_with_address}: {result}"

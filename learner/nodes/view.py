@@ -32,9 +32,7 @@ class Silences:
         self._read_s, self._count_from_s = None, float("inf")
 
     def read(self, stamps: Mapping[int, Hashable], now: float) -> dict[int, float]:
-        """Note a reading of all rows; ``stamps`` change with their writes. Returns the seconds for which each has not
-        changed.
-        """
+        """Note a reading of all rows; ``stamps`` change with their writes. Returns the seconds without a change."""
         if self._count_from_s == float("inf"):
             self._count_from_s = now + GRACE_S
         passed = 0.0 if self._read_s is None else max(0.0, now - max(self._read_s, self._count_from_s))

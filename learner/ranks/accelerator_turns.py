@@ -29,9 +29,8 @@ class AcceleratorTurns(Protocol):
 
     @contextmanager
     def mine(self) -> Iterator[None]:
-        """Own the accelerator inside the context.
-
-        An exception keeps the ownership, because the end of the process releases the memory.
+        """Own the accelerator inside the context. After an exception it is kept: the end of the process frees the
+        memory.
         """
         raise NotImplementedError
 

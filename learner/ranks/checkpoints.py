@@ -27,11 +27,11 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
 from tidemill.learner.checkpoints.object_store import ObjectStore
-from tidemill.learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient
+from tidemill.learner.checkpoints.remote_files import CheckpointFiles, Peer, PeerClient
 from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
 from tidemill.learner.feed.feed_messages import Start
 from tidemill.learner.feed.places import RankPlaces
@@ -83,9 +83,7 @@ class Layout:
 
 
 class Checkpoints:
-    """The checkpoints of one start of the learner. Every rank calls ``begin`` at the same place; ``collect`` is no
-    collective.
-    """
+    """The checkpoints of one start. Every rank calls ``begin`` at the same place; ``collect`` is no collective."""
 
     def __init__(
         self,
@@ -112,11 +110,10 @@ class Checkpoints:
         self._writing: tuple[int, Future[Path]] | None = None
 
     def load(self, start: Start) -> dict[str, float]:
-        """Load the start's checkpoint on all ranks; files that this node lacks come from elsewhere. Returns the
-        algorithm's numbers.
+        """Load the start's checkpoint, with files from elsewhere where this node lacks them. Returns the algorithm's
+        numbers.
 
-        Raises CheckpointCorrupt when no place has a file intact, NoCheckpoint for one without weights, and as
-        ``state.load``.
+        Raises CheckpointCorrupt for a file that is intact nowhere, NoCheckpoint without weights, and as ``state.load``.
         """
         assert start.checkpoint is not None
         if (Path(start.checkpoint) / disk.NO_WEIGHTS).exists():
@@ -134,7 +131,7 @@ class Checkpoints:
             if self._is_local:
                 directory = self._root / directory.name  # the path is that of rank 0's node
                 if self._layout.is_first and start.manifest:
-                    fetch.complete(directory, client, sha256=start.manifest)
+                    remote_files.complete(directory, client, sha256=start.manifest)
                 dist.barrier()
                 files = CheckpointFiles(directory, manifests.read(directory).files, client)
             _, numbers = state.load(
@@ -155,8 +152,7 @@ class Checkpoints:
         return 0 if self._copies is None else self._copies.bytes
 
     def begin(self, step: int, epoch: int, data_state: bytes, *, numbers: dict[str, float]) -> None:
-        """Copy the state of all ranks after ``step``, and start to write it; without ``background``, wait until it is
-        written.
+        """Copy the state of all ranks after ``step``, and begin to write it; without ``background``, write it now.
 
         Raises CheckpointUnwritten, also for the checkpoint before.
         """
@@ -189,9 +185,7 @@ class Checkpoints:
         threading.Thread(target=_run, args=work, name="checkpoint", daemon=True).start()
 
     def collect(self, *, wait: bool = False) -> None:
-        """Report a checkpoint that has been written to the feeder; with ``wait``, wait for it first. Raises
-        CheckpointUnwritten.
-        """
+        """Report a written checkpoint to the feeder; ``wait`` for it first. Raises CheckpointUnwritten."""
         if self._writing is None or not (wait or self._writing[1].done()):
             return
         step, writing = self._writing
@@ -206,8 +200,8 @@ class Checkpoints:
             wait_for([self._writing[1]], timeout=_LEAVE_S)
 
     def _write(self, staged: Staged, data_state: bytes, extra: dict[str, object], began: float) -> Path:
-        """Write this rank's part and, with the other ranks, the checkpoint. Returns its path. Raises
-        CheckpointUnwritten on all ranks.
+        """Write this rank's part and, together, the checkpoint. Returns its path. Raises CheckpointUnwritten on all
+        ranks.
         """
         tmp = staged.directory
         parts = self._gathered(self._part(staged))

@@ -32,9 +32,7 @@ REPORTED_STEPS = 2
 
 
 class RankDebug:
-    """The tools that the settings ask for. With the default settings it has one log report, and no cost after step
-    2.
-    """
+    """The tools of the settings; with the defaults, one report in the log, and no cost after step 2."""
 
     def __init__(
         self, config: DebugConfig, learner: LearnerConfig, *, policy: Policy, model_dir: Path, root: Path
@@ -55,9 +53,7 @@ class RankDebug:
         self.critic_collector = Collector(config.save_train, here, role=CRITIC) if config.save_train else None
 
     def take_request(self) -> ProfileRequest | None:
-        """Return the request for a profile that a command has written, on rank 0; None without one, and on the
-        others.
-        """
+        """Return the request for a profile that a command has written, on rank 0; else None."""
         if self._policy.parallel.rank:
             return None
         try:
@@ -72,9 +68,7 @@ class RankDebug:
 
     @contextmanager
     def around(self, batch: StepBatch) -> Iterator[None]:
-        """Dump the activations of the fixed prompts before the step that is set, then run the step. Collective over all
-        ranks.
-        """
+        """Dump activations before the step that is set, then run the step. Collective over all ranks."""
         dump = self._config.dump_modules
         if dump.step and batch.step == dump.step:
             self._dump(dump, batch.step)
@@ -99,10 +93,7 @@ class RankDebug:
         return self._config.report and batch.step <= REPORTED_STEPS
 
     def after(self, batch: StepBatch, metrics: dict[str, float]) -> dict[str, float]:
-        """Log the report after the first two steps of a run, on rank 0. Collective over all ranks.
-
-        Returns the metric ``debug/report_look``, where there is a report.
-        """
+        """Log the report on one of the first two steps, on rank 0, and return its metric. Collective over all ranks."""
         if not self._reports(batch):
             return {}
         memory = self._memory.of_all_ranks()
@@ -140,8 +131,8 @@ class StepMemory:
     def of_all_ranks(self) -> dict[str, list[float]]:
         """Return bytes by kind and rank: ``host``, and on CUDA ``device``. Collective over all ranks.
 
-        The peak of a step is increased by what the step has left allocated. In the first one that is the optimizer's
-        state, beside which the activations of the second one are.
+        Memory that a step leaves allocated is added to its peak: after the first one it is the optimizer's state,
+        beside which the activations of the second step are.
         """
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         kinds = {"host": float(pages * os.sysconf("SC_PAGE_SIZE"))}

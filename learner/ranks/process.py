@@ -35,10 +35,9 @@ UP, LOOPBACK = 0x1, 0x8
 
 
 def loopback_variables(given: Mapping[str, str], interfaces: Path = INTERFACES) -> dict[str, str]:
-    """Return the variables that bind gloo and NCCL to the loopback interface, if no other one is up.
+    """Return the variables that bind gloo and NCCL to the loopback interface if no other one is up, unless ``given``.
 
-    Gloo resolves the machine's name otherwise, which may have no address there, and NCCL passes over the loopback
-    interface. A variable that is ``given`` is left alone.
+    Gloo would resolve the machine's name, which may have no address there, and NCCL ignores the loopback interface.
     """
     flags = {each.name: _flags(each) for each in interfaces.glob("*")}
     up = {name for name, bits in flags.items() if bits & UP}
@@ -59,8 +58,8 @@ def _flags(interface: Path) -> int:
 log = logging.getLogger(__name__)
 
 STOP_S = 2.0
-"""Between SIGTERM and SIGKILL for the children of a learner that has failed: the feeder would wait for a dead rank to
-leave, the ranks for their dead peer, and all that was promised to last is stored already.
+"""Between SIGTERM and SIGKILL for the children of a failed learner: a feeder would wait for a dead rank, and ranks for
+a dead peer, and all that must last is stored already.
 """
 
 
@@ -118,9 +117,7 @@ async def run_learner(
     variables: Sequence[Mapping[str, str]] = (),
     on_sigterm: Callable[[], None] = _ignore,
 ) -> None:
-    """Run feeder and ranks of a learner on one machine. Ends and raises as ``run_part``, which has the other
-    arguments.
-    """
+    """Run feeder and ranks on one machine; ends and raises as ``run_part``, which has the other arguments."""
     with KeptPort(host) as feeder_port, KeptPort(host) as master_port:  # it takes seconds until the children listen
         url = f"tcp://{host}:{feeder_port.number}"
         part = Part(
@@ -153,15 +150,12 @@ async def run_part(
     on_step: Callable[[], None] = _ignore,
     on_sigterm: Callable[[], None] = _ignore,
 ) -> None:
-    """Run the processes of a node until all have ended with success, or until ``draining`` is set and they have
-    drained.
+    """Run the processes of a node until all have succeeded, or have drained after ``draining``.
 
-    ``arguments`` are those of ``python -m tidemill feeder`` and ``python -m tidemill rank``, without ``--feeder-url``
-    and ``--feeder-keys``. ``variables``: environment of each rank, over the one that it gets here; empty = no more.
-    ``on_step`` is called after steps of its ranks, ``on_sigterm`` as soon as a rank has received SIGTERM, which it
-    obeys after its step. Raises ChildFailed, with the child's last lines, when one fails or does not drain within
-    ``drain_s``; the others are ended first. It is that of a child with a final exit code if there is one, because
-    failures of the others follow from it.
+    ``arguments``: of ``python -m tidemill feeder`` and ``rank``, without the feeder's URL and keys. ``variables``:
+    further environment of each rank. ``on_step`` is called after steps of its ranks, ``on_sigterm`` as soon as a rank
+    has received SIGTERM. Raises ChildFailed when one fails, or does not drain within ``drain_s``; the others are ended
+    first. It names a child with a final exit code if there is one, because the failures of the others follow from it.
     """
     command = [sys.executable, "-P", "-m", "tidemill"]
     feeder: Child | None = None
@@ -257,9 +251,7 @@ def _signal(children: Sequence[Child], number: signal.Signals) -> None:
 
 
 async def _end(children: Sequence[Child]) -> None:
-    """End all running children by SIGTERM, and by SIGKILL after ``STOP_S``; read their output to its end, which names
-    the reason.
-    """
+    """End all children by SIGTERM, and SIGKILL after ``STOP_S``; read their output, whose end names the reason."""
     if not children:
         return
     _signal(children, signal.SIGTERM)

@@ -75,9 +75,7 @@ def agreed(request: ProfileRequest | None, here: Parallel) -> ProfileRequest | N
 log = logging.getLogger(__name__)
 
 LONG_ROW_TOKENS = 2048
-"""Tokens of a micro-batch up to which attention in float32 fits into a CUDA device: a score for every pair, in every
-head and layer.
-"""
+"""Maximum tokens for attention in float32 on CUDA, which keeps a score for every pair, in every head and layer."""
 
 
 def main(
@@ -89,10 +87,9 @@ def main(
     bus: BusConfig,
     debug: DebugConfig | None = None,
 ) -> int:
-    """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) to the end.
+    """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment). Returns the process's exit code.
 
-    Returns the exit code of the process: 0 after the last step, or drained after SIGTERM; otherwise that of the error
-    (``bus/exit_codes.py``), which is in the log and was sent to the feeder.
+    It is 0 after the last step or a drain, else that of the error, which is in the log and was sent to the feeder.
     """
     return exit_codes.run(partial(_take_steps, places, learner, staleness, weights, bus, debug or DebugConfig()), log)
 
@@ -206,10 +203,10 @@ def _policy(places: RankPlaces, learner: LearnerConfig, here: Parallel) -> Polic
 def _start_of_turns(
     here: Parallel, feed: FeedClient, places: RankPlaces, weights: WeightsConfig, bus: BusConfig
 ) -> Start:
-    """Shake hands with the feeder, then wait until colocated engines have released their memory. Raises Fenced,
-    BusUnavailable.
+    """Shake hands with the feeder, and wait until colocated engines have released their memory, before this rank takes
+    any.
 
-    Returns the feeder's start. It comes before this rank allocates accelerator memory.
+    Returns the feeder's start. Raises Fenced, BusUnavailable.
     """
     start = feed.hello()
     if here.rank == 0:
@@ -315,9 +312,7 @@ class Rank:
         )
 
     def run(self, start: Start | None = None) -> None:
-        """Run the session: handshake (unless ``start`` is its result), restore, steps, end. Raises AlarmStop, Fenced,
-        and as the feed.
-        """
+        """Run the session: handshake (unless in ``start``), restore, steps, end. Raises AlarmStop, Fenced."""
         with self._feed.drained_by_sigterm(self._places.progress):
             start = start or self._feed.hello()
             self._configure(start.step + 1, start)  # first: numbers of the checkpoint are those of its settings
@@ -363,9 +358,7 @@ class Rank:
         return Last(step=start.steps, state=b"")
 
     def _make_last(self, last: Last, start: Start) -> None:
-        """Checkpoint, and publish unless drained, the weights of a step that was not known to be the last, unless that
-        is done.
-        """
+        """Checkpoint, and publish unless drained, a step that was not known to be the last, unless that is done."""
         if last.drained:
             log.info("drained rank=%d after step=%d", self._here.rank, last.step)
         elif self.pushes.published_step != last.step:

@@ -70,10 +70,7 @@ class SavedModels:
             self._writing = None
 
     def write_trained(self, step: int, version: int) -> None:
-        """Write the current weights as the trained model of the run, and wait for it. ``version``: -1 = not published.
-
-        Raises OSError.
-        """
+        """Write the current weights as the trained model, and wait. ``version``: -1 = not published. Raises OSError."""
         manifest, tensors = self._parts.whole(FINAL, {name: tensor.to("cpu") for name, tensor in self._parts.export()})
         if not self._leads:
             self._policy.help_export_adapters()
@@ -114,10 +111,7 @@ class SavedModels:
 
 
 def prune(root: Path, checkpoints: Path, *, keep: int) -> None:
-    """Remove all models but the ``keep`` newest (0 = all) and the models of steps with a checkpoint, be it unfinished.
-
-    Raises OSError.
-    """
+    """Remove models, but not the ``keep`` newest (0 = all) and those of steps with a checkpoint. Raises OSError."""
     models = sorted((int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)))
     spared = disk.unfinished(checkpoints)  # read first: in between, a checkpoint may be renamed into place
     spared |= {checkpoint.step for checkpoint in disk.listed(checkpoints)}

@@ -265,10 +265,10 @@ class LearnerConfig:
                 "samples of a group, got 1: "
                 "every advantage would be 0; raise it, or take advantage: reinforce, reinforce_pp or none"
             )
-        if algorithm.advantage == "pass_at_k" and algorithm.pass_k > self.group_size:
+        if algorithm.advantage == "pass_at_k" and algorithm.pass_at_k.k > self.group_size:
             raise ValueError(
-                f"group_size: want >= algorithm.pass_k = {algorithm.pass_k}, got {self.group_size}: "
-                "no k samples can be drawn from a group, and every advantage would be 0; raise it, or lower pass_k"
+                f"group_size: want >= algorithm.pass_at_k.k = {algorithm.pass_at_k.k}, got {self.group_size}: "
+                "no k samples can be drawn from a group, and every advantage would be 0; raise it, or lower k"
             )
         self._refuse_group_size()
         if self.bridge and not all(self.bridge.partition(":")):
@@ -313,15 +313,13 @@ class LearnerConfig:
                 name for name in ("data_parallel", "pipeline_parallel", "context_parallel") if getattr(self, name) > 1
             ]
             raise ValueError(
-                f"nodes: want a divisor of {' x '.join(names or ['data_parallel'])} = {groups}, so that each "
-                "has the same number of whole "
-                f"tensor-parallel groups, got {self.nodes}"
+                f"nodes: want a divisor of {' x '.join(names or ['data_parallel'])} = {groups}, so that each has the "
+                f"same number of whole tensor-parallel groups, got {self.nodes}"
             )
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ValueError(
-                f"virtual_pipeline: want 1 without a pipeline, got {self.virtual_pipeline}: it divides the "
-                "layers of a stage; "
-                "raise pipeline_parallel, or remove it"
+                f"virtual_pipeline: want 1 without a pipeline, got {self.virtual_pipeline}: it divides the layers of a "
+                "stage; raise pipeline_parallel, or remove it"
             )
         for name in ("first_stage_layers", "last_stage_layers"):
             layers = getattr(self, name)
@@ -337,9 +335,8 @@ class LearnerConfig:
                 )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError(
-                "sequence_parallel: want false with tensor_parallel: 1, got true: it divides the tokens over "
-                "the tensor-parallel ranks; "
-                "raise tensor_parallel, or remove it (context_parallel divides rows without it)"
+                "sequence_parallel: want false with tensor_parallel: 1, got true: it divides the tokens over the "
+                "tensor-parallel ranks; raise tensor_parallel, or remove it (context_parallel divides rows without it)"
             )
 
     def _refuse_experts(self) -> None:
@@ -361,9 +358,9 @@ class LearnerConfig:
                 f"min_group_size: want >= 2 with algorithm.advantage: {algorithm.advantage}, which compares "
                 "the samples of a group, got 1"
             )
-        if algorithm.advantage == "pass_at_k" and 0 < least < algorithm.pass_k:
+        if algorithm.advantage == "pass_at_k" and 0 < least < algorithm.pass_at_k.k:
             raise ValueError(
-                f"min_group_size: want >= algorithm.pass_k = {algorithm.pass_k}, got {least}: no k samples can be drawn"
+                f"min_group_size: want >= algorithm.pass_at_k.k = {algorithm.pass_at_k.k}, got {least}: no k samples can be drawn"
             )
 
     def _refuse_credit(self) -> None:
@@ -405,15 +402,13 @@ class LearnerConfig:
             and not (optimizer.min_lr or self.num_epochs)
         ):
             raise ValueError(
-                f"optimizer.lr_decay_steps: want >= steps = {self.steps} (or 0) with min_lr: 0, at which the "
-                "steps behind it "
-                f"train nothing, got {optimizer.lr_decay_steps}; lower steps, or set min_lr"
+                f"optimizer.lr_decay_steps: want >= steps = {self.steps} (or 0) with min_lr: 0, at which the steps "
+                f"behind it train nothing, got {optimizer.lr_decay_steps}; lower steps, or set min_lr"
             )
         if self.lora.rank and optimizer.freeze:
             raise ValueError(
                 "optimizer.freeze: want none with lora.rank > 0, which freezes all weights of the model, got "
-                f"{list(optimizer.freeze)}; "
-                "choose the layers with lora.targets"
+                f"{list(optimizer.freeze)}; choose the layers with lora.targets"
             )
         if self.lora.rank:
             self._refuse_with_adapters()
@@ -435,9 +430,8 @@ class LearnerConfig:
         """Refuse the settings that a model with trained adapters alone does not support."""
         if self.moe_bias_update_rate:
             raise ValueError(
-                "moe_bias_update_rate: want 0 with lora.rank > 0, which freezes the routers' biases with all "
-                "weights of the model, got "
-                f"{self.moe_bias_update_rate!r}"
+                "moe_bias_update_rate: want 0 with lora.rank > 0, which freezes the routers' biases with all weights "
+                f"of the model, got {self.moe_bias_update_rate!r}"
             )
         if self.algorithm.kl.moves:
             raise ValueError(
@@ -450,8 +444,7 @@ class LearnerConfig:
         if not self.algorithm.by_critic and self.critic != CriticConfig():
             raise ValueError(
                 f"critic: not used by algorithm.advantage: {self.algorithm.advantage}; want advantage: "
-                f"{' or '.join(BY_CRITIC)}, "
-                "or no settings of a critic"
+                f"{' or '.join(BY_CRITIC)}, or no settings of a critic"
             )
         if self.critic.warmup_steps >= self.steps:
             raise ValueError(

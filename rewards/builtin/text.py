@@ -4,7 +4,7 @@ Sources: ``f1`` SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250): lower case, no 
 noanswer must match exactly, as in HotpotQA's evaluation (Yang et al. 2018). ``format_tags`` the format reward of
 DeepSeek-R1 (DeepSeek-AI 2025, arXiv 2501.12948): thoughts between ``<think>`` tags, then the answer. ``overlong`` soft
 overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 13), which
-``learner.algorithm.overlong_buffer`` does in the learner, for rewards of any actor. ``repetition`` the n-gram
+``learner.algorithm.overlong.buffer`` does in the learner, for rewards of any actor. ``repetition`` the n-gram
 repetition penalty of "Demystifying Long Chain-of-Thought Reasoning" (Yeo et al. 2025, arXiv 2502.03373).
 """
 

@@ -59,7 +59,7 @@ async def greedy(url: str) -> list[int]:
     client = HttpEngine(url)
     try:
         answer = await client.generate(
-            np.array([5, 6, 7], np.int32), Sampling(temperature=0, max_new_tokens=6), id="x", timeout_s=20
+            np.array([5, 6, 7], np.int32), Sampling(temperature=0, max_new_tokens=6), request_id="x", timeout_s=20
         )
     finally:
         await client.close()

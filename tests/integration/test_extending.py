@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.algorithm_settings import algorithm_of
 from tests.contract import test_custom_algorithms as contract
 from tests.web_hook import web_hook
 from tidemill.actors.config import EngineConfig
@@ -106,7 +107,7 @@ async def test_the_reward_scores_an_answer_between_tags() -> None:
 
 def test_the_loss_and_the_estimator_hold_the_contract() -> None:
     given = {
-        "objective": Objective(AlgorithmConfig(loss="my_algorithm:one_sided", anchor="rollout", weight="none")),
+        "objective": Objective(algorithm_of(loss="my_algorithm:one_sided", anchor="rollout", weight={"level": "none"})),
         "estimator": Objective(AlgorithmConfig(advantage="my_algorithm:median_baseline")),
         "rubbish": math.nan,
     }

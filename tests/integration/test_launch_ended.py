@@ -78,8 +78,6 @@ async def test_every_command_that_reads_answers_and_the_streams_stay_as_they_are
         ("tail", "--last", "2"): "#7",
         ("tail", "--follow", "--last", "1"): "#7",
         ("show", "#1"): "trained in step 1",
-        ("stats",): "7 in ",
-        ("stats", "--follow", "--window", "10"): "7 in ",
         ("status",): "3 issued: 2 settled, 1 open",
         ("weights",): "newest version is 7",
         ("dead",): "no dead task",

@@ -47,7 +47,7 @@ PROMPT = [5, 6, 7, 8]
 async def test_the_port_gets_what_it_asks_for(python: str, server: str, directories: list[Path]) -> None:
     async with serving(python, server, directories[0]) as served:
         made = await served.client.generate(
-            np.array(PROMPT, np.int32), Sampling(max_new_tokens=8, temperature=0.0), id="one"
+            np.array(PROMPT, np.int32), Sampling(max_new_tokens=8, temperature=0.0), request_id="one"
         )
         states = [
             one

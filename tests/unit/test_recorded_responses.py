@@ -325,12 +325,12 @@ def test_settings_that_contradict_recorded_responses_are_refused(
             "want sampling.temperature: 1 with response 1",
         ),
         (
-            ("learner.algorithm={correction: sft, entropy_coef: 0.1}",),
-            "want learner.algorithm.entropy_coef: 0 with response 1",
+            ("learner.algorithm={correction: sft, entropy: {coef: 0.1}}",),
+            "want learner.algorithm.entropy.coef: 0 with response 1",
         ),
         (
-            ("learner.algorithm={correction: sft, entropy_target: 0.1}",),
-            "want learner.algorithm.entropy_target: 0 with response 1",
+            ("learner.algorithm={correction: sft, entropy: {target: 0.1}}",),
+            "want learner.algorithm.entropy.target: 0 with response 1",
         ),
         (
             ("learner.algorithm={correction: sft, kl: {coef: 0.1}}",),

@@ -33,18 +33,12 @@ class Head:
         self.row = await self._registry.fence(epoch)
 
     async def publish_initial(self, where: str, epoch: int, digest: str) -> VersionRow:
-        """Publish the weights in the directory ``where`` as version 0, unless there is a head. Returns the head.
-
-        Raises Fenced.
-        """
+        """Publish the weights in ``where`` as version 0, unless there is a head. Returns the head. Raises Fenced."""
         self.row = await self._registry.publish_initial(where, epoch, digest=digest)
         return self.row
 
     async def move(self, row: VersionRow, copy: StagedModel) -> None:
-        """Make a version the head. Its copy is held until there is a copy of the next head.
-
-        Raises Fenced, BusUnavailable.
-        """
+        """Make a version the head, and hold its copy until the next head. Raises Fenced, BusUnavailable."""
         self.row = await self._registry.publish(row)
         # The copy stays filled as long as it is the head: snapshots of it are written on demand.
         old, self.copy = self.copy, copy.hold()

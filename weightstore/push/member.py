@@ -20,8 +20,7 @@ _log = logging.getLogger(__name__)
 Check = Callable[[ChecksumReport], Awaitable[list[str]]]
 """Returns a line for every tensor that an engine does not have as it was sent. Raises PartLost."""
 _LEAVE_S = 1.0
-"""Deadline for leaving a group before the engine is dropped: it is optional, because the next join leaves the old group
-anyway."""
+"""Deadline for leaving a group before the engine is dropped; optional, because the next join leaves the old group."""
 _SHOWN = 5
 """Differing tensors named in an error."""
 
@@ -37,10 +36,7 @@ class Updated:
 
 
 class Member:
-    """A live engine. After any error it must be ``close``d and made anew.
-
-    Every verb raises ReceiverFailed naming the phase, and Fenced.
-    """
+    """A live engine. After an error it must be ``close``d. Verbs raise ReceiverFailed with the phase, and Fenced."""
 
     def __init__(self, row: LiveRow, receiver: WeightReceiver, *, deadlines: Deadlines, backend: str = "gloo") -> None:
         """``backend``: of the process group of its channel, if that has one."""
@@ -75,13 +71,10 @@ class Member:
             await self.receiver.begin(version)
 
     async def receive(self, version: int, buckets: Buckets, *, serve: bool) -> float | None:
-        """Begin a push and receive all buckets.
+        """Begin a push and receive all buckets. With ``serve`` also end it, and return the seconds of paused
+        generation.
 
-        With ``serve`` also end it, and return seconds for which generation was paused.
-
-        None: it is not ended.
-
-        No deadline, unless the receiver ``carries``; the caller sets one.
+        It has no deadline, unless the receiver ``carries``; the caller sets one.
         """
         assert self._push_receiver is not None
         await self._resume("weights")
@@ -89,10 +82,8 @@ class Member:
             return await self._push_receiver.receive(version, buckets, serve=serve)
 
     async def finish(self, version: int, check: Check | None = None, served_s: float | None = None) -> Updated:
-        """Have the engine serve the version, unless it does already (``served_s``).
-
-        With ``check`` its checksums are compared first, and an error names the tensors. Returns the times that pause
-        and comparison took.
+        """Have the engine serve the version, unless it does (``served_s``), after a comparison of its checksums by
+        ``check``.
         """
         verify_s = None if check is None else await self._verify(version, check)
         stall_s = served_s

@@ -105,10 +105,7 @@ class _Connected:
 
 
 class Publisher:
-    """Pushes versions and serves snapshots in a thread of its own; called from one thread, the trainer's on rank 0.
-
-    Needs host memory for two copies of the weights.
-    """
+    """Pushes versions and serves snapshots in a thread of its own; called from one thread, the trainer's on rank 0."""
 
     def __init__(
         self,
@@ -122,10 +119,10 @@ class Publisher:
         division: Division | None = None,
         bus_config: BusConfig = _DEFAULT_BUS,
     ) -> None:
-        """Snapshots are kept in ``directory``, with the configuration and tokenizer of ``model_dir``.
+        """``directory``: of the snapshots, with configuration and tokenizer of ``model_dir``.
 
-        ``division``: the tensors that are staged here, and the parts of other ranks; without it all tensors are staged
-        here, and the first publish needs all at once.
+        ``division``: the tensors that are staged here, and the parts of other ranks; None = all that the first publish
+        has.
         """
         self.config, self.run, self.epoch = config, run, epoch
         self._bus_url, self._bus_config = bus_url, bus_config
@@ -152,18 +149,14 @@ class Publisher:
             raise PublisherClosed(str(error)) from None
 
     def publish_initial(self, model_dir: Path) -> VersionRow:
-        """Make the model directory version 0 of step 0, unless there is a head already. Returns the head.
-
-        Raises BusUnavailable, Fenced.
-        """
+        """Make the model directory version 0 unless there is a head; return the head. Raises BusUnavailable, Fenced."""
         head, digest = self._running().head, "" if self._division is None else self._division.whole.digest
         return self._submit(head.publish_initial(str(model_dir), self.epoch, digest)).result(START_S)
 
     def publish(self, step: int, tensors: Iterable[tuple[str, Tensor]], *, wait: bool) -> PushHandle:
-        """Copy the tensors now and push them as the next version; with ``wait`` return only when the push has ended.
+        """Copy the tensors, push them as the next version, and return the push's handle; ``wait``: after it has ended.
 
-        Waits as ``stage`` does. Returns the handle of the push, which has its outcome. Raises BadManifest, Fenced,
-        PublisherClosed.
+        Waits as ``stage`` does. Raises BadManifest, Fenced, PublisherClosed.
         """
         staged = self.stage(step, tensors)
         try:
@@ -177,12 +170,11 @@ class Publisher:
     def stage(
         self, step: int, tensors: Iterable[tuple[str, Tensor]], chosen: Callable[[int], None] = _nothing
     ) -> StagedStep:
-        """Copy the tensors now, and return the copy; ``release`` it when its push has been submitted, or it is not to
-        be pushed.
+        """Copy the tensors, and return the copy; ``release`` it when its push is submitted, or it is not to be pushed.
 
         ``chosen`` is called with the number of the copy before it is filled: other ranks fill theirs of that number.
-        Waits first for the end of the previous push (each of its phases has a deadline), and for the snapshot of the
-        version before the head if that is still being written. Raises BadManifest, Fenced, PublisherClosed.
+        Waits for the previous push, and for a snapshot of the version before the head that is still being written.
+        Raises BadManifest, Fenced, PublisherClosed.
         """
         if self._last is not None:
             self._last.wait()
@@ -202,12 +194,10 @@ class Publisher:
         return StagedStep(staging, step, time.perf_counter() - since)
 
     def push(self, staged: StagedStep, gives_up: Callable[[], bool] = _at_once) -> PushHandle:
-        """Push a copy as the next version in the background, and return the handle; one push at a time.
+        """Push a copy as the next version in the background; one push at a time. Raises Fenced, PublisherClosed.
 
-        Raises Fenced, PublisherClosed.
-
-        A push that fails (it reached fewer engines than required, or the bus was unreachable for too long) is repeated
-        with the same copy, unless ``gives_up`` returns True in the publisher's thread, or the publisher is closed.
+        A push that fails (too few engines, or the bus was unreachable for too long) is repeated with the same copy,
+        unless ``gives_up`` returns True in the publisher's thread, or the publisher is closed.
         """
         connected = self._running()
         # The push has a hold of its own, which it releases at its end, so the caller may release its copy at once.
@@ -217,21 +207,17 @@ class Publisher:
         return self._last
 
     def release(self) -> tuple[str, ...]:
-        """Have the colocated engines release their memory, and engines that start wait.
+        """Have colocated engines release their memory, and others that start wait, after the previous push.
 
-        Returns the ids of the engines that released it.
-
-        Waits for the previous push. An engine that does not answer within the phase deadline is evicted. Raises
-        BusUnavailable, Fenced, PublisherClosed.
+        Returns their ids; an engine that does not answer in time is evicted. Raises BusUnavailable, Fenced,
+        PublisherClosed.
         """
         if self._last is not None:
             self._last.wait()
         return self._result_of(self._acquire_accelerator(self._running()))
 
     def resume(self) -> tuple[str, ...]:
-        """Give colocated engines their memory back and push the head to them again. Returns their ids.
-
-        Raises as ``release`` does.
+        """Give colocated engines their memory back and push the head again. Returns their ids. Raises as ``release``.
 
         If this learner has no copy of the head, because another one pushed it, the engines wait for the next push.
         """
@@ -242,10 +228,7 @@ class Publisher:
         return None if self._connected is None else self._connected.head.row
 
     def close(self, *, drain: bool = True) -> None:
-        """End the thread; with ``drain`` the push under way is finished first.
-
-        Safe to call twice, and without ``start``.
-        """
+        """End the thread, after the push under way with ``drain``. Safe to call twice, and without ``start``."""
         self._closes = True
         if drain and self._last is not None and self._thread.is_alive:
             self._last.wait()
@@ -339,10 +322,7 @@ class Publisher:
     async def _push(
         self, connected: _Connected, staging: Staging, step: int, prepare_s: float, gives_up: Callable[[], bool]
     ) -> PushReport:
-        """Push a filled copy as the next version, and release it at the end. Raises PushFailed, Fenced.
-
-        Other ranks have filled their copies of the same number.
-        """
+        """Push a filled copy as the next version, and release it. Raises PushFailed, Fenced."""
         self._pushing = asyncio.current_task()
         copy = StagedModel(staging, connected.parts, self._deadlines)
         self._deadlines.num_bytes = copy.manifest.num_bytes
@@ -408,8 +388,7 @@ class Publisher:
     async def _acquire_accelerator(self, connected: _Connected) -> tuple[str, ...]:
         """Have no colocated engine work or keep memory until ``_release_accelerator``. Raises BusUnavailable, Fenced.
 
-        Waits for engines that are taking memory by themselves (``AcceleratorLease``). Returns the ids of the engines
-        that released their memory; the others are evicted and logged.
+        Returns the ids of the engines that released their memory; the others are evicted and logged.
         """
         await connected.lease.acquire(self.epoch)
         connected.owns_accelerator = True

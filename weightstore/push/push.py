@@ -34,8 +34,7 @@ HOST_HANDLES, CUDA_HANDLES = "host_handles", "cuda_handles"
 _BUCKETS_AHEAD = 3
 """Buckets requested at once from an engine that reads them itself: the next requests wait there."""
 _JOIN_S = 2.0
-"""SGLang usually joins a group within this time. If the learner has gone by then, SGLang retries for minutes without
-answering."""
+"""SGLang usually joins within this time; if the learner has gone by then, it retries for minutes without answering."""
 
 Outcome = dict[Member, Updated | ReceiverFailed]
 """The times of a member that took the version, or the reason that it did not."""
@@ -91,10 +90,7 @@ class PushHandle:
             return
 
     def result(self, timeout: float | None = None) -> PushReport:
-        """Wait for the end of the push. Returns its report.
-
-        Raises PushFailed, Fenced, PublisherClosed; TimeoutError when it is still under way.
-        """
+        """Wait for the push, and return its report. Raises PushFailed, Fenced, PublisherClosed, TimeoutError."""
         try:
             return self._future.result(timeout)
         except CancelledError:
@@ -172,10 +168,7 @@ class Push:
         return report
 
     async def send(self, groups: Sequence[PushGroup], roster: PushGroups) -> None:
-        """Push to these groups of ``roster`` at once, and evict the engines that fail.
-
-        Raises Fenced, and PartLost as ``update`` does.
-        """
+        """Push to these groups of ``roster`` at once, and evict the engines that fail. Raises Fenced, PartLost."""
         since = time.perf_counter()
         # All groups end before an error is raised: none may go on with a copy that the caller then releases.
         await all_of([self._send_to(group, roster) for group in groups])
@@ -194,9 +187,9 @@ class Push:
             roster.succeeded(member)
 
     async def update(self, group: PushGroup) -> Outcome:
-        """Push to all engines of one group. Returns how each took the version, or why it did not.
+        """Push to all engines of a group. Returns how each took the version, or why not.
 
-        Raises Fenced, and PartLost where another rank of the learner cannot send its part: no engine has failed then.
+        Raises Fenced, and PartLost when another rank of the learner cannot send its part: no engine has failed then.
         """
         together, apart, outcome = list(group.members), list[Member](), Outcome()
         # Decided once for all rounds of this push.
@@ -247,9 +240,7 @@ class Push:
             return {member: error}
 
     async def _transfer(self, group: PushGroup, members: list[Member], *, serve: bool) -> dict[Member, float | None]:
-        """Send all buckets to all members.
-
-        With ``serve``, returns the seconds for which each that serves them already paused generation.
+        """Send all buckets to all members. Returns the seconds of pause of members that ``serve`` them already.
 
         Raises _GroupBroken, Fenced.
         """
@@ -268,10 +259,7 @@ class Push:
     async def _send_in_one_request(
         self, round_: "_PushRound", channel: Channel, serve: bool, deadline_s: float
     ) -> dict[Member, float | None]:
-        """Send one request for all buckets. The deadline holds for each bucket, and then for the answers.
-
-        A receiver that reads the buckets itself has both deadlines of its own.
-        """
+        """Send one request for all buckets, with a deadline for each bucket, and then for the answers."""
         # All sends are queued at once: the channel keeps them in order.
         sends = [
             round_.start(phase, None, channel.send(payload, following))
@@ -290,9 +278,8 @@ class Push:
         return {member: task.result() for member, task in requests.items()}
 
     async def _send_in_turn(self, round_: "_PushRound", channel: Channel) -> None:
-        """Send a request for every bucket.
-
-        An engine that reads them itself has the next requests before it has stored this bucket.
+        """Send a request for every bucket; an engine that reads them itself has the next ones before it has stored
+        this.
         """
         max_ahead = _BUCKETS_AHEAD if all(member.receiver.carries for member in channel.members) else 1
         under_way: deque[list[asyncio.Task[None]]] = deque()
@@ -400,10 +387,7 @@ class _PushRound:
     def start(
         self, phase: str, member: Member | None, work: Coroutine[object, None, T], timeout_s: float | None = None
     ) -> asyncio.Task[T]:
-        """Start and return a task of ``member``; None = of the learner itself.
-
-        With ``timeout_s`` a late one fails as PeerLost.
-        """
+        """Start a task of ``member`` (None = the learner); with ``timeout_s`` a late one fails as PeerLost."""
         task = asyncio.create_task(work if timeout_s is None else _bounded(work, timeout_s))
         self._tasks[task] = phase, member
         return task

@@ -45,8 +45,7 @@ _log = logging.getLogger(__name__)
 PHASES = ("joining", "catching up", "serving", "stale")
 """An engine in one of these phases takes part."""
 GROUP = "tidemill"
-"""Name of rank 0's process groups, and the beginning of the names of the others: an engine that still has a group of
-that name leaves it first."""
+"""Name of rank 0's process groups, and prefix of the others: an engine that has one of that name leaves it first."""
 _MAX_PAUSE_S = 600.0
 """Bound of the pause between two attempts with an engine that keeps failing."""
 T = TypeVar("T")
@@ -186,8 +185,8 @@ class PushGroup:
     def has_room(self, member: Member) -> bool:
         """Return whether an engine may be added.
 
-        Engines of one group are all colocated or none, and have one backend, over NCCL on different GPUs; one that
-        reads the buckets itself has a group of its own.
+        Engines of a group are all colocated or none, with one backend, over NCCL on different GPUs; one that reads the
+        buckets itself is alone.
         """
         if any(present.receiver.carries or present.backend != member.backend for present in (member, *self.members)):
             return False
@@ -234,9 +233,8 @@ class PushGroups:
         """``evicted`` as recorded on the bus; None = as an earlier learner recorded it."""
 
     async def reconcile(self) -> list[PushGroup]:
-        """Drop the engines that have gone, add the new ones (they join when they are first updated).
-
-        Returns the groups. Raises BusUnavailable.
+        """Drop engines that have gone, add new ones (which join at their first update). Returns the groups;
+        BusUnavailable.
         """
         alive = {row.id: row for row in await self._view.alive("engine")}
         rows = {row.id: row for row in alive.values() if row.phase in PHASES and row.address}
@@ -287,10 +285,7 @@ class PushGroups:
     async def succeeding(
         self, members: Iterable[Member], work: Callable[[Member], Awaitable[object]]
     ) -> tuple[str, ...]:
-        """Run ``work`` for all members at once.
-
-        Returns the ids of the members that succeeded; the other members are evicted.
-        """
+        """Run ``work`` for all members at once, and evict those that fail. Returns the ids of the others."""
 
         async def run_for(member: Member) -> str:
             """Run ``work`` for one member. Returns its id; "" if it failed and was evicted."""
@@ -319,7 +314,7 @@ class PushGroups:
         await asyncio.gather(*[self._drop(member, leave=True) for member in list(self._members.values())])
 
     def _add(self, row: LiveRow) -> bool:
-        """Add the engine to the first group that has room; the channel of that group is opened anew at the next push.
+        """Add the engine to the first group with room, whose channel the next push opens anew.
 
         Returns False for an engine that is refused: it cannot have NCCL, and nothing else is allowed.
         """
@@ -377,18 +372,9 @@ async def all_of(work: Iterable[Coroutine[object, None, T]]) -> list[T]:
 
 
 async def open_groups(
-    stack: AsyncExitStack,
-    bus: Bus,
-    config: WeightsConfig,
-    *,
-    epoch: int,
-    rules: GroupRules,
-    view: LiveView,
+    stack: AsyncExitStack, bus: Bus, config: WeightsConfig, *, epoch: int, rules: GroupRules, view: LiveView
 ) -> PushGroups:
-    """Return groups without members, with the receivers of the configured transport. ``stack`` closes them.
-
-    Raises BusUnavailable.
-    """
+    """Return groups without members, with receivers of the configured transport; ``stack`` closes them."""
     keys = await make_keys(bus)
     # No limit: a push sends a request to every engine at the same time, and one that waits for a connection would miss
     # its deadline.

@@ -52,9 +52,8 @@ class StagedModel:
 
         Those of other ranks are read from there one at a time; blocking, and OSError where that fails.
         """
-        return ChainMap(
-            dict(self._local.tensors()), *(PartTensors(part.place, staged(self._local.number)) for part in self._parts)
-        )  # type: ignore[arg-type]
+        parts = [PartTensors(part.place, staged(self._local.number)) for part in self._parts]
+        return ChainMap(dict(self._local.tensors()), *parts)  # type: ignore[arg-type]
 
     @property
     def differences(self) -> Callable[[ChecksumReport], Awaitable[list[str]]]:

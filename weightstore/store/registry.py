@@ -41,16 +41,12 @@ class VersionRegistry:
         self._next, self._repeated = 0, FailureLog(_log)
 
     async def head(self) -> VersionRow | None:
-        """Return the newest published version; None before the first. Raises UnreadableRow until a learner has restored
-        the head.
-        """
+        """Return the newest published version; None before the first. Raises UnreadableRow until it is restored."""
         found = await self._rows.get(HEAD)
         return None if found is None else _parse(HEAD, found[0])
 
     async def repaired_head(self, epoch: int) -> VersionRow | None:
-        """Return the head for the learner of this epoch, which restores one that cannot be read. Raises Fenced then, if
-        it is replaced.
-        """
+        """Return the head for the learner of this epoch, which restores an unreadable one, or raises Fenced."""
         found = await self._readable_head(epoch)
         return None if found is None else _parse(HEAD, found)
 
@@ -75,8 +71,7 @@ class VersionRegistry:
     async def row_for(self, version: int, seq: int) -> VersionRow | None:
         """Return the row of a version that the sample at ``seq`` names; None = there is none.
 
-        Where ``after`` is not set yet, nothing has been pushed, and this sets it to ``seq``: every later call returns
-        the same.
+        Without ``after`` nothing has been pushed, and this sets it to ``seq``: every later call returns the same.
         """
         row = await self.row(version)
         # Its learner is between creating the row and setting ``after``, or died there.
@@ -101,9 +96,9 @@ class VersionRegistry:
         return self._steps[version]
 
     async def fence(self, epoch: int) -> VersionRow | None:
-        """Fence the learners of lower epochs. Returns the head. Raises Fenced when this learner is fenced itself.
+        """Fence learners of lower epochs. Returns the head, whose row is published: its learner may have died before.
 
-        The row of the head is published too, which its learner may have been killed before.
+        Raises Fenced when this learner is fenced itself.
         """
 
         def fenced(head: Value | None) -> Value:
@@ -119,20 +114,14 @@ class VersionRegistry:
         return head
 
     async def lost(self, known: Mapping[int, int]) -> bool:
-        """Return whether the head (or its contents) or a row is missing, although the versions of ``known`` (-> step)
-        have been used.
-        """
+        """Return whether the head or a row is missing, although the versions of ``known`` (-> step) were used."""
         if not known:
             return False
         head, _ = await self._rows.read(HEAD)
         return head is None or _parse(HEAD, head) is None or not known.keys() <= set(await self._versions())
 
     async def restore(self, known: Mapping[int, int], epoch: int) -> None:
-        """Restore the missing and unreadable rows of ``known`` versions (-> step), and the head if it is older than
-        they are.
-
-        Raises Fenced.
-        """
+        """Restore missing and unreadable rows of ``known`` versions (-> step), and an older head. Raises Fenced."""
         present = await self._versions()
         missing = known.keys() - set(present)
         restored = [
@@ -169,12 +158,11 @@ class VersionRegistry:
         await self._change_head(epoch, raised)
 
     async def _change_head(self, epoch: int, fn: Callable[[Value | None], Value | None]) -> Value | None:
-        """Change the head as ``Rows.change`` does, and return it; ``fn`` gets None for one that is missing or cannot be
-        read.
+        """Change the head and return it; ``fn`` gets None for one that is missing or cannot be read.
 
-        Such a head has lost its fence, and an older learner must not write it: raises Fenced for one that the row of
-        the epoch shows to be replaced. Every learner raises that row first and fences the head afterwards, so one that
-        raises it later than this reads it changes the head later, too.
+        Such a head has lost its fence, and an older learner must not write it: the row of the epoch shows that it is
+        replaced. Every learner raises that row first and fences the head afterwards, so one that raises it later than
+        this reads it changes the head later, too. Raises Fenced.
         """
 
         async def refuse_if_replaced() -> None:
@@ -202,9 +190,7 @@ class VersionRegistry:
         return 0 if found is None else int(found[0].get("fence", 0))
 
     async def publish_initial(self, where: str, epoch: int, *, digest: str = "") -> VersionRow:
-        """Publish version 0 of step 0, which every engine loads from its model directory, unless there is a head.
-        Returns the head.
-        """
+        """Publish version 0, loaded from the model directory, unless there is a head. Returns the head."""
         head = await self.repaired_head(epoch)
         if head is not None:
             return head
@@ -215,9 +201,7 @@ class VersionRegistry:
         return row
 
     async def reserve(self, step: int, epoch: int, *, digest: str = "") -> VersionRow:
-        """Create the row of a new version, ``pushing``, with an unused number and ``after`` set. Returns it. Raises
-        Fenced.
-        """
+        """Create the row of a new version, ``pushing``, with an unused number and ``after``. Raises Fenced."""
         _check_fence(await self._readable_head(epoch), epoch)
         if not self._next:
             await self._count()
@@ -233,10 +217,7 @@ class VersionRegistry:
                 continue
 
     async def publish(self, row: VersionRow) -> VersionRow:
-        """Make the version the head. Returns its row, ``published``.
-
-        Raises Fenced when a newer learner has written, which shows by its epoch or by a higher version.
-        """
+        """Make the version the head. Returns its row. Raises Fenced for a newer learner's epoch or version."""
         row = dataclasses.replace(row, state="published")
 
         def published(value: Value | None) -> Value | None:
@@ -268,8 +249,8 @@ class VersionRegistry:
     async def fail(self, row: VersionRow) -> None:
         """Record that the push failed. The number stays used: an engine may have the version.
 
-        A version that has become the head is published, also where ``publish`` did not return: the answer of the bus
-        was lost, or came after a newer learner's fence.
+        A version that became the head stays published, also where ``publish`` did not return: the answer of the bus was
+        lost, or came after a newer learner's fence.
         """
         found, _ = await self._rows.read(HEAD)
         head = None if found is None else _parse(HEAD, found)
@@ -283,9 +264,7 @@ class VersionRegistry:
         await self._rows.change(_key(row.version), ended, replace_unreadable=True)
 
     async def set_snapshot(self, version: int, where: str) -> None:
-        """Record where a snapshot of the version is ("" = it is gone). Raises NotFound for a version that does not
-        exist.
-        """
+        """Record where a version's snapshot is ("" = it is gone). Raises NotFound for a version that does not exist."""
         await self._change(_key(version), version, snapshot=where)
         await self._change(HEAD, version, snapshot=where)  # only while it is the head
         row = await self.row(version)
@@ -300,9 +279,7 @@ class VersionRegistry:
         return row if row is not None and row.snapshot else None
 
     async def request_snapshot(self, version: int, by: str, nonce: str) -> None:
-        """Request a snapshot of a version, or of a later one, from the learner. All engines need the head, so one row
-        serves all.
-        """
+        """Request a snapshot of a version or a later one. All engines need the head, so one row serves all."""
         await self._rows.put(WANT, {"version": version, "by": by, "nonce": nonce})
 
     async def _begin_after(self, row: VersionRow, seq: int) -> VersionRow:

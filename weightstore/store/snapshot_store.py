@@ -45,9 +45,7 @@ class StagedVersion(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Its tensors by name, to be read one at a time; raises OSError for one in another process that cannot be
-        read.
-        """
+        """Its tensors by name, read one at a time; raises OSError for one in another process that cannot be read."""
         ...
 
 
@@ -111,8 +109,8 @@ class SnapshotStore:
         return f"{self.url}/v{version}" if version in self._here else ""
 
     async def put(self, staging: StagedVersion) -> str:
-        """Write the staged version unless it exists, record it, remove the oldest. Returns its URL. The caller holds
-        the staging copy.
+        """Write the staged version unless it exists, record it, and remove the oldest. Returns its URL. The caller
+        holds it.
         """
         async with self._writing:
             if not self.where(staging.version):

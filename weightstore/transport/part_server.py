@@ -91,9 +91,8 @@ class PartServer:
         )
 
     def stage(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill the copy of this number, which rank 0 has found free.
-
-        Raises BadManifest, and PublisherClosed without the thread.
+        """Fill the copy of this number, which rank 0 has found free. Raises BadManifest; PublisherClosed without the
+        thread.
         """
         if not self._thread.is_alive:
             raise PublisherClosed(f"the server of this rank's weights has ended: {self._thread.failure!r}")
@@ -108,10 +107,7 @@ class PartServer:
         self._sets[name] = tensors
 
     def wait_until_read(self, name: str, timeout_s: float) -> bool:
-        """Wait until rank 0 has read the set that was last offered by this name.
-
-        Returns whether it has, or there is none.
-        """
+        """Wait until rank 0 has read the last set of this name. Returns whether it has, or there is none."""
         read = self._read.get(name)
         return read is None or read.wait(timeout_s)
 
@@ -158,8 +154,7 @@ class PartServer:
         return Listener(routes, RunAccess(RunKeys.fixed(Keys.of(self._key))), shutdown_s=_SHUTDOWN_S)
 
     def _answer(self, work: _Work) -> Route:
-        """Return the route of commands whose answer is ``work``'s map or bytes, or the reason of an error with its
-        status."""
+        """Return the route of commands that are answered by ``work``, or with the reason and status of its error."""
 
         async def handle(request: web.Request) -> web.Response:
             """Answer one request."""

@@ -49,10 +49,7 @@ class Staging:
             yield from unflatten(bucket, flat)
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy all tensors of the manifest, in any order.
-
-        Raises BadManifest naming the first that is unknown, repeated or missing.
-        """
+        """Copy all tensors, in any order. Raises BadManifest for the first that is unknown, repeated or missing."""
         missing = set(self._views)
         self._sums = _FillChecksums(self._views)
         for name, tensor in tensors:
@@ -70,12 +67,9 @@ class Staging:
 
     @property
     def differences(self) -> Callable[[ChecksumReport], list[str]]:
-        """A function that compares an engine's checksum report with this copy: a line for each difference, [] = equal.
+        """A function that returns a line for each difference of an engine's report from this copy. Any thread.
 
-        Any thread.
-
-        Get it while the copy is held. The result of a call that ends after the release is useless, but does not affect
-        the next fill.
+        Get it while the copy is held; a call that ends after the release does not affect the next fill.
         """
         return self._sums.differences
 
@@ -152,8 +146,7 @@ class StagingPool:
 
 
 def staging_memory(config: WeightsConfig, end: DeviceEnd) -> StagingMemory | None:
-    """Return the staging memory that other processes can read, for transport ``handles`` and for NCCL; None = memory of
-    this process.
+    """Return staging memory for other processes, if ``handles`` or NCCL need it; None = this process's own memory.
 
     ``end``: the GPU of this process. Raises ValueError for memory of a GPU where there is none.
     """
