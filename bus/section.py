@@ -1,8 +1,6 @@
-"""Sections of settings: frozen dataclasses with bounds and choices in their types, which pydantic checks, and one form
-of error for all.
+"""Sections of settings: frozen dataclasses, checked by pydantic, and one form of error for all. Knows no setting.
 
-Knows no setting by name. The JSON Schema of a section, and so the reference, follow from the same types
-(``launch/settings/reference.py``).
+The JSON Schema of a section, and so the reference, follow from its types (``launch/settings/reference.py``).
 """
 
 import dataclasses

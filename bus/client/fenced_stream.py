@@ -1,8 +1,8 @@
 """A stream with one writer at a time, the newest learner: writing it, and reading its valid messages.
 
-Every message carries the epoch of its writer and the expected sequence of the message before it. A fence is the first
-message of an epoch; later messages of an older epoch are void. Messages of no learner are void as well: messages that
-cannot be decoded, or have another epoch in the header than in the message. Writer and readers pass over both.
+Every message carries its writer's epoch and the expected sequence of the message before it. A fence is the first
+message of an epoch; later messages of an older epoch are void, and so are messages of no learner: undecodable ones, or
+with another epoch in the header. Writer and readers pass over them.
 """
 
 import asyncio

@@ -1,6 +1,4 @@
-"""The requests of JetStream's API in use: maps in and out, foreign errors translated, reads repeated over a server
-restart.
-"""
+"""The requests of JetStream's API in use: maps in and out, foreign errors translated, reads repeated over restarts."""
 
 import base64
 import json

@@ -1,6 +1,4 @@
-"""The streams, consumers and buckets of a run, created once and read back: older servers silently drop settings they do
-not know.
-"""
+"""The streams, consumers and buckets of a run, created once and read back: older servers drop unknown settings."""
 
 from collections.abc import Iterator
 
@@ -99,7 +97,7 @@ def consumer_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
             "ack_policy": "explicit",
             "deliver_policy": "all",
             "ack_wait": int(config.lease_s * _NS),
-            "max_deliver": -1,  # failures are counted in DEAD (docs/decisions/002-failures-are-counted-in-the-stream.md)
+            "max_deliver": -1,  # failures are counted in DEAD (docs/decisions/002)
             "max_ack_pending": -1,  # the learner bounds the tasks that are out
             "max_waiting": _MAX_WAITING,
             "filter_subject": subjects.task(run, kind, rollout),

@@ -1,5 +1,4 @@
-"""Bodies of requests, read before their handlers run: bounded one by one and together, uncompressed, and within
-deadlines.
+"""Bodies of requests, read before their handlers run: bounded one by one and together, and within deadlines.
 
 Compressed bodies are refused: aiohttp compares its limit with the unpacked bytes only after it has unpacked them, and
 one megabyte of gzip makes a gigabyte.

@@ -1,6 +1,4 @@
-"""Liveness of processes: rows renewed by heartbeats, with ages measured by the reader's own clock; and rows of
-processes that wait.
-"""
+"""Liveness of processes: rows renewed by heartbeats, aged by the reader's own clock; and rows of waits."""
 
 import asyncio
 import dataclasses

@@ -1,6 +1,4 @@
-"""Limits and environment of child processes, and the calls of Linux that find and end all of them. No part of it needs
-privileges.
-"""
+"""Limits and environment of child processes, and the calls of Linux that find and end them, without privileges."""
 
 import contextlib
 import ctypes
@@ -101,7 +99,7 @@ def children_of(parents: set[int]) -> set[int]:
 
 
 def end_strays(known: Callable[[], set[int]]) -> int:
-    """Kill and reap the children that are not ``known``, and those that become children thereby; return the number left."""
+    """Kill and reap the children that are not ``known``, and new ones thereby; return the number that is left."""
     end_s = time.monotonic() + SWEEP_S
     while strays := children_of({os.getpid()}) - known():
         if time.monotonic() > end_s:

@@ -1,9 +1,8 @@
 """Users of the embedded server, each with a password and the permissions of its role. Knows files, no connection.
 
-Every process has a user of its own, with the name of the process, so that the server can distinguish one actor's
-samples and rows from another's. The streams are in the account of the learner. Every other user is in an account of its
-own, which imports the subjects its role needs: in one account with the learner it could name any subject of the run as
-reply subject, and the server would write the answer there.
+Every process has a user of its own name, so that the server tells one actor's samples and rows from another's. The
+streams are in the learner's account. Every other user is in an account of its own, which imports the subjects of its
+role: in the learner's it could name any subject of the run as reply subject, and the server would write there.
 """
 
 import ctypes

@@ -1,8 +1,6 @@
-"""A lock that names its holder: the process that has started a run's server read-only, and ends when the run itself
-starts.
+"""A lock that names its holder: the process that reads a run's store, and ends when the run itself starts.
 
-A POSIX record lock: the kernel knows the process that holds it, and releases it when that process ends, however it
-ends.
+A POSIX record lock: the kernel knows the process that holds it, and releases it when that process ends.
 """
 
 import contextlib

@@ -1,6 +1,4 @@
-"""The one connection of a process to the bus, through which it reaches streams, rows and counters; the epoch; and a
-bus's runs.
-"""
+"""The one connection of a process to the bus, through which it reaches streams and rows; the epoch; a bus's runs."""
 
 import asyncio
 import json

@@ -1,6 +1,4 @@
-"""SAMPLES for readers other than the learner: from any time or version on, headers alone where they suffice, payloads
-as stored.
-"""
+"""SAMPLES for readers other than the learner: from any time or version on, as headers or as payloads."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
-"""Event loops and their coroutines: run until the first ends, end a task for certain, wake another, and find the first
-error in a group.
-"""
+"""Event loops and their coroutines: ended for certain, run beside each other, woken, and their first error."""
 
 import asyncio
 import logging

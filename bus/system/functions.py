@@ -1,5 +1,4 @@
-"""Functions and classes of users by import path: found, and compared with the arguments that they will get. Knows no
-setting.
+"""Functions and classes of users by import path: found, and compared with the arguments that they will get.
 
 Modules are searched in the working directory and in PYTHONPATH, as Python does it for a program that is started there.
 """

@@ -1,8 +1,6 @@
-"""Child processes: started in a session of their own, ended with this process by the kernel, their last lines kept for
-error messages.
+"""Child processes: in a session of their own, ended with this process by the kernel, with their last lines kept.
 
-Knows no command line. ``tidemill.bus.server.nats_server`` starts nats-server without a loop, and shares
-``die_with_parent`` and ``tail``.
+``tidemill.bus.server.nats_server``, which has no event loop, shares ``die_with_parent`` and ``tail``.
 """
 
 import asyncio

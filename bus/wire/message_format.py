@@ -1,8 +1,7 @@
-"""Bytes of a message type, as its dataclass describes them: one msgpack map, ``schema`` and ``type`` first, arrays as
-raw bytes.
+"""Bytes of a message type: one msgpack map, ``schema`` and ``type`` first, then its dataclass's fields.
 
-msgspec reads and checks the fields by the annotations. This module adds arrays, depth limits, unknown fields and schema
-numbers; it knows the names of no message's fields.
+msgspec reads and checks the fields by the annotations. This module adds arrays (raw bytes), depth limits, unknown
+fields and schema numbers; it knows the names of no message's fields.
 """
 
 import dataclasses
@@ -230,8 +229,8 @@ class MessageFormat(Generic[M]):
 
     def _extra(self, value: Any) -> JsonObject:
         """Return the unknown fields of a message, as they are written again. None of them replaces a known field."""
-        known = self._layout.struct.__struct_fields__
-        return {name: _converted(name, _checked, item) for name, item in value.extra.items() if name not in known}
+        field_names = self._layout.struct.__struct_fields__
+        return {name: _converted(name, _checked, item) for name, item in value.extra.items() if name not in field_names}
 
     def _unchecked_bytes(self, value: Any) -> bytes:
         """Return the bytes of an unchecked message, of the newest schema. Raises WireError for a value without any."""

@@ -1,5 +1,4 @@
-"""Messages between processes: Task, Sample, Plan and their parts. Knows no transport; ``tidemill.bus.wire.codec`` turns
-them into bytes.
+"""Messages between processes: Task, Sample, Plan and their parts. ``tidemill.bus.wire.codec`` has their bytes.
 
 Shape letters: R = tokens of the response, L = tokens of prompt + response, N = samples of a step, M = their token
 sequences, G = groups of a step. A sample with several sequences has them one after the other on both axes, L and R.

@@ -1,6 +1,4 @@
-"""Translation of msgspec's validation errors into ``WireError``: the path of the value, what is wanted there, and what
-was found.
-"""
+"""Translation of msgspec's validation errors into ``WireError``: where, what is wanted, and what was found."""
 
 import re
 from collections.abc import Mapping

@@ -1,8 +1,7 @@
 """Values of a model's config.json in the keys of transformers 4, which the learner has.
 
-transformers 5 writes the settings of rotary positions into ``rope_parameters``, and the number of experts of Qwen3-MoE
-as ``num_local_experts``. Version 4 reads neither and takes its defaults: a model with another base would be trained
-with wrong positions.
+Version 5 writes rotary positions into ``rope_parameters``, and the number of experts of Qwen3-MoE as
+``num_local_experts``. Version 4 reads neither and takes its defaults: the model would be trained with wrong positions.
 """
 
 from collections.abc import Mapping

@@ -1,10 +1,8 @@
-"""The experts that an engine has chosen for the tokens of a sample: the sizes that a model gives them, their bytes, and
-their checks.
+"""The experts that an engine chose for a sample's tokens: their sizes by the model, their bytes and their checks.
 
 Token-aligned: row t has the experts of token t when it was the input of a forward pass, [L, layers with experts,
 top_k]. A row is known, or unknown as a whole: then every id in it is the largest number of the dtype. The last token of
-a sequence is never an input of the engine. Shape letters: L = tokens of the sample, E = layers with experts, K =
-experts of a token.
+a sequence is never an input. L = tokens of the sample, E = layers with experts, K = experts of a token.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,4 @@
-"""Rows of the key-value buckets, field by field, and the check of a row as it is read. A row of another shape is
-refused.
+"""Rows of the key-value buckets, field by field; a row of another shape is refused as it is read.
 
 Fields without a default are required, further fields are ignored. Rows that other rooms describe in full are here as
 far as a process must be able to rely on them.

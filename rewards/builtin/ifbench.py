@@ -1,10 +1,8 @@
 """The instructions of IFBench, as checks of a response by a program; ``tidemill.rewards.builtin.ifeval`` is the reward.
 
 Source: IFBench (Pyatkin et al. 2025, arXiv 2507.02833), its instruction ids, arguments and rules. ``words:start_verb``
-and
-``words:odd_even_syllables`` need a tagger and a dictionary, and are not here. Sentences end at ``.``, ``!`` or ``?``
-(the original uses nltk's model of abbreviations). ``docs/rewards.md`` has the differences from the original's own
-verdicts.
+and ``words:odd_even_syllables``, which need a tagger and a dictionary, are not here. Sentences end at ``.``, ``!`` or
+``?`` (the original uses nltk). ``docs/rewards.md`` has the differences from the original's verdicts.
 """
 
 import csv

@@ -1,8 +1,7 @@
 """Runs a program in a sandboxed process of its own (``rewards/code/jail.py``), with bounds on time, memory and output.
 
 Linux on x86_64 and aarch64, without privileges. A program may compute, start threads, read the interpreter's files and
-its standard input, and write to its standard output. It has no network, starts no process, and changes nothing outside
-of itself.
+its standard input, and write to its standard output. It has no network, and changes nothing outside of itself.
 """
 
 import contextlib

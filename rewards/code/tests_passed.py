@@ -50,7 +50,7 @@ def code(
     The program is the last block of Python in the response; ``whole``: without one, all of the response. The label is
     one of
 
-    - code with assertions (MBPP, HumanEval); with a ``check`` function and ``function``, it is called with that function;
+    - code with assertions (MBPP, HumanEval); with a ``check`` function and ``function``, it is called with that;
     - ``{"inputs": [...], "outputs": [...]}``, with ``fn_name`` for calls instead of standard input (APPS, TACO);
     - a list of ``{"input": ..., "output": ...}``, or JSON text of the last two.
 
