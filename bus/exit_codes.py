@@ -17,7 +17,6 @@ TAKEN_OVER = 76
 CONFIG = 78
 """Settings or data that no restart can cure (EX_CONFIG of sysexits.h)."""
 FINAL = frozenset({WRONG_USE, TAKEN_OVER, CONFIG})
-"""A process that ends with one of these is not started again."""
 LINE = "error: "
 """Prefix of the last line of a process that ends by an error; the message follows."""
 

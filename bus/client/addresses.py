@@ -28,7 +28,6 @@ class Address:
     cert: str = ""
     """File of the client certificate, for servers that require one."""
     key: str = ""
-    """File of the client certificate's key."""
 
     @property
     def tls(self) -> bool:
@@ -90,9 +89,7 @@ class Route:
     """The way from this process to the bus."""
 
     local: str
-    """Address of this machine on the route."""
     is_here: bool
-    """True when the bus is on this machine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,16 +28,13 @@ from tidemill.bus.wire.subjects import inbox_prefix
 _log = logging.getLogger(__name__)
 
 RETRY_S = 0.1
-"""Seconds between two tries of one request."""
 AFTER_FULL_S = 15.0
-"""Seconds left for a request from the last time that the bus was full: its server is started again when it has room."""
+"""Seconds left for a request after the bus was full: its server is started again when it has room."""
 T = TypeVar("T")
 _RECONNECT_S = 0.2
-"""Pause between two attempts to reconnect to the same server."""
 _PING_S = 5.0
 """Seconds between two pings; a silently cut network is detected after three."""
 _LOG_EVERY_S = 5.0
-"""Interval of the log lines about one outage."""
 _FLUSH_S, _CLOSE_S = 1.0, 1.0
 """Deadlines at a close: for messages that are not sent yet, and for the close itself."""
 _NEVER_S = 1e6
@@ -46,9 +43,7 @@ _FORBIDDEN_S = 10.0
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 """The server's error for a forbidden subject, which has no code."""
 _CLEANUP = "$js.api.consumer.delete."
-"""Prefix of requests that may be refused: readers delete their consumers, and the server removes idle ones by itself,
-too.
-"""
+"""Prefix of requests that may be refused: the server removes idle consumers by itself, too."""
 _LOGIN_ERRORS = ("authorization violation", "authentication", "user credentials")
 """Parts of the server's errors for a wrong user or password, in lower case."""
 
@@ -81,7 +76,6 @@ class Connection:
         self.nc: Client = _Client()
         self._up = asyncio.Event()
         self._up_or_closed = asyncio.Event()
-        """Set when the connection is up or closed: the two conditions that end a wait."""
         self._listeners: set[Callable[[], None]] = set()
         self._forbidden_listeners: set[Callable[[Forbidden], bool]] = set()
         self._forbidden: dict[str, tuple[Forbidden, float]] = {}

@@ -16,8 +16,7 @@ from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.errors import BusUnavailable
 
 NAK, ACK, PROGRESS = b"-NAK", b"+ACK", b"+WPI"
-"""Payloads of acknowledgements (JetStream's protocol): deliver again, done, and still at work, which renews the lease.
-"""
+"""Acknowledgements (JetStream's protocol): deliver again, done, and still at work, which renews the lease."""
 
 _REQUEST_S = 2.0
 """Seconds for which a request lives at the server, and the most that a request lost with the server costs."""

@@ -27,11 +27,9 @@ _CREDIT = 64
 _CREDIT_BYTES = 32_000_000
 """Bytes requested at once, however few messages they are: it limits the memory of messages that have arrived."""
 _HEARTBEAT_S = 0.5
-"""Interval of the server's heartbeats while a request has no message."""
 _MISSED_S = 2.5 * _HEARTBEAT_S
 """Silence after which the consumer is replaced: two heartbeats may be late."""
 _EXPIRES_S = 30.0
-"""Seconds for which a request lives at the server."""
 _INACTIVE_S = 60.0
 """Seconds without requests after which the server removes a consumer."""
 _NS = 1_000_000_000

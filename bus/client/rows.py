@@ -40,9 +40,7 @@ _KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
 _OPERATION = "KV-Operation"
 """Header of a message that replaces a deleted row."""
 _LOG_EVERY_S = 15.0
-"""Seconds between two lines about one write that waits for a full bus."""
 _AT_ONCE = 16
-"""Maximum number of rows that ``all`` reads at the same time."""
 
 Value = JsonObject
 Row = tuple[Value, int]

@@ -22,7 +22,7 @@ _BUCKET = "live"
 _WAITING_UPDATE_S, _WAITING_LOG_S = 1.0, 30.0
 """Intervals in which ``Waiting`` writes its row, and its log line."""
 _PERIODS = 5
-"""Heartbeat periods after which a write that is not acknowledged counts as failed, and a new one is made."""
+"""Heartbeat periods after which a write that is not acknowledged is made again."""
 
 
 class HeartbeatPublisher:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import IO
 
 FILE = "reader"
-"""Name of the lock file in a server's directory."""
 _FLOCK = "hhqqi"
 """struct flock of Linux on 64 bits: l_type, l_whence, l_start, l_len, l_pid."""
 

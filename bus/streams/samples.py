@@ -36,7 +36,6 @@ class Received:
     pending: int
     """Number of messages after this one when it was delivered."""
     stored_s: float
-    """Unix time at which the server stored it."""
     size_bytes: int
     actor: str = ""
     """The actor that the subject names; known also for a message that cannot be decoded."""
@@ -63,7 +62,6 @@ class PublishStats:
     """Messages stored by an earlier try with a lost acknowledgement; part of ``published``."""
     retries: int = 0
     full: int = 0
-    """Refusals because the stream was full."""
     waiting_full: int = 0
     """Publishes that wait at present because the stream is full."""
     last_error: str = ""

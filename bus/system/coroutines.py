@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 log = logging.getLogger(__name__)
 
 CANCEL_AGAIN_S = 0.1
-"""Time that a task has to end before it is cancelled again."""
 Result = TypeVar("Result")
 
 

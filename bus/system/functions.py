@@ -16,9 +16,8 @@ from tidemill.bus.errors import DetailedError
 from tidemill.bus.system.foreign import described, errors_as
 
 FUNCTION = "module:function"
-"""Form of an import path in messages."""
 _ROOMS = ("actors", "bus", "launch", "learner", "rewards", "weightstore")
-"""Packages that were import names of their own, and are packages of ``tidemill``."""
+"""Packages that were import names of their own before."""
 
 
 class Defect(StrEnum):

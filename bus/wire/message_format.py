@@ -24,9 +24,7 @@ from tidemill.bus.wire.mismatch import UNFIT, mismatch, shown
 from tidemill.bus.wire.routed_experts import RoutedExperts, pack_experts, unpack_experts
 
 MAX_LEVELS = 64
-"""Limit of nesting of maps and lists in a field that may hold anything: deeper values could be decoded, but neither
-shown nor compared.
-"""
+"""Limit of nesting in a field that may hold anything: deeper values could be neither shown nor compared."""
 _NEWEST = {"sample": DEMONSTRATIONS, "task": EPISODES, "plan": MASKED_SAMPLES}
 """Newest schema of the types that have more than one."""
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
@@ -34,7 +32,6 @@ _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 M = TypeVar("M")
 Convert = Callable[[Any], Any]
 RawFields = dict[str, msgspec.Raw]
-"""Fields of a message by name, each in its bytes."""
 
 
 def _array(dtype: str) -> tuple[Convert, Convert]:

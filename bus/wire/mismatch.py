@@ -27,7 +27,6 @@ _WORDS = {
     "null": "nil",
 }
 _SHOWN = 80
-"""Maximum number of characters of a value in an error."""
 
 
 def mismatch(error: Exception, value: object, kind: type) -> WireError:

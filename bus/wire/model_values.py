@@ -10,7 +10,6 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 ROPE, BASE, SCALING, SHARE = "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"
 ROPE_KEYS = (BASE, SCALING, SHARE)
-"""Settings of rotary positions."""
 EXPERTS, LOCAL_EXPERTS = "num_experts", "num_local_experts"
 RENAMED = ("qwen3_moe",)
 """Families for which transformers 5 has another key for the number of experts."""

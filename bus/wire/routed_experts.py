@@ -26,7 +26,7 @@ EXPERTS_OF = {
     "qwen2_moe": "num_experts",
     "qwen3_moe": "num_experts",
 }
-"""The key of config.json with the number of routed experts, for the families that have experts."""
+"""The key of config.json with the number of routed experts, by family."""
 _DTYPES: Mapping[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2")}
 _MAX_SIZE = 1 << 12
 """Maximum number of layers, and of experts of a token."""
@@ -37,12 +37,10 @@ class RoutedShape:
     """Sizes of the routing of a model."""
 
     num_layers: int
-    """All layers of the model."""
     layers: tuple[int, ...]
     """Those with routed experts, in order, from 0."""
     top_k: int
     num_experts: int
-    """Routed experts of a layer."""
 
     @property
     def dtype(self) -> np.dtype[Any]:

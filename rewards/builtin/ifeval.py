@@ -191,7 +191,6 @@ INSTRUCTIONS: dict[str, Check] = {
     ),
     "startend:quotation": _quoted,
 }
-"""Checks by instruction id; IFBench has its own in ``tidemill.rewards.builtin.ifbench``."""
 
 
 # ---- the language of a text

@@ -106,7 +106,7 @@ def same_answer(answer: str | None, gold: str, *, whole: bool = False) -> bool:
 
 
 def number_in_box(text: str, *, words: bool = True) -> Fraction | None:
-    r"""Return the number that is all of a text but for ``x =`` and a unit: ``5\text{ cm}``, with ``words`` ``5 eggs``."""
+    r"""Return the number that is all of a text but ``x =`` and a unit: ``5\text{ cm}``, with ``words`` ``5 eggs``."""
     if len(text) > _MAX_DIGITS:
         return None
     text = ASSIGNED.sub("", text.strip().removesuffix("."))

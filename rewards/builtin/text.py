@@ -64,7 +64,7 @@ _WHOLE = ("yes", "no", "noanswer")
 
 
 def f1(request: RewardRequest) -> float:
-    """Return the F1 of the words, in 0..1; of several labels, the best. Raises RewardFailed for a label without text."""
+    """Return the F1 of the words, in 0..1; of several labels, the best. Raises RewardFailed for a wrong label."""
     labels = request.label if isinstance(request.label, (list, tuple)) else [request.label]
     if not labels or not all(isinstance(label, (str, int, float)) for label in labels):
         raise RewardFailed("f1", f"want text, or a list of texts, as label, got {type(request.label).__name__}")

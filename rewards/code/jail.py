@@ -60,8 +60,7 @@ MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools", "functools",
     "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""Modules whose public names a program may use without an import; if two of them have a name, the later module's is
-used.
+"""Modules whose public names need no import; of two with a name, the later one's is used.
 
 Source: the imports that LiveCodeBench (lcb_runner/evaluation/testing_util.py at 28fef95e) puts before each program, as
 APPS and verl do.

@@ -18,7 +18,6 @@ from tidemill.rewards.port import RewardRequest
 BLOCK = re.compile(r"```[ \t]*+([A-Za-z0-9_+-]*+)[ \t]*+\r?\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("python", "python3", "py", "")
 MAX_PROGRAM = 1 << 20
-"""Characters of the longest program that is run."""
 
 
 @dataclass(frozen=True, slots=True)
