@@ -21,7 +21,7 @@ from nats.aio.msg import Msg
 from tidemill.bus.client.addresses import Address, parse
 from tidemill.bus.config import OLDEST_SERVER
 from tidemill.bus.errors import BusError, BusFull, BusUnavailable, Denied, Forbidden
-from tidemill.bus.system.coroutines import ended, heard, to_the_end
+from tidemill.bus.system.coroutines import Waiter, ended, heard, to_the_end
 from tidemill.bus.system.failure_log import FailureLog
 from tidemill.bus.wire.subjects import inbox_prefix
 
@@ -74,8 +74,9 @@ class Connection:
 
     def __init__(self) -> None:
         self.nc: Client = _Client()
-        self._up = asyncio.Event()
-        self._up_or_closed = asyncio.Event()
+        self.connected = False
+        """True while the connection is up."""
+        self._changed = Waiter()
         self._listeners: set[Callable[[], None]] = set()
         self._forbidden_listeners: set[Callable[[Forbidden], bool]] = set()
         self._forbidden: dict[str, tuple[Forbidden, float]] = {}
@@ -86,11 +87,6 @@ class Connection:
         self._logged_s = 0.0
         self._closing = False
         self._what = "bus"
-
-    @property
-    def connected(self) -> bool:
-        """True while the connection is up."""
-        return self._up.is_set()
 
     @property
     def closed(self) -> bool:
@@ -112,10 +108,10 @@ class Connection:
         """Return when the connection is up. Raises BusUnavailable when it is not up in time, or closed."""
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
-                while not self._up.is_set():
+                while not self.connected:
                     if self.closed:
                         raise BusUnavailable(where, "the connection was closed")
-                    await self._up_or_closed.wait()
+                    await self._changed.wait()
         except TimeoutError:
             reason = f"not connected for {timeout_s:.1f} s ({self.last_error or 'no error seen'})"
             raise BusUnavailable(where, reason) from None
@@ -300,7 +296,7 @@ class Connection:
             _log.error("bus: %s", error)
 
     async def _on_disconnected(self) -> None:
-        if self._closing or not self._up.is_set():
+        if self._closing or not self.connected:
             return
         _log.warning("bus: disconnected, reconnecting for ever")
         self._set_disconnected()
@@ -311,16 +307,15 @@ class Connection:
 
     async def _on_closed(self) -> None:
         self._set_disconnected()
-        self._up_or_closed.set()
+        self._changed.wake()
 
     def _set_connected(self) -> None:
         self._forbidden.clear()
-        self._up.set()
-        self._up_or_closed.set()
+        self.connected = True
+        self._changed.wake()
 
     def _set_disconnected(self) -> None:
-        self._up.clear()
-        self._up_or_closed.clear()
+        self.connected = False
         for listener in list(self._listeners):
             listener()
 
