@@ -91,9 +91,9 @@ class EpisodeLog:
                 raise NotStored(self._lost.reason, lasting=self._lost.lasting)
             return
         self._count += 1
-        sample = {"run": self._turns.run, "task": self._task, "index": self._index, "attempt": self._attempt}
-        record = TurnRecord(kind=kind, **sample, **fields)
-        message_id = f"turn.{self._task}.{self._index}.{self._attempt}.{self._count}"
+        task, index, attempt = self._task, self._index, self._attempt
+        record = TurnRecord(kind=kind, run=self._turns.run, task=task, index=index, attempt=attempt, **fields)
+        message_id = f"turn.{task}.{index}.{attempt}.{self._count}"
         last, self._last = self._last, None  # unknown until it is stored: the call may be cancelled
         try:
             self._last = await self._turns.store(record, message_id, last, NEEDED_S if needed else STORE_S)
