@@ -58,9 +58,8 @@ def _want_cuda(report: Report, config: RunConfig, *, engines: int, learner: bool
         ("engine.device", is_builtin and config.engine.device),
     ):
         if device == "cuda":
-            report.error(
-                "devices", report.at(setting), want="auto or cpu: this machine has no GPU", got="cuda", cure="change it"
-            )
+            want = "auto or cpu: this machine has no GPU"
+            report.error("devices", report.at(setting), want=want, got="cuda", cure="change it")
 
 
 def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *, ranks: int) -> None:
@@ -83,13 +82,8 @@ def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *
     )
     settings = [name for name, used in _kept_outside(config).items() if used]
     cure = " or ".join(["use a larger machine", *(f"{name}: false" for name in settings)])
-    report.error(
-        "host memory",
-        report.at(settings[0] if settings else "learner"),
-        want=want,
-        got=f"{total / 1e9:.1f} GB",
-        cure=cure,
-    )
+    got = f"{total / 1e9:.1f} GB"
+    report.error("host memory", report.at(settings[0] if settings else "learner"), want=want, got=got, cure=cure)
 
 
 def _report_unchecked(report: Report, node: Node, placed: Placed, size: ModelSize) -> None:

@@ -94,13 +94,8 @@ def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
             if shutil.which(rollout.python) is None:
                 where = report.at(f"rollouts.{name}.python")
                 cure = "give the path of the interpreter that has the program's packages"
-                severity(
-                    "rollouts",
-                    where,
-                    want="a Python interpreter",
-                    got=f"{rollout.python!r}: no such program",
-                    cure=cure,
-                )
+                got = f"{rollout.python!r}: no such program"
+                severity("rollouts", where, want="a Python interpreter", got=got, cure=cure)
             continue
         for setting, path in _imports(rollout):
             if reason := _absent(path):
@@ -141,9 +136,8 @@ def check_filters(report: Report, config: RunConfig) -> None:
             bind(chosen.use, chosen.options, contract_of(chosen))
         except BadRewardOption as error:
             where = report.at(f"{setting}.options.{error.option}")
-            report.error(
-                "filters", where, want=f"an option of {chosen.use}", got=error.reason, cure="fix it, or remove it"
-            )
+            want = f"an option of {chosen.use}"
+            report.error("filters", where, want=want, got=error.reason, cure="fix it, or remove it")
         except UnknownReward as error:
             want, got = "a filter that can be loaded", f"{chosen.use!r}: {error.reason}"
             report.error("filters", report.at(f"{setting}.use"), want=want, got=got, cure=FIX_MODULE)
@@ -181,9 +175,8 @@ def _check_one(
         return
     except BadRewardOption as error:
         option = f"{settings[1]}.{error.option}"
-        report.error(
-            "reward", report.at(option), want=f"an option of {name}", got=error.reason, cure="fix it, or remove it"
-        )
+        want = f"an option of {name}"
+        report.error("reward", report.at(option), want=want, got=error.reason, cure="fix it, or remove it")
         return
     if row is not None and (call or (name in TABLE and name not in ASKING)):
         _call(report, name, options, score, row, where=where)
@@ -284,6 +277,5 @@ def _doubt_gspo(report: Report, config: RunConfig) -> None:
     if algorithm.aggregation != "seq_mean_token_mean" and algorithm.correction != "luspo":
         want = "seq_mean_token_mean with gspo: every response counts the same"
         cure = f"use correction: {algorithm.loss}, or set it"
-        report.warning(
-            "algorithm", report.at(f"{name}.aggregation"), want=want, got=str(algorithm.aggregation), cure=cure
-        )
+        got = str(algorithm.aggregation)
+        report.warning("algorithm", report.at(f"{name}.aggregation"), want=want, got=got, cure=cure)

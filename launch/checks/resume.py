@@ -72,9 +72,8 @@ def _compare_rows(report: Report, config: RunConfig, rows: JsonMapping) -> None:
     except PromptError as error:  # the check of the data names it
         log.debug("prompts not compared error=%s", error)
     except ConfigRefused as error:
-        report.error(
-            "resume", report.at(error.field), want=error.want, got=error.got, cure="or start another run: set directory"
-        )
+        cure = "or start another run: set directory"
+        report.error("resume", report.at(error.field), want=error.want, got=error.got, cure=cure)
     else:
         want = f"the files with which the run in {config.root} began"
         cure = "the run goes on with these, because it has planned none of them"

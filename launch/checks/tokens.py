@@ -50,13 +50,8 @@ def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> P
     size = text.vocab_size
     if size > model.vocab_size:
         want = f"at most the {model.vocab_size} tokens of the model (vocab_size)"
-        report.error(
-            "tokenizer",
-            str(file),
-            want=want,
-            got=size,
-            cure=f"save the tokenizer that belongs to it ({report.at(SETTING)})",
-        )
+        cure = f"save the tokenizer that belongs to it ({report.at(SETTING)})"
+        report.error("tokenizer", str(file), want=want, got=size, cure=cure)
         return None
     template = _template(report, config, model)
     report.good("tokenizer", f"{size} tokens, chat template: {'none' if template is None else 'there'}")
@@ -94,13 +89,8 @@ def _template(report: Report, config: RunConfig, model: CheckedModel) -> Message
     try:
         template = MessageTemplate.read(model.directory)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        report.error(
-            "tokenizer",
-            str(model.directory),
-            want="a chat template",
-            got=str(error),
-            cure="fix it in tokenizer_config.json",
-        )
+        cure = "fix it in tokenizer_config.json"
+        report.error("tokenizer", str(model.directory), want="a chat template", got=str(error), cure=cure)
         return None
     if template is None and config.data.apply_chat_template:
         want = f"a tokenizer with a chat template in {model.directory}"
@@ -167,9 +157,8 @@ def check_end_tokens(report: Report, model: Path) -> None:
     try:
         tokens = EndTokens.read(model)
     except ValueError as error:  # the check of the model or of its tokenizer names it
-        report.warning(
-            TOPIC, str(model), want="files of a model and its tokenizer", got=str(error), cure="correct the file"
-        )
+        want = "files of a model and its tokenizer"
+        report.warning(TOPIC, str(model), want=want, got=str(error), cure="correct the file")
         return
     before = len(report.warnings)
     if not tokens.ids:

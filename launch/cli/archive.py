@@ -38,19 +38,11 @@ SYNC_EVERY_S = 1.0
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_run(parser)
-    parser.add_argument(
-        "-o",
-        "--out",
-        required=True,
-        metavar="DIRECTORY",
-        help="directory of the recordings; existing ones are continued",
-    )
+    parser.add_argument("-o", "--out", required=True, metavar="DIRECTORY", help="directory of the recordings")
     parser.add_argument("--name", default="archive", help="name under which it is registered (default: archive)")
     policy = "wait: trimming waits for it, until the stream is 85 %% full; leave: it does not"
     parser.add_argument("--policy", choices=("wait", "leave"), default="wait", help=policy)
-    parser.add_argument(
-        "--rotate", type=float, default=256.0, metavar="MB", help="size at which a recording is closed (default 256)"
-    )
+    parser.add_argument("--rotate", type=float, default=256.0, metavar="MB", help="size at which a recording is closed")
     parser.add_argument("--until-end", action="store_true", help="end at the present end of the stream")
 
 

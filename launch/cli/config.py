@@ -11,12 +11,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_config(parser, positional=True, required=False)
     parser.add_argument("--memory", action="store_true", help="print the memory that each process needs, and end")
-    parser.add_argument(
-        "--schema", action="store_true", help="print a JSON Schema of configuration files, for editors, and end"
-    )
-    parser.add_argument(
-        "--reference", action="store_true", help="print docs/configuration.md, every setting with its meaning, and end"
-    )
+    parser.add_argument("--schema", action="store_true", help="print a JSON Schema of configuration files, and end")
+    parser.add_argument("--reference", action="store_true", help="print docs/configuration.md, and end")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,23 +26,10 @@ from tidemill.launch.settings.extras import require
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
-    parser.add_argument(
-        "source",
-        type=Path,
-        metavar="FROM",
-        help="a checkpoint (of Tidemill, or Megatron's torch_dist), or a model directory",
-    )
+    parser.add_argument("source", type=Path, metavar="FROM", help="a checkpoint or a model directory")
     parser.add_argument("out", type=Path, metavar="TO", help="a directory that does not exist yet")
-    parser.add_argument(
-        "--model",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="model of the checkpoint: configuration, tokenizer (default: the run's)",
-    )
-    parser.add_argument(
-        "--bridge", default="", metavar="MODULE:CLASS", help="bridge of the model's family, as learner.bridge"
-    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="the checkpoint's model (default: of the run)")
+    parser.add_argument("--bridge", default="", metavar="MODULE:CLASS", help="bridge of the family, as learner.bridge")
 
 
 def run(args: argparse.Namespace) -> int:

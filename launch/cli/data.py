@@ -45,33 +45,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     _add_taskset(words)
     imported = words.add_parser("import", help="make rows of recordings, archives and files of responses")
     imported.add_argument("files", nargs="+", metavar="FILE", help="*.tide, archives, .jsonl")
-    imported.add_argument(
-        "-o", "--out", type=Path, required=True, metavar="FILE", help="the .jsonl file of rows to write"
-    )
+    imported.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the .jsonl file of rows")
     check = words.add_parser("check", help="name every bad row, count and show the others")
-    check.add_argument(
-        "files",
-        nargs="+",
-        metavar="FILE|CONFIG",
-        help="files or directories of prompts, path@[a:b]; or a run's YAML files",
-    )
-    check.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="path.to.key=value",
-        help="change a setting, such as data.label_key",
-    )
-    check.add_argument(
-        "--most",
-        type=int,
-        default=20,
-        metavar="N",
-        help="bad rows of a file that are named (default 20); others are counted",
-    )
-    check.add_argument(
-        "--preview", type=int, default=1, metavar="N", help="good rows of a file that are shown (default 1)"
-    )
+    check.add_argument("files", nargs="+", metavar="FILE|CONFIG", help="files of prompts; or a run's YAML files")
+    check.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting")
+    check.add_argument("--most", type=int, default=20, metavar="N", help="bad rows named of a file")
+    check.add_argument("--preview", type=int, default=1, metavar="N", help="good rows of a file that are shown")
 
 
 def _add_taskset(words: "Words") -> None:
@@ -80,9 +59,7 @@ def _add_taskset(words: "Words") -> None:
     )
     taskset.add_argument("taskset", metavar="TASKSET", help="id of the taskset, as in use: verifiers:TASKSET")
     taskset.add_argument("out", metavar="FILE", help="the prompt file, JSONL")
-    taskset.add_argument(
-        "--python", default="", metavar="PATH", help="interpreter that has verifiers (default: this one)"
-    )
+    taskset.add_argument("--python", default="", metavar="PATH", help="interpreter with verifiers (default: this one)")
     taskset.add_argument("--count", type=int, default=0, metavar="N", help="the first N tasks (default 0 = all)")
     taskset.add_argument("--options", default="{}", metavar="JSON", help="the rollout's options")
 
@@ -244,9 +221,8 @@ def write_tasks(args: argparse.Namespace) -> int:
             raise PromptError(args.taskset, "a taskset with tasks", "none")
         part.replace(out)
     except OSError as error:
-        raise PromptError(
-            str(error.filename or out), "a file or program that can be opened", error.strerror or error
-        ) from None
+        want = "a file or program that can be opened"
+        raise PromptError(str(error.filename or out), want, error.strerror or error) from None
     finally:
         part.unlink(missing_ok=True)
     settings = f"data.path={out}, data.metadata_key=metadata"

@@ -67,12 +67,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--table", action="store_true", help="add a row for each token")
-    parser.add_argument(
-        "--tokenizer",
-        default="",
-        metavar="DIRECTORY",
-        help="where tokenizer.json is, if not in the run's model directory",
-    )
+    parser.add_argument("--tokenizer", default="", metavar="DIRECTORY", help="if it is not the model's")
 
 
 def run(args: argparse.Namespace) -> int:

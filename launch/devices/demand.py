@@ -144,9 +144,8 @@ def _refuse_by_hand(engine: EngineConfig) -> None:
             raise PlacementRefused(where, "no device: it would be the same for all engines", repr(value), cure)
     if VARIABLE in engine.sglang.environment:
         where, cure = f"engine.sglang.environment.{VARIABLE}", "remove it; engine.devices names the devices"
-        raise PlacementRefused(
-            where, "no device: it would be the same for all engines", repr(engine.sglang.environment[VARIABLE]), cure
-        )
+        want_text = "no device: it would be the same for all engines"
+        raise PlacementRefused(where, want_text, repr(engine.sglang.environment[VARIABLE]), cure)
 
 
 # ---- places as environment

@@ -24,7 +24,7 @@ from tidemill.launch.settings.config_loader import to_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 from tidemill.launch.settings.run_paths import recorded
 from tidemill.learner.evaluation.evaluations import EvalPlan, Evaluations
-from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE, FailingTasks
+from tidemill.learner.feed.intake import UNTRAINED_SHARE, FailingTasks
 from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
@@ -100,10 +100,8 @@ async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated
     await registry.publish_initial(config.model.path, epoch)
 
     async def store(task: Task) -> Task:
-        """Issue and register a task."""
-        task = replace(task, id=await bus.tasks.issue(task))
-        evaluations.issued(task)
-        return task
+        """Issue a task."""
+        return replace(task, id=await bus.tasks.issue(task))
 
     rounds = await asyncio.to_thread(plan.rounds)
     evaluations = Evaluations(bus, plan, rounds, epoch=epoch, store=store)

@@ -168,12 +168,8 @@ class NodeWork:
         counts = tuple(sum(rank.node == node.rank for rank in ranks) for node in nodes)
         if not all(counts):
             got = f"{len(ranks)} ranks, which take {sum(map(bool, counts))} nodes"
-            raise NodeRefused(
-                "learner.nodes",
-                f"ranks on each of {len(nodes)} nodes",
-                got,
-                "a host for engines is no node: lower --nodes",
-            )
+            cure = "a host for engines is no node: lower --nodes"
+            raise NodeRefused("learner.nodes", f"ranks on each of {len(nodes)} nodes", got, cure)
         return counts
 
     async def prove(self, proof: str) -> None:
@@ -196,23 +192,16 @@ class NodeWork:
                 return
             await asyncio.sleep(0.2)
         got = f"{proof_there[:40]!r} in {file} on {socket.gethostname()}"
-        raise NodeRefused(
-            "checkpoints",
-            f"one directory that all nodes share (the leader wrote {proof!r})",
-            got,
-            "directory: a shared path, or learner.checkpoint.store: local",
-        )
+        want = f"one directory that all nodes share (the leader wrote {proof!r})"
+        raise NodeRefused("checkpoints", want, got, "directory: a shared path, or learner.checkpoint.store: local")
 
     async def _refuse_shared(self, proof: str) -> None:
         """Raise NodeRefused when this node's directory is the leader's: each would remove the other's files."""
         file = self._config.checkpoints / PROOF
         if self._place.rank and await asyncio.to_thread(_text, file) == proof:
-            raise NodeRefused(
-                "checkpoints",
-                "a directory of this node's own (learner.checkpoint.store: local)",
-                f"that of node 0: {file.parent} on {socket.gethostname()}",
-                "learner.checkpoint.store: shared, or another directory",
-            )
+            want = "a directory of this node's own (learner.checkpoint.store: local)"
+            got = f"that of node 0: {file.parent} on {socket.gethostname()}"
+            raise NodeRefused("checkpoints", want, got, "learner.checkpoint.store: shared, or another directory")
 
     async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
         """Run the processes of this node. Raises ChildFailed."""

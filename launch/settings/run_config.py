@@ -26,8 +26,7 @@ from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATUR
 from tidemill.learner.data.config import DataConfig, Stops, StopTokens
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.evaluation.config import EvalConfig
-from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
-from tidemill.learner.settings.routing_replay import ROLLOUT
+from tidemill.learner.settings.config import ROLLOUT, LearnerConfig, StalenessConfig
 from tidemill.weightstore.config import WeightsConfig
 
 CONFIG_FILE = "config.yaml"

@@ -261,10 +261,10 @@ def kept_names(
     if latest is None:
         return [checkpoint.path.name for checkpoint in checkpoints]
     newer = [checkpoint for checkpoint in checkpoints if checkpoint.is_newer(latest)]
-    same = [checkpoint for checkpoint in checkpoints if checkpoint.path.name == latest.path.name]
+    current = [checkpoint for checkpoint in checkpoints if checkpoint.path.name == latest.path.name]
     before = [checkpoint for checkpoint in checkpoints if checkpoint.is_before(latest)]
     before = [*before[: keep - 1], *(checkpoint for checkpoint in before[keep - 1 :] if checkpoint.path.name in spared)]
-    return [checkpoint.path.name for checkpoint in (*newer, *same, *before)]
+    return [checkpoint.path.name for checkpoint in (*newer, *current, *before)]
 
 
 def _remove(path: Path) -> None:

@@ -95,15 +95,15 @@ def read(directory: Path) -> Manifest:
 
 def digested(file: Path, *, durable: bool = False) -> FileEntry:
     """Return size and digests of a file; ``durable``: fsync it as well."""
-    whole, blocks, size = hashlib.sha256(), [], 0
+    total, blocks, size = hashlib.sha256(), [], 0
     with file.open("rb") as content:
         while block := content.read(BLOCK_BYTES):
             size += len(block)
-            whole.update(block)
+            total.update(block)
             blocks.append(digest_of(block))
         if durable:
             os.fsync(content.fileno())
-    return FileEntry(size=size, sha256=whole.hexdigest(), blocks=tuple(blocks))
+    return FileEntry(size=size, sha256=total.hexdigest(), blocks=tuple(blocks))
 
 
 def digest_of(block: bytes | memoryview) -> str:

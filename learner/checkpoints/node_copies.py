@@ -53,8 +53,12 @@ class CheckpointServer:
     @property
     def routes(self) -> Mapping[str, Route]:
         """Routes of the server."""
-        held, file = Route.request(self._held), Route.request(self._file)
-        return {"GET /health": Route.open(self._health), f"GET {PATH}": held, f"GET {PATH}/{{name}}/{{file:.+}}": file}
+        listing, file = Route.request(self._held), Route.request(self._file)
+        return {
+            "GET /health": Route.open(self._health),
+            f"GET {PATH}": listing,
+            f"GET {PATH}/{{name}}/{{file:.+}}": file,
+        }
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"node": self._node})
@@ -72,7 +76,6 @@ class CheckpointServer:
         return web.FileResponse(path)
 
     def _path_of(self, name: str, file: str) -> Path | None:
-        """Return the path of a file that may be sent."""
         try:
             checkpoint = disk.parse_name(Path(name))
             if checkpoint is None or checkpoint.path.name != name:  # an encoded slash
@@ -96,13 +99,13 @@ class CheckpointServer:
 
 def held_below(root: Path) -> dict[str, list[str]]:
     """Return the files of every checkpoint below ``root`` that are there with their size, and the manifest."""
-    held = {}
+    files = {}
     for checkpoint in disk.listed(root):
         try:
-            held[checkpoint.path.name] = sorted([MANIFEST, *disk.held(checkpoint.path)])
+            files[checkpoint.path.name] = sorted([MANIFEST, *disk.held(checkpoint.path)])
         except CheckpointCorrupt as error:
             log.warning("checkpoint passed over: %s", error)
-    return held
+    return files
 
 
 class NodeRow:
@@ -220,7 +223,6 @@ class Keeper:
         await self._write_row()
 
     def _copy(self, name: str) -> None:
-        """Copy the files of a checkpoint that this node should have."""
         try:
             remote_files.complete(self._root / name, self._client, self._select)
             self._refused.pop(name, None)

@@ -148,9 +148,7 @@ class Copies:
             self.waits_for = ""
 
     async def _in_store(self, row: JsonMapping, asked: Asked, deadline: float) -> dict[str, list[str]]:
-        """Return the files in the store of the checkpoints that the row names. Raises StoreFailed, unless the nodes
-        have the latest.
-        """
+        """Return the stored files of the row's checkpoints. Raises StoreFailed, unless the nodes have the latest."""
         assert self._store is not None
         latest, named = Path(row["directory"]).name, digests_in(row)
         try:
@@ -177,9 +175,7 @@ class Copies:
         return {name: [MANIFEST, *one.held] for name, one in trusted.items()}
 
     async def _survey(self, silence: Silence) -> dict[str, Stored]:
-        """Return the checkpoints in the store with a manifest. Raises StoreFailed, also for a store that is not this
-        run's.
-        """
+        """Return the checkpoints in the store. Raises StoreFailed, also for the store of another run."""
         assert self._store is not None
         mine, owner = await identity_of(self._bus), await in_daemon(self._store.owner, silence)
         if owner in UNNAMED:

@@ -32,8 +32,7 @@ from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.config import DebugConfig, ProfileRequest
 from tidemill.learner.errors import AlarmStop
-from tidemill.learner.feed.feed_client import FeedClient
-from tidemill.learner.feed.feed_liveness import Heartbeats
+from tidemill.learner.feed.feed_client import FeedClient, Heartbeats
 from tidemill.learner.feed.feed_messages import End, Last, Start
 from tidemill.learner.feed.places import RankPlaces
 from tidemill.learner.feed.progress import note_step
@@ -62,10 +61,10 @@ from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.push.publisher import Publisher
 
 
-def agreed(request: ProfileRequest | None, here: Parallel) -> ProfileRequest | None:
+def agreed(request: ProfileRequest | None, parallel: Parallel) -> ProfileRequest | None:
     """Return the request that rank 0 has read. Collective over all ranks."""
-    asked = (0, 0, 0) if request is None else (request.steps, int(request.memory), request.rank)
-    numbers = torch.tensor(asked, dtype=torch.int32, device=here.device)
+    values = (0, 0, 0) if request is None else (request.steps, int(request.memory), request.rank)
+    numbers = torch.tensor(values, dtype=torch.int32, device=parallel.device)
     if dist.get_world_size() > 1:
         dist.all_reduce(numbers, dist.ReduceOp.MAX)  # the others have no request, and 0 in its place
     steps, memory, rank = numbers.tolist()
@@ -158,7 +157,6 @@ def _timeout_s(learner: LearnerConfig) -> float:
 
 
 def _chosen_dtype(learner: LearnerConfig, here: Parallel) -> str:
-    """Return the dtype of weights and activations; rank 0 logs it."""
     dtype = parallel.choose_dtype(learner.dtype, here.device)
     if here.rank == 0:
         log.info("learner device=%s dtype=%s configured=%s", here.device, dtype, learner.dtype)
@@ -184,7 +182,6 @@ def _feed_client(places: RankPlaces, here: Parallel, algorithm: AlgorithmConfig,
 
 
 def _policy(places: RankPlaces, learner: LearnerConfig, here: Parallel) -> Policy:
-    """Build this rank's part of the model, with the weights of its directory, or of a checkpoint of Megatron."""
     memory = open_memory(colocated=learner.colocated, device=here.device)
     return build_policy(
         places.model_dir,
@@ -347,7 +344,6 @@ class Rank:
         log.info("begins with the weights of step=%d checkpoint=%s", step, directory)
 
     def _take_steps(self, start: Start) -> Last:
-        """Take all steps. Returns the last one."""
         for step in range(start.step + 1, start.steps + 1):
             batch = self._next(step)
             with self._turns.mine():
@@ -429,7 +425,6 @@ class Rank:
         return metrics | {"alarm/warnings": float(levels.count("warn")), "alarm/errors": float(levels.count("error"))}
 
     def _end(self, last: Last, start: Start) -> None:
-        """Wait for the last push, write the trained model, and wait for the feeder's end of the run."""
         if last.drained:  # reported first: a deadline may end this process while it writes the model
             self.checkpoints.collect(wait=True)
         self.pushes.collect(wait=True)

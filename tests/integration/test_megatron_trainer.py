@@ -37,8 +37,7 @@ from tidemill.learner.megatron.meter import Meter, StepFlops, peak_tflops
 from tidemill.learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy, reference_weights
 from tidemill.learner.megatron.optimizer import PolicyOptimizer, learning_rate
 from tidemill.learner.megatron.trainer import OtherModels, Trainer
-from tidemill.learner.settings.config import OptimizerConfig
-from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.config import HooksConfig, OptimizerConfig
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import aiohttp
 
 from tidemill.bus.http.client import content_of, open_session
 from tidemill.weightstore.errors import SnapshotBroken, SnapshotUnavailable
-from tidemill.weightstore.store.snapshot import ASIDE, MANIFEST, SnapshotInfo, rename_into_place
+from tidemill.weightstore.store.snapshot_files import ASIDE, MANIFEST, SnapshotInfo, rename_into_place
 
 _CHUNK_BYTES = 1 << 20
 _MAX_MANIFEST_BYTES = 64 << 20
@@ -66,7 +66,6 @@ async def _fetch_file(session: aiohttp.ClientSession, url: str, path: Path, size
 
 
 async def _resume(session: aiohttp.ClientSession, url: str, path: Path, size: int) -> str:
-    """Download the rest of the file. Returns its SHA-256."""
     hashed = hashlib.sha256()
     with path.open("ab+") as file:
         # A name may have belonged to a larger file of another snapshot. A smaller one is found by its digest.

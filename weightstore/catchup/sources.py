@@ -23,7 +23,7 @@ from tidemill.bus.wire.subjects import nonce
 from tidemill.weightstore.catchup.download import fetch
 from tidemill.weightstore.errors import SnapshotBroken, SnapshotNotLoaded, SnapshotUnavailable
 from tidemill.weightstore.store.registry import SNAPSHOT, VersionRegistry
-from tidemill.weightstore.store.snapshot import ASIDE
+from tidemill.weightstore.store.snapshot_files import ASIDE
 
 _log = logging.getLogger(__name__)
 
@@ -161,8 +161,7 @@ class LearnerSnapshot:
         return await asyncio.to_thread(directory.is_dir) and await self._loading.from_directory(row, directory)
 
     async def _request(self, goal: VersionRow, newest: VersionRow | None) -> None:
-        """Request a snapshot and wait until there is another one than ``newest``, a push was faster, or the request is
-        due again."""
+        """Request a snapshot, and wait until there is another one, a push was faster, or the request is due again."""
         self._loading.waiting(f"a snapshot of version {goal.version} from the learner")
         await self._registry.request_snapshot(goal.version, self._loading.engine, nonce())
         try:
@@ -175,7 +174,6 @@ class LearnerSnapshot:
 
 
 def _remove_partial(among: Path, keep: Path) -> None:
-    """Remove unfinished downloads of other versions than ``keep``."""
     for path in among.glob(f"*{ASIDE}"):
         if path.name != keep.name + ASIDE:
             shutil.rmtree(path, ignore_errors=True)

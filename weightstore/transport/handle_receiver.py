@@ -36,7 +36,7 @@ _GONE = zmq.EVENT_CONNECT_RETRIED
 
 
 class HandleReceiver:
-    """``PushReceiver`` for one engine's socket. Context and memory belong to the caller.
+    """``WeightReceiver`` for one engine's socket. Context and memory belong to the caller.
 
     Requests that are no part of a push go over ``control``, another receiver of the same engine, if there is one.
     """
@@ -167,16 +167,12 @@ class HandleReceiver:
             raise
 
     async def _request(self, verb: str, **fields: object) -> dict[str, object]:
-        """Send a request of a phase and return the answer."""
         return await self._answered(verb, fields, self._deadlines.of("verify" if verb == "checksums" else verb))
 
     async def _answered(
         self, verb: str, fields: Mapping[str, object], deadline_s: float, *, messages: int = 0
     ) -> dict[str, object]:
-        """Send a request and return the answer, or raise ReceiverFailed or Fenced.
-
-        The deadline begins anew with the first ``messages`` reports that the engine is at work on it.
-        """
+        """Return the answer. The deadline begins anew with the first ``messages`` reports that the engine works on it."""
         request_id = self._last_id = self._last_id + 1
         request = {"verb": verb, "id": request_id, "epoch": self._epoch, "timeout_s": deadline_s, **fields}
         try:
@@ -184,7 +180,6 @@ class HandleReceiver:
                 extensions = iter(range(messages))
 
                 def under_way() -> None:
-                    """Let the deadline begin anew."""
                     # Another request's waiter may read this message, when the deadline of this one is over.
                     if not limit.expired() and next(extensions, None) is not None:
                         limit.reschedule(asyncio.get_running_loop().time() + deadline_s)
@@ -222,7 +217,6 @@ class HandleReceiver:
             del self._waiters[request_id]
 
     async def _read(self, verb: str) -> None:
-        """Read one answer and give it to its waiter; an answer that comes too late is ignored."""
         coming = asyncio.ensure_future(self._socket.recv())
         if self._gone:
             coming.cancel()  # unless it is there already
@@ -243,8 +237,6 @@ class HandleReceiver:
 
 @dataclass(frozen=True, slots=True)
 class _Waiter:
-    """A request without an answer yet."""
-
     answer: "asyncio.Future[dict[str, object]]"
     under_way: Callable[[], None]
 

@@ -3,7 +3,7 @@ use.
 
 config.json, tokenizer files, ...     copied from the model directory
 model.safetensors                     or model-00001-of-0000N.safetensors with model.safetensors.index.json
-manifest.json                         version, step, digest of names/shapes/dtypes, size and SHA-256 of every file; written last
+manifest.json                         version, step, digest of names/shapes/dtypes, and of every file size and SHA-256; last
 """
 
 import hashlib
@@ -195,9 +195,9 @@ def verify(directory: Path) -> SnapshotInfo:
             raise SnapshotBroken(str(path), f"{size} bytes", "no such file")
         if path.stat().st_size != size:
             raise SnapshotBroken(str(path), f"{size} bytes", f"{path.stat().st_size}")
-        found = _hash_file(path)[1]
-        if found != digest:
-            raise SnapshotBroken(str(path), f"SHA-256 {digest}", found)
+        sha256 = _hash_file(path)[1]
+        if sha256 != digest:
+            raise SnapshotBroken(str(path), f"SHA-256 {digest}", sha256)
     return info
 
 
@@ -239,7 +239,6 @@ def _shards(manifest: Manifest, shard_bytes: int) -> list[list[TensorSpec]]:
 
 
 def _write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write tensors one after the other, without a copy of the whole. Returns (bytes, SHA-256)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in specs:
