@@ -16,7 +16,6 @@ Sources: two ranks of one NCCL communicator on one GPU, and ends of different NC
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.shapes import (
     CUDA,
     GLOO,
@@ -28,6 +27,7 @@ from tidemill.launch.devices.shapes import (
     Node,
     Others,
     Placed,
+    PlacementRefused,
     RankPlace,
     Want,
     every_device,

@@ -18,9 +18,8 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.checks.model import size_here
 from tidemill.launch.devices.demand import ModelSize, engine_variables, want_of
-from tidemill.launch.devices.errors import DeviceError, PlacementRefused
 from tidemill.launch.devices.placement import engine_place
-from tidemill.launch.devices.shapes import Node, Others
+from tidemill.launch.devices.shapes import DeviceError, Node, Others, PlacementRefused
 from tidemill.launch.devices.visible import this_node
 from tidemill.launch.settings.config_loader import SettingsError, changes, from_map
 from tidemill.launch.settings.run_config import RunConfig

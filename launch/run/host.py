@@ -26,7 +26,7 @@ from tidemill.bus.server.auth import CREDENTIALS_VARIABLE, credentials_file
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.devices.errors import DeviceError
+from tidemill.launch.devices.shapes import DeviceError
 from tidemill.launch.run import desired
 from tidemill.launch.run.access import LEARNER, address_line
 from tidemill.launch.run.desired import ROLES, LiveHost

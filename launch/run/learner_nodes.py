@@ -28,9 +28,8 @@ from tidemill.bus.system.coroutines import beside
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.launch.devices.demand import rank_variables, want_of
-from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.placement import place
-from tidemill.launch.devices.shapes import Device, Node, RankPlace
+from tidemill.launch.devices.shapes import Device, Node, PlacementRefused, RankPlace
 from tidemill.launch.devices.visible import nccl_of, this_node
 from tidemill.launch.run.access import auth_dir, last_key, write_keys
 from tidemill.launch.run.learner_process import LearnerRow, uploading
@@ -164,7 +163,7 @@ class NodeWork:
         try:
             ranks = place(nodes, want).ranks
         except PlacementRefused as error:
-            raise NodeRefused(error.where, error.wanted, error.found, error.cure) from None
+            raise NodeRefused(error.where, error.want, error.got, error.cure) from None
         counts = tuple(sum(rank.node == node.rank for rank in ranks) for node in nodes)
         if not all(counts):
             got = f"{len(ranks)} ranks, which take {sum(map(bool, counts))} nodes"

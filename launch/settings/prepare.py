@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidemill.bus.errors import DetailedError
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.settings.datasets import gsm8k_texts, prompts, write_prompts
@@ -101,15 +102,12 @@ class Prepared:
         return cls(model=directory / "model", prompts=directory / "prompts.jsonl")
 
 
-class PreparedOtherwise(ValueError):
+class PreparedOtherwise(DetailedError, ValueError):
     """The directory holds files made from another config, or files of unknown origin."""
 
-    def __init__(self, directory: Path, reason: str) -> None:
-        super().__init__(directory, reason)
-        self.directory, self.reason = directory, reason
-
-    def __str__(self) -> str:
-        return f"{self.directory}: {self.reason}; remove the directory, or choose another one"
+    directory: Path
+    reason: str
+    template = "{directory}: {reason}; remove the directory, or choose another one"
 
 
 def prepare(config: PrepareConfig, directory: Path) -> Prepared:
