@@ -51,8 +51,8 @@ STORE_ANSWER_S = 20.0
 """Longest time in which the store takes a small object, returns and removes it."""
 
 
-def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
-    """Check the engine's program and the release of SGLang; ``here``: engines are started on this machine."""
+def check_engine(report: Report, config: RunConfig, *, on_this_machine: bool) -> None:
+    """Check the engine's program and the release of SGLang; ``on_this_machine``: engines are started on this machine."""
     engine = config.engine
     if engine.kind != "sglang" or engine.sglang.url:
         user = (
@@ -64,7 +64,7 @@ def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
                 want = f"none with {user}"
                 report.warning("engine", report.at(f"engine.sglang.{name}"), want=want, got=values, cure=cure)
         return
-    severity = report.error if here else report.warning
+    severity = report.error if on_this_machine else report.warning
     where, program = report.at("engine.sglang.python"), shutil.which(engine.sglang.python)
     if program is None:
         want, got = "the Python interpreter of an environment with SGLang", f"{engine.sglang.python!r}: no such program"

@@ -106,7 +106,7 @@ class RowReader:
 def run_check(args: argparse.Namespace) -> int:
     """Print the contents of the files. Returns 0, or 78 when a row is bad. Raises SettingsError, PromptError."""
     reader = _reader(args)
-    bad = sum(_check(source, reader, most=args.most, preview=args.preview) for source in _sources(args))
+    bad = sum(_check(source, reader, max_named=args.most, preview=args.preview) for source in _sources(args))
     return PromptError.exit_code if bad else 0
 
 
@@ -135,7 +135,7 @@ def _reader(args: argparse.Namespace) -> RowReader:
     if not config.model.path or not (directory / "config.json").is_file():
         return reader
     report = Report(loaded.origins)
-    model = check_model(report, config, made=False)
+    model = check_model(report, config, prepared=False)
     tokenize = None if model is None else check_tokenizer(report, config, model)
     report.refuse()
     text = Text.read(directory)
@@ -163,7 +163,7 @@ def _rendered(tokens: RowTokens, text: Text, row: PromptRow) -> str:
     )
 
 
-def _check(source: Source, reader: RowReader, *, most: int, preview: int) -> int:
+def _check(source: Source, reader: RowReader, *, max_named: int, preview: int) -> int:
     """Print the bad rows of a source, the first good ones and the counts. Returns the number of errors."""
     refuse_template(source.template)
     good, bad = 0, 0
@@ -172,7 +172,7 @@ def _check(source: Source, reader: RowReader, *, most: int, preview: int) -> int
             row = reader.row(scanned)
             if isinstance(row, PromptError):
                 bad += 1
-                if bad <= most:
+                if bad <= max_named:
                     print(row)
                 continue
             good += 1
@@ -181,8 +181,8 @@ def _check(source: Source, reader: RowReader, *, most: int, preview: int) -> int
     except PromptError as error:  # the rest of the file cannot be read
         bad += 1
         print(error)
-    if bad > most:
-        print(f"{source}: {bad - most} more bad rows")
+    if bad > max_named:
+        print(f"{source}: {bad - max_named} more bad rows")
     if not good and not bad:
         bad = 1
         print(PromptError(str(source), "at least one prompt", "none"))

@@ -366,7 +366,7 @@ async def _issued(bus: Bus, settled: set[int]) -> int:
         first = min([(await bus.jet.next(stream, 1, name)).seq for name in counts], default=None)
     except NotFound:  # trimmed in between
         first = None
-    return sum(counts.values()) + sum(first is None or id < first for id in settled)
+    return sum(counts.values()) + sum(first is None or task < first for task in settled)
 
 
 def _report_in_words(look: Mapping[int, int]) -> str:

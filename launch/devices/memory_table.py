@@ -274,12 +274,12 @@ class _Elements:
     """True where experts are trained."""
 
 
-def _elements(whole: Shapes, learner: LearnerConfig, trained: Shapes | None = None) -> _Elements:
+def _elements(stage: Shapes, learner: LearnerConfig, trained: Shapes | None = None) -> _Elements:
     """Return one rank's elements of its stage's tensors, padded for a distributed optimizer; ``trained``: None = all.
 
     ``trained``: the tensors with a gradient, adapters among them; None = all.
     """
-    split, spread, ours = learner.tensor_parallel, learner.expert_parallel, whole if trained is None else trained
+    split, spread, ours = learner.tensor_parallel, learner.expert_parallel, stage if trained is None else trained
     total = share = 0
     experts = {name: tensor for name, tensor in ours.items() if _EXPERTS in name}
     shared = {name: tensor for name, tensor in ours.items() if _EXPERTS not in name}
@@ -287,7 +287,7 @@ def _elements(whole: Shapes, learner: LearnerConfig, trained: Shapes | None = No
         sharded = num_shares(learner) > 1
         mine = buffer_elements(tensors, split, shares, spread) if sharded else rank_elements(tensors, split, spread)
         total, share = total + mine, share - (-mine // shares)
-    frozen = rank_elements({name: tensor for name, tensor in whole.items() if name not in ours}, split, spread)
+    frozen = rank_elements({name: tensor for name, tensor in stage.items() if name not in ours}, split, spread)
     return _Elements(own=frozen + total, trained=total, share=share, experts=bool(experts))
 
 

@@ -78,8 +78,8 @@ async def _serve(
 ) -> None:
     write_whole(config.root / BUS_URL_FILE, url)  # not before the streams exist: `tidemill up` waits for this file
     log.info("listening url=%s pids=%s", url, " ".join(str(server.pid) for server in servers.servers))
-    id = config.bus.server_name or "bus"
-    row = LiveRow(role="bus", id=id, host=socket.gethostname(), pid=servers.pid, phase="serving", address=url)
+    bus_id = config.bus.server_name or "bus"
+    row = LiveRow(role="bus", id=bus_id, host=socket.gethostname(), pid=servers.pid, phase="serving", address=url)
     async with HeartbeatPublisher(bus, row) as heartbeat:
 
         def update() -> None:

@@ -48,8 +48,10 @@ async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated
             await bus.create_layout()
             for role, count in (("engine", config.up.engines), ("actor", config.up.actors)):
                 for number in range(count):
-                    id = f"{role}-{number}"
-                    supervisor.keep(id, [role, "--config", str(config.root / CONFIG_FILE), "--bus", url, "--id", id])
+                    name = f"{role}-{number}"
+                    supervisor.keep(
+                        name, [role, "--config", str(config.root / CONFIG_FILE), "--bus", url, "--id", name]
+                    )
             evaluating = asyncio.create_task(_scores(bus, plan, config), name="evaluation")
             try:
                 await first_of(asyncio.shield(evaluating), supervisor.failed(), draining.wait())

@@ -136,7 +136,9 @@ class LearnerRow:
         async for _ in bus.rows("weights").watch(EVICTED):
             with suppress(BusError):
                 evicted = await VersionRegistry(bus).evicted()
-                self._engines = "; ".join(f"{id} to take pushes: {why}" for id, why in sorted(evicted.items()))
+                self._engines = "; ".join(
+                    f"{engine_id} to take pushes: {why}" for engine_id, why in sorted(evicted.items())
+                )
                 self._heartbeat.update(waits_for=self._waits_for())
 
     def _waits_for(self) -> str:

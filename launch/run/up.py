@@ -228,7 +228,7 @@ class Up:
                 bus,
                 self._supervisor,
                 desired.LiveHost(HOST),
-                arguments=lambda role, id: [*self._arguments(role), "--bus", url, "--id", id],
+                arguments=lambda role, process_id: [*self._arguments(role), "--bus", url, "--id", process_id],
                 drain_s=self._config.up.drain_s,
                 devices=EngineDevices(bus, None if self._config.debug.rollout_only else self._config),
             )

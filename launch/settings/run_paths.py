@@ -44,11 +44,11 @@ def set_base(values: JsonObject, file: Path) -> None:
 
     ``file``: the file that it was read from.
     """
-    directory, there = Path(str(values.get("directory") or "")), Path(os.path.abspath(file)).parent
+    directory, absolute = Path(str(values.get("directory") or "")), Path(os.path.abspath(file)).parent
     parts = directory.parts
-    if not parts or directory.is_absolute() or there.parts[-len(parts) :] != parts:
+    if not parts or directory.is_absolute() or absolute.parts[-len(parts) :] != parts:
         return
-    base = Path(*there.parts[: -len(parts)])
+    base = Path(*absolute.parts[: -len(parts)])
     if base != Path.cwd():
         _make_absolute(values, base)
 
