@@ -31,15 +31,13 @@ class GroupRequest:
 
 
 def relative_length(request: GroupRequest, *, weight: float = 1.0, right_at: float = 1.0) -> list[dict[str, float]]:
-    """Add ``weight`` times 0.5 to the shortest and -0.5 to the longest response, in between by sampled tokens; a wrong
-    one gets at most 0.
+    """Add ``weight`` times 0.5 to the shortest and -0.5 to the longest response, in between by sampled tokens.
 
-    A response is right with a reward of at least ``right_at``. Source: Kimi k1.5, 2501.12599, section 2.3.3.
+    A wrong response (with a reward below ``right_at``) gets at most 0. Source: Kimi k1.5, 2501.12599, section 2.3.3.
     """
     if not request.rewards:
-        raise RewardFailed(
-            "relative_length", "want actor.reward: it is added to the reward of each response", GROUP.word
-        )
+        reason = "want actor.reward: it is added to the reward of each response"
+        raise RewardFailed("relative_length", reason, GROUP.word)
     lengths = [sample.sampled_length for sample in request.samples]
     shortest, spread = min(lengths), max(lengths) - min(lengths)
     rewards = []
@@ -81,9 +79,7 @@ def _encode(request: GroupRequest) -> bytes:
 
 
 def _decode(fields: JsonMapping) -> GroupRequest:
-    return GroupRequest(
-        samples=tuple(to_request(sample) for sample in fields["samples"]), rewards=tuple(fields["rewards"])
-    )
+    return GroupRequest(samples=tuple(map(to_request, fields["samples"])), rewards=tuple(fields["rewards"]))
 
 
 GROUP = Contract(

@@ -80,9 +80,7 @@ def fields_of(request: RewardRequest) -> JsonObject:
 
 
 def to_request(fields: JsonMapping) -> RewardRequest:
-    """Return the request in the map that ``fields_of`` returned; without the fields of episodes it is a response of one
-    call.
-    """
+    """Return the request in a map of ``fields_of``; without the fields of episodes it is a response of one call."""
     return RewardRequest(
         prompt=fields["prompt"],
         response=fields["response"],

@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypedDict, TypeVar
 
 from tidemill.actors.engines.port import Engine
 from tidemill.actors.errors import EngineError, ServerFault, VersionUnavailable
-from tidemill.bus.errors import BusError
+from tidemill.bus.errors import BusError, DetailedError
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.system.coroutines import Waiter
 
@@ -30,8 +30,6 @@ ANSWER_S = 5.0
 """Time limit in seconds of an engine's health check, and of a read of the states that is waited for."""
 QUARANTINE_S = (0.5, 10.0)
 """Seconds without requests after the first failure in a row, doubled with each further one; and their bound."""
-
-
 GONE = "gone"
 """Remark of a server that is known no longer."""
 GONE_S = 5.0
@@ -39,15 +37,13 @@ GONE_S = 5.0
 written again."""
 
 
-class NoServer(EngineError):
+class NoServer(DetailedError, EngineError):
     """No suitable engine was found in time; the request was not made."""
 
-    def __init__(self, wanted: str, waited_s: float) -> None:
-        super().__init__(wanted, waited_s)
-        self.wanted, self.waited_s = wanted, waited_s
-
-    def __str__(self) -> str:
-        return f"waited {self.waited_s:.1f} s for {self.wanted}"
+    server: str
+    """The server, in words."""
+    waited_s: float
+    template = "waited {waited_s:.1f} s for {server}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,17 +240,17 @@ class ServerPool(Generic[Client]):
         for entry in [entry for entry in self._entries.values() if entry.client is client]:
             await entry.gone.wait()
 
-    def process_of(self, id: str) -> str:
+    def process_of(self, server_id: str) -> str:
         """Return the identity of a server's process, as last observed; empty = not known."""
-        return next((entry.status.process for entry in self._entries.values() if entry.status.id == id), "")
+        return next((entry.status.process for entry in self._entries.values() if entry.status.id == server_id), "")
 
     async def refresh(self) -> None:
         """Read the servers' states at once and return when they are known. Raises TimeoutError after ``ANSWER_S``."""
         async with asyncio.timeout(ANSWER_S):
             for _ in range(2):  # the first may have begun before this call
-                seen = self._reads
+                reads = self._reads
                 self._refresh_now.wake()
-                while self._reads == seen:
+                while self._reads == reads:
                     await self._changed.wait()
 
     def give_up(self) -> None:
@@ -267,9 +263,8 @@ class ServerPool(Generic[Client]):
         if not self._waiting:
             return ""
         min_version, since = min(self._waiting.values(), key=lambda waiting: waiting[1])
-        return (
-            f"{self._describe(min_version)}, for {time.monotonic() - since:.0f} s ({len(self._waiting)} samples wait)"
-        )
+        waited_s = time.monotonic() - since
+        return f"{self._describe(min_version)}, for {waited_s:.0f} s ({len(self._waiting)} samples wait)"
 
     async def _wait(self, min_version: int, timeout_s: float, avoid: str, prefer: str) -> Pooled[Client]:
         begin = time.monotonic()
@@ -297,8 +292,8 @@ class ServerPool(Generic[Client]):
 
         def rank(entry: Pooled[Client]) -> tuple[bool, bool, int, int, str]:
             """Return the sort key of a server, the best one first."""
-            id = entry.status.id
-            return id == avoid, id != prefer, entry.in_flight, entry.chosen if self._in_turn else 0, id
+            name = entry.status.id
+            return name == avoid, name != prefer, entry.in_flight, entry.chosen if self._in_turn else 0, name
 
         return min(able, key=rank, default=None)
 
@@ -306,15 +301,14 @@ class ServerPool(Generic[Client]):
         """Return the seconds until the next server leaves quarantine; about ``POLL_S`` when none is in it."""
         now = time.monotonic()
         ends = [entry.quarantined_until - now for entry in self._entries.values() if entry.quarantined_until > now]
-        return (
-            min(ends, default=POLL_S) + 0.001
-        )  # a little later, so that the quarantine is over when the waiter looks again
+        # A little later, so that the quarantine is over when the waiter looks again.
+        return min(ends, default=POLL_S) + 0.001
 
     def _describe(self, min_version: int) -> str:
-        known = ", ".join(f"{entry.status.id}: {entry.remark(min_version)}" for entry in self._entries.values())
-        return f"{self._wanted(min_version)} ({known or 'none known'})"
+        remarks = ", ".join(f"{entry.status.id}: {entry.remark(min_version)}" for entry in self._entries.values())
+        return f"{self._describe_server(min_version)} ({remarks or 'none known'})"
 
-    def _wanted(self, min_version: int) -> str:
+    def _describe_server(self, min_version: int) -> str:
         """Return the server that a request waits for, in words."""
         return f"a {self.noun}"
 
@@ -327,26 +321,19 @@ class ServerPool(Generic[Client]):
         entry.failures += 1
         entry.error = str(error)
         entry.quarantined_until = now + pause_s
-        logger.warning(
-            "%s quarantined id=%s pause_s=%.1f failures=%d error=%s",
-            self.noun,
-            entry.status.id,
-            pause_s,
-            entry.failures,
-            error,
-        )
+        text = "%s quarantined id=%s pause_s=%.1f failures=%d error=%s"
+        logger.warning(text, self.noun, entry.status.id, pause_s, entry.failures, error)
 
     async def _update(self, statuses: Sequence[ServerStatus]) -> None:
         """Apply the observed states. A server that serves again after it did not leaves quarantine."""
-        seen = {status.url: status for status in statuses}
+        status_of = {status.url: status for status in statuses}
         # A server with requests in flight stays, as they use its client.
-        gone = [url for url, entry in self._entries.items() if url not in seen and not entry.in_flight]
-        for entry in [
-            self._entries.pop(url) for url in gone
-        ]:  # all at once, or one might be chosen while another is closed
+        gone = [url for url, entry in self._entries.items() if url not in status_of and not entry.in_flight]
+        # Popped all at once, or one might be chosen while another is closed.
+        for entry in [self._entries.pop(url) for url in gone]:
             await entry.client.close()
         for url, entry in self._entries.items():
-            status = seen.get(url) or replace(entry.status, serving=False, remark=GONE)
+            status = status_of.get(url) or replace(entry.status, serving=False, remark=GONE)
             if status.serving and not entry.status.serving:
                 entry.failures, entry.quarantined_until = 0, 0.0
             if status.process != entry.status.process and status.process and entry.status.process:
@@ -358,7 +345,7 @@ class ServerPool(Generic[Client]):
                 entry.gone = asyncio.Event()
             elif entry.missing_since_s is not None and time.monotonic() - entry.missing_since_s >= GONE_S:
                 entry.gone.set()
-        for url, status in seen.items():
+        for url, status in status_of.items():
             if url not in self._entries:
                 self._entries[url] = Pooled(client=self._client(url), status=status)
         self._changed.wake()
@@ -389,9 +376,8 @@ class UrlDiscovery:
                 serving, info = await engine.healthy(), await engine.info()
         except (EngineError, TimeoutError) as error:
             return ServerStatus(url=url, id=url, serving=False, version=-1, remark=str(error) or "no answer")
-        return ServerStatus(
-            url=url, id=url, serving=serving, version=info.version, remark="" if serving else "not healthy"
-        )
+        remark = "" if serving else "not healthy"
+        return ServerStatus(url=url, id=url, serving=serving, version=info.version, remark=remark)
 
 
 class EngineOverview(TypedDict):
@@ -416,7 +402,7 @@ class EnginePool(ServerPool[Engine]):
     noun = "engine"
 
     def overview(self) -> list[EngineOverview]:
-        """Return the state of each engine, for status answers and totals."""
+        """Return the state of each engine."""
         now = time.monotonic()
         return [
             {
@@ -433,5 +419,5 @@ class EnginePool(ServerPool[Engine]):
             for entry in self._entries.values()
         ]
 
-    def _wanted(self, min_version: int) -> str:
+    def _describe_server(self, min_version: int) -> str:
         return f"an engine that serves version {min_version} or newer"

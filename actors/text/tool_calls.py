@@ -80,7 +80,10 @@ def _read_tags(text: str, finished: bool) -> ParsedReply:
         if closing < 0:
             _append(parts, text[opening:] if finished else "", calls)
             return _result(parts, calls, finished)
-        call = _call(text[opening + len(OPENING) : closing])
+        try:
+            call = _call_from(json.loads(text[opening + len(OPENING) : closing]))
+        except (ValueError, RecursionError):
+            call = None
         at = closing + len(CLOSING)
         if call is None:
             parts.append(text[opening:at])
@@ -139,13 +142,6 @@ def _calls(text: str) -> tuple[ToolCall, ...]:
     return tuple(calls)
 
 
-def _call(text: str) -> ToolCall | None:
-    try:
-        return _call_from(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
-
-
 def _call_from(value: object) -> ToolCall | None:
     """Return the call, None if it is none.
 
@@ -180,10 +176,10 @@ class ChatTemplate(MessageTemplate):
         *,
         tools: object = None,
         add_generation_prompt: bool = True,
-        **more: object,
+        **arguments: object,
     ) -> str:
         """Return the prompt as text. Raises BadRequest when the template refuses the messages."""
         try:
-            return super().render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **more)
+            return super().render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **arguments)
         except ValueError as error:
             raise BadRequest(str(error)) from error

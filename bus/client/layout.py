@@ -26,9 +26,6 @@ _MAX_WAITING = 16_384
 async def create_layout(jet: JetStream) -> None:
     """Create missing streams and consumers; compare every setting with the server's.
 
-    TASKS is created last: other processes find a run by it (``tidemill.bus.streams.bus.find_run``), and read its rows
-    at once.
-
     Raises ConfigMismatch naming stream and field, NoRoom, BusUnavailable.
     """
     stream = subjects.stream(jet.run, subjects.TASKS)
@@ -39,11 +36,9 @@ async def create_layout(jet: JetStream) -> None:
 
 
 async def create_archive(jet: JetStream) -> None:
-    """Create the streams and buckets of a run that only keeps samples, for readers; without TASKS, by which runs are
-    found.
+    """Create the streams and buckets of a run that only keeps samples, without TASKS, by which runs are found.
 
-    Its SAMPLES has no bound, so that no learner takes it for its own (its ``create_layout`` raises ConfigMismatch), and
-    for the same reason this raises ConfigMismatch for a run that trains.
+    Its SAMPLES has no bound, so that it and a run that trains refuse each other by ConfigMismatch.
     """
     for config in stream_configs(jet.run, jet.config):
         if config["name"] == subjects.stream(jet.run, subjects.TASKS):
@@ -117,14 +112,10 @@ async def _ensure_stream(jet: JetStream, config: JsonObject) -> None:
         info = await jet.call(f"STREAM.INFO.{name}")
     except NotFound:
         info = await _created(jet, f"STREAM.CREATE.{name}", config, f"STREAM.INFO.{name}")
-    there = info["config"]
-    changes = {
-        field: config[field]
-        for field in _CHANGED_IN_PLACE
-        if field in config and there.get(field, False) != config[field]
-    }
-    if changes:
-        info = await jet.call(f"STREAM.UPDATE.{name}", {**there, **changes})
+    present = info["config"]
+    settings = {field: config[field] for field in _CHANGED_IN_PLACE if field in config}
+    if any(present.get(field, False) != value for field, value in settings.items()):
+        info = await jet.call(f"STREAM.UPDATE.{name}", {**present, **settings})
     _compare(name, config, info["config"])
 
 
@@ -139,9 +130,7 @@ async def _ensure_consumer(jet: JetStream, stream: str, config: JsonObject) -> N
 
 
 async def _created(jet: JetStream, verb: str, request: JsonObject, info: str) -> JsonObject:
-    """Return the server's description of a stream or consumer that this, or another process a moment ago, has
-    created.
-    """
+    """Return the server's description of a stream or consumer that this, or another process just now, created."""
     try:
         return await jet.call(verb, request)
     except Refused as error:
@@ -154,10 +143,10 @@ async def _created(jet: JetStream, verb: str, request: JsonObject, info: str) ->
 
 def _compare(name: str, want: JsonObject, got: JsonObject) -> None:
     for field, value in want.items():
-        found = got.get(field)
-        if found is None and value in (False, 0):  # the server leaves out settings that are off
+        actual = got.get(field)
+        if actual is None and value in (False, 0):  # the server leaves out settings that are off
             continue
         if field == "subjects":
-            value, found = sorted(value), sorted(found or [])
-        if found != value:
-            raise ConfigMismatch(name, field, value, found)
+            value, actual = sorted(value), sorted(actual or [])
+        if actual != value:
+            raise ConfigMismatch(name, field, value, actual)

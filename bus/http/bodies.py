@@ -93,22 +93,19 @@ class Bodies:
         try:
             while piece := await _within(request, min(deadline, asyncio.get_running_loop().time() + limits.stall_s)):
                 self._refuse_size(len(body) + len(piece))
-                more = _counted(len(body) + len(piece)) - _counted(len(body))
-                if self.held_bytes + more > limits.all_bytes:
-                    reason = (
-                        f"bodies of {self.held_bytes} bytes are being processed, want at most {limits.all_bytes}: "
-                        "repeat the request"
-                    )
+                num_bytes = _counted(len(body) + len(piece)) - _counted(len(body))
+                if self.held_bytes + num_bytes > limits.all_bytes:
+                    got = f"bodies of {self.held_bytes} bytes are being processed"
+                    reason = f"{got}, want at most {limits.all_bytes}: repeat the request"
                     raise refusal(web.HTTPServiceUnavailable, reason, {"Retry-After": str(RETRY_AFTER_S)})
                 body += piece
-                self.held_bytes += more
+                self.held_bytes += num_bytes
         except TimeoutError:
             reason = f"body: want all of it within {limits.whole_s:g} s, and a piece of it every {limits.stall_s:g} s"
             raise refusal(web.HTTPRequestTimeout, f"{reason}, got {len(body)} bytes") from None
         except web.RequestPayloadError as error:
-            raise refusal(
-                web.HTTPBadRequest, f"body: want valid chunks or as many bytes as Content-Length says: {error}"
-            ) from None
+            reason = f"body: want valid chunks or as many bytes as Content-Length says: {error}"
+            raise refusal(web.HTTPBadRequest, reason) from None
 
 
 class _TooLarge(web.HTTPClientError):
@@ -130,9 +127,7 @@ def body_in(request: web.Request) -> bytes:
 
 
 def json_in(raw: bytes) -> object:
-    """Return a body as a JSON value. Raises ValueError unless it is JSON in UTF-8, nested at most ``MAX_DEPTH``
-    deep.
-    """
+    """Return a body as a JSON value. Raises ValueError unless it is JSON in UTF-8, at most ``MAX_DEPTH`` deep."""
     # Counted first, as that is cheap: a body with fewer brackets cannot be deeper, and the memory of the value is
     # bounded.
     nested = raw.count(b"[") + raw.count(b"{")
@@ -150,9 +145,9 @@ def json_in(raw: bytes) -> object:
     return value
 
 
-def _deeper(value: object, most: int) -> bool:
+def _deeper(value: object, max_depth: int) -> bool:
     level = [value]
-    for _ in range(most):
+    for _ in range(max_depth):
         level = [
             inner
             for outer in level

@@ -21,9 +21,7 @@ _FLOCK = "hhqqi"
 
 
 class ReaderLock:
-    """A lock held by at most one process per directory. A process opens it once: closing any descriptor of the file
-    releases the lock.
-    """
+    """A lock per directory. A process opens it once: closing any descriptor of the file releases the lock."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE
@@ -55,8 +53,8 @@ def holder(directory: Path) -> int:
     if sys.platform != "linux" or not path.exists():
         return 0
     with path.open("a") as file:
-        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, request))
     return int(pid) if kind != fcntl.F_UNLCK and pid > 0 else 0
 
 

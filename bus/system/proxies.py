@@ -12,11 +12,7 @@ _VARIABLES = ("no_proxy", "NO_PROXY")
 
 
 def without_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """Return the environment of a child, whose clients (httpx, requests, urllib, curl) reach loopback and ``hosts``
-    without a proxy.
-
-    ``hosts``: names or addresses, without a port or brackets.
-    """
+    """Return a child's environment, in which clients reach loopback and ``hosts`` (no port, no brackets) directly."""
     listed = [host.strip() for name in _VARIABLES for host in environment.get(name, "").split(",")]
     joined = ",".join(dict.fromkeys(host for host in (*listed, *LOOPBACK, *hosts) if host))
     return {**environment, **dict.fromkeys(_VARIABLES, joined)}

@@ -32,9 +32,7 @@ def _no_seconds() -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turns:
-    """The model calls of an episode as columns, in order of delivery. Each of the columns with a default has C values,
-    or none.
-    """
+    """The model calls of an episode as columns, in order of delivery. Columns with a default have C values, or none."""
 
     at: NDArray[np.int32]
     """Place of the turn's first sampled token on the R axis, [C]."""
@@ -247,11 +245,8 @@ class Sample:
     @property
     def teacher_top_k(self) -> int:
         """Number of tokens that its teacher listed at each position, K; 0 = none."""
-        return (
-            0
-            if self.teacher_top_ids is None or not self.response_length
-            else len(self.teacher_top_ids) // self.response_length
-        )
+        ids = self.teacher_top_ids
+        return 0 if ids is None or not self.response_length else len(ids) // self.response_length
 
     @property
     def message_id(self) -> str:
@@ -275,9 +270,7 @@ class Sample:
 
 
 def score_of(reward: float | dict[str, float]) -> float:
-    """Return the scalar that is trained on: the reward itself, or its part named "score" or "reward", or the sum of its
-    parts.
-    """
+    """Return the scalar that is trained on: the reward, its part "score" or "reward", or the sum of its parts."""
     if not isinstance(reward, dict):
         return float(reward)
     for name in ("score", "reward"):
@@ -288,9 +281,7 @@ def score_of(reward: float | dict[str, float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """The state of one response of a task that was nak'ed: its tokens so far, or the sequence of its finished
-    sample.
-    """
+    """One response of a task that was nak'ed: its tokens so far, or the sequence of its finished sample."""
 
     run: str
     task: int
@@ -394,9 +385,7 @@ class Settle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requeue:
-    """An operator's decision that the prompt of a dead task is issued again as a new task: recorded once, before the
-    issue.
-    """
+    """An operator's decision that the prompt of a dead task is issued again; recorded once, before the issue."""
 
     epoch: int
     task: int

@@ -63,15 +63,14 @@ def read_manifest(data: bytes, *, seq: int, max_payload: int) -> PartsManifest:
     manifest = _MANIFEST.read(data)
     if not 0 < manifest.length <= MAX_SAMPLE_BYTES:
         raise WireError("parts.length", f"1 to {MAX_SAMPLE_BYTES} bytes", manifest.length)
-    most = _FEW_PARTS + manifest.length // max(1, min(_SMALLEST_PART_BYTES, (max_payload - HEADER_RESERVE_BYTES) // 2))
-    if not 0 < len(manifest.seqs) <= most:
-        raise WireError("parts.seqs", f"1 to {most} parts for {manifest.length} bytes", len(manifest.seqs))
-    if len(set(manifest.seqs)) < len(manifest.seqs) or min(manifest.seqs) < 1 or max(manifest.seqs) >= seq:
-        raise WireError(
-            "parts.seqs",
-            f"sequences below {seq}, each once",
-            f"{len(manifest.seqs)} from {min(manifest.seqs)} to {max(manifest.seqs)}",
-        )
+    mean_bytes = max(1, min(_SMALLEST_PART_BYTES, (max_payload - HEADER_RESERVE_BYTES) // 2))
+    max_parts = _FEW_PARTS + manifest.length // mean_bytes
+    if not 0 < len(manifest.seqs) <= max_parts:
+        raise WireError("parts.seqs", f"1 to {max_parts} parts for {manifest.length} bytes", len(manifest.seqs))
+    first, last = min(manifest.seqs), max(manifest.seqs)
+    if len(set(manifest.seqs)) < len(manifest.seqs) or first < 1 or last >= seq:
+        got = f"{len(manifest.seqs)} from {first} to {last}"
+        raise WireError("parts.seqs", f"sequences below {seq}, each once", got)
     return manifest
 
 

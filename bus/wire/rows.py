@@ -41,9 +41,7 @@ MOST_RANKS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Capabilities of an engine to receive weights, and to serve them to other engines. A learner's row has its devices
-    alone.
-    """
+    """Capabilities of an engine to receive weights and to serve them to others; of a learner, its devices alone."""
 
     single_request_push: bool = False
     """It receives a push in one request (``receive_push``); otherwise begin, each bucket and the end have a request
@@ -363,7 +361,7 @@ def _head(value: JsonObject) -> tuple[type, ...]:
 
 
 def _kind(bucket: str, key: str) -> type:
-    for known, kind in _ROWS[bucket].items():
-        if key == known or (known.endswith("*") and key.startswith(known[:-1])):
+    for pattern, kind in _ROWS[bucket].items():
+        if key == pattern or (pattern.endswith("*") and key.startswith(pattern[:-1])):
             return kind
     return _Anything

@@ -113,6 +113,5 @@ def _check_state(record: TurnRecord) -> None:
             raise WireError(f"ids[{name!r}]", f"a number below {record.number}", number)
     for number, reward in record.rewards.items():
         if not 0 <= number < record.number or not abs(reward) <= MAX_REWARD:
-            raise WireError(
-                f"rewards[{number}]", f"a number below {record.number}, and a reward within +-{MAX_REWARD:g}", reward
-            )
+            want = f"a number below {record.number}, and a reward within +-{MAX_REWARD:g}"
+            raise WireError(f"rewards[{number}]", want, reward)

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from tidemill.actors.rollout_settings import MULTI_TURN, RolloutConfig, served
 from tidemill.bus.processes.limits import ProcessLimits
@@ -34,7 +35,7 @@ PROGRAMS = ("agent:", "slime:")
 """Beginnings of ``use`` with a module and a name in it."""
 GSPO_WIDE = 0.01
 """A clip range of GSPO's ratio that is wider than this belongs to another loss."""
-OWN_SETTINGS = ("loss", "weight", "aggregation")
+OWN_SETTINGS = ("loss", "weight.level", "aggregation")
 """Settings of the algorithm that name one function, with the same arguments for every choice."""
 HOOK_ARGUMENTS = ("moment",)
 """Arguments of a hook (``learner/megatron/hooks.py``)."""
@@ -240,9 +241,11 @@ def check_algorithm(report: Report, config: RunConfig) -> None:
     _doubt_gspo(report, config)
     algorithm, hooks = config.learner.algorithm, config.learner.hooks.given
     functions: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]]
-    functions = [(f"algorithm.{name}", getattr(algorithm, name), OWN_ARGUMENTS[name], ()) for name in OWN_SETTINGS]
+    functions = [(f"algorithm.{name}", attrgetter(name)(algorithm), OWN_ARGUMENTS[name], ()) for name in OWN_SETTINGS]
     functions.append(("algorithm.advantage", algorithm.advantage, OWN_ARGUMENTS["advantage"], OFFERED))
-    functions += [("algorithm.reject", path, OWN_ARGUMENTS["reject"], ()) for path in algorithm.own_rejects]
+    functions += [
+        ("algorithm.reject.rules", path, OWN_ARGUMENTS["reject.rules"], ()) for path in algorithm.reject.functions
+    ]
     functions += [(f"hooks.{name}", path, HOOK_ARGUMENTS, ()) for name, path in hooks.items()]
     for name, path, arguments, offered in functions:
         if ":" in path:
@@ -270,19 +273,19 @@ def _report_code(report: Report, topic: str, setting: str, path: str, reason: st
 def _doubt_gspo(report: Report, config: RunConfig) -> None:
     """Warn of anchors, ranges and aggregations that do not suit GSPO. Source: docs/algorithms.md, section 3.11."""
     algorithm, name = config.learner.algorithm, "learner.algorithm"
-    assert algorithm.clip_high is not None
+    assert algorithm.clip.high is not None
     if algorithm.loss not in ("gspo", "gspo_token"):
         return
-    if algorithm.anchor == "rollout" and algorithm.clip_high < GSPO_WIDE:
+    if algorithm.anchor == "rollout" and algorithm.clip.high < GSPO_WIDE:
         cure = f"use anchor: proximal, as in correction: {algorithm.loss}"
-        got = f"clip_high {algorithm.clip_high} at anchor: rollout"
+        got = f"clip.high {algorithm.clip.high} at anchor: rollout"
         want = "gspo anchored at the proximal policy: against mu, noise alone is larger than this range"
         report.warning("algorithm", report.at(f"{name}.anchor"), want=want, got=got, cure=cure)
-    elif algorithm.anchor == "proximal" and algorithm.clip_high > GSPO_WIDE:
+    elif algorithm.anchor == "proximal" and algorithm.clip.high > GSPO_WIDE:
         want = "about 3e-4 and 4e-4: the ratio of a response moves far less than that of a token"
-        got = f"{algorithm.clip_low} and {algorithm.clip_high}"
-        cure = f"use correction: {algorithm.loss}, or set clip_low and clip_high"
-        report.warning("algorithm", report.at(f"{name}.clip_high"), want=want, got=got, cure=cure)
+        got = f"{algorithm.clip.low} and {algorithm.clip.high}"
+        cure = f"use correction: {algorithm.loss}, or set clip.low and clip.high"
+        report.warning("algorithm", report.at(f"{name}.clip.high"), want=want, got=got, cure=cure)
     if algorithm.aggregation != "seq_mean_token_mean" and algorithm.correction != "luspo":
         want = "seq_mean_token_mean with gspo: every response counts the same"
         cure = f"use correction: {algorithm.loss}, or set it"

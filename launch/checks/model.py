@@ -20,8 +20,8 @@ from tidemill.launch.devices.memory_table import MemoryRow, memory_rows, state_r
 from tidemill.launch.devices.trained import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
+from tidemill.learner.settings.config import ROLLOUT
 from tidemill.learner.settings.megatron_arguments import refusals as argument_refusals
-from tidemill.learner.settings.routing_replay import ROLLOUT
 
 SETTING = "model.path"
 INDEX = "model.safetensors.index.json"

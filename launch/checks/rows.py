@@ -3,6 +3,7 @@ metadata asks for.
 """
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 
 from tidemill.actors.rollout_settings import OF_VERIFIERS
 from tidemill.bus.config import SINGLE_TURN
@@ -81,10 +82,11 @@ def _refuse_responses(row: PromptRow, config: RunConfig, vocab_size: int | None)
         if temperature != 1:
             want = f"{place_of}: 1 with {place}, which has no log_probs: cross-entropy is that of the model itself"
             raise PromptError(row.where, want, temperature)
-        of_entropy = next((name for name in ("entropy_coef", "entropy_target") if getattr(algorithm, name)), "")
-        if algorithm.loss == "sft" and (name := "kl.coef" if algorithm.kl.coef else of_entropy):
+        terms = ("kl.coef", "entropy.coef", "entropy.target")
+        term = next((path for path in terms if attrgetter(path)(algorithm)), "")
+        if algorithm.loss == "sft" and term:
             want = (
-                f"learner.algorithm.{name}: 0 with {place}, which has no log_probs: it is trained by its "
+                f"learner.algorithm.{term}: 0 with {place}, which has no log_probs: it is trained by its "
                 "cross-entropy alone"
             )
-            raise PromptError(row.where, want, getattr(algorithm, name) if name != "kl.coef" else algorithm.kl.coef)
+            raise PromptError(row.where, want, attrgetter(term)(algorithm))

@@ -17,7 +17,6 @@ from tidemill.actors.engines.address_checks import CURE, unreachable, verified
 from tidemill.bus.client.jetstream import StreamState
 from tidemill.bus.client.rows import Value
 from tidemill.bus.config import SINGLE_TURN
-from tidemill.bus.errors import NotFound
 from tidemill.bus.liveness.heartbeats import processes
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.cursors import Cursors
@@ -362,10 +361,8 @@ async def _issued(bus: Bus, settled: set[int]) -> int:
         for name, count in (await bus.jet.subjects(stream, subjects.task(bus.run, "*"))).items()
         if subjects.trains(name)
     }
-    try:
-        first = min([(await bus.jet.next(stream, 1, name)).seq for name in counts], default=None)
-    except NotFound:  # trimmed in between
-        first = None
+    firsts = [await bus.jet.next(stream, 1, name) for name in counts]  # None: trimmed in between
+    first = min((message.seq for message in firsts if message is not None), default=None)
     return sum(counts.values()) + sum(first is None or task < first for task in settled)
 
 

@@ -12,9 +12,8 @@ import logging
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from tidemill.bus.client.connection import cancellable
 from tidemill.bus.streams.bus import Bus, connect, raise_epoch
-from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.coroutines import cancellable, first_of
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task
 from tidemill.launch.run import access, feeder_process, scores
@@ -25,7 +24,7 @@ from tidemill.launch.settings.config_loader import to_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 from tidemill.launch.settings.run_paths import recorded
 from tidemill.learner.evaluation.evaluations import EvalPlan, Evaluations
-from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE, FailingTasks
+from tidemill.learner.feed.intake import UNTRAINED_SHARE, FailingTasks
 from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
@@ -82,10 +81,8 @@ async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated
     await registry.publish_initial(config.model.path, epoch)
 
     async def store(task: Task) -> Task:
-        """Issue and register a task."""
-        task = replace(task, id=await bus.tasks.issue(task))
-        evaluations.issued(task)
-        return task
+        """Issue a task."""
+        return replace(task, id=await bus.tasks.issue(task))
 
     rounds = await asyncio.to_thread(plan.rounds)
     evaluations = Evaluations(bus, plan, rounds, epoch=epoch, store=store)

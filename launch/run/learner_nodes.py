@@ -36,10 +36,10 @@ from tidemill.launch.run.learner_process import LearnerRow, uploading
 from tidemill.launch.run.node_rank import NodePlace
 from tidemill.launch.settings.config_loader import to_map
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.checkpoints.keeper import Keeper, Ring
+from tidemill.learner.checkpoints.node_copies import Keeper, Ring
+from tidemill.learner.errors import NodeRefused
 from tidemill.learner.nodes.agent import Agent, Limits
 from tidemill.learner.nodes.agreement import refuse_public
-from tidemill.learner.nodes.errors import NodeRefused
 from tidemill.learner.nodes.node_rows import NodeRow
 from tidemill.learner.nodes.own_row import here
 from tidemill.learner.ranks.process import Part, run_part

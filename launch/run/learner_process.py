@@ -37,7 +37,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     from tidemill.learner.ranks.process import run_learner
 
     if config.learner.checkpoint.url:
-        from tidemill.learner.checkpoints.keeper import clean
+        from tidemill.learner.checkpoints.node_copies import clean
 
         await asyncio.to_thread(clean, config.checkpoints)
     variables, capabilities = (
@@ -82,7 +82,7 @@ async def uploading(bus: Bus, config: RunConfig, *, node: int = 0) -> AsyncItera
         yield
         return
     from tidemill.learner.checkpoints.object_store import ObjectStore
-    from tidemill.learner.checkpoints.uploads import Uploads
+    from tidemill.learner.checkpoints.store_uploads import Uploads
 
     store = ObjectStore(config.learner.checkpoint.url, config.run)
     async with beside(Uploads(bus, config.checkpoints, store, node=node, keep=config.learner.keep_checkpoints).run()):

@@ -13,9 +13,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 
 from tidemill.bus import exit_codes
-from tidemill.bus.client.connection import cancellable
 from tidemill.bus.exit_codes import DONE, NOT_IN_TIME
-from tidemill.bus.system.coroutines import beside, first_error, new_event_loop
+from tidemill.bus.system.coroutines import beside, cancellable, first_error, new_event_loop
 from tidemill.bus.system.processes import Child
 from tidemill.bus.system.stopped import report_stopped
 

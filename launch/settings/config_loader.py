@@ -21,6 +21,7 @@ from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.launch.settings.yaml_file import SettingsError, Written
 from tidemill.learner.algorithms.config import unset_names
+from tidemill.learner.algorithms.former_names import FORMER
 
 ENVIRONMENT_PREFIX = "TIDEMILL_"
 NOT_SETTINGS = ("TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD", "TIDEMILL_BUS_CREDENTIALS", "TIDEMILL_ALLOW")
@@ -31,6 +32,8 @@ REMOVED: Mapping[str, str] = {
     "weights.deltas": "engines that are behind load whole weights (docs/decisions/018-no-deltas.md)"
 }
 """Settings of earlier releases, and the reason why each is gone."""
+RENAMED = {f"learner.algorithm.{former}": f"learner.algorithm.{path}" for former, path in FORMER.items()}
+"""Settings that had another name in earlier releases, with the present name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +174,7 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
         follow("weights.overlap", False, "learner.colocated")
     rollouts = given("rollouts") or {}
     if given("actor.teachers") or any(path.startswith("actor.teachers.") for path in settings):
-        follow("learner.algorithm.distill_teacher", "engine", "actor.teachers")
+        follow("learner.algorithm.distill.teacher", "engine", "actor.teachers")
     if _all_recorded(
         rollouts, given("data.rollout"), given("data.sources"), given("data.rollout_key"), given("eval.every")
     ):
@@ -275,8 +278,11 @@ def _refuse_derived(settings: Mapping[str, Setting], config: RunConfig) -> None:
 def _refuse(problems: Sequence[Problem], settings: Mapping[str, Setting]) -> None:
     texts = []
     for problem in problems:
-        origin, reason = _origin(problem.paths, settings), REMOVED.get(problem.paths[0]) if problem.unknown else None
-        text = f"{problem.paths[0]}: this setting was removed: {reason}; delete it" if reason else problem.text
+        origin, path, text = _origin(problem.paths, settings), problem.paths[0], problem.text
+        if problem.unknown and path in REMOVED:
+            text = f"{path}: this setting was removed: {REMOVED[path]}; delete it"
+        elif problem.unknown and path in RENAMED:
+            text = f"{path}: this setting has another name now; want {RENAMED[path]}"
         texts.append(f"{origin}: {text}" if origin else text)
     if texts:
         raise SettingsError("\n".join(texts))

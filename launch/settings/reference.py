@@ -4,6 +4,7 @@ the settings.
 Knows no setting by name.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -127,10 +128,17 @@ def entries(value: JsonObject | None = None, prefix: str = "") -> Iterator[Entry
             yield from entries({"properties": {f"{name}.NAME": of_map}}, prefix)
 
 
+def repeated() -> dict[str, str]:
+    """Return the sections with the keys of an earlier section, and the path of that one."""
+    first: dict[str, str] = {}
+    sections = {entry.path: json.dumps(entry.schema["properties"]) for entry in entries() if entry.is_section}
+    return {path: first[keys] for path, keys in sections.items() if first.setdefault(keys, path) != path}
+
+
 def page() -> str:
     """Return ``docs/configuration.md``: a table for each section."""
-    every = list(entries())
-    settings = [entry for entry in every if not entry.is_section]
+    every, repeats = list(entries()), repeated()
+    settings = [entry for entry in every if not entry.is_section and entry.path.rpartition(".")[0] not in repeats]
     of_maps = sum(".NAME." in entry.path for entry in settings)
     parts = [HEAD.format(count=len(settings) - of_maps, entries=of_maps)]
     parts.append(_chapter("Begin with these", BEGIN, [entry for entry in settings if entry.is_basic]))
@@ -142,6 +150,8 @@ def page() -> str:
     for entry in every:
         if entry.is_section:
             text = f"{entry.sentence} {'Left out, or `null`: nothing is made.' if entry.nullable else ''}".strip()
+            if entry.path in repeats:
+                text = f"{text} Its keys are those of `{repeats[entry.path]}`."
             within = [setting for setting in settings if setting.path.rpartition(".")[0] == entry.path]
             parts.append(_chapter(f"`{entry.path}`", text, within))
     return "\n".join(parts)

@@ -21,12 +21,12 @@ from tidemill.bus.section import BASIC, NotNegative, Positive, PositiveFloat, Se
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.launch.settings.contradictions import refuse_contradictions
 from tidemill.launch.settings.prepare_config import PrepareConfig
+from tidemill.learner.algorithms.former_names import flat
 from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from tidemill.learner.data.config import DataConfig, Stops, StopTokens
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.evaluation.config import EvalConfig
-from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
-from tidemill.learner.settings.routing_replay import ROLLOUT
+from tidemill.learner.settings.config import ROLLOUT, LearnerConfig, StalenessConfig
 from tidemill.weightstore.config import WeightsConfig
 
 CONFIG_FILE = "config.yaml"
@@ -150,7 +150,7 @@ class RunConfig:
             "bus": dataclasses.replace(self.bus, rollouts=tuple(sorted(self.rollouts))),
             "engine": dataclasses.replace(self.engine, colocated=self.learner.colocated, routed_experts=routed),
             "actor": dataclasses.replace(
-                self.actor, routed_experts=routed, teacher_top_k=algorithm.distill_top_k if self.actor.teachers else 0
+                self.actor, routed_experts=routed, teacher_top_k=algorithm.distill.top_k if self.actor.teachers else 0
             ),
         }
         for name, made in sections.items():
@@ -246,8 +246,9 @@ class RunConfig:
         _leave_out(settings, _LATER_OF_LEARNER)
         if not self.learner.hooks.given:
             del settings["hooks"]
+        settings["algorithm"] = flat(self.learner.algorithm)
         _leave_out(settings["algorithm"], _LATER_OF_ALGORITHM)
-        if not self.learner.algorithm.entropy_target:
+        if not self.learner.algorithm.entropy.target:
             for name in ("entropy_target", "entropy_delta", "entropy_coef_max"):
                 del settings["algorithm"][name]
         return settings

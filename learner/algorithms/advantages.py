@@ -50,7 +50,7 @@ def roles_of(metadata: Sequence[Mapping[str, object]], key: str, *, num_samples:
     if not any(key in one for one in metadata):
         found = sorted({name for one in metadata for name in one})
         raise ValueError(
-            f"algorithm.rae_role: want a key of the samples' metadata, got {key!r}; the samples of the step "
+            f"algorithm.rae.role: want a key of the samples' metadata, got {key!r}; the samples of the step "
             f"have {found}"
         )
     return [str(one.get(key, "")) for one in metadata]
@@ -80,7 +80,7 @@ def over_baselines(
         after[role] = kept * after.get(role, 0.0) + (1 - kept) * math.fsum(rewards) / len(rewards)
     if len(after) > MOST_ROLES:
         raise ValueError(
-            f"algorithm.rae_role: want at most {MOST_ROLES} roles in a run, got {len(after)}, such as {max(by_role)!r}"
+            f"algorithm.rae.role: want at most {MOST_ROLES} roles in a run, got {len(after)}, such as {max(by_role)!r}"
         )
     return rewards_N - before_N.to(rewards_N.dtype), after
 

@@ -124,9 +124,7 @@ class DataConfig:
 
     @property
     def chosen(self) -> tuple[SourceConfig, ...]:
-        """The entries of ``sources``, or ``path`` as the only one; empty without either. Raises ValueError that names
-        the setting.
-        """
+        """The entries of ``sources``, or ``path`` as the only one; empty without either."""
         return tuple(self.sources.values()) or ((SourceConfig(path=self.path),) if self.path else ())
 
     @property

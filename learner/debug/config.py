@@ -140,16 +140,14 @@ class DebugConfig:
 
 
 def refuse_places(name: str, template: str, *, required: Collection[str] = (), allowed: Collection[str] = ()) -> None:
-    """Raise ValueError for a file name with unknown placeholders, or without the required ones. An empty one is
-    accepted.
-    """
+    """Raise ValueError for a file name with unknown placeholders, or without required ones. "" is accepted."""
     if not template:
         return
-    known = [*required, *(place for place in allowed if place not in required)]
-    want = " and ".join(f"{{{place}}}" for place in known) or "no placeholder"
+    placeholders = [*required, *(place for place in allowed if place not in required)]
+    want = " and ".join(f"{{{place}}}" for place in placeholders) or "no placeholder"
     try:
         places = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
-        template.format(**dict.fromkeys(known, 0))
+        template.format(**dict.fromkeys(placeholders, 0))
     except (ValueError, KeyError, IndexError, AttributeError, TypeError):
         raise ValueError(f"{name}: want a file name with {want}, got {template!r}; write other braces twice") from None
     if missing := [place for place in required if place not in places]:

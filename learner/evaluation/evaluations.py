@@ -1,6 +1,6 @@
 """Evaluation beside training: issues the tasks of a round, reads their samples, records the scores.
 
-    versions --> Rounds --> TASKS (kind eval) --> actors --> SAMPLES (kind eval) --> Rounds --> PLAN: one Evaluated for each set
+    versions --> Rounds --> TASKS (kind eval) --> actors --> SAMPLES (kind eval) --> Rounds --> PLAN: Evaluated, by set
 
 Runs in the feeder, because only the learner writes TASKS and PLAN. It shares actors and engines with training; at most
 ``eval.max_open_tasks`` prompts are out. It decides nothing that is trained.
@@ -20,6 +20,7 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Task
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.errors import PromptError
+from tidemill.learner.evaluation.config import EvalConfig
 from tidemill.learner.evaluation.rounds import MARK, Place, Result, Rounds, SetSize
 from tidemill.learner.evaluation.scores import BestScore
 from tidemill.learner.prompts.bad_rows import all_bad
@@ -45,10 +46,9 @@ class EvalPrompts:
         number = min(self.limit or len(self.prompts), len(self.prompts))
         rows = tuple(self._usable(number))
         identity = f"{self.prompts.digest} {self.sampling} {self.samples} {self.passes_at}"
-        if used := {
-            name: self.budgets[name] for name in sorted({self.prompts.row(row).rollout for row in rows} - {""})
-        }:
-            identity += f" {used}"
+        rollouts = sorted({self.prompts.row(row).rollout for row in rows} - {""})
+        if rollouts:
+            identity += f" { {name: self.budgets[name] for name in rollouts} }"
             if self.prompts.chat_template_args:
                 identity += f" {self.prompts.chat_template_args}"
         return SetSize(name=self.name, rows=rows, samples=self.samples, passes_at=self.passes_at, identity=identity)
@@ -70,9 +70,7 @@ class EvalPrompts:
         return usable
 
     def task(self, place: Place, rounds: Rounds, *, run: str, epoch: int, seed: int, step: int) -> Task:
-        """Return the task of one prompt. Its sampler seed depends on ``seed`` and the row alone: it is the same for all
-        versions.
-        """
+        """Return the task of a prompt. Its sampler seed is the same for all versions."""
         drawn = self.prompts.at(0, place.row)
         return Task(
             run=run,
@@ -110,48 +108,35 @@ EARLY = 256
 class EvalPlan:
     """The sets that are evaluated, and when."""
 
+    config: EvalConfig = field(default_factory=EvalConfig)
     sets: Sequence[EvalPrompts] = ()
-    every: int = 0
-    best: str = ""
-    """SET/METRIC of the best checkpoint; empty = none is chosen."""
-    stop_after: int = 0
-    """Evaluations without a better one after which the run ends; 0 = never."""
-    at_start: bool = True
-    at_end: bool = True
     last_step: int = 0
-    exact: bool = False
-    max_open_tasks: int = 8
-    stall_s: float = 600.0
-    seed: int = 0
     max_context: int = 0
     """Longer samples are invalid; 0 = any length."""
 
     def rounds(self) -> Rounds:
         """Return the state at the start of a run. Tokenizes every prompt. Raises PromptError."""
+        config = self.config
         return Rounds(
-            [one.size() for one in self.sets] if self.every else [],
-            every=self.every,
-            at_start=self.at_start,
-            at_end=self.at_end,
+            [prompts.size() for prompts in self.sets] if config.every else [],
+            every=config.every,
+            at_start=config.at_start,
+            at_end=config.at_end,
             last_step=self.last_step,
-            max_open_tasks=self.max_open_tasks,
+            max_open_tasks=config.max_open_tasks,
         )
 
 
 class Evaluations:
-    """The loop (see the module). Consumes published versions, samples of kind eval and dead tasks; waits for samples
-    and for the bus.
-    """
+    """The loop. Consumes published versions, samples of kind eval, dead tasks; waits for samples and the bus."""
 
     def __init__(
         self, bus: Bus, plan: EvalPlan, rounds: Rounds, *, epoch: int, store: Callable[[Task], Awaitable[Task]]
     ) -> None:
-        """``store``: issues a task, registers it with the DataSource and here (``issued``), and returns it with its
-        id.
-        """
+        """``store``: issues a task, registers it with the DataSource, and returns it with its id."""
         self._bus, self._plan, self._rounds, self._epoch, self._store = bus, plan, rounds, epoch, store
-        self._sets: Mapping[str, EvalPrompts] = {one.name: one for one in plan.sets}
-        self.best = BestScore(plan.best, stop_after=plan.stop_after)
+        self._sets: Mapping[str, EvalPrompts] = {prompts.name: prompts for prompts in plan.sets}
+        self.best = BestScore(plan.config.best, stop_after=plan.config.stop_after)
         """The scores of the run so far; the records of PLAN are read into it (``restore``) before the run goes on."""
         self.on_scores: Callable[[], Awaitable[None]] | None = None
         """Called when a version has a score for ``best``."""
@@ -162,9 +147,7 @@ class Evaluations:
         self.moved_s = time.monotonic()
         """Time of the last result, or of the begin of the round."""
         self.sampled = True
-        """False until a run that begins has its first sample: engines are being started, which takes minutes for a
-        large model.
-        """
+        """False until a run has its first sample: engines are being started, which takes minutes for a large model."""
         self._idle = asyncio.Event()
         """Set while no round is open."""
         self._note_idle()
@@ -177,15 +160,12 @@ class Evaluations:
         self._rounds.published(version, step)
         self._note_idle()
         if self._rounds.skipped != skipped:
-            log.warning(
-                "a version is not evaluated: evaluations take longer than eval.every = %d versions", self._plan.every
-            )
+            text = "a version is not evaluated: evaluations take longer than eval.every = %d versions"
+            log.warning(text, self._plan.config.every)
         self._changed.wake()
 
     async def restore(self, tasks: Sequence[Task], head: tuple[int, int] | None) -> None:
-        """Register the scores and the tasks of earlier starts, and the published version. The state of the checkpoint
-        is in the rounds.
-        """
+        """Register scores and tasks of earlier starts, and the head. The rounds have the state of the checkpoint."""
         self.sampled = False
         await self._read_scores()
         for task in tasks:
@@ -194,7 +174,7 @@ class Evaluations:
             self.published(*head)
 
     async def _read_scores(self) -> None:
-        if self._plan.best:
+        if self._plan.config.best:
             async for _, record in self._bus.plans.scan():
                 if isinstance(record, Evaluated):
                     self.best.note(record.dataset, record.version, record.step, record.metrics)
@@ -202,12 +182,13 @@ class Evaluations:
     @property
     def num_bad_rows(self) -> int:
         """Number of rows of all sets that cannot be used."""
-        return sum(len(one.prompts.bad_rows) for one in self._plan.sets)
+        return sum(len(prompts.prompts.bad_rows) for prompts in self._plan.sets)
 
     @property
     def troubles(self) -> list[str]:
         """Descriptions of these rows, for status."""
-        return [f"evaluation set {one.name}: {one.prompts.trouble}" for one in self._plan.sets if one.prompts.trouble]
+        troubles = {prompts.name: prompts.prompts.trouble for prompts in self._plan.sets}
+        return [f"evaluation set {name}: {trouble}" for name, trouble in troubles.items() if trouble]
 
     @property
     def pending_steps(self) -> set[int]:
@@ -224,7 +205,7 @@ class Evaluations:
 
         ``head``: version and step of the newest published weights. ``due``: the weights of ``step`` may be evaluated.
         """
-        if not (step == 0 or self._plan.exact) or not due:
+        if not (step == 0 or self._plan.config.exact) or not due:
             return False
         return head is None or head[1] < step or not self._rounds.idle
 
@@ -250,13 +231,9 @@ class Evaluations:
             if len(self._early) < EARLY and not self._rounds.idle:
                 self._early.append(sample)
             return
-        if wrong := mismatch(task, sample, self._plan.max_context):
-            log.warning(
-                "evaluation sample passed over task=%d index=%d: its %s is not the task's",
-                sample.task,
-                sample.index,
-                wrong,
-            )
+        if field_name := mismatch(task, sample, self._plan.max_context):
+            text = "evaluation sample passed over task=%d index=%d: its %s is not the task's"
+            log.warning(text, sample.task, sample.index, field_name)
             return
         if self._rounds.arrived(sample):
             self.moved_s = time.monotonic()
@@ -271,7 +248,7 @@ class Evaluations:
             self._changed.wake()
 
     def _forget(self) -> None:
-        self._tasks = {id: task for id, task in self._tasks.items() if id in self._rounds.open_tasks}
+        self._tasks = {task_id: self._tasks[task_id] for task_id in self._rounds.open_tasks if task_id in self._tasks}
 
     def dump(self) -> JsonObject:
         """Return the state for a checkpoint. Call it while no task is being issued."""
@@ -293,14 +270,13 @@ class Evaluations:
                 await self._issue(place)
             else:
                 self._end_stalled()
-                await self._changed.wait(min(LOOK_AGAIN_S, self._plan.stall_s))
+                await self._changed.wait(min(LOOK_AGAIN_S, self._plan.config.stall_s))
 
     async def _issue(self, place: Place) -> None:
-        """Issue the task of a prompt. Raises PromptError where bad rows are refused, for one that no message can
-        carry.
-        """
+        """Issue the task of a prompt. Raises PromptError where bad rows are refused, if no message can carry it."""
         try:
-            await self._store(await asyncio.to_thread(self._task, place))  # in a thread: a prompt may have megabytes
+            # In a thread, because a prompt may have megabytes.
+            self.issued(await self._store(await asyncio.to_thread(self._task, place)))
         except WireError as error:
             prompts = self._sets[place.set].prompts
             bad = PromptError(prompts.place(place.row), f"a task with {error.field} of {error.want}", error.got)
@@ -322,16 +298,15 @@ class Evaluations:
         await self._idle.wait()
 
     def _task(self, place: Place) -> Task:
-        one = self._sets[place.set]
-        return one.task(
-            place, self._rounds, run=self._bus.run, epoch=self._epoch, seed=self._plan.seed, step=self._rounds.step
-        )
+        seed, step = self._plan.config.seed, self._rounds.step
+        prompts = self._sets[place.set]
+        return prompts.task(place, self._rounds, run=self._bus.run, epoch=self._epoch, seed=seed, step=step)
 
     def _end_stalled(self) -> None:
         silent_s = time.monotonic() - self.moved_s
         if self._rounds.step == 0 and not self.sampled:  # steps wait, too, and learner.batch_timeout_s ends that
             return
-        if not self._rounds.idle and silent_s > self._plan.stall_s:
+        if not self._rounds.idle and silent_s > self._plan.config.stall_s:
             log.error("%s: no result for %.0f s (eval.stall_s); it ends with what it has", self._rounds.open, silent_s)
             self._rounds.end()
             self._forget()
@@ -342,12 +317,8 @@ class Evaluations:
             epoch=self._epoch, version=result.version, step=result.step, dataset=result.set, metrics=result.metrics
         )
         await self._bus.plans.append(record)
-        scored = self._plan.best and self.best.note(record.dataset, record.version, record.step, record.metrics)
+        scored = self._plan.config.best and self.best.note(record.dataset, record.version, record.step, record.metrics)
         if scored and self.on_scores is not None:
             await self.on_scores()
-        log.info(
-            "evaluated version=%d set=%s %s",
-            result.version,
-            result.set,
-            " ".join(f"{k}={v:.4g}" for k, v in result.metrics.items()),
-        )
+        metrics = " ".join(f"{name}={value:.4g}" for name, value in result.metrics.items())
+        log.info("evaluated version=%d set=%s %s", result.version, result.set, metrics)

@@ -1,8 +1,8 @@
 """Checkpoints of several nodes, or with a store, as the feeder needs them: the newest whole one at the start, the
 copies of each new one.
 
-Waits for the keepers of the nodes (``learner/checkpoints/keeper.py``) or for the uploads
-(``learner/checkpoints/uploads.py``), without a
+Waits for the keepers of the nodes (``learner/checkpoints/node_copies.py``) or for the uploads
+(``learner/checkpoints/store_uploads.py``), without a
 deadline: a checkpoint that has too few copies is not the latest, and the log and the feeder's row report the missing
 ones.
 """
@@ -22,13 +22,14 @@ from tidemill.bus.liveness.keys import api_keys
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
-from tidemill.learner.checkpoints.keeper import INTERVAL_S, ROWS, Holder, digests_in, held_below, holders
 from tidemill.learner.checkpoints.manifest import MANIFEST, FileEntry, Manifest
+from tidemill.learner.checkpoints.node_copies import INTERVAL_S, ROWS, Holder, held_below, holders
 from tidemill.learner.checkpoints.object_store import OWNER, UNNAMED, ObjectStore
-from tidemill.learner.checkpoints.peers import Peer, PeerClient, PeerFailed, choose, short_of_copies
-from tidemill.learner.checkpoints.uploads import (
+from tidemill.learner.checkpoints.placement import choose, digests_in, short_of_copies
+from tidemill.learner.checkpoints.remote_files import Peer, PeerClient, PeerFailed
+from tidemill.learner.checkpoints.store_uploads import (
     MOST_PAUSE_S,
     SILENCE_S,
     Silence,
@@ -41,7 +42,7 @@ from tidemill.learner.checkpoints.uploads import (
     survey,
     uploaded,
 )
-from tidemill.learner.checkpoints.uploads import ROWS as UPLOADS
+from tidemill.learner.checkpoints.store_uploads import ROWS as UPLOADS
 from tidemill.learner.errors import CheckpointCorrupt, ConfigRefused, NoCheckpoint, StoreFailed
 
 log = logging.getLogger(__name__)
@@ -147,9 +148,7 @@ class Copies:
             self.waits_for = ""
 
     async def _in_store(self, row: JsonMapping, asked: Asked, deadline: float) -> dict[str, list[str]]:
-        """Return the files in the store of the checkpoints that the row names. Raises StoreFailed, unless the nodes
-        have the latest.
-        """
+        """Return the stored files of the row's checkpoints. Raises StoreFailed, unless the nodes have the latest."""
         assert self._store is not None
         latest, named = Path(row["directory"]).name, digests_in(row)
         try:
@@ -176,9 +175,7 @@ class Copies:
         return {name: [MANIFEST, *one.held] for name, one in trusted.items()}
 
     async def _survey(self, silence: Silence) -> dict[str, Stored]:
-        """Return the checkpoints in the store with a manifest. Raises StoreFailed, also for a store that is not this
-        run's.
-        """
+        """Return the checkpoints in the store. Raises StoreFailed, also for the store of another run."""
         assert self._store is not None
         mine, owner = await identity_of(self._bus), await in_daemon(self._store.owner, silence)
         if owner in UNNAMED:
@@ -226,7 +223,7 @@ class Copies:
             files: dict[str, dict[str, FileEntry]] = {}
             for name in order:
                 try:
-                    data = fetch.manifest_bytes(self._root / name, client, sha256=named.get(name, ""))
+                    data = remote_files.manifest_bytes(self._root / name, client, sha256=named.get(name, ""))
                     files[name] = dict(Manifest.parse(name, data).files)
                 except CheckpointCorrupt as error:
                     log.error("checkpoint without a manifest: %s", error)
@@ -237,10 +234,10 @@ class Copies:
             if choice.checkpoint is None:
                 where = str(self._root) if self._store is None else f"{self._root}, {self._store.url}"
                 raise NoCheckpoint(where, "none is whole: " + "; ".join(map(str, choice.lacks)))
-            fetch.complete(self._root / choice.checkpoint, client, sha256=named.get(choice.checkpoint, ""))
+            remote_files.complete(self._root / choice.checkpoint, client, sha256=named.get(choice.checkpoint, ""))
             for name in held.get(STORE, {}).keys() & set(row.get("kept", ())):  # the best one is found by its directory
                 with suppress(CheckpointCorrupt):
-                    fetch.complete(self._root / name, client, sha256=named[name])
+                    remote_files.complete(self._root / name, client, sha256=named[name])
             return self._root / choice.checkpoint
         finally:
             client.close()
@@ -317,7 +314,7 @@ def _asked(peers: list[Peer]) -> tuple[Asked, list[PeerFailed]]:
     client = PeerClient(peers)
     for peer in peers:
         try:
-            found[peer.node] = fetch.held_by(client, peer)
+            found[peer.node] = remote_files.held_by(client, peer)
         except PeerFailed as error:
             failures.append(error)
     client.close()

@@ -1,11 +1,17 @@
-"""Client of the feed, for ranks: synchronous, with a deadline for every wait. Knows ZMQ and the feed's messages; no
-torch, no bus.
+"""Client of the feed, for ranks: synchronous, with a deadline for every wait. Knows no torch, no bus.
 
 The feeder sends a heartbeat to a waiting rank every second, with the reason of the wait. So a slow batch and a dead
 feeder differ: the deadline is for the silence of the feeder, not for the duration of the wait.
+
+With several nodes, ``Heartbeats`` sends heartbeats of the rank over a connection and a thread of its own, also while
+the rank is in a collective: gloo and NCCL cannot distinguish a slow peer from one that is gone, and a cut network gives
+no error for many minutes. The feeder answers. Either ends when it receives none for ``silence_s``; then all end.
 """
 
+import logging
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +26,15 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.frames import Frame, decode
 from tidemill.learner.errors import FeederFailed, FeederLost, FeedError
-from tidemill.learner.feed.feed_gate import admit_by
-from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feed_keys import FeedKeys, admit_by
 from tidemill.learner.feed.feed_messages import End, Last, Start, pack, unpack
 from tidemill.learner.feed.progress import sigterm_noted
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+SILENCE_S = 50.0
+"""Seconds without a heartbeat, by default: so that all end within a minute of the last one."""
 
 
 class FeedClient:
@@ -139,9 +150,7 @@ class FeedClient:
         )
 
     def published(self, version: int, step: int) -> None:
-        """Report that ``version``, the weights of ``step``, is the head in the registry (rank 0 only); does not
-        wait.
-        """
+        """Report that ``version``, of the weights of ``step``, is the registry's head (rank 0 only). Does not wait"""
         self._send("published", version=version, step=step)
 
     def checkpointed(self, step: int, directory: str) -> None:
@@ -185,3 +194,58 @@ class FeedClient:
         self._pass_on_sigterm()
         if self._on_wait is not None:
             self._on_wait(waits_for)
+
+
+def end_this_process(reason: str) -> None:
+    """End this process, whose main thread may never return from a collective. Its last line is ``reason``."""
+    exit_codes.write_reason(reason)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Heartbeats:
+    """While entered, a thread sends this rank's heartbeats, and calls ``on_silence`` once when no answers come."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        keys: FeedKeys,
+        rank: int,
+        silence_s: float = SILENCE_S,
+        on_silence: Callable[[str], None] = end_this_process,
+    ) -> None:
+        self._url, self._keys, self._rank, self._silence_s, self._on_silence = url, keys, rank, silence_s, on_silence
+        self._answered_s = time.monotonic()
+        """Time of the last answer, or of the start."""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeats to the feeder", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._answered_s = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(2 * BEAT_S)
+
+    def _run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 8)  # of a feeder that is away for long, the newest heartbeats are enough
+            socket.setsockopt(zmq.IPV6, int("[" in self._url))
+            admit_by(socket, self._keys)
+            socket.connect(self._url)
+            while not self._ended.wait(BEAT_S):
+                try:
+                    socket.send(pack("alive", rank=self._rank), zmq.DONTWAIT)
+                except zmq.Again:
+                    log.debug("heartbeat unsent rank=%d", self._rank)
+                while socket.poll(0):
+                    socket.recv_multipart()
+                    self._answered_s = time.monotonic()
+                if time.monotonic() - self._answered_s > self._silence_s:
+                    self._on_silence(f"feeder at {self._url}: no heartbeat for {self._silence_s:.0f} s")
+                    return

@@ -19,8 +19,7 @@ from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.batch.frames import Frame
 from tidemill.learner.errors import FeedError, RankFailed, RankSilent, RanksLeft
-from tidemill.learner.feed.feed_gate import Gate
-from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feed_keys import FeedKeys, Gate
 from tidemill.learner.feed.feed_messages import Last, Start, pack, unpack_from_rank
 
 log = logging.getLogger(__name__)
@@ -79,9 +78,7 @@ class FeedServer:
     def __init__(
         self, listen: str, *, keys: FeedKeys, world_size: int, data_parallel: int, rank_silence_s: float = 0.0
     ) -> None:
-        """``rank_silence_s``: longest time without a heartbeat of a rank (``feed_liveness.py``); 0 = ranks send
-        none.
-        """
+        """``rank_silence_s``: longest time without a heartbeat of a rank; 0 = ranks send none."""
         self._world_size, self._data_parallel, self._rank_silence_s = world_size, data_parallel, rank_silence_s
         self._heard_s: dict[int, float] = {}
         """Time of the last heartbeat of every registered rank."""
@@ -123,9 +120,7 @@ class FeedServer:
         await asyncio.shield(asyncio.to_thread(self._context.term))
 
     async def run(self) -> None:
-        """Serve the ranks until cancelled. Raises a group of FeedError when a rank violates the protocol, RankFailed
-        when one fails.
-        """
+        """Serve the ranks until cancelled. Raises a group of FeedError (a rank violates the protocol) or RankFailed."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._gate.run(self._refuse), name="gate")
             while True:
@@ -182,9 +177,7 @@ class FeedServer:
         await self._serve()
 
     async def last(self, last: Last) -> None:
-        """Answer the first request of each rank for the step after ``last.step`` with ``last``: no batch of it was or
-        will be offered.
-        """
+        """Answer the first request of each rank for the step after ``last.step``, of which no batch is offered."""
         self._last = last
         await self._serve()
 
@@ -217,9 +210,7 @@ class FeedServer:
         return True
 
     async def refuse_leave(self, draining: asyncio.Event) -> None:
-        """Wait until all ranks have left while they are needed, then raise RanksLeft. Does not return when ``draining``
-        is set.
-        """
+        """Raise RanksLeft when all ranks have left while they are needed. Does not return when ``draining`` is set."""
         await self.all_ended.wait()
         await asyncio.sleep(LEAVE_S)
         if not draining.is_set():
@@ -227,9 +218,7 @@ class FeedServer:
         await asyncio.Event().wait()
 
     async def beat(self, waits_for: str) -> None:
-        """Send a heartbeat to waiting ranks, with the reason of the wait. Raises RankSilent when one sends no
-        heartbeats.
-        """
+        """Send waiting ranks a heartbeat with the reason of the wait. Raises RankSilent when one sends none."""
         self._refuse_silence()
         for identity, rank in self._ranks.items():
             if rank.waits is not None:
@@ -241,9 +230,7 @@ class FeedServer:
             await self._send(identity, pack("error", reason=reason, exit_code=exit_code))
 
     async def _alive(self, identity: bytes, rank: int) -> None:
-        """Note and answer a heartbeat. It comes over another connection than the rank's requests, which may be in a
-        collective.
-        """
+        """Note and answer a heartbeat, which has its own connection: the rank may be in a collective."""
         if not 0 <= rank < self._world_size:
             raise FeedError("heartbeat", f"a rank of {self._world_size}", rank)
         self._heard_s[rank] = time.monotonic()

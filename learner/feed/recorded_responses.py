@@ -40,9 +40,7 @@ class RecordedResponses:
         self._bus, self._prompts, self._rollouts = bus, prompts, rollouts
 
     async def run(self, version: Callable[[], int]) -> None:
-        """Background loop. ``version``: returns the newest published version. Raises PromptError for a row that cannot
-        be used.
-        """
+        """Background loop. ``version``: returns the newest version. Raises PromptError for an unusable row."""
         async with asyncio.TaskGroup() as group:
             for name in self._rollouts:
                 for _ in range(AT_ONCE):
@@ -81,9 +79,7 @@ class RecordedResponses:
 
 
 def samples_of(task: Task, prompts: PromptFile, attempt: str, *, version: int) -> list[Sample]:
-    """Return the samples of a task: the recorded responses of its row, by index. Raises PromptError for a row that has
-    changed.
-    """
+    """Return the samples of a task: its row's recorded responses, by index. Raises PromptError for a changed row."""
     drawn = prompts.at(task.prompt_epoch, task.offset)
     if len(drawn.recorded) != task.group_size:
         raise PromptError(

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.learner.checkpoints.peers import CheckpointFiles
+from tidemill.learner.checkpoints.remote_files import CheckpointFiles
 from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
 from tidemill.learner.megatron.checkpoint_writer import HostCopies, Staged, StagedSave
 from tidemill.learner.megatron.cpu_shim import megatron_device, plain_torch

@@ -46,7 +46,7 @@ from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.routing import balanced
 from tidemill.learner.megatron.rows import Row, Step, rows_of, step_of, tensor_of
 from tidemill.learner.megatron.schedule import run_rows
-from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.config import HooksConfig
 from tidemill.learner.settings.step_settings import StepSettings
 
 _BASELINE = "baseline/"
@@ -146,8 +146,8 @@ class Trainer:
 
     def _set(self, algorithm: AlgorithmConfig, turn_gamma: float | None) -> None:
         self._objective, self._algorithm, self._turn_gamma = Objective(algorithm), algorithm, turn_gamma
-        self.entropy_bonus = EntropyBonus(coef=algorithm.entropy_coef)
-        """Coefficient of the entropy bonus, which ``entropy_target`` moves; part of the checkpoint then."""
+        self.entropy_bonus = EntropyBonus(coef=algorithm.entropy.coef)
+        """Coefficient of the entropy bonus, which ``entropy.target`` moves; part of the checkpoint then."""
 
     def configure(self, settings: StepSettings) -> None:
         """Take over the settings of the next steps, as a start does that continues from a checkpoint of the step
@@ -163,7 +163,7 @@ class Trainer:
         """State beside weights and optimizers, equal on all ranks: part of the checkpoint."""
         adaptive = {"entropy_coef": self.entropy_bonus.coef, "entropy_low": float(self.entropy_bonus.low)}
         running = {_BASELINE + role: baseline for role, baseline in self.baselines.items()}
-        adaptive = adaptive if self._algorithm.entropy_target else {}
+        adaptive = adaptive if self._algorithm.entropy.target else {}
         return {"kl_scale": self.kl_scale, "trained_tokens": self._trained_tokens, **adaptive, **running}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
@@ -171,7 +171,7 @@ class Trainer:
         schedule needs.
         """
         self.kl_scale = numbers["kl_scale"]
-        if self._algorithm.entropy_target and "entropy_coef" in numbers:  # missing where the target was set later
+        if self._algorithm.entropy.target and "entropy_coef" in numbers:  # missing where the target was set later
             self.entropy_bonus = EntropyBonus(coef=numbers["entropy_coef"], low=bool(numbers["entropy_low"]))
         if self._algorithm.advantage in RUNNING:
             self.baselines = {
@@ -258,8 +258,8 @@ class Trainer:
     def _want_scores(self, batch: StepBatch) -> None:
         """Raise ConfigRefused for samples without the scores of a teacher that the algorithm needs."""
         scored = all(len(row.teacher_log_probs_T) for row in batch.micro_batches)
-        if self._algorithm.needs_teacher and not (scored and batch.teacher_top_k >= self._algorithm.distill_top_k):
-            want = "samples with the scores of a teacher (learner.algorithm.distill_teacher: engine)"
+        if self._algorithm.needs_teacher and not (scored and batch.teacher_top_k >= self._algorithm.distill.top_k):
+            want = "samples with the scores of a teacher (learner.algorithm.distill.teacher: engine)"
             raise ConfigRefused(
                 f"step {batch.step}: teacher_log_probs", want, "samples without them, such as those of an older run"
             )
@@ -382,7 +382,7 @@ class Trainer:
         scale = 1.0
         if self._algorithm.ess_lr and denominators.tokens:
             # After the backward pass, because the gradient does not depend on it: only the learning rate does.
-            scale = rate_factor(*self._summed(sums.totals["ess"]).tolist(), base=self._algorithm.ess_lr_base)
+            scale = rate_factor(*self._summed(sums.totals["ess"]).tolist(), base=self._algorithm.ess_lr)
         norm, rate = self._optimizer.step(batch.step, loss=float(sums.totals["loss"]), scale=scale)
         if norm is None:  # skipped, after the biases have moved with the gradients
             for bias, before in biases:
@@ -455,13 +455,13 @@ class Trainer:
         if self._algorithm.needs_reference:
             metrics["train/kl_scale"] = self.kl_scale
         algorithm = self._algorithm
-        if algorithm.entropy_target:
+        if algorithm.entropy.target:
             metrics["train/entropy_coef"] = self.entropy_bonus.applied
             if "train/entropy" in metrics and not self._warms_up(batch.step):
                 bounds = {
-                    "target": algorithm.entropy_target,
-                    "delta": algorithm.entropy_delta,
-                    "most": algorithm.entropy_coef_max,
+                    "target": algorithm.entropy.target,
+                    "delta": algorithm.entropy.delta,
+                    "most": algorithm.entropy.coef_max,
                 }
                 self.entropy_bonus = self.entropy_bonus.after(metrics["train/entropy"], **bounds)
 
@@ -563,7 +563,7 @@ class Trainer:
             denominators,
             coupled,
             kl_scale=self.kl_scale,
-            entropy_coef=self.entropy_bonus.applied if self._algorithm.entropy_target else None,
+            entropy_coef=self.entropy_bonus.applied if self._algorithm.entropy.target else None,
             listed_TK=listed_TK,
         )
         if self._collector is not None:

@@ -4,14 +4,12 @@ import ipaddress
 from collections.abc import Sequence
 
 from tidemill.bus.config import is_loopback
-from tidemill.learner.nodes.errors import NodeRefused
+from tidemill.learner.errors import NodeRefused
 from tidemill.learner.nodes.node_rows import NodeRow
 
 
 def refuse_unlike(offers: Sequence[NodeRow]) -> None:
-    """Raise NodeRefused for nodes with other versions, settings or numbers, and for addresses that cannot connect
-    them.
-    """
+    """Raise NodeRefused for nodes with other versions, settings or sizes, and addresses that cannot connect them."""
     leader = offers[0]
     for row in offers[1:]:
         if row.nodes != leader.nodes:

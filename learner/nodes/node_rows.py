@@ -149,9 +149,9 @@ def bracketed(host: str) -> str:
 def node_of(key: str, value: JsonMapping) -> NodeRow:
     """Return the row of a node. Raises WireError naming the field that does not fit."""
     _texts(value)
-    known = {field.name: value[field.name] for field in fields(NodeRow) if field.name in value}
-    known |= {"phase": _word(Phase, "phase", value.get("phase", "ready")), "devices": tuple(value.get("devices", ()))}
-    row = NodeRow(**known)
+    values = {field.name: value[field.name] for field in fields(NodeRow) if field.name in value}
+    values |= {"phase": _word(Phase, "phase", value.get("phase", "ready")), "devices": tuple(value.get("devices", ()))}
+    row = NodeRow(**values)
     if key != f"{NODE_KEY}.{row.node}":
         raise WireError("node", f"that of the key {key}", row.node)
     if not 0 <= row.node < row.nodes <= MOST_RANKS:
@@ -170,9 +170,9 @@ def node_of(key: str, value: JsonMapping) -> NodeRow:
 def attempt_of(value: JsonMapping) -> Attempt:
     """Return the attempt. Raises WireError naming the field that does not fit."""
     _texts(value)
-    known = {field.name: value[field.name] for field in fields(Attempt) if field.name in value}
-    known |= {"state": _word(State, "state", value.get("state", "forming")), "nonces": tuple(value["nonces"])}
-    attempt = Attempt(**(known | {"ranks": tuple(value["ranks"])}))
+    values = {field.name: value[field.name] for field in fields(Attempt) if field.name in value}
+    values |= {"state": _word(State, "state", value.get("state", "forming")), "nonces": tuple(value["nonces"])}
+    attempt = Attempt(**(values | {"ranks": tuple(value["ranks"])}))
     for nonce in attempt.nonces:
         _nonce("nonces", nonce)
     if not 1 <= len(attempt.nonces) <= MOST_RANKS or len(set(attempt.nonces)) < len(attempt.nonces):

@@ -33,9 +33,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Do nothing until a row changes. ``missing``: it waits for nodes that are not there, or that do not reach each
-    other.
-    """
+    """Do nothing until a row changes. ``missing``: nodes are not there, or do not reach each other."""
 
     waits_for: str = ""
     missing: bool = False
@@ -96,14 +94,11 @@ class Leave:
 Action = Wait | Form | Record | Start | Drain | End | Renew | Leave
 
 
-def decide(me: NodeRow, seen: Mapping[int, Seen], attempt: Attempt | None, *, silence_s: float) -> Action:
-    """Return the next action of an agent.
-
-    ``seen``: the rows of all nodes as read, its own among them; ``silence_s``: longest silence of a live one.
-    """
+def decide(me: NodeRow, rows: Mapping[int, Seen], attempt: Attempt | None, *, silence_s: float) -> Action:
+    """Return an agent's next action. ``rows``: of all nodes; ``silence_s``: maximum silence of a live one."""
     mine = attempt if attempt is not None and attempt.has(me) else None
     if me.phase is Phase.READY:
-        return _ready(me, seen, attempt, mine, silence_s)
+        return _ready(me, rows, attempt, mine, silence_s)
     if mine is None:
         reason = "another attempt has begun" if attempt is not None else "the row of the attempt is gone"
         return Renew(reason) if me.phase is Phase.FINISHED else End(reason)
@@ -115,15 +110,14 @@ def decide(me: NodeRow, seen: Mapping[int, Seen], attempt: Attempt | None, *, si
         return Leave(mine.exit_code, mine.reason) if mine.state is State.FAILED else Renew(mine.reason)
     if me.node == LEADER and me.phase is Phase.FINISHED and mine.state is not State.DRAINING:
         return Record(State.DONE)  # all that counts is stored, even if another node fails while it leaves
-    if (trouble := _trouble(me, seen, mine, silence_s)) is not None:
+    if (trouble := _trouble(me, rows, mine, silence_s)) is not None:
         return trouble if me.node == LEADER else End(trouble.reason)
-    return _drained(me, seen, mine) if mine.state is State.DRAINING else _running(me, seen, mine)
+    return _drained(me, rows, mine) if mine.state is State.DRAINING else _running(me, rows, mine)
 
 
 def _ready(
     me: NodeRow, seen: Mapping[int, Seen], attempt: Attempt | None, mine: Attempt | None, silence_s: float
 ) -> Action:
-    """Return the action of an agent without ranks."""
     if mine is not None:
         if mine.state is State.FORMING:
             return Start(mine)
@@ -148,45 +142,40 @@ def _ready(
     return Form(tuple(rows))
 
 
-def _missing(me: NodeRow, seen: Mapping[int, Seen], silence_s: float) -> list[str]:
-    """Return the nodes that are not there, for a message."""
+def _missing(me: NodeRow, rows: Mapping[int, Seen], silence_s: float) -> list[str]:
     missing = []
     for node in range(me.nodes):
-        there = seen.get(node)
-        if there is None:
+        seen_row = rows.get(node)
+        if seen_row is None:
             missing.append(
                 f"node {node} (never seen, or it has left)" if node != me.node else "its own row to be stored"
             )
-        elif node != me.node and there.silent_s > silence_s:
-            missing.append(f"{there.row.name} (silent for {there.silent_s:.0f} s)")
-        elif node != me.node and there.row.phase is Phase.FAILED:
-            missing.append(f"{there.row.name} (given up: {there.row.reason or 'no reason'})")
+        elif node != me.node and seen_row.silent_s > silence_s:
+            missing.append(f"{seen_row.row.name} (silent for {seen_row.silent_s:.0f} s)")
+        elif node != me.node and seen_row.row.phase is Phase.FAILED:
+            missing.append(f"{seen_row.row.name} (given up: {seen_row.row.reason or 'no reason'})")
     return missing
 
 
 def _apart(rows: Sequence[NodeRow]) -> list[str]:
-    """Return the calls between nodes that have failed, for a message, or that some are not made yet; empty = all reach
-    all.
-    """
-    pairs = [(row, other, row.reached.get(other.nonce)) for row in rows for other in rows if row is not other]
+    """Return the failed calls between nodes, for a message, or that some are not made yet; [] = all reach all."""
+    pairs = [(row, peer, row.reached.get(peer.nonce)) for row in rows for peer in rows if row is not peer]
     failed = [
-        f"{row.name_with_address} to reach {other.name_with_address}: {result}"
-        for row, other, result in pairs
-        if result
+        f"{row.name_with_address} to reach {peer.name_with_address}: {result}" for row, peer, result in pairs if result
     ]
-    more = [f"{len(failed) - 4} more"] if len(failed) > 4 else []
-    return [*failed[:4], *more] or ["the nodes to call each other"] * any(result is None for _, _, result in pairs)
+    remainder = [f"{len(failed) - 4} more"] if len(failed) > 4 else []
+    return [*failed[:4], *remainder] or ["the nodes to call each other"] * any(result is None for _, _, result in pairs)
 
 
-def _trouble(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt, silence_s: float) -> Record | None:
+def _trouble(me: NodeRow, rows: Mapping[int, Seen], mine: Attempt, silence_s: float) -> Record | None:
     """Return the record of the reason to end the attempt, from the rows of the other nodes; None = there is none."""
     for node, nonce in enumerate(mine.nonces):
         if node == me.node:
             continue
-        there = seen.get(node)
-        if there is None:
+        seen_row = rows.get(node)
+        if seen_row is None:
             return Record(State.ENDING, f"node {node} has left")
-        row = there.row
+        row = seen_row.row
         if row.phase is Phase.FAILED and row.nonce == nonce:
             return Record(State.FAILED, f"{row.name}: {row.reason}", row.exit_code or exit_codes.CRASHED)
         if row.nonce != nonce:
@@ -194,16 +183,16 @@ def _trouble(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt, silence_s: fl
                 "another agent has its node rank" if mine.state is not State.FORMING else "it has offered again"
             )
             return Record(State.ENDING, f"{row.name}: {why}")
-        if there.silent_s > silence_s:
-            return Record(State.ENDING, f"{row.name} is silent for {there.silent_s:.0f} s")
+        if seen_row.silent_s > silence_s:
+            return Record(State.ENDING, f"{row.name} is silent for {seen_row.silent_s:.0f} s")
     return None
 
 
-def _drained(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt) -> Action:
+def _drained(me: NodeRow, rows: Mapping[int, Seen], mine: Attempt) -> Action:
     if me.phase is not Phase.FINISHED:
         return Drain(mine.reason)
-    others = [there.row for there in seen.values() if mine.has(there.row) and there.row.node != me.node]
-    if me.node == LEADER and all(row.phase is Phase.FINISHED for row in others):
+    peers = [seen_row.row for seen_row in rows.values() if mine.has(seen_row.row) and seen_row.row.node != me.node]
+    if me.node == LEADER and all(row.phase is Phase.FINISHED for row in peers):
         return Record(State.ENDING, mine.reason)
     return Wait("the ranks to finish their step")
 

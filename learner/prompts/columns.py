@@ -125,9 +125,7 @@ def rollout_in(values: Mapping[str, object], key: str, *, where: str) -> str | N
 
 
 def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[JsonObject]:
-    """Return the tools in column ``key``, a list or JSON text of one, in the form of templates; none for null. Raises
-    PromptError.
-    """
+    """Return the tools in column ``key``, a list or JSON text of one, as templates read them. Raises PromptError."""
     tools = value_at(values, key, where=where, setting="data.tools_key") if key else None
     if tools is None:
         return []

@@ -36,9 +36,7 @@ def is_function(path: Path) -> bool:
 
 
 def rows_of(path: Path) -> Iterator[JsonMapping | PromptError]:
-    """Yield the maps of a function; for a row that is none, the error in its place. Raises PromptError for a function
-    that fails.
-    """
+    """Yield the maps of a function; for another row, the error. Raises PromptError for a function that fails."""
     rows = _called(path)
     for number in range(MAX_ROWS + 1):
         with errors_as(partial(_refused, f"{path}:{number + 1}", "a row, or the end")):
@@ -97,9 +95,7 @@ def is_pattern(path: Path) -> bool:
 
 
 def matching(pattern: Path) -> list[Path]:
-    """Return the files that match a pattern, in the order of their names. Raises PromptError for none, and for files of
-    two kinds.
-    """
+    """Return the files that match a pattern, sorted. Raises PromptError for none, and for files of two kinds."""
     found = [Path(one) for one in sorted(glob.glob(str(pattern)))]
     if not found:
         raise PromptError(str(pattern), "a file of prompts", "no file that matches")
@@ -281,9 +277,7 @@ def _read_arrow(files: Iterable[Path]) -> Iterator[JsonMapping]:
 
 
 def count_rows(path: Path) -> int | None:
-    """Return the number of rows without their values; None where that takes long: for functions and large JSONL
-    files.
-    """
+    """Return the number of rows; None where counting takes long: for functions and large JSONL files."""
     files = data_files(path)
     if is_function(path) or (
         files[0].suffix == ".jsonl" and sum(file.stat().st_size for file in files) > COUNTED_BYTES

@@ -157,9 +157,7 @@ class PromptFile:
         return self.bad_rows.trouble(len(self._rows))
 
     def row(self, number: int) -> PromptRow:
-        """Return the row of a number, which counts through the sources in their order. Raises PromptError for a bad
-        row.
-        """
+        """Return the row of a number, which counts through the sources. Raises PromptError for a bad row."""
         row = self._rows[number]
         if isinstance(row, PromptError):
             raise row
@@ -223,8 +221,6 @@ class PromptFile:
 
 
 def sampler_seed(seed: int, epoch: int, offset: int, reissues: int) -> int:
-    """Return the sampler seed of a group (its samples add their index): 0 <= seed < 2**31 - 2**16, by SHA-256 of the
-    arguments.
-    """
+    """Return the sampler seed of a group (its samples add their index), 0 <= seed < 2**31 - 2**16, by SHA-256."""
     digest = hashlib.sha256(f"{seed}.{epoch}.{offset}.{reissues}".encode()).digest()
     return int.from_bytes(digest[:8], "little") % (2**31 - 2**16)  # room for 2**16 indices below 2**31

@@ -147,9 +147,7 @@ class RecordedRow:
 
 
 def responses_in(values: Mapping[str, object], key: str, *, where: str) -> tuple[RecordedResponse, ...]:
-    """Return the responses in column ``key``: one, a list of them, or a list of maps as JSON text; none for null.
-    Raises PromptError.
-    """
+    """Return the responses in column ``key``: one, a list, or JSON text of one; none for null. Raises PromptError."""
     column = value_at(values, key, where=where, setting="data.responses_key") if key else None
     if column is None:
         return ()
@@ -171,9 +169,7 @@ def listed(found: object) -> list[Any]:
 
 
 def in_conversation(prompt: Prompt, *, where: str) -> tuple[list[JsonObject], RecordedResponse]:
-    """Return the prompt of a whole conversation, and its response: the messages from the assistant's first one on.
-    Raises PromptError.
-    """
+    """Split a conversation into prompt and response, from the assistant's first message on. Raises PromptError."""
     first = (
         0 if isinstance(prompt, str) else next((at for at, turn in enumerate(prompt) if turn["role"] == ASSISTANT), 0)
     )
@@ -319,9 +315,7 @@ class Recordings:
         )
 
     def sequences(self, row: RecordedRow) -> tuple[RecordedSequence, ...]:
-        """Return the sequence of each response, in order. Raises PromptError for a chat template that does not keep its
-        earlier text.
-        """
+        """Return the sequence of each response. Raises PromptError for a template that changes its earlier text."""
         return tuple(self._sequence(row, response) for response in row.responses)
 
     def _sequence(self, row: RecordedRow, response: RecordedResponse) -> RecordedSequence:
@@ -407,9 +401,7 @@ def _made(
     text: str,
     where: str,
 ) -> RecordedSequence:
-    """Return the sequence from its first token to the last that is trained; ``mask`` and ``log_probs`` are of all
-    tokens.
-    """
+    """Return the sequence up to its last trained token; ``mask`` and ``log_probs`` are of all tokens."""
     trained = np.flatnonzero(mask)
     if not len(trained) or not trained[0]:
         raise PromptError(

@@ -67,9 +67,7 @@ class RowRules:
     """Raises PromptError for a row that contradicts settings of the run; None = none does."""
 
     def applied(self, row: PromptRow | PromptError, recorded: Collection[str] | None) -> PromptRow | PromptError:
-        """Return the row as it is used, or its error. ``recorded``: rollouts with recorded responses; None = rows keep
-        theirs.
-        """
+        """Return the row as it is used, or its error. ``recorded``: rollouts with recorded responses; None = any."""
         if isinstance(row, PromptError):
             return row
         try:
@@ -85,9 +83,7 @@ class RowTokens:
     """The tokens of rows: of a prompt, or of recorded responses."""
 
     def __init__(self, tokenize: Tokenize, *, max_tokens: int, recordings: Recordings | None = None) -> None:
-        """``max_tokens``: the longest prompt. ``recordings``: makes the sequences of recorded responses; None = no row
-        has any.
-        """
+        """``max_tokens``: the longest prompt. ``recordings``: of recorded responses; None = no row has any."""
         self.recordings = recordings
         self._tokenize, self._max_tokens = tokenize, max_tokens
 
@@ -137,9 +133,7 @@ def recorded_row(row: PromptRow) -> RecordedRow:
 
 
 def with_responses(row: PromptRow, rollouts: Collection[str]) -> PromptRow:
-    """Return the row with its recorded responses, if its rollout is one of ``rollouts``, else without any. Raises
-    PromptError.
-    """
+    """Return the row with its recorded responses, if its rollout is one of ``rollouts``. Raises PromptError."""
     if row.rollout not in rollouts:
         return replace(row, responses=())
     if row.responses:

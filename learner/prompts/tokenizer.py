@@ -82,9 +82,7 @@ class PromptTokenizer:
         self._longest_token_bytes, self._max_tokens = longest_token_bytes, 0
 
     def bounded(self, max_tokens: int) -> "PromptTokenizer":
-        """Return this tokenizer, which raises TextTooLong for a text that cannot have at most ``max_tokens``, by its
-        length alone.
-        """
+        """Return a tokenizer that raises TextTooLong for a text with too many bytes for ``max_tokens``."""
         tokenizer = copy(self)
         tokenizer._max_tokens = max_tokens
         return tokenizer
@@ -103,9 +101,7 @@ class PromptTokenizer:
         return self.encode(self.render(messages, tools, whole=whole))
 
     def render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = (), *, whole: bool = False) -> str:
-        """Return the text of a conversation, with a generation prompt unless it is ``whole``. Raises CannotRender,
-        TemplateLacks.
-        """
+        """Return a conversation as text; ``whole``: without a generation prompt. Raises CannotRender, TemplateLacks."""
         if self._template is None:
             raise TemplateLacks(f"{'tools' if tools else 'chat messages'}, and the model has no chat template")
         try:

@@ -105,14 +105,14 @@ def adapter_refusals(config: LoraConfig) -> list[ConfigRefused]:
     ]
     targets = adapter.get("target_modules")
     named = sorted(str(target).rpartition(".")[2] for target in targets) if isinstance(targets, list) else targets
-    same: Mapping[str, tuple[object, object]] = {
+    pairs: Mapping[str, tuple[object, object]] = {
         "rank": (adapter.get("r"), config.rank),
         "alpha": (adapter.get("lora_alpha"), config.alpha),
         "rslora": (bool(adapter.get("use_rslora")), config.rslora),
         "targets": (named, sorted(config.targets)),
     }
     return refused + [
-        ConfigRefused(f"learner.lora.{name}", f"{there!r}, as in {path}", here)
-        for name, (there, here) in same.items()
-        if there != here
+        ConfigRefused(f"learner.lora.{name}", f"{adapter_value!r}, as in {path}", value)
+        for name, (adapter_value, value) in pairs.items()
+        if adapter_value != value
     ]

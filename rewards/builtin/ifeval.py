@@ -35,8 +35,8 @@ LANGUAGE_SEED = 0
 
 
 def ifeval(request: RewardRequest, *, share: bool = False) -> dict[str, float]:
-    """Return ``score`` (1 if all instructions are followed; with ``share`` the share of them), ``followed`` (the
-    share).
+    """Return ``followed``, the share of instructions that are followed, and ``score``: with ``share`` the same, else 1
+    for all.
 
     The metadata, or a label that is a map, has ``instruction_id_list`` and ``kwargs``, one map for each instruction. An
     empty response follows none. Raises RewardFailed for an unknown instruction, or arguments that are missing.
@@ -44,16 +44,12 @@ def ifeval(request: RewardRequest, *, share: bool = False) -> dict[str, float]:
     instructions: JsonMapping = request.label if isinstance(request.label, Mapping) else request.metadata
     names, arguments = instructions.get("instruction_id_list"), instructions.get("kwargs")
     if not isinstance(names, (list, tuple)) or not names:
-        raise RewardFailed(
-            "ifeval",
-            f"want a list under instruction_id_list in metadata or label, got keys {sorted(map(str, instructions))}",
-        )
+        want = "a list under instruction_id_list in metadata or label"
+        raise RewardFailed("ifeval", f"want {want}, got keys {sorted(map(str, instructions))}")
     if not isinstance(arguments, (list, tuple)) or len(arguments) != len(names):
         raise RewardFailed("ifeval", f"want a list of {len(names)} maps under kwargs, one for each instruction")
-    results = [
-        follows(str(name), values or {}, request.response) for name, values in zip(names, arguments, strict=True)
-    ]
-    followed = sum(results) / len(results)
+    pairs = zip(names, arguments, strict=True)
+    followed = sum(follows(str(name), values or {}, request.response) for name, values in pairs) / len(names)
     return {"score": followed if share else float(followed == 1), "followed": followed}
 
 
@@ -61,8 +57,8 @@ def follows(name: str, arguments: JsonMapping, response: str) -> bool:
     """Return whether a response follows one instruction. Raises RewardFailed."""
     check = INSTRUCTIONS.get(name) or ifbench.INSTRUCTIONS.get(name)
     if check is None:
-        known = ", ".join(sorted(INSTRUCTIONS.keys() | ifbench.INSTRUCTIONS.keys()))
-        raise RewardFailed("ifeval", f"instruction {name!r} is not supported; there are {known}")
+        names = ", ".join(sorted(INSTRUCTIONS.keys() | ifbench.INSTRUCTIONS.keys()))
+        raise RewardFailed("ifeval", f"instruction {name!r} is not supported; there are {names}")
     if not isinstance(arguments, Mapping):
         raise RewardFailed("ifeval", f"instruction {name!r}: want a map of arguments, got {arguments!r}"[:500])
     try:
@@ -70,9 +66,8 @@ def follows(name: str, arguments: JsonMapping, response: str) -> bool:
     except ModuleNotFoundError as error:
         raise RewardFailed("ifeval", f"instruction {name!r} {error}") from None
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise RewardFailed(
-            "ifeval", f"instruction {name!r} with {dict(arguments)!r}: {type(error).__name__}: {error}"[:500]
-        ) from None
+        reason = f"instruction {name!r} with {dict(arguments)!r}: {type(error).__name__}: {error}"
+        raise RewardFailed("ifeval", reason[:500]) from None
 
 
 def _compared(count: int, relation: str, bound: int) -> bool:
@@ -222,8 +217,7 @@ _FACTORY = _profiles()
 
 
 def written_in(text: str, language: str) -> bool:
-    """Return whether a text is written in a language, by its code (``de``, ``zh-cn``); True for a text without letters,
-    as in IFEval.
+    """Return whether a text is written in a language, by its code (``de``, ``zh-cn``); True for one without letters.
 
     Raises ModuleNotFoundError without the library, ValueError for a code that it does not have.
     """

@@ -51,9 +51,7 @@ def value(text: str, variables: Mapping[str, complex]) -> complex:
 
 
 class _Parser:
-    """Recursive descent: sum of products of powers of atoms. A product needs no sign: ``2x``, ``2\\sqrt{3}``,
-    ``(x+1)(x-1)``.
-    """
+    r"""Recursive descent: sum of products of powers of atoms. A product needs no sign: ``2\sqrt{3}``, ``(x+1)(x-1)``."""
 
     def __init__(self, text: str, variables: Mapping[str, complex]) -> None:
         self._tokens = [token for match in _TOKEN.finditer(text) if (token := _token(match))]
@@ -162,7 +160,7 @@ class _Parser:
 
 
 def _token(match: re.Match[str]) -> str:
-    number, command, letter, other = match.groups()
+    number, command, letter, sign = match.groups()
     if command:
         return "" if command in _SILENT else _TIMES.get(command, f"\\{command}")
-    return str(number or letter or other or "").strip()
+    return str(number or letter or sign or "").strip()

@@ -15,7 +15,8 @@ from tests.net.lab import TRAP
 from tests.net.site import NO_END, NODES, Site, site
 from tests.whole.running import SMOKE
 from tidemill.bus.streams.bus import Bus
-from tidemill.learner.checkpoints.keeper import CHECKPOINT_KEY, holders
+from tidemill.learner.checkpoints.node_copies import holders
+from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
 from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, NODE_KEY, Attempt, NodeRow, State, attempt_of, node_of
 
 MACHINES = ("bus", "node", "node1", "gpu", "act0")

@@ -171,7 +171,7 @@ def test_a_server_that_scores_at_one_temperature_is_refused_for_others(
         answering.start()
         try:
             ours = f"actor.teachers={json.dumps({'big': {'urls': [f'http://127.0.0.1:{server.server_port}']}})}"
-            settings = (ours, "learner.algorithm.distill_coef=1", "learner.algorithm.distill_teacher=engine")
+            settings = (ours, "learner.algorithm.distill.coef=1", "learner.algorithm.distill.teacher=engine")
             report = check(load(file, (*settings, "data.sampling_key=s", f"sampling.temperature={run}")), Purpose())
         finally:
             server.shutdown()
@@ -269,8 +269,8 @@ def test_the_longest_prompt_that_fits(tmp_path: Path, length: int, fits: bool) -
             "learner.hooks.before_step: want a function (moment), got 'shutil:copytree_'",
         ),
         (
-            ["learner.algorithm.reject=[textwrap:dedent]"],
-            "learner.algorithm.reject: want a function (delta_T, mask_T, sequence_T",
+            ["learner.algorithm.reject.rules=[textwrap:dedent]"],
+            "learner.algorithm.reject.rules: want a function (delta_T, mask_T, sequence_T",
         ),
         (
             ["learner.hooks.before_step=textwrap:indent"],
@@ -390,7 +390,7 @@ def test_an_environment_without_sglang_is_found_without_starting_it(tmp_path: Pa
 
 
 def clip_range(low: float, high: float) -> tuple[str, str]:
-    return f"learner.algorithm.clip_low={low}", f"learner.algorithm.clip_high={high}"
+    return f"learner.algorithm.clip.low={low}", f"learner.algorithm.clip.high={high}"
 
 
 @pytest.mark.parametrize(
@@ -398,14 +398,14 @@ def clip_range(low: float, high: float) -> tuple[str, str]:
     [
         (
             ["learner.algorithm.loss=gspo", *clip_range(0.2, 0.28)],
-            ["learner.algorithm.clip_high: want about 3e-4", "learner.algorithm.aggregation: want seq_mean"],
+            ["learner.algorithm.clip.high: want about 3e-4", "learner.algorithm.aggregation: want seq_mean"],
         ),
         (
             [
                 *(
                     "learner.algorithm.correction=gspo",
                     "learner.algorithm.anchor=rollout",
-                    "learner.algorithm.weight=none",
+                    "learner.algorithm.weight.level=none",
                 ),
                 *clip_range(3e-4, 4e-4),
             ],

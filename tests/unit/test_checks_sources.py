@@ -103,9 +103,9 @@ NOWHERE: Mapping[str, tuple[str, ...]] = {
     "learner.lora.adapter": ("learner.lora.adapter=/no/such", "learner.lora.rank=4"),
     **{
         f"learner.algorithm.{name}": (f"learner.algorithm.{name}=nothere:f",)
-        for name in ("advantage", "loss", "weight", "aggregation")
+        for name in ("advantage", "loss", "weight.level", "aggregation")
     },
-    "learner.algorithm.reject": ("learner.algorithm.reject=['nothere:f']",),
+    "learner.algorithm.reject.rules": ("learner.algorithm.reject.rules=['nothere:f']",),
     "learner.algorithm.kl.reference": ("learner.algorithm.kl.reference=/no/such", "learner.algorithm.kl.coef=0.1"),
     "learner.hooks.before_step": ("learner.hooks.before_step=nothere:f",),
     "learner.hooks.before_log_probs": ("learner.hooks.before_log_probs=nothere:f", "learner.algorithm.kl.coef=0.1"),

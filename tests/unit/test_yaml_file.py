@@ -279,7 +279,7 @@ def test_a_good_file_with_something_else_in_one_place(
     path=st.sampled_from(
         [
             "learner.algorithm.alarms.thresholds",
-            "learner.algorithm.reject",
+            "learner.algorithm.reject.rules",
             "actor.reward_options",
             "learner",
             "seed",

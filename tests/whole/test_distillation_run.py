@@ -28,9 +28,9 @@ def test_a_student_approaches_a_larger_teacher_that_is_started_beside_it(tmp_pat
         "learner.steps=16",
         "learner.optimizer.lr=1e-2",
         "learner.algorithm.advantage=none",
-        "learner.algorithm.distill_coef=1",
-        "learner.algorithm.distill_loss=reverse_kl",
-        "learner.algorithm.distill_top_k=4",
+        "learner.algorithm.distill.coef=1",
+        "learner.algorithm.distill.loss=reverse_kl",
+        "learner.algorithm.distill.top_k=4",
         f"actor.teachers={{big: {{model: {teacher}}}}}",
         "sampling.temperature=0.8",
     )

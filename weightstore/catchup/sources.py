@@ -23,19 +23,17 @@ from tidemill.bus.wire.subjects import nonce
 from tidemill.weightstore.catchup.download import fetch
 from tidemill.weightstore.errors import SnapshotBroken, SnapshotNotLoaded, SnapshotUnavailable
 from tidemill.weightstore.store.registry import SNAPSHOT, VersionRegistry
-from tidemill.weightstore.store.snapshot import ASIDE
+from tidemill.weightstore.store.snapshot_files import ASIDE
 
 _log = logging.getLogger(__name__)
 
 Load = Callable[[Path, int, int], Awaitable[None]]
-"""(directory, version, epoch): load the weights of a directory, whole or not at all. The directory is removed
-afterwards."""
+"""(directory, version, epoch): load a directory's weights, whole or not at all; it is removed afterwards."""
 OnWait = Callable[[str], None]
 """Called with a description of the thing that the engine waits for; "" = nothing any more."""
 
 _REQUEST_AGAIN_S = 2.0
-"""A request is written again after this time: the learner may have failed to write the snapshot, which it does not try
-again."""
+"""A request is repeated after this time: the learner does not retry a snapshot that it failed to write."""
 _POLL_S = 0.5
 """Interval of reading the row of the newest snapshot, besides the wake-ups."""
 
@@ -63,10 +61,7 @@ class Loading:
         self._load, self._directory, self._on_wait, self._keys = load, directory, on_wait, api_keys(bus)
 
     async def from_url(self, row: VersionRow, url: str) -> bool:
-        """Download a snapshot, verify it and load it; a push may bring the version during the download.
-
-        Returns False when the download, the verification or the loading failed.
-        """
+        """Download, verify and load a snapshot. Returns False when one of them failed."""
         directory = self._directory / f"v{row.version}"
         self.waiting(f"downloading version {row.version} from {url}")
         await asyncio.to_thread(_remove_partial, self._directory, directory)
@@ -118,10 +113,7 @@ class Peers:
         self._view, self._registry, self._loading = LiveView(bus), VersionRegistry(bus), loading
 
     async def load(self, goal: VersionRow) -> bool:
-        """Download from one peer after another, in random order. Returns True after the first success.
-
-        A URL that has failed is not tried again.
-        """
+        """Download from one peer after another, in random order. Returns True after the first success."""
         alive = await self._view.alive("engine")
         peers = [
             row
@@ -169,8 +161,7 @@ class LearnerSnapshot:
         return await asyncio.to_thread(directory.is_dir) and await self._loading.from_directory(row, directory)
 
     async def _request(self, goal: VersionRow, newest: VersionRow | None) -> None:
-        """Request a snapshot and wait until there is another one than ``newest``, a push was faster, or the request is
-        due again."""
+        """Request a snapshot, and wait until there is another one, a push was faster, or the request is due again."""
         self._loading.waiting(f"a snapshot of version {goal.version} from the learner")
         await self._registry.request_snapshot(goal.version, self._loading.engine, nonce())
         try:
@@ -183,7 +174,6 @@ class LearnerSnapshot:
 
 
 def _remove_partial(among: Path, keep: Path) -> None:
-    """Remove unfinished downloads of other versions than ``keep``."""
     for path in among.glob(f"*{ASIDE}"):
         if path.name != keep.name + ASIDE:
             shutil.rmtree(path, ignore_errors=True)

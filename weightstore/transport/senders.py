@@ -20,9 +20,7 @@ T = TypeVar("T")
 
 
 class GroupEnd(Protocol):
-    """Rank 0 of a group. All calls block, and raise PeerLost; ``close`` may be called from any thread, during any
-    call.
-    """
+    """Rank 0 of a group. All calls block, and raise PeerLost; ``close`` may be called from any thread, at any time."""
 
     name: str
     port: int
@@ -33,9 +31,8 @@ class GroupEnd(Protocol):
         """Wait until every rank is connected."""
 
     def send(self, flat: Tensor, timeout_s: float | None = None, following: Tensor | None = None) -> None:
-        """Broadcast flat uint8; returns when it has left this machine's memory.
-
-        ``following``: the tensor of the next call, if known.
+        """Broadcast flat uint8; returns when it has left this machine's memory. ``following``: the next tensor, if
+        known.
         """
 
     def close(self) -> None:
@@ -53,10 +50,9 @@ def host(
     gpu: str = "",
     apart: tuple[str, ...] = APART,
 ) -> GroupEnd:
-    """Listen on ``address`` at a free port, as rank 0. Returns the end, which has no connection yet. Raises PeerLost.
+    """Listen on ``address`` at a free port, as rank 0, without a connection. Raises PeerLost.
 
-    ``memory``: the memory of all tensors to be sent, for a process of its own to read; ``gpu``: UUID of the GPU that it
-    uses.
+    ``memory``: of all tensors to be sent, for a process of its own; ``gpu``: UUID of the GPU that it uses.
     """
     if backend not in apart:
         return BroadcastGroup.host(address, name, world_size, backend, timeout_s)
@@ -67,12 +63,10 @@ def host(
 
 
 class Sender:
-    """The process group of a rank that sends.
+    """The process group of a rank that sends, with a thread of its own, so that a call that hangs delays no other
+    group.
 
-    A call that hangs until its deadline delays no other group: each has a thread of its own.
-
-    A blocking call cannot be interrupted: after an error it ends by the deadline of the group, and its result is
-    ignored.
+    A blocking call cannot be interrupted: after an error it ends by its deadline, and its result is ignored.
     """
 
     def __init__(self, end: GroupEnd, thread: ThreadPoolExecutor, address: str) -> None:
