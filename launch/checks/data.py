@@ -179,10 +179,7 @@ class Prompts:
 def check_data(
     report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None, *, prepared: bool
 ) -> Prompts | None:
-    """Report bad rows and errors in ``data``; return the facts about its prompts, None after an error.
-
-    ``prepared``: ``prepare`` makes the file.
-    """
+    """Report errors in ``data``; return facts about its prompts, None after an error."""
     try:
         refuse_template(config.data.template)
         if prepared:

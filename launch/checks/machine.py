@@ -132,11 +132,7 @@ def _wrong_servers(url: str) -> str:
 
 
 def _check_stream(report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None) -> None:
-    """Check that SAMPLES has room for the samples between the kept checkpoints, for the longest prompt.
-
-    Too little room for the longest prompt is an error; for the longest possible one it is a warning, since a context of
-    100,000 tokens needs many times the room that prompts of 200 need.
-    """
+    """Check that SAMPLES has room for the longest prompts between the kept checkpoints; unknown ones are a warning."""
     known_longest = config.data.max_prompt_tokens or (data.longest if data is not None else 0)
     longest = known_longest or max(0, model.context - config.sampling.max_new_tokens if model is not None else 0)
     routed = model.routed_bytes if model is not None else 0

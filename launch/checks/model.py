@@ -233,11 +233,7 @@ def _check_weights(report: Report, path: Path, of_config: Tensors, in_files: Ten
 
 
 def size_here(config: RunConfig, model: Path | None = None) -> ModelSize:
-    """Return the sizes of the run's model, if its files are on this machine; else an empty size.
-
-    ``model``: its directory here; None = ``model.path``. For processes that start after the check: a broken file is
-    named by its reader.
-    """
+    """Return the sizes of the run's model (in ``model``), if it is on this machine; else an empty size."""
     path = model or Path(config.model.path)
     if model is None and not config.model.path:
         return ModelSize()

@@ -126,9 +126,7 @@ def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -
 
 
 async def _tools_of_program(rollout: RolloutConfig) -> Sequence[str]:
-    """Return the tools that a program offers in chats; none for one that cannot be loaded, whose actor names the
-    reason.
-    """
+    """Return the tools that a program offers in chats; none for one that cannot be loaded (its actor reports it)."""
     async with Children(rollout) as children:
         try:
             async with asyncio.timeout(LOAD_S):

@@ -65,10 +65,7 @@ def _add_taskset(words: "Words") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check prompt files (returns 78 for bad rows), write one of a taskset, or import recorded responses.
-
-    Raises SettingsError, PromptError, ValueError.
-    """
+    """Check prompt files (78 for bad rows), write a taskset's, or import responses. Raises PromptError, ValueError."""
     if args.word == "verifiers":
         return write_tasks(args)
     if args.word == "import":
@@ -124,10 +121,7 @@ def _sources(args: argparse.Namespace) -> list[Source]:
 
 
 def _reader(args: argparse.Namespace) -> RowReader:
-    """Return how rows are read, with the tokens of the model that the settings name, if it is there.
-
-    Raises CheckFailed for a model with a tokenizer that cannot be used.
-    """
+    """Return how rows are read, with the tokens of the model that the settings name, if there. Raises CheckFailed."""
     configs = [Path(word) for word in args.files if word.endswith((".yaml", ".yml"))]
     loaded = load(configs, args.set, os.environ)
     config, directory = loaded.config, Path(loaded.config.model.path)

@@ -246,10 +246,7 @@ def _print(
 
 
 def shaded(tokens: Sequence[Token]) -> Text:
-    """Return the response with a background for each token's probability; every second span is underlined.
-
-    A rule stands between the sequences of an episode; their contexts are not shown.
-    """
+    """Return the response with a background for each token's probability; every second span is underlined."""
     text = Text()
     for place, token in enumerate(tokens):
         if place and token.sequence != tokens[place - 1].sequence:

@@ -60,10 +60,7 @@ class ModelSize:
 
 
 def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size: ModelSize | None = None) -> Want:
-    """Return the requirements of a run on a machine, for the ranks of a node (``learner``) and a number of engines.
-
-    Raises PlacementRefused for devices that the arguments of SGLang name, which are the same for all engines.
-    """
+    """Return a run's requirements of a machine, for ranks (``learner``) and engines. Raises PlacementRefused."""
     size, ours, engine = size or ModelSize(), config.learner, config.engine
     num_devices = devices_of(engine)
     if node.devices and num_devices and engines:

@@ -31,11 +31,7 @@ log = logging.getLogger(__name__)
 
 
 async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated]:
-    """Evaluate the model at ``config.model.path`` on ``config.eval.sets``; files and logs are in ``config.root``.
-
-    Returns the scores of each set; an empty list when ``draining`` is set first. Raises GaveUp for a process that
-    cannot work, PromptError, BusError, TasksFail.
-    """
+    """Return the scores of ``config.model.path`` on each of ``config.eval.sets``; none if drained first."""
     write_whole(config.root / CONFIG_FILE, yaml_file.dump(recorded(to_map(config))))
     supervisor = Supervisor(config.root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s)
     plan = await asyncio.to_thread(_plan, config)
@@ -69,10 +65,7 @@ def _plan(config: RunConfig) -> EvalPlan:
 
 
 async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated]:
-    """Take the learner's place on the bus: publish version 0, issue the tasks, read the samples; return the scores.
-
-    Raises TasksFail where every task fails.
-    """
+    """Take the learner's place on the bus: publish version 0, issue tasks, read samples. Raises TasksFail."""
     epoch = await raise_epoch(bus)
     await bus.plans.fence(epoch)
     await bus.tasks.fence(epoch)

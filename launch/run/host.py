@@ -290,10 +290,7 @@ class Machine:
 
 
 async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
-    """Run this machine's engines, scorers and actors in the desired numbers, and its node of the learner.
-
-    Raises HostExists, BusUnavailable, ValueError when its user may not write ``machine.own`` to the bus.
-    """
+    """Run this machine's engines, scorers and actors in the desired numbers, and its node of the learner."""
 
     from tidemill.actors.engines.membership import connected
     from tidemill.bus.config import BusConfig

@@ -73,10 +73,7 @@ class Given:
 async def run_agent(
     config: RunConfig, bus_url: str, node_arguments: Given, arguments: Sequence[str], draining: asyncio.Event
 ) -> None:
-    """Run this node's part of the learner to the last step, or until drained. The leader publishes the configuration.
-
-    Raises DeviceError, ValueError for an address, and as ``tidemill.learner.nodes.agent.Agent.run``.
-    """
+    """Run this node's part of the learner until drained. The leader publishes the configuration."""
     addresses = await asyncio.to_thread(_addresses, bus_url, node_arguments, config)
     node = await asyncio.to_thread(this_node, os.environ)
     devices = _own_devices(node, config)
@@ -280,10 +277,7 @@ def _capabilities(used: Sequence[Device]) -> Capabilities:
 
 
 def _versions(config: RunConfig, devices: Sequence[Device]) -> dict[str, str]:
-    """Return versions and settings that must be equal on all nodes: with devices the version of NCCL, too.
-
-    Blocks while the source files are read.
-    """
+    """Return versions and settings that must be equal on all nodes. Blocks while the source files are read."""
     code = hashlib.sha256()
     root = Path(__file__).parents[2]
     for file in sorted(file for package in PACKAGES for file in (root / package).rglob("*.py")):

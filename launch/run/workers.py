@@ -133,10 +133,7 @@ async def run_engine(
 
 
 def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
-    """Choose this engine's devices and hide the others, before CUDA is initialised. Returns settings and devices.
-
-    Nothing is changed on a machine without devices. Raises DeviceError. Blocks while nvidia-smi runs.
-    """
+    """Choose this engine's devices and hide the others, before CUDA is initialised. Raises DeviceError."""
     from tidemill.actors.serving.engine_process import HeldDevices
     from tidemill.launch.checks.model import size_here
     from tidemill.launch.devices.demand import nccl_of_engine, own_place, refuse_expandable_engine

@@ -57,10 +57,7 @@ class Loaded:
 def load(
     files: Path | Sequence[Path], overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Loaded:
-    """Return the run's configuration: defaults < ``files`` < ``overrides`` < ``environment`` < derived.
-
-    Raises SettingsError.
-    """
+    """Return the settings: defaults < ``files`` < ``overrides`` < ``environment`` < derived. Raises SettingsError."""
     settings: dict[str, Setting] = {}
     files = [files] if isinstance(files, Path) else files
     for file in files:

@@ -77,10 +77,7 @@ def solve(task: str, digits: str) -> str:
 
 
 def gsm8k_prompts(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the question of each GSM8K line with its label, the number after ``####``.
-
-    Raises ValueError naming the line that has no such number.
-    """
+    """Yield each GSM8K question with its label, the number after ``####``. Raises ValueError without one."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             row = json.loads(line)

@@ -111,10 +111,7 @@ class PreparedOtherwise(DetailedError, ValueError):
 
 
 def prepare(config: PrepareConfig, directory: Path) -> Prepared:
-    """Make ``model/`` and ``prompts.jsonl`` in ``directory``, unless they exist already.
-
-    Returns their paths. Raises PreparedOtherwise, naming the differences, if they were made from another config.
-    """
+    """Make ``model/`` and ``prompts.jsonl``, unless they exist; return their paths. Raises PreparedOtherwise."""
     prepared, settings = Prepared.in_(directory), config.recorded()
     if refuse_other(config, directory):
         return prepared

@@ -40,10 +40,7 @@ stays as it is.
 
 
 def set_base(values: JsonObject, file: Path) -> None:
-    """Make the relative paths in the map of a run's configuration absolute, unless this is the run's working directory.
-
-    ``file``: the file that it was read from.
-    """
+    """Make relative paths in a run's configuration (of ``file``) absolute, outside its working directory."""
     directory, absolute = Path(str(values.get("directory") or "")), Path(os.path.abspath(file)).parent
     parts = directory.parts
     if not parts or directory.is_absolute() or absolute.parts[-len(parts) :] != parts:
