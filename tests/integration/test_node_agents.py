@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from tests.bus_fixtures import BusOpener
+from tests.waits import until
 from tidemill.bus import exit_codes
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, current_epoch
@@ -221,8 +222,9 @@ async def test_nodes_that_do_not_reach_each_other_start_no_ranks_until_they_do(o
     async with open_bus(name="0") as one, open_bus(name="1") as two, node(one, 0) as leader:
         async with node(two, 1, address="127.0.0.2") as other:
             async with asyncio.timeout(WITHIN_S):
-                while not all(any(re.search(apart, row.waits_for) for row in each.shown) for each in (leader, other)):  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
+                await until(
+                    lambda: all(any(re.search(apart, row.waits_for) for row in each.shown) for each in (leader, other))
+                )
             other.agent._limits = Limits(wait_s=0.0)  # it has waited for long enough
             with pytest.raises(LearnerEnded, match=apart):
                 await other.ended()
@@ -299,8 +301,7 @@ async def test_an_agent_whose_row_was_taken_over_ends_its_ranks(open_bus: BusOpe
         with pytest.raises(NodeReplaced, match="node 1: another agent has this node rank now: other pid 7"):
             await other.ended()
         async with asyncio.timeout(WITHIN_S):
-            while leader.ranks.alive:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await until(lambda: not leader.ranks.alive)
 
 
 async def test_without_the_bus_ranks_that_make_steps_go_on_and_others_are_ended(
@@ -320,8 +321,7 @@ async def test_without_the_bus_ranks_that_make_steps_go_on_and_others_are_ended(
         leader.agent._stepped_s = math.inf  # as if it made steps all the time
         nats_server.kill()
         async with asyncio.timeout(WITHIN_S):
-            while other.ranks.alive:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await until(lambda: not other.ranks.alive)
         assert leader.ranks.alive == 1
         nats_server.start()
         assert (await leader.started()).epoch == (await other.started()).epoch == 2

@@ -21,6 +21,7 @@ from tests.engine_watch import watching
 from tests.receiver_app import staged
 from tests.sglang.server import CONTEXT, release_at, serving
 from tests.skips import inapplicable
+from tests.waits import until
 from tidemill.actors.serving.sglang.api import Api, Pauses
 from tidemill.bus.client.addresses import HERE
 from tidemill.bus.wire.messages import Sampling
@@ -351,5 +352,4 @@ async def _generated(served: Served, prompt: list[int], length: int, rid: str, s
 async def _asked(served: Served, count: int) -> None:
     """Wait until ``count`` requests are unfinished: each then has its key for the cache, or waits for an update."""
     async with asyncio.timeout(LIMIT_S):
-        while served.engine.unfinished < count:  # noqa: ASYNC110 - counted by the server
-            await asyncio.sleep(0.01)
+        await until(lambda: served.engine.unfinished >= count)
