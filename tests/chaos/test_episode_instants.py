@@ -62,7 +62,7 @@ class Blow:
     """
 
 
-@pytest.mark.parametrize("again", ["replay", "resume"])
+@pytest.mark.parametrize("again", [pytest.param("replay", marks=pytest.mark.slow), "resume"])
 def test_a_killed_a_frozen_and_a_leaving_actor(tmp_path: Path, again: str) -> None:
     blows = [Blow("unscored", "KILL"), Blow("stored", "STOP"), Blow("acted", "KILL-SERVER"), Blow("unstored", "TERM")]
     asyncio.run(_played(tmp_path, again, blows))

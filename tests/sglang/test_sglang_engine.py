@@ -64,7 +64,7 @@ async def test_the_port_gets_what_it_asks_for(python: str, server: str, director
     assert (info.version, info.vocab_size, info.max_context) == (0, 299, CONTEXT)
 
 
-@pytest.mark.parametrize("pause", ["in_place", "retract"])
+@pytest.mark.parametrize("pause", ["in_place", pytest.param("retract", marks=pytest.mark.slow)])
 async def test_one_request_lives_through_pushes_and_says_which_weights_made_what(
     python: str, server: str, brake: Brake, directories: list[Path], models: list[Any], pause: str
 ) -> None:

@@ -69,7 +69,7 @@ async def assert_true(
     return [int(span["version"]) for span in spans]
 
 
-@pytest.mark.parametrize("pause", ["in_place", "retract"])
+@pytest.mark.parametrize("pause", [pytest.param("in_place", marks=pytest.mark.slow), "retract"])
 async def test_streams_and_batches_go_on_through_pushes(
     python: str, server: str, brake: Brake, directories: list[Path], models: list[Any], pause: str
 ) -> None:

@@ -356,7 +356,7 @@ def test_groups_of_one_are_for_estimators_without_a_baseline(advantage: str) -> 
     if alone.any() or advantage == "none":
         assert LearnerConfig(group_size=1, algorithm=AlgorithmConfig(advantage=advantage)).group_size == 1
     else:
-        with pytest.raises(ValueError, match="group_size: want >= 2"):
+        with pytest.raises(ValueError, match="group_size"):
             LearnerConfig(group_size=1, algorithm=AlgorithmConfig(advantage=advantage))
 
 
