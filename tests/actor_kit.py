@@ -33,9 +33,15 @@ from tidemill.launch.settings.prepare_config import PrepareConfig
 
 PROMPT = "482="
 LABEL = "284"
-SHAPE = PrepareConfig(
-    count=8, layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=16, vocab_size=97, max_position=256
-)
+SIZES = {
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 16,
+}
+SHAPE = PrepareConfig(count=8, model={**SIZES, "vocab_size": 97, "max_position_embeddings": 256})
 """Shape of the model, with a vocabulary of 97: random weights seldom generate end-of-sequence."""
 
 

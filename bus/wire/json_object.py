@@ -12,8 +12,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def with_whole_characters(value: Any) -> Any:
-    """Return a JSON value with U+FFFD for each half of a surrogate pair in its texts: such a half cannot be encoded,
-    and has no token.
+    """Return a JSON value with U+FFFD for each half of a surrogate pair, which has no bytes and no token.
 
     Programs cut texts within a character, and read files with ``errors="surrogateescape"``.
     """

@@ -62,9 +62,7 @@ async def show_live(watch: RunWatch, title: str, console: Console) -> None:
 
 
 async def show_plain(watch: RunWatch, console: Console) -> None:
-    """Background loop: print events and evaluations once, and a line every few seconds if a step was done or the bus
-    does not answer.
-    """
+    """Background loop: print events and evaluations once, and a line of progress every few seconds."""
     printed: set[str] = set()
     printed_step, next_s = -1, 0.0
 
@@ -103,9 +101,7 @@ def evaluations(watch: RunWatch) -> list[str]:
 
 
 def waits(watch: RunWatch) -> str:
-    """Return the phases of the processes and their troubles, as shown before the first step is done, or why the bus
-    stores nothing.
-    """
+    """Return the phases and troubles of the processes, as shown before the first step is done."""
     if watch.full:
         return f"the bus stores nothing, the run waits: {watch.full}"
     troubles = "; ".join(f"{row.id}: {row.trouble}" for row, _ in watch.rows if row.trouble)
@@ -118,9 +114,7 @@ def waits(watch: RunWatch) -> str:
 
 
 def picture(watch: RunWatch, title: str, *, width: int = 100, height: int = 32) -> Panel:
-    """Return the whole view, no larger than this. A block that does not fit loses lines at its bottom; the others
-    stay.
-    """
+    """Return the view, no larger than this. A block that does not fit loses lines at its bottom."""
     inner = width - 4
     events = list(watch.events)[-NUM_EVENTS:]
     if watch.bus_silence:
@@ -193,9 +187,7 @@ def _reward(watch: RunWatch, width: int, height: int) -> Text:
 
 
 def plot(values: Sequence[float], *, width: int, height: int, low: float, high: float, total: int) -> list[str]:
-    """Return a curve in braille: ``height`` lines of ``width`` characters, 2 x 4 dots each. ``total`` values would fill
-    the width.
-    """
+    """Return a curve in braille, 2 x 4 dots a character; ``total`` values would fill the width."""
     columns, levels = width * 2, height * 4
     cells = [[0] * width for _ in range(height)]
     span = (high - low) or 1.0
@@ -222,7 +214,6 @@ def _numbers(watch: RunWatch) -> Table:
 
 
 def _facts(watch: RunWatch) -> list[tuple[str, str | Text]]:
-    """Return the ``NUM_NUMBERS`` names and values of the block of numbers."""
     actors, (waiting, leased) = watch.share("actor"), watch.backlog or (0, 0)
     feeder, stream = watch.load("feeder"), watch.samples
     lag = Text(f"{watch.newest('offpolicy/lag_mean'):.2f} mean, {watch.newest('offpolicy/lag_max'):.0f} max  ").append(
@@ -273,9 +264,7 @@ def _lags(watch: RunWatch) -> Text:
 
 
 def _processes(watch: RunWatch, lines: int) -> Table:
-    """Return a table of the processes that fit in ``lines`` besides the header: those with a problem first, the others
-    summed up.
-    """
+    """Return a table of the processes, no longer than ``lines``: those with a problem first, others summed up."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
     for name, options in (
         ("process", {}),

@@ -99,7 +99,7 @@ def trl_settings(config: RunConfig, seed: int, steps: int) -> dict[str, object]:
     """Return the configuration as settings of TRL. Refuses settings that ``trl_grpo.py`` does not pass on."""
     learner, optimizer, algorithm = config.learner, config.learner.optimizer, config.learner.algorithm
     assert (optimizer.warmup_steps, optimizer.lr_decay, optimizer.weight_decay) == (0, "constant", 0.0), optimizer
-    assert (algorithm.advantage, algorithm.clip_low, algorithm.clip_high) == ("grpo", 0.2, 0.28), algorithm
+    assert (algorithm.advantage, algorithm.clip.low, algorithm.clip.high) == ("grpo", 0.2, 0.28), algorithm
     assert config.sampling.temperature == 1.0, config.sampling
     return {
         "steps": steps,

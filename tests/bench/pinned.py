@@ -75,13 +75,15 @@ class Task:
             max_digits=self.num_digits,
             count=4096,
             seed=seed,
-            layers=1,
-            hidden=self.hidden,
-            heads=self.heads,
-            kv_heads=self.heads // 2,
-            intermediate=self.intermediate,
-            rope_theta=10.0,
-            max_position=64,
+            model={
+                "num_hidden_layers": 1,
+                "hidden_size": self.hidden,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.heads // 2,
+                "intermediate_size": self.intermediate,
+                "rope_theta": 10.0,
+                "max_position_embeddings": 64,
+            },
         )
 
 

@@ -40,8 +40,7 @@ from tidemill.learner.megatron.hooks import BeforeLogProbs, BeforeStep, Hooks
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import OtherModels, Trainer
-from tidemill.learner.settings.config import OptimizerConfig
-from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.config import HooksConfig, OptimizerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

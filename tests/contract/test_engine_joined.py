@@ -51,9 +51,9 @@ async def test_the_same_answers_as_alone_in_one_request(kind: Kind, model_dir: P
     async with kind.serving(model_dir) as served:
         alone, joined = HttpEngine(served.engine.url), HttpEngine(served.engine.url, join=True)
         try:
-            one_by_one = [await alone.generate(PROMPT, repeatable(seed), id=f"a{seed}") for seed in range(6)]
+            one_by_one = [await alone.generate(PROMPT, repeatable(seed), request_id=f"a{seed}") for seed in range(6)]
             together = await asyncio.gather(
-                *(joined.generate(PROMPT, repeatable(seed), id=f"j{seed}") for seed in range(6))
+                *(joined.generate(PROMPT, repeatable(seed), request_id=f"j{seed}") for seed in range(6))
             )
             other = await asyncio.gather(joined.generate(PROMPT, sampling(1)), joined.generate(PROMPT[:2], sampling(1)))
         finally:

@@ -223,7 +223,7 @@ async def test_a_continued_response_has_its_first_experts_or_none(
 async def test_an_aborted_response_has_the_experts_of_its_tokens(directory: Path, models: list[Any]) -> None:
     async with served(directory) as (one, client):
         one.hold(after=10)
-        stream = client.stream(PROMPT, Sampling(max_new_tokens=1500, seed=9, temperature=2.0), id="one")
+        stream = client.stream(PROMPT, Sampling(max_new_tokens=1500, seed=9, temperature=2.0), request_id="one")
         await anext(stream)
         await client.abort("one")
         *_, made = [state async for state in stream]

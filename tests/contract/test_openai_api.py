@@ -15,6 +15,7 @@ from tests.tiny_models import CHAT_TEMPLATE, EOS, write_tiny_model
 from tests.waits import until
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.openai import openai_api
+from tidemill.actors.openai.openai_answers import ResponseBuilder
 from tidemill.actors.text.tool_calls import ChatTemplate
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is three plus four?"}]
@@ -285,8 +286,8 @@ def test_formats_become_schemas() -> None:
 
 def test_text_that_may_be_part_of_a_stop_string_is_held_back() -> None:
     """A part of a character or of a stop string is held back, and sent once it has turned out to be neither."""
-    told = openai_api.ResponseBuilder(
-        openai_api.parse({"prompt": "a", "stop": "</end>"}, chat=False), id="i", model="m", created=0, piece=None
+    told = ResponseBuilder(
+        openai_api.parse({"prompt": "a", "stop": "</end>"}, chat=False), chat_id="i", model="m", created=0, piece=None
     )
 
     def shown(text: str, finish: str | None = None) -> str:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from tests.algorithm_settings import algorithm_of
 from tests.examples import THOROUGH, rarely
 from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
-from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.debug.collector import Collector
 from tidemill.learner.layout.parallel import Parallel, Replicas
 from tidemill.learner.megatron import state
@@ -43,7 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 DEEP = "pp2 vpp2"
 """The layout of a model of four layers."""
-VTRACE: dict[str, Any] = {"advantage": "vtrace", "correction": "tis", "vtrace_c": 0.9, "minibatches": 2}
+VTRACE: dict[str, Any] = {"advantage": "vtrace", "correction": "tis", "vtrace": {"c": 0.9}, "minibatches": 2}
 SHARES = Replicas(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=9_000
 )
@@ -102,7 +102,7 @@ def build(
     dumps.
     """
     learner = learner or LearnerConfig(
-        steps=10, optimizer=OPTIMIZER, critic=CRITIC, algorithm=AlgorithmConfig(**(GAE | algorithm))
+        steps=10, optimizer=OPTIMIZER, critic=CRITIC, algorithm=algorithm_of(**(GAE | algorithm))
     )
     learner = replace(learner, offload_optimizer=offload, recompute=recompute)
     policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=replicas, kernels=Wanted.of(learner))

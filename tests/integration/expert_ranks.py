@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from tests.algorithm_settings import algorithm_of
 from tests.examples import rarely
 from tests.integration.gradients import PLAIN, save, taken
 from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tests.tiny_models import EXPERTS
-from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Replicas
 from tidemill.learner.megatron import state
@@ -246,7 +246,7 @@ def learner(model_dir: Path, here: parallel.Parallel, way: Way, config: Optimize
         policy,
         optimizer,
         Trainer(
-            policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(proximal=proximal)
+            policy, optimizer, algorithm_of(entropy={"coef": 0.01}), max_lag=2, others=OtherModels(proximal=proximal)
         ),
         proximal,
     )

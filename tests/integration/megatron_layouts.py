@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from tests.algorithm_cases import CASES, EVERY_TERM, EVERYWHERE, FRESH, OWN_TEMPERATURES, SHOWN_GROUPS, algorithm
+from tests.algorithm_settings import algorithm_of
 from tests.cuda_kernels import RaisingOnCuda
 from tests.examples import THOROUGH
 from tests.integration.gradients import PLAIN, save, taken
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined, not_sent_once
 from tidemill.bus.wire.messages import Sample, Span, Status
-from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import logprobs
 from tidemill.learner.megatron.layers.kernels import Wanted
@@ -31,7 +31,7 @@ STEPS = (3, 4)
 OPTIMIZER = OptimizerConfig(lr=1e-3, beta2=0.99, eps=1e-4)
 ROWS = {"as the layout packs them": 0, "unpacked": 1}
 """Rows of the steps with gradients: tokens of a micro-batch at most; 0 = those of the layout."""
-WITH_GRADIENTS = AlgorithmConfig(sft_coef=0.5, entropy_coef=0.01)
+WITH_GRADIENTS = algorithm_of(sft_coef=0.5, entropy={"coef": 0.01})
 """The algorithm of those steps."""
 
 
@@ -143,7 +143,7 @@ def samples_of(case: str, step: int) -> list[Sample]:
     """Return six groups: with the scores of a teacher, demonstrations and fresh samples where the case has them."""
     config, shown = algorithm(case), SHOWN_GROUPS.get(case, 0)
     temperature = (0.7, 1.0, 1.3) if case in OWN_TEMPERATURES else 1.0
-    top_k = config.distill_top_k if config.needs_teacher else None
+    top_k = config.distill.top_k if config.needs_teacher else None
     samples = make_samples(vocab=VOCAB, step=step, groups=6, temperature=temperature, top_k=top_k)
     if case in FRESH:
         versions = {0: step - 1, 1: 0}

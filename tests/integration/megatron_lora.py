@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.algorithm_settings import algorithm_of
 from tests.examples import rarely
 from tests.integration.gradients import PLAIN, Gradients, save, taken
 from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
-from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.layout.parallel import Parallel, Replicas
 from tidemill.learner.megatron import state
 from tidemill.learner.megatron.layers.kernels import Wanted
@@ -26,7 +26,7 @@ from tidemill.learner.settings.schedule import OptimizerConfig
 STEPS = (3, 4)
 LORA = LoraConfig(rank=4, alpha=8)
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-5, beta2=0.99)
-ALGORITHM = AlgorithmConfig(entropy_coef=0.01, kl=KLConfig(coef=0.1))
+ALGORITHM = algorithm_of(entropy={"coef": 0.01}, kl=KLConfig(coef=0.1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.algorithm_settings import algorithm_of
 from tests.examples import rarely
 from tests.integration.megatron_layouts import Layout
 from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
-from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state
@@ -62,7 +62,7 @@ class Learner:
         self.trainer = Trainer(
             self.policy,
             self.optimizer,
-            AlgorithmConfig(entropy_coef=0.01),
+            algorithm_of(entropy={"coef": 0.01}),
             max_lag=2,
             others=OtherModels(proximal=self.proximal),
         )

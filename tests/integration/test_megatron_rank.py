@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.algorithm_settings import algorithm_of
 from tests.data_kit import sample
 from tests.examples import rarely
 from tests.feeder_kit import KEYS, World
@@ -28,7 +29,6 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Done, Plan, Sample, Task
-from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.checkpoints.disk import listed
 from tidemill.learner.debug.config import ProfileRequest, write_request
 from tidemill.learner.debug.train_file import read_train
@@ -162,7 +162,7 @@ class Learner:
     def change(self, *, optimizer: dict[str, Any], algorithm: dict[str, Any], **settings: Any) -> None:
         """Change the settings of the next start."""
         self.optimizer, self.algorithm, self.settings = optimizer, algorithm, self.settings | settings
-        algorithms, rates = AlgorithmConfig(**algorithm), OptimizerConfig(**optimizer)
+        algorithms, rates = algorithm_of(**algorithm), OptimizerConfig(**optimizer)
         self.world.learner = LearnerConfig(**self.settings, algorithm=algorithms, optimizer=rates)
 
     async def until(self, step: int) -> None:
@@ -215,7 +215,7 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
                 bus=bus,
                 root=tmp_path / "checkpoints",
                 learner=LearnerConfig(
-                    **settings, algorithm=AlgorithmConfig(**(algorithm or {})), optimizer=OptimizerConfig(lr=1e-2)
+                    **settings, algorithm=algorithm_of(**(algorithm or {})), optimizer=OptimizerConfig(lr=1e-2)
                 ),
                 staleness=StalenessConfig(**lag),
                 config=BusConfig(lease_s=5.0),
@@ -328,7 +328,7 @@ async def test_steps_that_are_executed_again_have_the_settings_of_their_first_ex
     """
     first = {
         "optimizer": {"lr": 1e-2, "lr_decay": "linear", "clip_grad": 0.01},
-        "algorithm": {"entropy_coef": 0.1, "entropy_target": 2.0},
+        "algorithm": {"entropy": {"coef": 0.1, "target": 2.0}},
     }
     second = {"optimizer": {"lr": 3e-3, "warmup_steps": 20, "weight_decay": 0.5}, "algorithm": {"correction": "aipo"}}
     async with open_learner(
@@ -407,7 +407,7 @@ async def test_running_baselines_of_roles_outlive_a_restart(open_learner: OpenLe
             task, index, ((task.min_version, 2 + index),), reward=reward, metadata={"player": task.offset % 2}
         )
 
-    algorithm = {"advantage": "rae", "rae_role": "player", "rae_decay": 0.8}
+    algorithm = {"advantage": "rae", "rae": {"role": "player", "decay": 0.8}}
     changes = {"steps": 9, "checkpoint_every": 3, "data_parallel": 2}
     async with open_learner(staleness={"max_lag": 0}, algorithm=algorithm, **changes) as learner:
         learner.respond = respond

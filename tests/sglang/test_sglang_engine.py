@@ -33,11 +33,11 @@ from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.push.member import Member, Updated
 from tidemill.weightstore.push.push import Push
 from tidemill.weightstore.push.push_groups import GroupRules, PushGroup
-from tidemill.weightstore.push.staged_model import StagedModel
 from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.http_receiver import HttpReceiver
 from tidemill.weightstore.transport.part_server import PartServer
 from tidemill.weightstore.transport.parts import RemotePart
+from tidemill.weightstore.transport.staging import StagedModel
 
 TOLERANCE = 1e-3
 """Tolerance of log-probs, in fp32 on both sides."""
@@ -48,7 +48,7 @@ PROMPT = [5, 6, 7, 8]
 async def test_the_port_gets_what_it_asks_for(python: str, server: str, directories: list[Path]) -> None:
     async with serving(python, server, directories[0]) as served:
         made = await served.client.generate(
-            np.array(PROMPT, np.int32), Sampling(max_new_tokens=8, temperature=0.0), id="one"
+            np.array(PROMPT, np.int32), Sampling(max_new_tokens=8, temperature=0.0), request_id="one"
         )
         states = [
             one

@@ -24,7 +24,7 @@ from tests.tiny_models import PAD
 from tests.waits import until
 from tests.whole.running import ROOT
 from tidemill.actors.config import EngineConfig
-from tidemill.actors.errors import EngineError, EngineFailed, UpdateRefused
+from tidemill.actors.errors import EngineError, EngineFailed, EngineUnavailable, UpdateRefused
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.sglang.api import Api
 from tidemill.actors.serving.sglang.arguments import TRIED
@@ -194,11 +194,9 @@ PASSED_ON = {
     "max_total_tokens": 3000,
     "page_size": 4,
     "schedule_conservativeness": 0.5,
-    "num_continuous_decode_steps": 2,
     "stream_interval": 3,
     "max_queued_requests": 64,
     "decode_log_interval": 7,
-    "cuda_graph_max_bs_decode": 6,
     "max_running_requests": 5,
     "context_length": 64,
     "chunked_prefill_size": 32,
@@ -213,7 +211,7 @@ PASSED_ON = {
 }
 """Arguments with values that are not those of the shipped configuration."""
 SHOWN_ELSEWHERE = {"tp_size", "enable_return_routed_experts", "enable_memory_saver", "api_key"}
-"""Arguments of other tests: a run on two ranks, test_sglang_routing, colocated servers on a GPU, the generated key."""
+"""Arguments of other tests: a run on two ranks, test_sglang_routing, colocated servers on a GPU, the test below."""
 
 
 def test_arguments_that_are_passed_on_have_an_effect(python: str, directories: list[Path], tmp_path: Path) -> None:
@@ -242,6 +240,73 @@ def test_arguments_that_are_passed_on_have_an_effect(python: str, directories: l
         assert " INFO" not in (tmp_path / "sglang.log").read_text(), "log_level"
 
     asyncio.run(run())
+
+
+SCHEDULING = {
+    "schedule_conservativeness": 0.0,
+    "max_queued_requests": 2,
+    "stream_interval": 5,
+    "page_size": 8,
+    "decode_log_interval": 4,
+    "max_total_tokens": 320,
+    "max_running_requests": 2,
+    "log_level": "info",
+    "api_key": "tm-of-this-test",
+}
+RESERVED = 0.7
+"""Share of its ``max_new_tokens`` that a running request keeps free, at a conservativeness of 1.
+
+Source: SGLANG_INIT_NEW_TOKEN_RATIO.
+"""
+
+
+def test_arguments_of_the_scheduler_have_an_effect(python: str, directories: list[Path], tmp_path: Path) -> None:
+    """Two requests run together although the server has no room for the end of both; the queue has a bound."""
+    log = tmp_path / "sglang.log"
+
+    async def run() -> None:
+        settings = config(python, log=str(log))
+        settings = replace(settings, sglang=replace(settings.sglang, arguments=ARGUMENTS | SCHEDULING))
+        server = await ServerProcess.open(directories[0], settings)
+        try:
+            assert await _cached(server.api) == 32, "page_size: whole pages of a prompt of 38 tokens"
+            assert await _parts_of_a_stream(server, tokens=20) in (4, 5), "stream_interval"
+            new_tokens = 220
+            assert 2 * len(PROMPT) + new_tokens * (1 + RESERVED) > SCHEDULING["max_total_tokens"]
+            sampling = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+            body = {"input_ids": PROMPT, "sampling_params": sampling}
+            answers = await asyncio.gather(
+                *(server.api.call("POST", "/generate", body) for _ in range(5)), return_exceptions=True
+            )
+            refused = [answer for answer in answers if isinstance(answer, BaseException)]
+            assert 1 <= len(refused) <= 3, "max_queued_requests: two run and two wait, or two came before any ran"
+            for answer in refused:
+                assert isinstance(answer, EngineUnavailable) and "queue is full" in str(answer)
+        finally:
+            await server.close()
+        lines = [line for line in log.read_text().splitlines() if "Decode batch" in line]
+        assert any("#running-req: 2" in line for line in lines), "schedule_conservativeness"
+        assert len(lines) >= new_tokens // SCHEDULING["decode_log_interval"], "decode_log_interval"
+
+    asyncio.run(run())
+
+
+async def _cached(api: Api) -> int:
+    """Return the number of prompt tokens that the second of two equal requests has from the cache."""
+    body = {"input_ids": list(range(5, 43)), "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    for _ in range(2):
+        answer = await api.call("POST", "/generate", body)
+    return int(answer["meta_info"]["cached_tokens"])
+
+
+async def _parts_of_a_stream(server: ServerProcess, *, tokens: int) -> int:
+    """Return the number of parts in which a response of ``tokens`` tokens comes."""
+    sampling = {"max_new_tokens": tokens, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True}
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {SCHEDULING['api_key']}"}) as session:
+        async with session.post(server.api.url + "/generate", json=body) as response:
+            assert response.status == 200
+            return sum([line.startswith(b"data: {") async for line in response.content])
 
 
 def _without_named_turn(directory: Path, copy: Path) -> Path:

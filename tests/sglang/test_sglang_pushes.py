@@ -202,7 +202,7 @@ async def cut_off(served: Served, begun: Generation | None) -> Generation:
     """Return a response that was aborted after its first state, before the model ended it."""
     for attempt in range(40):
         name, made = f"piece-{attempt}", None
-        async for state in served.client.stream(PROMPTS[0], SAMPLING, id=name, begun=begun):
+        async for state in served.client.stream(PROMPTS[0], SAMPLING, request_id=name, begun=begun):
             if made is None:
                 await served.client.abort(name)
             made = state

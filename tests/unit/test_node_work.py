@@ -13,7 +13,7 @@ from tidemill.launch.run.learner_nodes import NodeWork
 from tidemill.launch.run.node_rank import NodePlace
 from tidemill.launch.settings.config_loader import from_map
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.nodes.errors import NodeRefused
+from tidemill.learner.errors import NodeRefused
 from tidemill.learner.nodes.node_rows import NodeRow
 
 

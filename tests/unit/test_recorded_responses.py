@@ -25,7 +25,7 @@ from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.data.config import DataConfig
 from tidemill.learner.errors import PromptError
-from tidemill.learner.feed.new_task import task_of
+from tidemill.learner.feed.issuing import task_of
 from tidemill.learner.feed.recorded_responses import samples_of
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.prompts.responses import RecordedRow, Recordings, in_conversation
@@ -325,12 +325,12 @@ def test_settings_that_contradict_recorded_responses_are_refused(
             "want sampling.temperature: 1 with response 1",
         ),
         (
-            ("learner.algorithm={correction: sft, entropy_coef: 0.1}",),
-            "want learner.algorithm.entropy_coef: 0 with response 1",
+            ("learner.algorithm={correction: sft, entropy: {coef: 0.1}}",),
+            "want learner.algorithm.entropy.coef: 0 with response 1",
         ),
         (
-            ("learner.algorithm={correction: sft, entropy_target: 0.1}",),
-            "want learner.algorithm.entropy_target: 0 with response 1",
+            ("learner.algorithm={correction: sft, entropy: {target: 0.1}}",),
+            "want learner.algorithm.entropy.target: 0 with response 1",
         ),
         (
             ("learner.algorithm={correction: sft, kl: {coef: 0.1}}",),

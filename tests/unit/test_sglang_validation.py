@@ -19,7 +19,7 @@ IDS = {"input_ids": [5, 6, 7]}
 
 
 def responses(**body: Any) -> int:
-    return responses_in(body, LIMITS, most=8)[0]
+    return responses_in(body, LIMITS, max_responses=8)[0]
 
 
 @pytest.mark.parametrize(
@@ -151,6 +151,8 @@ def test_arguments_become_words_that_sglang_reads() -> None:
         ({"enable_lora": True}, "enable_lora: not passed to SGLang: a push sends merged weights"),
         ({"lora_target_modules": ["all"]}, "lora_target_modules: not passed to SGLang: a push sends merged weights"),
         ({"modelopt_checkpoint_save_path": "x"}, "not passed to SGLang: a push sends the learner's tensors"),
+        ({"num_continuous_decode_steps": 2}, "num_continuous_decode_steps: not passed to SGLang: it has no effect"),
+        ({"cuda-graph-max-bs-decode": 6}, "cuda-graph-max-bs-decode: not passed to SGLang: its effect has not been"),
         ({"pp": 2}, "pp: not passed to SGLang: servers of several pipeline stages or replicas have not been tried"),
         (
             {"reasoning_parser": "qwen3"},

@@ -63,7 +63,7 @@ class PartServer:
         self._sets: dict[str, Mapping[str, Tensor]] = {}
         self._read: dict[str, threading.Event] = {}
         """Set name -> set when rank 0 has read it."""
-        self._left = threading.Event()
+        self._has_left = threading.Event()
         """Set when no request of rank 0 will follow."""
         self._groups: dict[str, Sender] = {}
         self._met: set[str] = set()
@@ -91,9 +91,8 @@ class PartServer:
         )
 
     def stage(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill the copy of this number, which rank 0 has found free.
-
-        Raises BadManifest, and PublisherClosed without the thread.
+        """Fill the copy of this number, which rank 0 has found free. Raises BadManifest; PublisherClosed without the
+        thread.
         """
         if not self._thread.is_alive:
             raise PublisherClosed(f"the server of this rank's weights has ended: {self._thread.failure!r}")
@@ -108,16 +107,13 @@ class PartServer:
         self._sets[name] = tensors
 
     def wait_until_read(self, name: str, timeout_s: float) -> bool:
-        """Wait until rank 0 has read the set that was last offered by this name.
-
-        Returns whether it has, or there is none.
-        """
+        """Wait until rank 0 has read the last set of this name. Returns whether it has, or there is none."""
         read = self._read.get(name)
         return read is None or read.wait(timeout_s)
 
     def wait_until_left(self, timeout_s: float) -> bool:
         """Wait until no request of rank 0 will follow. Returns whether that is so, or the server has ended."""
-        return not self._thread.is_alive or self._left.wait(timeout_s)
+        return not self._thread.is_alive or self._has_left.wait(timeout_s)
 
     def close(self) -> None:
         """Stop serving, close all groups, and end the thread. Safe to call twice."""
@@ -158,11 +154,9 @@ class PartServer:
         return Listener(routes, RunAccess(RunKeys.fixed(Keys.of(self._key))), shutdown_s=_SHUTDOWN_S)
 
     def _answer(self, work: _Work) -> Route:
-        """Return the route of commands whose answer is ``work``'s map or bytes, or the reason of an error with its
-        status."""
+        """Return the route of commands that are answered by ``work``, or with the reason and status of its error."""
 
         async def handle(request: web.Request) -> web.Response:
-            """Answer one request."""
             try:
                 content = await work(request, _map_in(body_in(request)))
                 return web.Response(body=content) if isinstance(content, bytes) else web.json_response(content)
@@ -179,16 +173,12 @@ class PartServer:
         return {}
 
     async def _leave(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
-        self._left.set()
+        self._has_left.set()
         return {}
 
     async def _host(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
-        name, world_size, backend, timeout_s = (
-            str(body["name"]),
-            int(body["world_size"]),
-            str(body["backend"]),
-            _seconds_in(body),
-        )
+        name, world_size, backend = str(body["name"]), int(body["world_size"]), str(body["backend"])
+        timeout_s = _seconds_in(body)
         try:
             sender = await Sender.open(
                 name, world_size, backend, timeout_s, at=self._at, memory=self._memory, gpu=self._end.uuid

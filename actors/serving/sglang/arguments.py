@@ -1,6 +1,4 @@
-"""Arguments of SGLang servers by name (``engine.sglang.arguments``): which are passed on, and why others are not.
-Pure.
-"""
+"""Arguments of SGLang servers by name (``engine.sglang.arguments``): which are passed on, and why others are not."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -22,10 +20,8 @@ TRIED: Mapping[str, str] = {
     "schedule_policy": "order of the requests that wait",
     "schedule_conservativeness": "room that the scheduler keeps for the growth of responses",
     "max_queued_requests": "requests that wait, behind which further ones are refused",
-    "num_continuous_decode_steps": "tokens of each response between two looks for new requests",
     "stream_interval": "tokens between two parts of a streamed response",
     "page_size": "tokens of a page of keys and values",
-    "cuda_graph_max_bs_decode": "responses of the largest CUDA graph",
     "decode_log_interval": "passes between two lines of the log on the speed",
     "disable_radix_cache": "no prompt shares the keys and values of another",
     "disable_cuda_graph": "no CUDA graphs",
@@ -39,8 +35,7 @@ TRIED: Mapping[str, str] = {
     "enable_return_routed_experts": "the experts of each token, for learner.routing_replay: rollout",
     "api_key": "key of the server, in place of a generated one",
 }
-"""Arguments that are passed on, and the effect of each: ``tests/sglang/test_sglang_own_server.py`` starts a server with
-them."""
+"""Arguments that are passed on, and their effects; ``tests/sglang/test_sglang_own_server.py`` tries them."""
 SAME = {"tensor_parallel_size": "tp_size", "tp": "tp_size"}
 """Other names of these."""
 ELSEWHERE = ("model_path", "host", "port", "weight_version", "base_gpu_id", "gpu_id_step")
@@ -55,6 +50,8 @@ _RANKS = (
     "servers of several pipeline stages or replicas have not been tried with pushes; start more engines (up.engines)"
 )
 _CHATS = "it has no effect: the engine renders and parses chats itself, and asks the server for tokens alone"
+_NO_EFFECT = "it has no effect: no part of SGLang's server reads it"
+_GRAPHS = "its effect has not been tried: there are no CUDA graphs on a CPU"
 _FILE = "the arguments in it would not be checked; give them by name"
 UNTRIED: Mapping[str, str] = {
     **dict.fromkeys(
@@ -69,6 +66,8 @@ UNTRIED: Mapping[str, str] = {
     **dict.fromkeys(
         ("reasoning_parser", "tool_call_parser", "chat_template", "completion_template", "served_model_name"), _CHATS
     ),
+    "num_continuous_decode_steps": _NO_EFFECT,
+    **dict.fromkeys(("cuda_graph_max_bs", "cuda_graph_max_bs_decode", "cuda_graph_bs"), _GRAPHS),
     "config": _FILE,
 }
 """Reasons against some of the others."""
@@ -78,10 +77,7 @@ OWN_SERVER = "start a server with it yourself and set engine.sglang.url (docs/sg
 
 
 def refuse_untried(arguments: JsonMapping) -> None:
-    """Raise ValueError for an argument that is passed on and not known to work with pushes.
-
-    Nothing is passed on for null and false.
-    """
+    """Raise ValueError for an argument that is not known to work with pushes. Null and false pass nothing on."""
     for argument, value in arguments.items():
         name = argument.replace("-", "_")
         if value is None or value is False or SAME.get(name, name) in TRIED or name in ELSEWHERE:
