@@ -18,6 +18,7 @@ import numpy as np
 
 from tests import actor_child
 from tests.forked import Forked
+from tests.waits import until
 from tidemill.actors.config import ActorConfig, EngineConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.authority import Authority
@@ -158,8 +159,7 @@ async def settled(bus: Bus) -> None:
 
 async def at_work(built: BuiltinEngine, requests: int) -> None:
     """Return when the engine has this many unfinished requests."""
-    while built.stats()["waiting"] + built.stats()["running"] != requests:  # noqa: ASYNC110 - the engine sends no event
-        await asyncio.sleep(0.005)
+    await until(lambda: built.stats()["waiting"] + built.stats()["running"] == requests, every_s=0.005)
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from tests.chaos.parts import PATIENCE_S, Part, Parts, parts
 from tests.chaos.wire import Wire
 from tests.small_disk import SmallDisk, small_disk
 from tests.unhurried import UNHURRIED
+from tests.waits import until
 from tidemill.bus.errors import BusUnavailable
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
@@ -88,8 +89,7 @@ async def _no_disk(run: Parts, disk: SmallDisk) -> None:
 async def _logged(text: str, *parts: Part) -> None:
     """Wait until the text is in the log of every part."""
     async with asyncio.timeout(PATIENCE_S):
-        while not all(text in part.log for part in parts):  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+        await until(lambda: all(text in part.log for part in parts), every_s=0.1)
 
 
 def test_no_room_for_a_checkpoint_ends_the_learner_with_the_reason(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tests.engine_kinds import Kind
 from tests.engine_serving import Served
 from tests.skips import inapplicable
 from tests.tiny_models import CHAT_TEMPLATE, EOS, write_tiny_model
+from tests.waits import until
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.openai import openai_api
 from tidemill.actors.openai.openai_answers import ResponseBuilder
@@ -55,8 +56,10 @@ def first_model(model_dir: Path) -> Path:
 async def until_unfinished(served: Served, requests: int) -> None:
     """Wait until the engine has this many unfinished requests."""
     async with asyncio.timeout(60):
-        while served.engine.stats()["running"] + served.engine.stats().get("waiting", 0) != requests:  # noqa: ASYNC110 - no event
-            await asyncio.sleep(0.005)
+        await until(
+            lambda: served.engine.stats()["running"] + served.engine.stats().get("waiting", 0) == requests,
+            every_s=0.005,
+        )
 
 
 SGLANG_CAN = ({"response_format": {"type": "json_object"}}, {"regex": "a+"}, {"frequency_penalty": 0.5})
@@ -277,7 +280,7 @@ def test_formats_become_schemas() -> None:
         schema({"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "boolean"}}})
         == '{"type": "boolean"}'
     )
-    with pytest.raises(BadRequest, match="response_format: want"):
+    with pytest.raises(BadRequest, match="response_format"):
         schema({"type": "json_schema", "json_schema": {"name": "a"}})
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.waits import until
 from tidemill.actors.episodes import children as episode_children
 from tidemill.actors.episodes.children import LOADS, Children
 from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
@@ -63,8 +64,7 @@ async def test_an_episode_goes_on_behind_its_state_in_a_class_that_can() -> None
 
 
 async def begun(file: Path) -> None:
-    while not file.exists():
-        await asyncio.sleep(0.005)
+    await until(file.exists, every_s=0.005)
 
 
 async def ended(pid: int) -> None:

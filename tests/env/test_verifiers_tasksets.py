@@ -154,7 +154,7 @@ async def test_a_taskset_that_verifiers_ships_is_played_as_it_is(python: str, tm
         await assert_log_probs(sample, guessing)
 
 
-@pytest.mark.parametrize("renderer", [None, "default"])
+@pytest.mark.parametrize("renderer", [None, pytest.param("default", marks=pytest.mark.slow)])
 async def test_a_taskset_of_one_turn_makes_samples(
     python: str, model_dir: Path, tmp_path: Path, renderer: str | None
 ) -> None:
@@ -189,7 +189,7 @@ async def test_a_taskset_of_one_turn_makes_samples(
     await assert_log_probs(sample, model_dir)
 
 
-@pytest.mark.parametrize("renderer", [None, "default"])
+@pytest.mark.parametrize("renderer", [pytest.param(None, marks=pytest.mark.slow), "default"])
 async def test_a_taskset_of_several_turns_makes_samples(
     python: str, model_dir: Path, tmp_path: Path, renderer: str | None
 ) -> None:

@@ -259,7 +259,7 @@ async def test_what_is_broken_is_named_and_blocks_nothing(open_bus: BusOpener) -
 
 async def test_samples_of_another_run_are_not_published(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
-        with pytest.raises(ValueError, match=r"sample\.run: want"):
+        with pytest.raises(ValueError, match=r"sample\.run"):
             await bus.samples.publish(make_sample("another"))
 
 

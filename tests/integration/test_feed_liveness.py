@@ -12,6 +12,7 @@ import pytest
 
 from tests.feeder_kit import KEYS
 from tests.integration.test_feed_strangers import START, foreign
+from tests.waits import until
 from tidemill.bus.system.processes import Child
 from tidemill.learner.errors import RankSilent
 from tidemill.learner.feed.feed_client import FeedClient, Heartbeats
@@ -50,8 +51,7 @@ async def test_the_gate_admits_the_keys_of_every_node_of_the_attempt_and_no_othe
         assert await asyncio.to_thread(hello, server.url, SECOND, 1) == 1
         with Heartbeats(server.url, keys=foreign(), rank=1):
             async with asyncio.timeout(WITHIN_S):
-                while not server.refused:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+                await until(lambda: server.refused)
 
 
 def test_keys_reach_a_child_with_those_of_other_nodes() -> None:

@@ -26,6 +26,7 @@ from tests.actor_kit import (
 )
 from tests.bus_fixtures import BusOpener
 from tests.js_kit import installed, js_actor
+from tests.waits import until
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.bus.config import BusConfig
@@ -279,8 +280,7 @@ async def test_a_sample_too_large_for_one_message_is_joined(tmp_path: Path, run_
 
 async def aborted(built: BuiltinEngine, requests: int) -> None:
     """Return when the engine has aborted this many requests."""
-    while built.stats()["requests_aborted"] != requests:  # noqa: ASYNC110 - the engine sends no event
-        await asyncio.sleep(0.005)
+    await until(lambda: built.stats()["requests_aborted"] == requests, every_s=0.005)
 
 
 async def _issue_behind(bus: Bus, epoch: int) -> int:

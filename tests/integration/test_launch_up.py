@@ -23,6 +23,7 @@ from tests.check_kit import write_model, write_prompts
 from tests.forked import Forked
 from tests.launched import Ended, run_tidemill, tidemill
 from tests.unhurried import UNHURRIED
+from tests.waits import until
 from tests.whole.running import ROOT, SMOKE, UP_LIMIT_S, live, until_step, up
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -167,8 +168,7 @@ async def test_the_scripts_make_a_run_in_any_order(tmp_path: Path, script: Scrip
         only_bus = {name: value for name, value in settings.items() if name != "RUN"}
         with script("actor", tmp_path, only_bus) as actor, script("engine", tmp_path, settings) as engine:
             with script("learner", tmp_path, settings) as learner, script("bus", tmp_path, settings) as bus:
-                while not (tmp_path / "run" / "bus.url").exists():  # noqa: ASYNC110 - written when its streams are there
-                    await asyncio.sleep(0.05)
+                await until(lambda: (tmp_path / "run" / "bus.url").exists())
                 async with connect(settings["BUS"], "smoke", name="test") as found:
                     loaded = Path(f"/proc/{(await live(found, 'feeder')).pid}/maps").read_text()  # noqa: ASYNC240
                 assert script is forked or ("tokenizers" in loaded and "libtorch" not in loaded), (
@@ -187,8 +187,7 @@ async def test_processes_not_drained_in_time_are_named(tmp_path: Path) -> None:
     sets = [f"directory={tmp_path}/run", "run=r", f"model.path={tmp_path}", f"data.path={tmp_path}/prompts.jsonl"]
     run = Up(load([], sets).config, Console(file=io.StringIO()), resume=False)
     work = asyncio.create_task(run.run(asyncio.Event()))
-    while "bus" not in run._supervisor.running:  # noqa: ASYNC110 - another process has no event here
-        await asyncio.sleep(0.01)
+    await until(lambda: "bus" in run._supervisor.running)
     work.cancel()  # as at the second SIGTERM, and at the deadline
     with pytest.raises(asyncio.CancelledError):
         await work

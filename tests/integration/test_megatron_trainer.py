@@ -454,7 +454,7 @@ def test_the_weights_of_another_model_are_refused(make: Any, tmp_path: Path) -> 
     wider = tmp_path / "wider"
     write_tiny_model(wider, vocab_size=2 * VOCAB)
     _, other, its_optimizer, _ = make(model=wider)
-    with pytest.raises(ConfigRefused, match=r"learner\.from_checkpoint: want a checkpoint of the model in model\.path"):
+    with pytest.raises(ConfigRefused, match=r"learner\.from_checkpoint"):
         state.load_weights(tmp_path / "checkpoint", policy=other, optimizer=its_optimizer)
 
 

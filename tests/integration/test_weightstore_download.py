@@ -107,11 +107,11 @@ async def test_a_snapshot_that_is_changed_on_the_server_never_gets_its_name(sour
     content[-1] ^= 1
     path.write_bytes(content)
     async with served(source, []) as url:
-        with pytest.raises(SnapshotBroken, match=r"model\.safetensors: want SHA-256"):
+        with pytest.raises(SnapshotBroken, match=r"model\.safetensors"):
             await fetch(url, tmp_path / "got")
         assert not (tmp_path / "got").exists()
         path.write_bytes(path.read_bytes()[:-7])
-        with pytest.raises(SnapshotBroken, match=r"model\.safetensors: want SHA-256"):
+        with pytest.raises(SnapshotBroken, match=r"model\.safetensors"):
             await fetch(url, tmp_path / "got")
     assert not (tmp_path / "got").exists()
 

@@ -103,7 +103,7 @@ async def until(reached: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_a_wrong_request_is_refused_and_ends_nothing(
     python: str, server: str, directories: list[Path], stream: bool
 ) -> None:

@@ -148,13 +148,13 @@ def test_a_rule_that_is_none_is_refused(text: str) -> None:
         ({"dro": {"tau": 0.5}}, "dro.tau: not used by loss ppo; want loss: dro"),
         (
             {"correction": "tis", "clip": {"high": 0.3}},
-            "clip.high: not used by loss reinforce; want loss: ppo | clip_cov | cispo | gspo | gspo_token | gmpo | dppo_tv | "
-            "dppo_kl | ipo, or 0.0 here, got 0.3",
+            "clip.high: not used by loss reinforce; want loss: ppo | clip_cov | cispo | gspo | gspo_token | gmpo | "
+            "dppo_tv | dppo_kl | ipo, or 0.0 here, got 0.3",
         ),
         (
             {"correction": "bypass", "weight": {"high": 3.0}},
-            "weight.high: not used by weight.level none; want weight.level: token | sequence | geometric | prefix, or 0.0 "
-            "here, got 3.0",
+            "weight.high: not used by weight.level none; want weight.level: token | sequence | geometric | prefix, "
+            "or 0.0 here, got 3.0",
         ),
         ({"correction": "bypass", "weight": {"action": "mask"}}, "weight.action: not used by weight.level none"),
         ({"correction": "dppo_kl", "dppo": {"ratio_cap": 0.5}}, "dppo.ratio_cap: want >= 1"),
@@ -368,7 +368,7 @@ def test_groups_of_one_are_for_estimators_without_a_baseline(advantage: str) -> 
     if alone.any() or advantage == "none":
         assert LearnerConfig(group_size=1, algorithm=AlgorithmConfig(advantage=advantage)).group_size == 1
     else:
-        with pytest.raises(ValueError, match="group_size: want >= 2"):
+        with pytest.raises(ValueError, match="group_size"):
             LearnerConfig(group_size=1, algorithm=AlgorithmConfig(advantage=advantage))
 
 

@@ -181,7 +181,7 @@ def test_without_nvidia_smi_a_colocated_learner_on_cuda_is_refused_them_too(
 ) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     learner = LearnerConfig(colocated=True, device="cuda")
-    with pytest.raises(PlacementRefused, match="PYTORCH_ALLOC_CONF: want no expandable_segments"):
+    with pytest.raises(PlacementRefused, match="PYTORCH_ALLOC_CONF"):
         place_ranks(RunConfig(learner=learner, weights=WeightsConfig(overlap=False)))
     place_ranks(RunConfig(learner=replace(learner, device="auto"), weights=WeightsConfig(overlap=False)))
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from tests import data_kit
 from tests.small_disk import small_disk
+from tests.waits import until
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.wire.messages import Done, Evaluated
 from tidemill.bus.wire.rows import LiveRow
@@ -302,11 +303,11 @@ async def test_a_bus_that_does_not_answer_is_shown_with_the_time(monkeypatch: py
     watch, terminal = watch_of([0.5], steps=9), Console(file=io.StringIO(), width=100)
     watch.bus_silence = "the bus has not answered for 60 s"
     showing = asyncio.create_task(show_plain(watch, terminal))
-    while terminal.file.getvalue().count("the bus has not answered for 60 s") < 2:  # type: ignore[attr-defined]  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    # type: ignore[attr-defined]
+    await until(lambda: terminal.file.getvalue().count("the bus has not answered for 60 s") >= 2)
     watch.bus_silence = ""
-    while "step 1/9" not in terminal.file.getvalue():  # type: ignore[attr-defined]  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    # type: ignore[attr-defined]
+    await until(lambda: "step 1/9" in terminal.file.getvalue())
     watch.event("the last one")
     showing.cancel()
     await asyncio.gather(showing, return_exceptions=True)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession, web
 
+from tests.waits import until
 from tidemill.actors.body_decoder import decode
 from tidemill.actors.scoring.server import RewardServer, ScoreBody, serving
 from tidemill.bus.processes.limits import ProcessLimits
@@ -156,8 +157,7 @@ async def test_a_server_that_does_not_answer_is_left_alone_for_a_while(monkeypat
             begin = time.monotonic()
             many = [asyncio.ensure_future(remote(request())) for _ in range(20)]
             async with asyncio.timeout(60):
-                while len(asked) < calls.OPEN_AFTER + 3:  # noqa: ASYNC110 - the server sends no event
-                    await asyncio.sleep(0.01)
+                await until(lambda: len(asked) >= calls.OPEN_AFTER + 3)
             assert time.monotonic() - begin > 2 * calls.OPEN_S, "one call at a time tries it"
             assert not any(one.done() for one in many)
             up.set()
