@@ -20,7 +20,7 @@ from tidemill.bus import exit_codes
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, current_epoch
 from tidemill.learner.errors import LearnerEnded, NodeRefused, NodeReplaced
-from tidemill.learner.nodes import agent
+from tidemill.learner.nodes import probes
 from tidemill.learner.nodes.agent import Agent, Limits
 from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, NodeRow, Phase, State, attempt_of, node_of, row_value
 from tidemill.learner.nodes.own_row import OwnRow, here
@@ -234,9 +234,9 @@ async def test_nodes_that_do_not_reach_each_other_start_no_ranks_until_they_do(o
 
 async def test_a_call_that_another_process_answers_reaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute, monkeypatch.context() as soon:
-        soon.setattr(agent, "CALL_S", 0.3)
+        soon.setattr(probes, "CALL_S", 0.3)
         assert await call(replace(ROW, probe_port=mute.getsockname()[1])) == "no answer within 0 s"
-    monkeypatch.setattr(agent, "CALL_S", WITHIN_S)
+    monkeypatch.setattr(probes, "CALL_S", WITHIN_S)
     async with answering("a" * 12, "127.0.0.1") as port:
         right = replace(ROW, agent="a" * 12, probe_port=port)
         assert await call(right) == REACHED
