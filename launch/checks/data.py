@@ -177,15 +177,12 @@ class Prompts:
 
 
 def check_data(
-    report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None, *, made: bool
+    report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None, *, prepared: bool
 ) -> Prompts | None:
-    """Report bad rows and errors in ``data``; return the facts about its prompts, None after an error.
-
-    ``made``: ``prepare`` makes the file.
-    """
+    """Report errors in ``data``; return facts about its prompts, None after an error."""
     try:
         refuse_template(config.data.template)
-        if made:
+        if prepared:
             return _check_prepared(report, config)
         if not config.data.used:
             cure = "set one, or have a small one made: prepare: {kind: digits}"

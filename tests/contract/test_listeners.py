@@ -328,7 +328,7 @@ async def test_bodies_are_bounded_together_and_small_ones_pass() -> None:
         await listener.close()
 
 
-# -- keys ---------------------------------------------------------------------------------------------------------------
+# -- keys
 
 
 async def test_a_teacher_has_no_commands(model_dir: Path) -> None:
