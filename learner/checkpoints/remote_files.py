@@ -205,11 +205,9 @@ class CheckpointFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Return the position."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move the position, and return it."""
         origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         self._at = max(0, origin + offset)
         return self._at

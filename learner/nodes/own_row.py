@@ -79,7 +79,8 @@ class OwnRow:
                 log.warning(
                     "%s has a row from %s pid=%d: waiting up to %.0f s for its next heartbeat",
                     self._key,
-                    *_of(rival),
+                    rival.host,
+                    rival.pid,
                     silence_s,
                 )
             last_revision = revision
@@ -131,10 +132,6 @@ class OwnRow:
         except WireError as error:
             log.warning("row %s cannot be read and is replaced: %s", self._key, error)
             return None
-
-
-def _of(row: NodeRow) -> tuple[str, int]:
-    return row.host, row.pid
 
 
 def _taken(mine: NodeRow, rival: NodeRow) -> NodeRefused:

@@ -62,10 +62,6 @@ a dead peer, and all that must last is stored already.
 """
 
 
-def _ignore() -> None:
-    """Do nothing at an event that the caller does not need."""
-
-
 class ChildFailed(LearnerError):
     """The feeder or a rank has ended with an error, or was killed (a negative code)."""
 
@@ -114,7 +110,7 @@ async def run_learner(
     host: str = "127.0.0.1",
     drain_s: float = 600.0,
     variables: Sequence[Mapping[str, str]] = (),
-    on_sigterm: Callable[[], None] = _ignore,
+    on_sigterm: Callable[[], None] = lambda: None,
 ) -> None:
     """Run feeder and ranks on one machine; ends and raises as ``run_part``, which has the other arguments."""
     with KeptPort(host) as feeder_port, KeptPort(host) as master_port:  # it takes seconds until the children listen
@@ -146,8 +142,8 @@ async def run_part(
     threads: int = 1,
     drain_s: float = 600.0,
     variables: Sequence[Mapping[str, str]] = (),
-    on_step: Callable[[], None] = _ignore,
-    on_sigterm: Callable[[], None] = _ignore,
+    on_step: Callable[[], None] = lambda: None,
+    on_sigterm: Callable[[], None] = lambda: None,
 ) -> None:
     """Run the processes of a node until all have succeeded, or have drained after ``draining``.
 

@@ -45,8 +45,8 @@ START_S = 30.0
 """Deadline in seconds for the thread to listen, and to end."""
 _SHUTDOWN_S = 1.0
 _KEY_BYTES = 24
-_Work = Callable[[web.Request, Mapping[str, Any]], Coroutine[object, None, dict[str, object] | bytes]]
-"""Answers a request, with the map in its body."""
+_Work = Callable[[web.Request, Mapping[str, Any]], Coroutine[object, None, dict[str, object] | bytes | None]]
+"""Answers a request, with the map in its body; None = an empty map."""
 
 
 class PartServer:
@@ -159,7 +159,7 @@ class PartServer:
         async def handle(request: web.Request) -> web.Response:
             try:
                 content = await work(request, _map_in(body_in(request)))
-                return web.Response(body=content) if isinstance(content, bytes) else web.json_response(content)
+                return web.Response(body=content) if isinstance(content, bytes) else web.json_response(content or {})
             except (LookupError, TypeError, ValueError, OverflowError) as error:
                 return web.json_response({"message": f"{request.path}: {error!r}"}, status=400)
             except PeerLost as error:  # of an engine: this rank is well
@@ -169,12 +169,11 @@ class PartServer:
 
         return Route.command(handle)
 
-    async def _alive(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
-        return {}
+    async def _alive(self, request: web.Request, body: Mapping[str, Any]) -> None:
+        return
 
-    async def _leave(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+    async def _leave(self, request: web.Request, body: Mapping[str, Any]) -> None:
         self._has_left.set()
-        return {}
 
     async def _host(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         name, world_size, backend = str(body["name"]), int(body["world_size"]), str(body["backend"])
@@ -191,30 +190,27 @@ class PartServer:
         asyncio.get_running_loop().call_later(START_S + 2 * timeout_s, self._drop_unmet, group_id)
         return {"id": group_id, "host": sender.host, "port": sender.port}
 
-    async def _meet(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+    async def _meet(self, request: web.Request, body: Mapping[str, Any]) -> None:
         group = self._group(request)
         self._met.add(request.match_info["id"])
         await group.meet()
-        return {}
 
     def _drop_unmet(self, group_id: str) -> None:
         if group_id in self._groups and group_id not in self._met:
             _log.warning("group closed, because no engine was requested to join it id=%s", group_id)
             self._groups.pop(group_id).close()
 
-    async def _send(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+    async def _send(self, request: web.Request, body: Mapping[str, Any]) -> None:
         group, timeout_s = self._group(request), _seconds_in(body)
         flat = self._flat(body["copy"], body["bucket"])
         following = None if body["following"] is None else self._flat(body["copy"], body["following"])
         await group.send(flat, following, timeout_s)
-        return {}
 
-    async def _close_group(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+    async def _close_group(self, request: web.Request, body: Mapping[str, Any]) -> None:
         group_id = request.match_info["id"]
         if group_id in self._groups:  # an earlier request may have closed it, and its answer been lost
             self._groups.pop(group_id).close()
         self._met.discard(group_id)
-        return {}
 
     async def _differences(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         report, compare = ChecksumReport.parse(body["report"]), self._copies[body["copy"]].differences
@@ -234,12 +230,11 @@ class PartServer:
         tensor = self._sets[request.match_info["set"]][request.query["name"]]
         return await asyncio.to_thread(_bytes_of, tensor)
 
-    async def _release(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+    async def _release(self, request: web.Request, body: Mapping[str, Any]) -> None:
         name = request.match_info["set"]
         read = self._read[name]
         self._sets.pop(name, None)
         read.set()  # last: the trainer's thread may offer another one by this name now
-        return {}
 
     def _group(self, request: web.Request) -> Sender:
         return self._groups[request.match_info["id"]]
