@@ -4,7 +4,7 @@
 
     TASKS --lease--> group --n x--> engine --> reward --> SAMPLES     (acked when all n are stored)
                        |                          |
-                       |                          |        a teacher, if there is one, scores the tokens beside the reward
+                       |                          |        a teacher, if there is one, scores the tokens, too
                        |                          +-- fails or hangs: a FAILED sample, and the task is reported
                        |                          +-- a reward of groups waits for all n
                        +-- no engine, or drained: the work so far goes into PARTIALS, then a nak returns the task

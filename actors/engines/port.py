@@ -92,9 +92,9 @@ class Engine(Protocol):
         """Return one complete response. Requests with the same prompt that are sent together may share its computation.
 
         A weight update meanwhile neither ends nor delays it; its tokens then have several spans. ``finish`` is "abort"
-        when the request was aborted: an unfinished response, no error. ``request_id`` must be unique among unfinished requests;
-        empty = the adapter chooses. ``begun``: an unfinished response to the same prompt, of any engine; it is
-        continued, and the result includes it. With the seed and the weights it was begun with, the built-in engine
+        when the request was aborted: an unfinished response, no error. ``request_id`` must be unique among unfinished
+        requests; empty = the adapter chooses. ``begun``: an unfinished response to the same prompt, of any engine; it
+        is continued, and the result includes it. With the seed and the weights it was begun with, the built-in engine
         samples the tokens that it would have sampled without the interruption. Raises VersionUnavailable when no
         version >= ``min_version`` is served within ``timeout_s``.
         """

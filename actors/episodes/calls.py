@@ -125,7 +125,7 @@ def remember_restored(history: TokenHistory, model: ModelText, turns: Sequence[S
 
 
 def _longest_beginning(ids: list[int], texts: list[list[TokenPiece]]) -> tuple[list[TokenPiece], list[int]]:
-    """Return the longest beginning of ``ids`` that is the beginning of a text in whole pieces, and the ids behind it."""
+    """Return the longest beginning of ``ids`` that begins a text in whole pieces, and the ids behind it."""
     best, longest = list[TokenPiece](), 0
     for pieces in reversed(texts):
         end, count = 0, 0

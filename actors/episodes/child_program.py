@@ -6,7 +6,7 @@ Started as ``PYTHON child_program.py DESCRIPTOR``; the descriptor is a socket wi
 
     {"load": {"use": "MODULE:NAME", "options": {...}, "path": [...], "alone": bool, "resumes": bool, "memory_mb": int,
               "limits": {"cpu_s": int, "open_files": int, "file_mb": int}}}      result {"tools": [NAME]}
-    {"base_url": URL, "api_key": KEY, "task": {...}}, an episode                 result {"value": ...} or {"fault": NUMBER}
+    {"base_url": URL, "api_key": KEY, "task": {...}}, an episode       result {"value": ...} or {"fault": NUMBER}
 
 and two notes, "hung" (a call of a tool that hangs) and "lost" (output that could not be written, once for a process).
 

@@ -3,7 +3,7 @@
 ::
 
     restart   the program runs from the start, with new answers
-    replay    the program runs from the start; a request with a prompt that has a stored answer gets that answer, each once
+    replay    the program runs from the start; a prompt with a stored answer gets that answer, each once
     resume    the program goes on behind its last state; answers behind that state are given out again
 """
 

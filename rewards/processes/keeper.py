@@ -3,7 +3,7 @@ process trees.
 
 ::
 
-    actor --control--> keeper --fork--> worker, worker, ...        requests and results go between actor and worker directly
+    actor --control--> keeper --fork--> worker, worker, ...        requests and results: actor <-> worker directly
                           <-- status of each worker that ended
 
 Workers are forked while this process has one thread; if the import of the reward has started threads, each worker is a
