@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from tidemill.actors.config import ActorConfig, EngineConfig
 from tidemill.actors.errors import NotAllowed
 from tidemill.actors.rollout_settings import DATASET
+from tidemill.bus.wire.json_object import is_number
 from tidemill.rewards.group import ASKING
 from tidemill.rewards.group import TABLE as OF_GROUPS
 from tidemill.rewards.registry import NAMING, TABLE
@@ -121,11 +122,10 @@ def _loading_rewards(row: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _harmless(path: str, value: object, default: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     named = value.get("reward") if isinstance(value, Mapping) and path.startswith("actor.reward_parts.") else value
     ours = TABLE.keys() - NAMING
     tables = {"actor.reward": ours, "actor.reward_parts": ours, "actor.group_reward": OF_GROUPS.keys() - ASKING}
     of_the_house = any(
         path.startswith(start) and isinstance(named, str) and named in table for start, table in tables.items()
     )
-    return value is None or value == default or is_number or of_the_house
+    return value is None or value == default or is_number(value) or of_the_house

@@ -32,7 +32,7 @@ from tidemill.bus.system.failure_log import FailureLog
 from tidemill.bus.system.functions import present_name
 from tidemill.bus.system.proxies import without_proxy
 from tidemill.bus.wire.invariants import MAX_REWARD
-from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -295,7 +295,7 @@ def _result(message: object) -> EpisodeResult:
 
 def _number(value: object, where: str) -> float:
     # Not NaN, either: it fails every comparison.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:
+    if not is_number(value) or not abs(value) <= MAX_REWARD:
         raise ProgramFailed(f"{where}: want a finite number within +-{MAX_REWARD:g}, got {str(value)[:80]}")
     return float(value)
 

@@ -23,7 +23,7 @@ from tidemill.bus.config import RUN_NAME
 from tidemill.bus.wire.chat_messages import chat_messages
 from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.invariants import MAX_REWARD
-from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject, is_integer, is_number
 from tidemill.bus.wire.messages import Sampling, Task
 
 
@@ -312,7 +312,7 @@ class Episode:
 
     def reward_turn(self, turn: object, reward: object) -> None:
         """Give a turn, by id or number, its reward; null = the last one that is trained. Raises BadRequest."""
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
+        if not is_number(reward) or not abs(reward) <= MAX_REWARD:
             raise BadRequest(f"reward: want a number within +-{MAX_REWARD:g}, got {reward!r}")
         self.turn_rewards[self.turn(turn)] = float(reward)
 
@@ -323,7 +323,7 @@ class Episode:
             return self.recorder.last_trained
         if isinstance(turn, str) and turn in self._turns:
             return self._turns[turn]
-        if isinstance(turn, int) and not isinstance(turn, bool) and 0 <= turn < count:
+        if is_integer(turn) and 0 <= turn < count:
             return turn
         raise BadRequest(f"turn: want the id of an answer, or a number below {count}, got {turn!r}")
 

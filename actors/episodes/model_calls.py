@@ -31,7 +31,7 @@ from tidemill.actors.router.exchange import Answer, Request
 from tidemill.bus.errors import WireError
 from tidemill.bus.system.coroutines import all_of
 from tidemill.bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
-from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject, is_integer, is_number
 from tidemill.bus.wire.messages import Kind, Sampling
 
 Number = TypeVar("Number", int, float)
@@ -242,7 +242,7 @@ def _read_calls(body: JsonMapping) -> tuple[list[tuple[NDArray[np.int32], JsonMa
         if parameters is not None and not isinstance(parameters, Mapping):
             raise BadRequest(f"sampling_params: want a map, got {parameters!r}")
         count = (parameters or {}).get("n") or 1
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_CALLS:
+        if not is_integer(count) or not 1 <= count <= MAX_CALLS:
             raise BadRequest(f"sampling_params.n: want 1 .. {MAX_CALLS}, got {count!r}")
         calls += [(prompt, parameters or {})] * count
     if len(calls) > MAX_CALLS:
@@ -297,8 +297,8 @@ def _number(parameters: JsonMapping, name: str, kind: type[Number], least: Numbe
     value = parameters.get(name)
     if value is None:
         return default
-    is_number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-    if not is_number or not least <= value <= 1e9:
+    is_kind = is_integer(value) if kind is int else is_number(value)
+    if not is_kind or not least <= value <= 1e9:
         raise BadRequest(f"sampling_params.{name}: want a number >= {least}, got {value!r}")
     return kind(value)
 

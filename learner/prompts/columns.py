@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 from tidemill.bus.config import RUN_NAME, SINGLE_TURN
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.chat_messages import chat_tools
-from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.json_object import JsonObject, is_integer, is_number
 from tidemill.bus.wire.messages import Sampling
 from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from tidemill.learner.data.config import MAX_LETTERS, MAX_STOPS
@@ -79,11 +79,7 @@ def sampling_in(values: Mapping[str, object], key: str, *, where: str) -> RowSam
 
 
 def _is_temperature(value: object) -> TypeGuard[int | float]:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE
-    )
+    return is_number(value) and LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE
 
 
 def refuse_limits(sampling: RowSampling, rollout: str, *, where: str, key: str) -> None:
@@ -142,4 +138,4 @@ def _listed(value: Any) -> tuple[Any, ...] | None:
 
 
 def _whole(value: object, *, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and at_least <= value < 2**31
+    return is_integer(value) and at_least <= value < 2**31

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.chat_messages import ASSISTANT
 from tidemill.bus.wire.invariants import check_log_probs, check_reward
-from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.json_object import JsonObject, is_number
 from tidemill.bus.wire.messages import Prompt
 from tidemill.learner.errors import PromptError
 from tidemill.learner.prompts.formats import kind_of, messages_in, refuse_unsendable, value_at
@@ -247,7 +247,7 @@ def _ids(value: Any, *, where: str, key: str, below: int = 2**31) -> tuple[int, 
 
 
 def _number(value: Any, *, where: str, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         raise PromptError(where, f"a number in {key}", f"{value!r:.80}")
     return float(value)
 

@@ -6,6 +6,7 @@ Source: GPQA (Rein et al. 2023, arXiv 2311.12022), in the form of slime's ``gpqa
 
 import re
 
+from tidemill.bus.wire.json_object import is_integer
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import RewardRequest
 
@@ -65,7 +66,7 @@ def _gold(request: RewardRequest, valid: str) -> str:
     choices = [choice.strip().casefold() for choice in _texts(request, "choices")]
     label = request.metadata.get("correct_letter", request.label)
     index: int | None = None
-    if isinstance(label, int) and not isinstance(label, bool):
+    if is_integer(label):
         index = label
     elif isinstance(label, str):
         text = label.strip().strip("().").casefold()

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from tidemill.bus.wire.json_object import is_number
 from tidemill.rewards.builtin.math_answer import last_boxed
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import RewardRequest
@@ -52,7 +53,7 @@ def _is_one_of(text: str, golds: Sequence[Any], precision: int) -> bool:
 
 
 def _gold(label: object) -> Any:
-    if isinstance(label, bool) or not isinstance(label, str | int | float):
+    if not (isinstance(label, str) or is_number(label)):
         raise RewardFailed("math_verify", f"label: want a text or a number, got {label!r}"[:300])
     gold = _parsed(str(label))
     if not gold:

@@ -17,6 +17,7 @@ import aiohttp
 
 from tidemill.bus.errors import DetailedError
 from tidemill.bus.http.client import content_of, open_session
+from tidemill.bus.wire.json_object import is_number
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GROUP, GroupRequest, group_fields
 from tidemill.rewards.port import Parts, RewardRequest, fields_of
@@ -221,4 +222,4 @@ def bearer(variable: str, where: str = "") -> dict[str, str]:
 def _is_reward(answer: object) -> bool:
     if isinstance(answer, Mapping):
         return bool(answer) and all(_is_reward(value) and not isinstance(value, Mapping) for value in answer.values())
-    return isinstance(answer, int | float) and not isinstance(answer, bool)
+    return is_number(answer)

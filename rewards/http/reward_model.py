@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bus.wire.chat_messages import chat_messages
+from tidemill.bus.wire.json_object import is_number
 from tidemill.rewards.http.remote import AskingReward
 from tidemill.rewards.model_text.message_template import MessageTemplate
 from tidemill.rewards.port import RewardRequest
@@ -59,7 +60,7 @@ class RewardModel(AskingReward):
         except (KeyError, IndexError, TypeError):
             raise ValueError(f"want 'embedding' with more than {self.index} numbers, got {answer!r}"[:300]) from None
         try:
-            number = float(output) if isinstance(output, int | float) and not isinstance(output, bool) else math.nan
+            number = float(output) if is_number(output) else math.nan
         except OverflowError:  # a whole number beyond floats
             number = math.inf
         if not math.isfinite(number):

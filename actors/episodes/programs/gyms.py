@@ -9,6 +9,7 @@ from typing import Any, ClassVar, SupportsFloat
 from tidemill.actors.episodes.programs.call_threads import CallThreads
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.chat_messages import chat_messages
+from tidemill.bus.wire.json_object import is_integer
 
 
 def env_of_row(data: Mapping[str, Any], default: str) -> tuple[str, dict[str, Any]]:
@@ -158,7 +159,7 @@ class Gem:
         idle = self._idle.get(self._key)
         env = idle.pop() if idle else self._gem.make(env_id, **options)
         seed = (data.get("metadata") or {}).get("seed", data.get("task", 0))
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        if not is_integer(seed) or not 0 <= seed < 2**63:
             raise RuntimeError(f"metadata.seed: want a whole number >= 0, got {seed!r:.80}")
         observation, info = env.reset(seed=seed % 2**32)  # numpy takes no larger one
         self._env = env

@@ -27,6 +27,7 @@ from tidemill.actors.episodes.programs.tools import FAILED, Tool, tools_of
 from tidemill.bus.system.coroutines import to_the_end
 from tidemill.bus.system.functions import find_object
 from tidemill.bus.wire.chat_messages import chat_messages, chat_tools
+from tidemill.bus.wire.json_object import is_integer
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "skyrl_gym": SkyRL}
 """Environments that ship, by name."""
@@ -109,7 +110,7 @@ class MultiTurn:
         if self.max_turns < 1 or not 0 < self.tool_seconds < 3600 or self.max_tokens < 0:
             want = "max_turns >= 1, tool_seconds in 0..3600 and max_tokens >= 0"
             raise ValueError(f"want {want}, got {self.max_turns}, {self.tool_seconds}, {self.max_tokens}")
-        if isinstance(self.max_hung_calls, bool) or not isinstance(self.max_hung_calls, int) or self.max_hung_calls < 0:
+        if not is_integer(self.max_hung_calls) or self.max_hung_calls < 0:
             raise ValueError(f"max_hung_calls: want a whole number >= 0, got {self.max_hung_calls!r}")
         if "{result}" not in self.result:
             raise ValueError("result: want {result} in it")

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from tidemill.bus.http.client import open_session
+from tidemill.bus.wire.json_object import is_number
 
 MAX_MESSAGE_BYTES = 1 << 24
 RETRY_S = 1.0
@@ -101,7 +102,7 @@ class OpenEnv:
             raise RuntimeError(f"the environment failed: {message} ({code})")
         data = _data(answer)
         reward = data.get("reward")
-        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+        if reward is not None and (not is_number(reward)):
             raise RuntimeError(f"the environment's reward: want a number or null, got {reward!r:.80}")
         return self._text(answer), float(reward or 0.0), data.get("done") is True
 
