@@ -18,8 +18,8 @@ from tidemill.launch.settings.datasets import prompts
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.data.config import REFUSE, DataConfig
 from tidemill.learner.data.source import Source
+from tidemill.learner.debug.config import read_prompts
 from tidemill.learner.debug.rollout_file import read_header
-from tidemill.learner.debug.train_file import read_prompts
 from tidemill.learner.errors import DebugFileRefused, PromptError, TemplateLacks
 from tidemill.learner.prompts.bad_rows import RowTooLong
 from tidemill.learner.prompts.formats import count_rows

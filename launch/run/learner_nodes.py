@@ -39,9 +39,9 @@ from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.checkpoints.node_copies import Keeper, Ring
 from tidemill.learner.errors import NodeRefused
 from tidemill.learner.nodes.agent import Agent, Limits
-from tidemill.learner.nodes.agreement import refuse_public
 from tidemill.learner.nodes.node_rows import NodeRow
 from tidemill.learner.nodes.own_row import here
+from tidemill.learner.nodes.rendezvous import refuse_public
 from tidemill.learner.ranks.process import Part, run_part
 from tidemill.learner.settings.checkpoint_store import SHARED
 
