@@ -46,8 +46,7 @@ def check_reward(
 ) -> None:
     """Load the reward with its options; score the first row that is for it, if it is built in or ``call`` is set.
 
-    ``on_this_machine``: the processes that compute it, actors or scorers, run on this machine. If none does, a missing module is a
-    warning: it may be on their machines.
+    ``on_this_machine``: it is computed here; else a missing module is a warning: others may have it.
     """
     if config.samples_nothing:
         report.good("reward", "none needed: all samples are recorded responses")

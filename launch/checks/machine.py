@@ -52,7 +52,7 @@ STORE_ANSWER_S = 20.0
 
 
 def check_engine(report: Report, config: RunConfig, *, on_this_machine: bool) -> None:
-    """Check the engine's program and the release of SGLang; ``on_this_machine``: engines are started on this machine."""
+    """Check the engine's program and the release of SGLang; ``on_this_machine``: engines are started here."""
     engine = config.engine
     if engine.kind != "sglang" or engine.sglang.url:
         user = (

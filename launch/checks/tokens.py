@@ -192,7 +192,7 @@ def _shown(ids: tuple[int, ...]) -> str:
 
 
 def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None, *, on_this_machine: bool) -> None:
-    """Make the renderer of ``actor.gateway``. ``on_this_machine``: actors run on this machine; others may have other packages."""
+    """Make the renderer of ``actor.gateway``. ``on_this_machine``: actors run here, with these packages."""
     gateway = config.actor.gateway
     if not gateway.renderer:
         return

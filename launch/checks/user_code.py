@@ -1,4 +1,4 @@
-"""Loads code of users as the run's processes will load it, in a process of its own: it may load torch, or end its process."""
+"""Loads code of users as the run will load it, in a process of its own: it may load torch, or end its process."""
 
 import json
 import subprocess

@@ -148,13 +148,14 @@ def _rendered(tokens: RowTokens, text: Text, row: PromptRow) -> str:
     prompt, recorded = tokens.of(row)
     if not recorded:
         return f"{len(prompt)} tokens {text.decode(prompt.tolist(), skip_special=False)!a:.{SHOWN}}"
-    return "; ".join(
-        f"{len(response.tokens)} tokens "
-        f"{text.decode(response.tokens.tolist(), skip_special=False)!a:.{SHOWN}}, of which "
-        f"{int(response.loss_mask.sum())} are trained: "
-        f"{text.decode(response.tokens[-len(response.loss_mask) :][response.loss_mask == 1].tolist(), skip_special=False)!a:.{SHOWN}}"
-        for response in recorded
-    )
+    texts = []
+    for response in recorded:
+        all_ids, trained_ids = response.tokens, response.tokens[-len(response.loss_mask) :][response.loss_mask == 1]
+        whole, trained = (text.decode(ids.tolist(), skip_special=False) for ids in (all_ids, trained_ids))
+        texts.append(
+            f"{len(all_ids)} tokens {whole!a:.{SHOWN}}, {len(trained_ids)} of them trained: {trained!a:.{SHOWN}}"
+        )
+    return "; ".join(texts)
 
 
 def _check(source: Source, reader: RowReader, *, max_named: int, preview: int) -> int:

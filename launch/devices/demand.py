@@ -151,8 +151,7 @@ def rank_variables(node: Node, place: RankPlace, config: RunConfig, environment:
     """Return the variables of a rank: the devices of all ranks of its node, of which LOCAL_RANK is its own.
 
     Without devices there are none, but for the algorithm of NCCL with ``learner.device: cuda``.
-    ``environment``: the environment that it inherits. Raises PlacementRefused for an allocator in it that a colocated rank
-    cannot have.
+    ``environment``: what it inherits. Raises PlacementRefused for an allocator there that a colocated rank cannot have.
     """
     if config.learner.colocated and config.learner.device != "cpu" and (place.uuids or config.learner.device == CUDA):
         refuse_expandable(environment)

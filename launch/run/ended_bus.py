@@ -1,7 +1,7 @@
 """The bus of a run that is over, started for one command: read-only, on the run's own store, and stopped when the
 command ends.
 
-    store not in use -> nats-server on a free port of 127.0.0.1 -> the viewer reads -> stopped (by the kernel after kill -9)
+    store not in use -> nats-server on a free port of 127.0.0.1 -> the viewer reads -> stopped (also after kill -9)
 
 The viewer may create nothing but consumers in memory, so the streams do not change. The run itself has priority: when
 it is started again, its bus sends SIGTERM to this process, which stops the server at once, even in the middle of its

@@ -219,7 +219,7 @@ async def run_actor(
     from tidemill.actors.rollout_settings import RolloutPrograms
     from tidemill.bus.processes.limits import become_undumpable
 
-    become_undumpable()  # the user's code in its children has the same user id, and could read the credentials of the bus
+    become_undumpable()  # the user's code in its children has the same user id: it could read the bus's credentials
     run = run or await found_run(bus_url, "actor", draining)
     if not run:
         return

@@ -1,6 +1,6 @@
 """``tidemill data import``: recorded samples and responses from outside as rows of recorded responses, one row a group.
 
-    recordings (*.tide), their directories, JSON lines --read--> groups --checked--> rows of JSON lines for a rollout with ``use: dataset``
+    recordings (*.tide), JSON lines --read--> groups --checked--> rows (JSON lines) for a rollout with ``use: dataset``
 
 Reads files alone: a run trains the rows like any others, in an order of its own, each as often as its passes state
 (docs/sft.md).

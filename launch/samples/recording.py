@@ -3,7 +3,7 @@ behind them.
 
     frame       4 bytes length, little-endian | msgpack map
     recording   the first frame: run, creation time of the stream
-    stored      one for each sample: seq, subject, headers, stored_s, payload (the bytes as in the stream, joined from parts)
+    stored      one for each sample: seq, subject, headers, stored_s, payload (bytes of the stream, joined from parts)
     index       the last frame: seqs, offsets (of the frames), subjects, headers
     end         8 bytes offset of the index, little-endian | b"TIDEMILL"
 

@@ -20,7 +20,7 @@ FILLER = "."
 def prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:
     """Return the prompts that ``config`` describes, the same ones every time."""
     if config.kind == "gsm8k":
-        return islice(gsm8k_prompts(DATA / "gsm8k" / f"{config.split}.jsonl"), config.count or None)
+        return islice(gsm8k_prompts(DATA / "gsm8k/train.jsonl"), config.count or None)
     return digits_prompts(config)
 
 
@@ -89,9 +89,9 @@ def gsm8k_prompts(path: Path) -> Iterator[dict[str, str]]:
             yield {"prompt": row["question"], "label": gold.strip()}
 
 
-def gsm8k_texts(split: str) -> Iterator[str]:
+def gsm8k_texts() -> Iterator[str]:
     """Yield questions and worked answers unchanged, to train a tokenizer on."""
-    with (DATA / "gsm8k" / f"{split}.jsonl").open(encoding="utf-8") as lines:
+    with (DATA / "gsm8k/train.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
             yield row["question"]

@@ -29,7 +29,7 @@ CHARACTERS = "".join(dict.fromkeys("0123456789= ,.+-*/<>()" + string.ascii_lette
 def make_model(directory: Path, config: PrepareConfig) -> None:
     """Write weights, configuration and tokenizer to ``directory``; the same bytes for the same config."""
     if config.kind == "gsm8k":
-        tokenizer = bpe_tokenizer(gsm8k_texts(config.split), config.values["vocab_size"])
+        tokenizer = bpe_tokenizer(gsm8k_texts(), config.values["vocab_size"])
     else:
         tokenizer = character_tokenizer(config.values["vocab_size"])
     directory.mkdir(parents=True)

@@ -62,8 +62,6 @@ class PrepareConfig:
     """Put ``.`` behind shorter numbers, so that all prompts are of one length (``48...=``)."""
     count: NotNegative = 2048
     """Prompts; for gsm8k the first so many, 0 = all."""
-    split: Literal["train", "test"] = "train"
-    """For gsm8k: train (7473 questions) | test (1319)."""
     seed: int = 0
     """Seed of the digits and of the weights."""
     model: JsonObject = field(default_factory=dict)
@@ -99,7 +97,7 @@ class PrepareConfig:
         return {**MODEL, "vocab_size": vocab_size} | {name: type(MODEL[name])(self.model[name]) for name in self.model}
 
     def recorded(self) -> JsonObject:
-        """Return the settings as the digest of a run and the record of prepared files have them, unchanged since both exist."""
+        """Return the settings as digests of runs and records of prepared files have them."""
         settings = dataclasses.asdict(self) | {name: self.values[in_model] for name, in_model in RECORDED.items()}
         del settings["model"]
-        return {**settings, "vocab_size": self.model.get("vocab_size", 0)}
+        return {**settings, "split": "train", "vocab_size": self.model.get("vocab_size", 0)}

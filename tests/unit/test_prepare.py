@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import rarely
-from tidemill.launch.settings.datasets import gsm8k_prompts, prompts, solve
+from tidemill.launch.settings.datasets import DATA, gsm8k_prompts, prompts, solve
 from tidemill.launch.settings.prepare import (
     CHARACTERS,
     Prepared,
@@ -93,7 +93,7 @@ def test_gsm8k_is_shipped_whole_and_with_its_licence() -> None:
     assert len(rows) == 7473
     assert rows[0]["prompt"].startswith("Natalia sold clips")
     assert rows[0]["label"] == "72"
-    assert len(list(prompts(PrepareConfig(kind="gsm8k", count=0, split="test")))) == 1319
+    assert len(list(gsm8k_prompts(DATA / "gsm8k/test.jsonl"))) == 1319
     assert len(list(prompts(PrepareConfig(kind="gsm8k", count=5)))) == 5
     from tidemill import launch
 
@@ -207,7 +207,6 @@ def test_a_half_made_directory_is_made_anew(tmp_path: Path) -> None:
     [
         ({"kind": "math"}, "kind: want digits or gsm8k, got 'math'"),
         ({"task": "add"}, "task: want largest"),
-        ({"split": "dev"}, "split: want train or test"),
         ({"min_digits": 3, "max_digits": 2}, "min_digits: want <= max_digits, got 3 > 2"),
         ({"count": 0}, "count: want > 0"),
         ({"model": {"num_hidden_layers": 0}}, "model.num_hidden_layers: want a value such as 2, got 0"),
