@@ -39,9 +39,7 @@ _REWARDS = frozenset({"reward", "reward_parts", "group_reward"})
 
 
 def checked(patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the patterns, ``SETTING=VALUE`` each, with ``*`` for anything. Raises ValueError for one that no guarded
-    setting can fit.
-    """
+    """Return the patterns, ``SETTING=VALUE`` with ``*`` for anything. Raises ValueError if no setting fits."""
     for pattern in patterns:
         name, equals, _ = pattern.partition("=")
         if not equals or not any(fnmatchcase(path, name) or name.startswith(f"{path}.") for path in GUARDED):
@@ -71,9 +69,7 @@ def refuse_foreign(
 
 
 def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (path, kind of thing it names, value as text) of every guarded setting of the row that is not always
-    allowed.
-    """
+    """Yield (path, kind of thing it names, text) of every guarded setting of the row that is not always allowed."""
     if role == "actor":
         yield from _guarded_rollouts(row.get("rollouts"))
     for path, what in GUARDED.items():
@@ -118,9 +114,7 @@ def _without_scorers(row: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _loading_rewards(row: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the roles whose processes may load the rewards of a run. Actors do so unless ``actor.scorers.enabled`` is
-    exactly true.
-    """
+    """Return the roles that may load the run's rewards: no actors if ``actor.scorers.enabled`` is exactly true."""
     actor = row.get("actor")
     scorers = actor.get("scorers") if isinstance(actor, Mapping) else None
     return ("scorer",) if isinstance(scorers, Mapping) and scorers.get("enabled") is True else ("actor", "scorer")

@@ -216,9 +216,7 @@ class RolloutPrograms:
 
 
 def served(rollouts: Mapping[str, RolloutConfig], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the rollouts that an actor with ``actor.rollouts: names`` serves, single turns by their name. Raises
-    ValueError.
-    """
+    """Return the rollouts that an actor with ``actor.rollouts: names`` serves; single turns too. Raises ValueError."""
     able = (SINGLE_TURN, *(name for name, rollout in rollouts.items() if not rollout.recorded))
     for name in names:
         if name not in able:

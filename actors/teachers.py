@@ -49,9 +49,7 @@ class Scores:
 def request_of(
     tokens: NDArray[np.int32], response_length: int, *, temperature: float, top_k: int, rid: str
 ) -> dict[str, object]:
-    """Return the body of /generate for the scores of the last ``response_length`` tokens, of which at least one has a
-    token before it.
-    """
+    """Return the body of /generate for scores of the last ``response_length`` tokens, all with a token before them."""
     return {
         "rid": rid,
         "input_ids": tokens.tolist(),
@@ -64,9 +62,7 @@ def request_of(
 
 
 def scores_in(answer: object, response: NDArray[np.int32], *, temperature: float, top_k: int, url: str) -> Scores:
-    """Return the scores in an answer. Raises EngineFailed for any other answer, also for scores at another
-    temperature.
-    """
+    """Return the scores in an answer. Raises EngineFailed for another answer, or scores at another temperature."""
     try:
         meta = answer["meta_info"]  # type: ignore[index]
         _require_temperature(meta, temperature, url)

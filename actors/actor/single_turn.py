@@ -84,7 +84,6 @@ def _begun(partial: Partial) -> Generation:
 
 
 def _partial(task: Task, index: int, attempt: str, begun: Generation, timings: Timings) -> Partial:
-    """Return the unfinished response as a partial."""
     return Partial(
         run=task.run,
         task=task.id,

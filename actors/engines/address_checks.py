@@ -142,9 +142,7 @@ def verified(nonce: str, rows: Iterable[LiveRow]) -> bool:
 
 
 def failing(pool: EnginePool) -> dict[str, str]:
-    """Return ``reached`` of a process that calls engines only with its requests: nonce -> the last of several errors in
-    a row.
-    """
+    """Return ``reached`` of a process that makes no calls of its own: nonce -> the last of several errors in a row."""
     named = [entry for entry in pool.overview() if entry["nonce"] and entry["failures"] >= MAX_MISSES]
     return {entry["nonce"]: entry["error"][:MAX_CHARACTERS] for entry in named[:MAX_NAMED]}
 

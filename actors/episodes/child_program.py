@@ -69,9 +69,7 @@ class PolicyFault(Exception):
 
 
 class LossyOutput(io.FileIO):
-    """Standard output or error: text that a full disk or a closed pipe refuses is lost, and no error of the program
-    that prints it.
-    """
+    """Standard output or error, which loses text that a full disk or a closed pipe refuses, without an error."""
 
     def __init__(self, descriptor: int, report_lost: Callable[[str], None]) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -200,9 +198,7 @@ def number(value: Any, where: str) -> float:
     """Return a finite number as a float. Raises TypeError, ValueError."""
     if hasattr(value, "item") and not isinstance(value, (int, float)):
         value = value.item()  # numpy and torch scalars
-    if isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)):  # bool is an int
         raise TypeError(f"{where}: want a number, a map of numbers or None, got {type(value).__name__}")
     if not math.isfinite(value):
         raise ValueError(f"{where}: want a finite number, got {value!r}")
@@ -211,14 +207,12 @@ def number(value: Any, where: str) -> float:
 
 def result_of(value: Any) -> float | dict[str, float] | None:
     """Return a result as it is sent. Raises TypeError, ValueError, OverflowError."""
-    if value is None:
-        return None
-    if isinstance(value, dict):
-        for name in value:
-            if not isinstance(name, str):
-                raise TypeError(f"result: want texts as names of rewards, got {name!r}")
-        return {name: number(part, f"result[{name!r}]") for name, part in value.items()}
-    return number(value, "result")
+    if not isinstance(value, dict):
+        return None if value is None else number(value, "result")
+    for name in value:
+        if not isinstance(name, str):
+            raise TypeError(f"result: want texts as names of rewards, got {name!r}")
+    return {name: number(part, f"result[{name!r}]") for name, part in value.items()}
 
 
 def reason_of(error: BaseException) -> str:
@@ -250,11 +244,10 @@ class EpisodeServer:
         """Send one message; a result that is too large, or has values that JSON lacks, is a failure of its call."""
         try:
             body = json.dumps(message, allow_nan=False).encode()
+            if len(body) > MAX_RESULT_BYTES:
+                raise ValueError(f"result: want at most {MAX_RESULT_BYTES} bytes, got {len(body)}")
         except ValueError as error:
             body = json.dumps({"id": message["id"], "failed": str(error)}).encode()
-        if len(body) > MAX_RESULT_BYTES:
-            text = f"result: want at most {MAX_RESULT_BYTES} bytes, got {len(body)}"
-            body = json.dumps({"id": message["id"], "failed": text}).encode()
         self.writer.write(_LENGTH.pack(len(body)) + body)
 
     def take(self, message: dict[str, Any]) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 import aiohttp
 
-from tidemill.actors.engines.server_pool import BusDiscovery, ServerPool
+from tidemill.actors.engines.server_discovery import BusDiscovery
+from tidemill.actors.engines.server_pool import ServerPool
 from tidemill.actors.errors import ScorerLost, ScorerUnavailable
 from tidemill.actors.scoring.server import ALIVE_S, SCORE, SCORE_GROUP
 from tidemill.bus.http.client import content_of, open_session
@@ -31,9 +32,7 @@ from tidemill.rewards.registry import REWARD
 ROLE = "scorer"
 """Role of the scorers' live rows."""
 MAX_LOST = 4
-"""Scorers lost while they worked on one request, after which its sample is FAILED: the request itself may be what ends
-them.
-"""
+"""Scorers lost while they worked on one request, after which its sample is FAILED: the request may end them."""
 CONNECT_S = 5.0
 """Deadline of a connection."""
 SILENT_S = 6 * ALIVE_S
@@ -103,9 +102,7 @@ class ScorerPool(ServerPool[ScorerClient]):
 
 
 class RemoteScoring:
-    """The rewards of a run as its actor calls them (``tidemill.rewards.port.Scorer``,
-    ``tidemill.rewards.scorers.GroupScorer``).
-    """
+    """The rewards of a run as its actor calls them (``Scorer`` and ``GroupScorer`` of ``tidemill.rewards``)."""
 
     def __init__(self, pool: ScorerPool) -> None:
         self._pool = pool

@@ -173,9 +173,7 @@ class RewardServer:
         return {field: reward}
 
     async def _alive(self, http: web.Request, answering: "asyncio.Task[dict[str, object]]") -> web.StreamResponse:
-        """Answer at once when the answer is there; until then with a blank every ``ALIVE_S``, which JSON may begin
-        with.
-        """
+        """Answer when the answer is there; until then with a blank every ``ALIVE_S``, with which JSON may begin."""
         try:
             if (await asyncio.wait({answering}, timeout=ALIVE_S))[0]:
                 return web.json_response(answering.result())

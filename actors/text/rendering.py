@@ -291,9 +291,7 @@ def config_of(name: str, options: Mapping[str, object], model_dir: Path | None) 
 
 
 def _public_name(model_dir: Path) -> str | None:
-    """Return the name by which the library knows a model, by its directory, its own or one in a cache of Hugging Face;
-    None = none.
-    """
+    """Return the name by which the library knows a model: its directory, or one in a cache of Hugging Face; or None."""
     from renderers.base import MODEL_RENDERER_MAP
 
     parts = model_dir.resolve().parts

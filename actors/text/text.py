@@ -10,9 +10,7 @@ from tidemill.actors.errors import BadRequest
 from tidemill.bus.system.foreign import errors_as
 
 LONG = 16_384
-"""Characters of text above which an event loop does not wait for its tokens: tokenizers take a millisecond for about a
-thousand.
-"""
+"""Characters of text above which an event loop does not wait for its tokens: about a thousand take a millisecond."""
 T = TypeVar("T")
 
 
@@ -57,9 +55,7 @@ class Text:
 
     @classmethod
     def read(cls, model_dir: Path) -> "Text | None":
-        """Return the tokenizer; None without a tokenizer.json: the engine then has token ids only. Raises ValueError for
-        files that do not describe one.
-        """
+        """Return the tokenizer; None without a tokenizer.json: the engine has token ids only. Raises ValueError."""
         from tokenizers import Tokenizer
 
         path = model_dir / "tokenizer.json"

@@ -41,9 +41,7 @@ class ParsedReply:
     content: str
     calls: tuple[ToolCall, ...]
     reasoning: str = ""
-    """Text in front of the content, no part of the answer; only renderers (``tidemill.actors.text.rendering``) separate
-    it from the content.
-    """
+    """Text in front of the content, which only renderers (``tidemill.actors.text.rendering``) separate from it."""
     malformed: int = 0
     """Number of calls that a renderer could not read; they are content."""
 
@@ -56,9 +54,7 @@ def form_of(template: str) -> str | None:
 
 
 def read(text: str, form: str, *, finished: bool) -> ParsedReply:
-    """Return content and calls of a text in a ``form`` of ``form_of``; in a ``finished`` text an unclosed call is
-    content.
-    """
+    """Return content and calls of a text in a ``form`` of ``form_of``; ``finished``: an unclosed call is content."""
     return _read_tags(text, finished) if form == "tags" else _read_json(text, finished)
 
 

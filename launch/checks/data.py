@@ -18,8 +18,8 @@ from tidemill.launch.settings.datasets import prompts
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.data.config import REFUSE, DataConfig
 from tidemill.learner.data.source import Source
+from tidemill.learner.debug.config import read_prompts
 from tidemill.learner.debug.rollout_file import read_header
-from tidemill.learner.debug.train_file import read_prompts
 from tidemill.learner.errors import DebugFileRefused, PromptError, TemplateLacks
 from tidemill.learner.prompts.bad_rows import RowTooLong
 from tidemill.learner.prompts.formats import count_rows
@@ -177,15 +177,12 @@ class Prompts:
 
 
 def check_data(
-    report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None, *, made: bool
+    report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None, *, prepared: bool
 ) -> Prompts | None:
-    """Report bad rows and errors in ``data``; return the facts about its prompts, None after an error.
-
-    ``made``: ``prepare`` makes the file.
-    """
+    """Report errors in ``data``; return facts about its prompts, None after an error."""
     try:
         refuse_template(config.data.template)
-        if made:
+        if prepared:
             return _check_prepared(report, config)
         if not config.data.used:
             cure = "set one, or have a small one made: prepare: {kind: digits}"

@@ -8,9 +8,8 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.machine import GPU
 from tidemill.launch.checks.model import CheckedModel, rank_rows
 from tidemill.launch.devices.demand import ModelSize, rank_variables, refuse_expandable_engine, want_of
-from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.placement import place
-from tidemill.launch.devices.shapes import Node, Placed, described
+from tidemill.launch.devices.shapes import Node, Placed, PlacementRefused, described
 from tidemill.launch.devices.visible import this_node
 from tidemill.launch.settings.run_config import RunConfig
 
@@ -28,7 +27,7 @@ def check_devices(
         placed = place([node], want_of(config, node, learner=learner, engines=engines, size=size))
         _refuse_allocator(config, node, placed)
     except PlacementRefused as refused:
-        report.error("devices", report.at(refused.where), want=refused.wanted, got=refused.found, cure=refused.cure)
+        report.error("devices", report.at(refused.where), want=refused.want, got=refused.got, cure=refused.cure)
         return
     if not node.devices:
         _want_cuda(report, config, engines=engines, learner=learner)

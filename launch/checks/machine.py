@@ -51,8 +51,8 @@ STORE_ANSWER_S = 20.0
 """Longest time in which the store takes a small object, returns and removes it."""
 
 
-def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
-    """Check the engine's program and the release of SGLang; ``here``: engines are started on this machine."""
+def check_engine(report: Report, config: RunConfig, *, on_this_machine: bool) -> None:
+    """Check the engine's program and the release of SGLang; ``on_this_machine``: engines are started on this machine."""
     engine = config.engine
     if engine.kind != "sglang" or engine.sglang.url:
         user = (
@@ -64,7 +64,7 @@ def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
                 want = f"none with {user}"
                 report.warning("engine", report.at(f"engine.sglang.{name}"), want=want, got=values, cure=cure)
         return
-    severity = report.error if here else report.warning
+    severity = report.error if on_this_machine else report.warning
     where, program = report.at("engine.sglang.python"), shutil.which(engine.sglang.python)
     if program is None:
         want, got = "the Python interpreter of an environment with SGLang", f"{engine.sglang.python!r}: no such program"
@@ -132,11 +132,7 @@ def _wrong_servers(url: str) -> str:
 
 
 def _check_stream(report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None) -> None:
-    """Check that SAMPLES has room for the samples between the kept checkpoints, for the longest prompt.
-
-    Too little room for the longest prompt is an error; for the longest possible one it is a warning, since a context of
-    100,000 tokens needs many times the room that prompts of 200 need.
-    """
+    """Check that SAMPLES has room for the longest prompts between the kept checkpoints; unknown ones are a warning."""
     known_longest = config.data.max_prompt_tokens or (data.longest if data is not None else 0)
     longest = known_longest or max(0, model.context - config.sampling.max_new_tokens if model is not None else 0)
     routed = model.routed_bytes if model is not None else 0

@@ -81,10 +81,10 @@ def rank_rows(model: CheckedModel, config: RunConfig, *, cuda: bool) -> tuple[Me
     return memory_rows(model.shape, config, cuda=cuda, critic=model.critic)
 
 
-def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedModel | None:
-    """Report errors in the model; return its facts, None after an error. ``made``: ``prepare`` makes it."""
+def check_model(report: Report, config: RunConfig, *, prepared: bool) -> CheckedModel | None:
+    """Report errors in the model; return its facts, None after an error. ``prepared``: ``prepare`` makes it."""
     path = Path(config.model.path)
-    prepare = config.prepare if made else None
+    prepare = config.prepare if prepared else None
     where = "prepare" if prepare is not None else f"{path}/config.json"
     values = {"model_type": "qwen3", **prepare.values} if prepare is not None else _read_config(report, config.model)
     if values is None:
@@ -96,14 +96,14 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
         cure = "see docs/parallelism.md, or remove it"
         report.error("model", refused.field, want=refused.want, got=refused.got, cure=cure)
     shape = _shape(report, config, values, where)
-    there = _tensors(report, path) if prepare is None and len(report.errors) == before else {}
+    in_files = _tensors(report, path) if prepare is None and len(report.errors) == before else {}
     if shape is None and len(report.errors) == before:
         for name in (name for name in NEEDED if not isinstance(values.get(name), int)):
             cure = "save the model again"
             report.error("model", f"{where}: {name}", want="a number", got=values.get(name), cure=cure)
     if len(report.errors) > before:
         return None
-    tensors = shape.tensors() if shape is not None else there
+    tensors = shape.tensors() if shape is not None else in_files
     sizes = [math.prod(tensor) for tensor in tensors.values()]
     vocabulary, positions = (
         (shape.vocab_size, shape.max_positions) if shape is not None else (values[name] for name in NEEDED[:2])
@@ -121,7 +121,7 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
         num_trained=sum(map(math.prod, trained_tensors(tensors, config.learner).values())),
     )
     if prepare is None:
-        _check_weights(report, path, tensors, there)
+        _check_weights(report, path, tensors, in_files)
     _check_context(report, config, model, positions)
     _check_reference(report, config, values, tensors)
     check_tuning(report, config, tensors)
@@ -233,11 +233,7 @@ def _check_weights(report: Report, path: Path, of_config: Tensors, in_files: Ten
 
 
 def size_here(config: RunConfig, model: Path | None = None) -> ModelSize:
-    """Return the sizes of the run's model, if its files are on this machine; else an empty size.
-
-    ``model``: its directory here; None = ``model.path``. For processes that start after the check: a broken file is
-    named by its reader.
-    """
+    """Return the sizes of the run's model (in ``model``), if it is on this machine; else an empty size."""
     path = model or Path(config.model.path)
     if model is None and not config.model.path:
         return ModelSize()

@@ -17,11 +17,7 @@ class PreparedPaths:
 
 
 def made_before(config: RunConfig) -> Path | None:
-    """Return the directory of another run's prepared files, if the run uses them and they were made with its settings.
-
-    So it is with the configuration that a run keeps in its directory, when a new run begins with it
-    (``--from-checkpoint``).
-    """
+    """Return the directory of another run's prepared files, if the run uses them (as with ``--from-checkpoint``)."""
     directory = Path(config.model.path).parent
     if config.prepare is None or directory == config.root / "prepared" or Path(config.data.path).parent != directory:
         return None

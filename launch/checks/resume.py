@@ -35,9 +35,7 @@ SETTINGS = {
 }
 """Entry of ``tidemill.learner.buffer.rules.DataRules.identity``, or ``lora`` -> the setting it comes from."""
 BY_SHAPE = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
-"""Families identified by their shape, others by all integers of config.json: fixed, so that runs of older versions can
-be resumed.
-"""
+"""Families identified by their shape (others by all integers of config.json), fixed for runs of older versions."""
 HASHED_MOST = 256_000_000
 """Bytes of the largest prompt file that is compared here; a larger one is compared by the feeder."""
 

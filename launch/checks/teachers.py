@@ -98,10 +98,7 @@ def _check_server(
     model: CheckedModel | None,
     data: Prompts | None,
 ) -> None:
-    """Ask a server for its model, and whether it scores at a temperature other than 1, if a row or the run has one.
-
-    One that is away is a warning.
-    """
+    """Ask a server for its model, and whether it scores at the temperatures. One that is away is a warning."""
     try:
         info, server = _get(f"{url}/model_info"), _get(f"{url}/server_info")
     except (OSError, ValueError) as error:

@@ -126,9 +126,7 @@ def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -
 
 
 async def _tools_of_program(rollout: RolloutConfig) -> Sequence[str]:
-    """Return the tools that a program offers in chats; none for one that cannot be loaded, whose actor names the
-    reason.
-    """
+    """Return the tools that a program offers in chats; none for one that cannot be loaded (its actor reports it)."""
     async with Children(rollout) as children:
         try:
             async with asyncio.timeout(LOAD_S):
@@ -193,8 +191,8 @@ def _shown(ids: tuple[int, ...]) -> str:
     return ", ".join(map(str, ids)) or "none"
 
 
-def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None, *, here: bool) -> None:
-    """Make the renderer of ``actor.gateway``. ``here``: actors run on this machine; others may have other packages."""
+def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None, *, on_this_machine: bool) -> None:
+    """Make the renderer of ``actor.gateway``. ``on_this_machine``: actors run on this machine; others may have other packages."""
     gateway = config.actor.gateway
     if not gateway.renderer:
         return
@@ -207,7 +205,7 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
         renderer = Renderer.read(gateway.renderer, gateway.renderer_options, directory, text)
     except NoRenderer as error:
         where = report.at(f"actor.gateway.{error.setting}")
-        severity = report.warning if isinstance(error, RendererMissing) and not here else report.error
+        severity = report.warning if isinstance(error, RendererMissing) and not on_this_machine else report.error
         severity("rollouts", where, want=error.want, got=error.got, cure=error.cure)
         return
     template_arguments = {

@@ -16,10 +16,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check a configuration and show its devices, or print it, its memory, its schema or the reference. Returns 0.
-
-    Raises ValueError without CONFIG, SettingsError, CheckFailed.
-    """
+    """Check a configuration and show its devices, or print it, its memory, its schema or the reference. Returns 0."""
     if args.schema or args.reference:
         from tidemill.launch.settings import reference
 

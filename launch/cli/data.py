@@ -65,10 +65,7 @@ def _add_taskset(words: "Words") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check prompt files (returns 78 for bad rows), write one of a taskset, or import recorded responses.
-
-    Raises SettingsError, PromptError, ValueError.
-    """
+    """Check prompt files (78 for bad rows), write a taskset's, or import responses. Raises PromptError, ValueError."""
     if args.word == "verifiers":
         return write_tasks(args)
     if args.word == "import":
@@ -106,7 +103,7 @@ class RowReader:
 def run_check(args: argparse.Namespace) -> int:
     """Print the contents of the files. Returns 0, or 78 when a row is bad. Raises SettingsError, PromptError."""
     reader = _reader(args)
-    bad = sum(_check(source, reader, most=args.most, preview=args.preview) for source in _sources(args))
+    bad = sum(_check(source, reader, max_named=args.most, preview=args.preview) for source in _sources(args))
     return PromptError.exit_code if bad else 0
 
 
@@ -124,10 +121,7 @@ def _sources(args: argparse.Namespace) -> list[Source]:
 
 
 def _reader(args: argparse.Namespace) -> RowReader:
-    """Return how rows are read, with the tokens of the model that the settings name, if it is there.
-
-    Raises CheckFailed for a model with a tokenizer that cannot be used.
-    """
+    """Return how rows are read, with the tokens of the model that the settings name, if there. Raises CheckFailed."""
     configs = [Path(word) for word in args.files if word.endswith((".yaml", ".yml"))]
     loaded = load(configs, args.set, os.environ)
     config, directory = loaded.config, Path(loaded.config.model.path)
@@ -135,7 +129,7 @@ def _reader(args: argparse.Namespace) -> RowReader:
     if not config.model.path or not (directory / "config.json").is_file():
         return reader
     report = Report(loaded.origins)
-    model = check_model(report, config, made=False)
+    model = check_model(report, config, prepared=False)
     tokenize = None if model is None else check_tokenizer(report, config, model)
     report.refuse()
     text = Text.read(directory)
@@ -163,7 +157,7 @@ def _rendered(tokens: RowTokens, text: Text, row: PromptRow) -> str:
     )
 
 
-def _check(source: Source, reader: RowReader, *, most: int, preview: int) -> int:
+def _check(source: Source, reader: RowReader, *, max_named: int, preview: int) -> int:
     """Print the bad rows of a source, the first good ones and the counts. Returns the number of errors."""
     refuse_template(source.template)
     good, bad = 0, 0
@@ -172,7 +166,7 @@ def _check(source: Source, reader: RowReader, *, most: int, preview: int) -> int
             row = reader.row(scanned)
             if isinstance(row, PromptError):
                 bad += 1
-                if bad <= most:
+                if bad <= max_named:
                     print(row)
                 continue
             good += 1
@@ -181,8 +175,8 @@ def _check(source: Source, reader: RowReader, *, most: int, preview: int) -> int
     except PromptError as error:  # the rest of the file cannot be read
         bad += 1
         print(error)
-    if bad > most:
-        print(f"{source}: {bad - most} more bad rows")
+    if bad > max_named:
+        print(f"{source}: {bad - max_named} more bad rows")
     if not good and not bad:
         bad = 1
         print(PromptError(str(source), "at least one prompt", "none"))

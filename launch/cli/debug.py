@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tidemill.bus.server.ports import KeptPort
 from tidemill.launch.settings.extras import require
-from tidemill.learner.debug.train_file import read_prompts
+from tidemill.learner.debug.config import read_prompts
 
 if TYPE_CHECKING:
     from tidemill.launch.cli.debug_engine import RunningEngine

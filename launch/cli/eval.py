@@ -36,10 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate, and print the scores. Returns 0, or 1 when a response is missing, or 75 when it was ended before.
-
-    Raises SettingsError, CheckFailed, PackagesMissing, GaveUp, ValueError.
-    """
+    """Evaluate, and print the scores. Returns 0, 1 when a response is missing, or 75 when it was ended before."""
     with _directory(args.dir) as directory:
         loaded = load(args.config, [*settings(args, directory), *args.set], os.environ)
         if args.print_config:

@@ -96,13 +96,13 @@ async def replay_file(args: argparse.Namespace) -> int:
     positive("--last", args.last)
     if args.since or args.since_version is not None or args.last is not None or args.lag:
         raise ValueError("--from: want no --since, --since-version, --last or --lag: these do not apply to a recording")
-    filter = filter_of(args)
+    selection = filter_of(args)
     recording = Recording.open(Path(args.source))
 
     async def samples() -> AsyncIterator[StoredSample]:
         """Yield the samples of the recording that fit the filter."""
         for stored in recording:
-            if fits(filter, stored):
+            if fits(selection, stored):
                 yield stored
 
     try:

@@ -56,11 +56,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("want --bus URL, --worker URL, or both")
     if args.host == AUTO and not args.bus:
         raise ValueError("--host: auto needs --bus; want an address")
-    id = process_id(args)
-    process.set_up_logging("router", id)
-    address = bus_address(args, None, id) if args.bus else ""
+    router_id = process_id(args)
+    process.set_up_logging("router", router_id)
+    address = bus_address(args, None, router_id) if args.bus else ""
 
     return process.run_refusing(
-        lambda draining: workers.run_router(config, args.run, address, id, draining, drain_s=DRAIN_S),
+        lambda draining: workers.run_router(config, args.run, address, router_id, draining, drain_s=DRAIN_S),
         drain_s=DRAIN_S + 5,
     )

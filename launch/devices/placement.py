@@ -16,7 +16,6 @@ Sources: two ranks of one NCCL communicator on one GPU, and ends of different NC
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.shapes import (
     CUDA,
     GLOO,
@@ -28,6 +27,7 @@ from tidemill.launch.devices.shapes import (
     Node,
     Others,
     Placed,
+    PlacementRefused,
     RankPlace,
     Want,
     every_device,
@@ -94,12 +94,12 @@ def _ordered(nodes: Sequence[Node]) -> list[Node]:
         replace(node, devices=tuple(sorted(node.devices, key=lambda device: (device.index, device.slice, device.uuid))))
         for node in sorted(nodes, key=lambda node: node.rank)
     ]
-    seen: set[str] = set()
+    uuids: set[str] = set()
     for device in (device for node in ordered for device in node.devices):
-        if device.uuid in seen:
+        if device.uuid in uuids:
             cure = "name each device, and each machine, once"
             raise PlacementRefused("devices", "every device once", f"{device.uuid} twice", cure)
-        seen.add(device.uuid)
+        uuids.add(device.uuid)
     return ordered
 
 
@@ -108,7 +108,7 @@ def _selected(node: Node, selectors: Sequence[str], setting: str, nodes: Sequenc
     selected: list[Device] = []
     for selector in selectors:
         matches = [device for device in node.devices if selector in (device.name, device.uuid)]
-        elsewhere = any(selector == device.uuid for other in nodes for device in other.devices)
+        elsewhere = any(selector == device.uuid for node_of_device in nodes for device in node_of_device.devices)
         if not matches and not elsewhere:
             want_text = "indices or UUIDs of visible devices"
             raise PlacementRefused(setting, want_text, f"{selector!r}: {listed(nodes)}", "fix the list, or remove it")
@@ -212,7 +212,7 @@ def _ranks_of_a_node(nodes: Sequence[Node], want: Want, have: Sequence[int]) -> 
 # ---- engines
 
 
-def _engine(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], taken: Collection[str]) -> EnginePlace:
+def _engine(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], used_uuids: Collection[str]) -> EnginePlace:
     if want.engine_devices and not every_device(nodes):
         cure = "remove it to generate on the CPU"
         raise PlacementRefused("engine.devices", "visible devices", "none on this machine", cure)
@@ -220,10 +220,10 @@ def _engine(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], taken
         return EnginePlace(number=0, node=nodes[0].rank)
     for node in nodes:
         for block in _blocks(node, nodes, want, ranks):
-            if _shares(nodes, want) or not {device.uuid for device in block} & set(taken):
+            if _shares(nodes, want) or not {device.uuid for device in block} & set(used_uuids):
                 _refuse_sharing(want, ranks, block)
                 return _engine_place(node, block, want)
-    raise _no_block(nodes, want, ranks, taken)
+    raise _no_block(nodes, want, ranks, used_uuids)
 
 
 def _shares(nodes: Sequence[Node], want: Want) -> bool:
@@ -289,7 +289,7 @@ def _engine_place(node: Node, block: Sequence[Device], want: Want) -> EnginePlac
 
 
 def _no_block(
-    nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], taken: Collection[str]
+    nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], used_uuids: Collection[str]
 ) -> PlacementRefused:
     size = want.devices_per_engine
     if want.colocated:
@@ -304,7 +304,7 @@ def _no_block(
         want_text = f"{size} devices for each engine"
         got = f"{len(want.engine_devices)} for {want.engines or 'one more'}"
         return PlacementRefused("engine.devices", want_text, got, "name more devices, or lower the number of engines")
-    used = {uuid for rank in ranks for uuid in rank.uuids} | set(taken)
+    used = {uuid for rank in ranks for uuid in rank.uuids} | set(used_uuids)
     free = [device.name for device in every_device(nodes) if device.uuid not in used]
     want_text = f"{size} free device(s)" + (f", one behind the other, from a multiple of {size} on" if size > 1 else "")
     got = f"{', '.join(free) or 'none'} free of {listed(nodes)}"

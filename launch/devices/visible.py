@@ -19,8 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tidemill.launch.devices.errors import DevicesUnreadable
-from tidemill.launch.devices.shapes import Device, Node
+from tidemill.launch.devices.shapes import Device, DevicesUnreadable, Node
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 PROGRAM = "nvidia-smi"

@@ -175,10 +175,7 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
 
 
 def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, progress: int = -1) -> int:
-    """Run one rank of a learner in this process (blocking), with the run's settings. Returns its exit code.
-
-    ``progress``: as ``RankPlaces.progress``.
-    """
+    """Run one rank of a learner in this process (blocking). Returns its exit code. ``progress``: of ``RankPlaces``."""
     from tidemill.learner.feed.feed_client import SILENCE_S
     from tidemill.learner.feed.places import RankPlaces
 

@@ -47,13 +47,12 @@ def roles_of(metadata: Sequence[Mapping[str, object]], key: str, *, num_samples:
     """
     if not key:
         return [""] * num_samples
-    if not any(key in one for one in metadata):
-        found = sorted({name for one in metadata for name in one})
+    if not any(key in entry for entry in metadata):
+        keys = sorted({name for entry in metadata for name in entry})
         raise ValueError(
-            f"algorithm.rae.role: want a key of the samples' metadata, got {key!r}; the samples of the step "
-            f"have {found}"
+            f"algorithm.rae.role: want a key of the samples' metadata, got {key!r}; the samples of the step have {keys}"
         )
-    return [str(one.get(key, "")) for one in metadata]
+    return [str(entry.get(key, "")) for entry in metadata]
 
 
 def over_baselines(

@@ -168,8 +168,8 @@ def _shaped(name: str) -> LossFunction:
         elif name == "dro":
             settings = asdict(config.dro)
         places = tokens.by_sequence if over_sequences else ()
-        made: PolicyLoss = function(log_probs_T, anchor_T, tokens.advantages_T, tokens.mask_T, *places, **settings)
-        return made
+        loss: PolicyLoss = function(log_probs_T, anchor_T, tokens.advantages_T, tokens.mask_T, *places, **settings)
+        return loss
 
     return call
 
@@ -333,14 +333,16 @@ class Objective:
         names = parts.names if parts else ()
         # ``a.b`` is a part of ``a``, which contains it.
         weights = self.config.gdpo.weights or {name: 1.0 for name in names if name.partition(".")[0] == name}
-        found = [name for name in names if name in weights]
-        if parts is None or not found:
+        weighed = [name for name in names if name in weights]
+        if parts is None or not weighed:
             raise ValueError(
                 f"algorithm.gdpo.weights: want parts of the reward, got {sorted(weights)}; the samples of the "
                 f"step have {names}"
             )
-        values_NK = parts.values_NK[:, [names.index(name) for name in found]]
-        return gdpo(values_NK, groups_N, torch.tensor([float(weights[name]) for name in found], dtype=values_NK.dtype))
+        values_NK = parts.values_NK[:, [names.index(name) for name in weighed]]
+        return gdpo(
+            values_NK, groups_N, torch.tensor([float(weights[name]) for name in weighed], dtype=values_NK.dtype)
+        )
 
     def with_token_returns(
         self, rows: Sequence[Tokens], *, kl_scale: float, summed: Callable[[Tensor], Tensor]

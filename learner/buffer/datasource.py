@@ -126,25 +126,25 @@ class DataSource:
     def unchosen(self) -> list[tuple[Task, list[int], float]]:
         """Return the groups to decide on with ``chosen``: (task, sequences of its samples, priority so far).
 
-        All that the filters of single groups keep, once they are enough for the next step, and those with a decision
-        for it are not. While the step waits for a group that would be too old for the next one, they are decided on
-        again with each that comes.
+        All groups that the filters of single groups keep, once these are enough for the next step and the decided ones
+        are not. While the step waits for a group that would be too old for the next one, each new group counts.
         """
         if not self.rules.buffer_filters:
             return []
         kept = [
             group for group in self._groups.values() if group.is_judged(self.rules) and not self._drop_reason(group)
         ]
-        ready, wanted = sum(group.is_ready(self.rules) for group in kept), self._wanted_groups()
-        if len(kept) < wanted or ready == len(kept) or (ready >= wanted and self._delayed_since is None):
+        num_ready, num_wanted = sum(group.is_ready(self.rules) for group in kept), self._wanted_groups()
+        if len(kept) < num_wanted or num_ready == len(kept):
+            return []
+        if num_ready >= num_wanted and self._delayed_since is None:
             return []
         return [(group.task, group.seqs, group.verdict.priority) for group in kept if group.verdict is not None]
 
     def chosen(self, step: int, choices: Sequence[tuple[int, Sequence[int], Verdict]]) -> None:
         """Register the buffer filters' decisions for ``step``: (task, sequences of its samples, decision).
 
-        Without effect if it is not the next step any more, and for groups that are settled or have another sample
-        meanwhile.
+        Without effect for another step than the next, and for groups that are settled or have another sample meanwhile.
         """
         for task_id, seqs, choice in choices if step == self.step + 1 else ():
             group = self._groups.get(task_id)
@@ -201,9 +201,9 @@ class DataSource:
             return settle
         step, groups = self.step + 1, self._groups.values()
         ready = [group for group in groups if group.is_ready(self.rules)]
-        if len(ready) < (wanted := self._wanted_groups()):
+        if len(ready) < (num_wanted := self._wanted_groups()):
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
-            missing = max(0, wanted - sum(group.is_judged(self.rules) for group in groups))
+            missing = max(0, num_wanted - sum(group.is_judged(self.rules) for group in groups))
             waited_s = now - self._waiting_since
             return selection.wait_for_groups(
                 groups, self.rules, missing, step=step, now=now, waited_s=waited_s, head=self.head
@@ -346,12 +346,10 @@ class DataSource:
 
     # ---- persist
 
-    def snapshot(self, evaluation: JsonObject | None = None, **more: object) -> bytes:
-        """Return the state after the last applied plan as msgpack, without open tasks and buffered samples: a restart
-        reads them again.
+    def snapshot(self, evaluation: JsonObject | None = None, **states: object) -> bytes:
+        """Return the state after the last applied plan as msgpack, with ``states`` of other parts after the same plan.
 
-        ``evaluation``: state of the evaluation beside training, which belongs to the same position in SAMPLES.
-        ``more``: other states that belong to it, by name.
+        It has no open tasks and buffered samples: a restart reads them again.
         """
         arrivals, cursor = self._arrivals, self.cursor()
         return msgpack.packb(
@@ -369,7 +367,7 @@ class DataSource:
                 "evals": arrivals.evals.dump(),
                 "tally": arrivals.counts.dump(buffered=arrivals.num_buffered, open_tasks=len(self._groups)),
                 "evaluation": evaluation,
-                **more,
+                **states,
             }
         )
 

@@ -1,4 +1,4 @@
-"""Copies of checkpoints on neighbouring nodes: each node's agent serves its files over HTTP, and copies its neighbours'.
+"""Copies of checkpoints on neighbouring nodes: a node's agent serves its files over HTTP, and copies its neighbours'.
 
     row run/holder.<R>   {"node", "host", "url", "held": {checkpoint: [file, ...]}, "trouble"}, written when it changes
 
@@ -38,7 +38,7 @@ ROWS = "holder"
 INTERVAL_S = 1.0
 """Longest time between two looks at the directory and at the rows; a row that changes wakes the keeper."""
 _KEPT_MANIFESTS = 8
-"""Manifests in memory; that of a complete directory does not change, and names are not used again."""
+"""Manifests in memory: complete directories do not change, and their names are not used again."""
 _SHOWN_TROUBLE = 500
 """Characters of an error in a row."""
 
@@ -179,6 +179,7 @@ class Keeper:
         await asyncio.to_thread(clean, self._root)
         listener = Listener(CheckpointServer(self._root, node=self._ring.node).routes, RunAccess(self._keys))
         try:
+            # Any port: the others read the URL from the row.
             self.url = await listener.start(self._reach.bind, 0, advertise=self._reach.advertised, name="learner")
             await self._write_row()
             if self._ring.copies == 1 and self._ring.num_nodes > 1 and self._ring.node == 0:

@@ -43,7 +43,7 @@ class ObjectStore:
         """A file system of fsspec, and the path of the run in it. Source: fsspec 2026.9, ``AbstractFileSystem``."""
 
     def listing(self) -> dict[str, dict[str, int]]:
-        """Return the files of all checkpoints with their sizes, also of those that are not complete."""
+        """Return the files of all checkpoints with their sizes, also of incomplete ones."""
         with self._edge():
             files, base = self._files()
             files.invalidate_cache()
@@ -82,6 +82,7 @@ class ObjectStore:
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, its manifest first: one that is removed in part does not count."""
+        # Object stores remove file by file: without the manifest, a removal that is cut short counts for nothing.
         self.retract(name)
         with self._edge():
             files, base = self._files()

@@ -81,6 +81,7 @@ class PeerClient:
             try:
                 connection.request("GET", path, headers=headers)
                 with connection.getresponse() as answer:
+                    # One byte more than allowed: a longer body is noticed without reading it to its end.
                     body = answer.read(most_bytes + 1)
                     is_whole = answer.isclosed()
             except (http.client.BadStatusLine, ConnectionError) as error:
@@ -115,7 +116,7 @@ class CheckpointFiles:
     """Files of one checkpoint by the manifest's names, wherever they are."""
 
     def __init__(self, directory: Path, files: Mapping[str, FileEntry], client: PeerClient) -> None:
-        """``directory``: the checkpoint on this node, of which files may be missing."""
+        """``directory``: the checkpoint on this node, where files may be missing."""
         self._directory, self._files, self._client = directory, files, client
         self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self.fetched_bytes = 0

@@ -4,7 +4,7 @@
                          "lacking": {checkpoint: [file, ...]}, "trouble"}, when it changes
 
     every node   checkpoint on its disk --> files of its ranks (node 0: the metadata, too) --> "files"
-    node 0       files of all nodes in the store, by size --> manifest --> "whole"; removes checkpoints that are not kept
+    node 0       files of all nodes in the store, by size --> manifest --> "whole"; removes checkpoints that do not stay
                  files that the store has lost meanwhile --> "lacking": their nodes upload them again
 
 Consumes the directories that ranks rename into place, and the rows of the other nodes. Waits for its interval and for
@@ -305,7 +305,7 @@ class Uploads:
             log.info("checkpoint=%s uploaded to %s bytes=%d", name, self._store.url, num_bytes)
 
     def _own(self, files: Mapping[str, FileEntry]) -> set[str]:
-        """Return the files that this node uploads: those that it has written, and on node 0 the metadata."""
+        """Return the files that this node uploads: its own, and on node 0 the metadata."""
         return {
             file
             for file, entry in files.items()
@@ -314,6 +314,7 @@ class Uploads:
 
     def _put(self, name: str, file: str, entry: FileEntry) -> None:
         """Upload a file, after a comparison with its digest. Raises StoreFailed, CheckpointCorrupt, OSError."""
+        # A disk may have damaged it since it was written, and the store would be the only copy.
         path = self._root / name / file
         if manifests.digested(path).sha256 != entry.sha256:
             want, got = f"sha256 {entry.sha256}", "another one, and it is not uploaded"
@@ -325,6 +326,7 @@ class Uploads:
         self._lacking[name] = [defect.file for defect in absent]
         if absent:
             raise absent[0]
+        # Last, and read back: the manifest alone makes a checkpoint of the files (decision 052).
         data = (self._root / name / MANIFEST).read_bytes()
         self._store.complete(name, data)
         if self._store.manifest(name) != data:

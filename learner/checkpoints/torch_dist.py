@@ -2,7 +2,7 @@
 bytes. No torch.
 
     DIR/latest_checkpointed_iteration.txt    "10", or "release"
-    DIR/iter_0000010/, or DIR/release/       metadata.json, common.pt, .metadata (the index, a pickle), *.distcp (tensors)
+    DIR/iter_0000010/, or DIR/release/       metadata.json, common.pt, .metadata (index, a pickle), *.distcp (tensors)
 
 The index is read without its classes: no code of the pickle is run.
 """
@@ -36,13 +36,13 @@ class Index:
     """Content of ``.metadata``."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Global shape of every tensor by Megatron's name, those of the optimizer included."""
+    """Global shape of every tensor by Megatron's name, the optimizer's included."""
     sizes: Mapping[str, int]
     """Bytes that each file of tensors has at least."""
 
 
 def find(directory: Path) -> Path:
-    """Return the directory of one iteration: ``directory``, or the one that its ``TRACKER`` names. Raises
+    """Return the directory of one iteration: ``directory``, or what its ``TRACKER`` names. Raises
     ConfigRefused.
     """
     if (directory / MANIFEST).is_file():
@@ -136,7 +136,7 @@ class _Object:
         """Ignore the arguments: the fields that are read come with the state."""
 
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):  # that of a tensor's properties is a tuple, which is not read
+        if isinstance(state, dict):  # properties of tensors have a tuple, which is not read
             self.__dict__.update(state)
 
 

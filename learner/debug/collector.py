@@ -76,7 +76,7 @@ class Collector:
             self._open.rows.append(_on_host(fields))
 
     def logits(self, logits_KV: Tensor, at_K: Tensor) -> None:
-        """Take logits of the micro-batch of the last ``row``: those that predict the targets at ``at_K``."""
+        """Take logits of the micro-batch of the last ``row``, which predict the targets at ``at_K``."""
         if self.writes:
             self._open.rows[-1] |= _on_host({"logits_sample": logits_KV, "logits_positions": at_K})
 
@@ -176,7 +176,7 @@ def _routing(passes: Sequence[_Pass]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _on_host(values: Fields) -> dict[str, Tensor]:
-    """Return detached copies in host memory; those of a device are complete after a synchronization."""
+    """Return detached copies in host memory; copies of a device are complete after a synchronization."""
     return {name: value.detach().to("cpu", non_blocking=True) for name, value in values.items()}
 
 
@@ -207,9 +207,9 @@ def _sequences(batch: StepBatch, row: MicroBatch, values: Mapping[str, NDArray[A
             continue
         trainable = np.flatnonzero(row.loss_mask_T[start:end])
         length = int(batch.response_lengths_N[sample])
-        if several:  # then the length of a sample is that of all its sequences
+        if several:  # then a sample's length counts all its sequences
             length = end - start - 1 - int(trainable[0]) if len(trainable) else 0
-        response = slice(end - 1 - length, end - 1)  # targets: the value at t is that of token t + 1
+        response = slice(end - 1 - length, end - 1)  # targets: the value at t belongs to token t + 1
         fields: JsonObject = {
             "sequence_ids": np.int32(row.sequence_T[start]),
             "sample_ids": np.int32(sample),

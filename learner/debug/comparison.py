@@ -23,7 +23,7 @@ IN_ORDER = (
     *("ref_log_probs", "teacher_log_probs", "values", "returns", "advantages", "logits_sample", "current_log_probs"),
     *("current_entropy", "policy_importance_ratio", "tis_importance_weights", "current_values"),
 )
-"""Fields of a train dump, each after those that it is made of."""
+"""Fields of a train dump, each after the fields that it is made of."""
 OF_RECORD = (
     *((name, name) for name in ROUTING),
     ("current_log_probs", "log_probs"),
@@ -89,7 +89,7 @@ def compare_modules(ours: ModuleDump, theirs: ModuleDump, tolerance: float | Non
     """Compare the outputs of modules for the same prompts. Raises ValueError for other prompts, or without a common
     module.
 
-    ``tolerance``: relative error of equal outputs; None = that of the coarser dtype of the two.
+    ``tolerance``: relative error of equal outputs; None = by the coarser dtype of the two.
     """
     if list(map(list, ours.prompts)) != list(map(list, theirs.prompts)):
         raise ValueError(

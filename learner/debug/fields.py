@@ -1,4 +1,4 @@
-"""Fields of a training step by response token, as a dump has them: those of the policy and those of the critic.
+"""Fields of a training step by response token, as a dump has them, of policy and critic.
 
 Source of names and meanings: the training output of slime's debugging page.
 """

@@ -42,10 +42,8 @@ def excerpt(batch: StepBatch, model_dir: Path) -> Excerpt | None:
                 continue
             mean = float(row.rollout_log_probs_T[start:end][sampled_T[start:end]].mean(dtype=np.float64))
             begin = start + int(sampled_T[start:end].argmax()) + 1  # a mask is at the token before its target
-            prompt, response = (
-                row.tokens_T[max(start, begin - PROMPT_TOKENS) : begin],
-                row.tokens_T[begin:end][:RESPONSE_TOKENS],
-            )
+            prompt = row.tokens_T[max(start, begin - PROMPT_TOKENS) : begin]
+            response = row.tokens_T[begin:end][:RESPONSE_TOKENS]
             try:
                 texts = _decoded(model_dir, [prompt.tolist(), response.tolist()])
             except ValueError as error:

@@ -6,7 +6,7 @@
            total_lengths
 
 ``kind`` is ``train``, or ``record`` for the forward pass before the first optimizer step, which has ``log_probs``,
-``entropy`` and the routing in place of the rest; that of a critic (role ``critic``) has ``values``.
+``entropy`` and the routing in place of the rest; a critic's (role ``critic``) has ``values``.
 """
 
 import json
@@ -76,7 +76,7 @@ class TrainDump:
     """Metrics of the whole step over all ranks; empty in a record."""
     steps: Sequence[Step]
     routing_layers: Sequence[int] = ()
-    """Layers of the fields ``ROUTING``: those with experts."""
+    """Layers of the fields ``ROUTING``: the ones with experts."""
 
     @property
     def rollout_id(self) -> int:
@@ -192,38 +192,3 @@ def read_modules(path: Path) -> ModuleDump:
         raise DebugFileRefused(str(path), "a dump of modules", f"one of kind {header.get('kind')!r}")
     outputs = {name: tensors[name] for name in header["order"]}
     return ModuleDump(source=header["source"], dtype=header["dtype"], prompts=header["prompts"], outputs=outputs)
-
-
-LEAST_TOKENS = 2
-"""Tokens of a prompt: the log-prob of the second one is the first that there is."""
-
-
-def read_prompts(path: Path) -> list[list[int]]:
-    """Return the token ids of each line: a JSON list, or a map with ``tokens``. Raises DebugFileRefused."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DebugFileRefused(
-            str(path), "a text file with a JSON list of token ids in each line", str(error)
-        ) from None
-    prompts = [_tokens(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
-        raise DebugFileRefused(str(path), "at least one prompt", "none")
-    return prompts
-
-
-def _tokens(line: str, where: str) -> list[int]:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        value = None
-    tokens = value.get("tokens") if isinstance(value, dict) else value
-    if (
-        not isinstance(tokens, list)
-        or len(tokens) < LEAST_TOKENS
-        or any(type(token) is not int or token < 0 for token in tokens)
-    ):
-        raise DebugFileRefused(
-            where, f"a JSON list of at least {LEAST_TOKENS} token ids, or a map with tokens", repr(line[:60])
-        )
-    return list(tokens)

@@ -50,14 +50,16 @@ class BestCheckpoint:
         """
         republished = head == self._first_head
         candidates = versions_of(step, versions=versions, head=head, push_every=push_every, republished=republished)
-        return any(self._evaluations.due(version, step) for version in candidates)
+        return any(self._evaluations.rounds.due(version, step) for version in candidates)
 
     async def spared(self) -> list[str]:
         """Return the checkpoints of the best version, and of versions that are being evaluated or will be next."""
         if not self.wanted:
             return []
         listed = await asyncio.to_thread(disk.listed, self._root)
-        names = {checkpoint.path.name for checkpoint in listed if checkpoint.step in self._evaluations.pending_steps}
+        names = {
+            checkpoint.path.name for checkpoint in listed if checkpoint.step in self._evaluations.rounds.pending_steps
+        }
         best = self._best(listed)
         return sorted(names if best is None else names | {best[1].path.name})
 

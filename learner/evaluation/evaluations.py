@@ -16,7 +16,6 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.episode_limits import Budget
-from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Task
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.errors import PromptError
@@ -25,6 +24,13 @@ from tidemill.learner.evaluation.rounds import MARK, Place, Result, Rounds, SetS
 from tidemill.learner.evaluation.scores import BestScore
 from tidemill.learner.prompts.bad_rows import all_bad
 from tidemill.learner.prompts.prompt_file import PromptFile, sampler_seed
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 5.0
+"""Longest sleep of the loop, which is woken normally: it also notices a round that stands still."""
+EARLY = 256
+"""Maximum number of samples that are kept for a task that is not confirmed as issued yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +102,6 @@ class EvalPrompts:
         )
 
 
-log = logging.getLogger(__name__)
-
-LOOK_AGAIN_S = 5.0
-"""Longest sleep of the loop, which is woken normally: it also notices a round that stands still."""
-EARLY = 256
-"""Maximum number of samples that are kept for a task that is not confirmed as issued yet."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalPlan:
     """The sets that are evaluated, and when."""
@@ -134,7 +132,7 @@ class Evaluations:
         self, bus: Bus, plan: EvalPlan, rounds: Rounds, *, epoch: int, store: Callable[[Task], Awaitable[Task]]
     ) -> None:
         """``store``: issues a task, registers it with the DataSource, and returns it with its id."""
-        self._bus, self._plan, self._rounds, self._epoch, self._store = bus, plan, rounds, epoch, store
+        self._bus, self._plan, self.rounds, self._epoch, self._store = bus, plan, rounds, epoch, store
         self._sets: Mapping[str, EvalPrompts] = {prompts.name: prompts for prompts in plan.sets}
         self.best = BestScore(plan.config.best, stop_after=plan.config.stop_after)
         """The scores of the run so far; the records of PLAN are read into it (``restore``) before the run goes on."""
@@ -154,12 +152,12 @@ class Evaluations:
 
     def published(self, version: int, step: int) -> None:
         """Register a published version."""
-        if self._rounds.idle:
+        if self.rounds.idle:
             self.moved_s = time.monotonic()
-        skipped = self._rounds.skipped
-        self._rounds.published(version, step)
+        skipped = self.rounds.skipped
+        self.rounds.published(version, step)
         self._note_idle()
-        if self._rounds.skipped != skipped:
+        if self.rounds.skipped != skipped:
             text = "a version is not evaluated: evaluations take longer than eval.every = %d versions"
             log.warning(text, self._plan.config.every)
         self._changed.wake()
@@ -190,15 +188,6 @@ class Evaluations:
         troubles = {prompts.name: prompts.prompts.trouble for prompts in self._plan.sets}
         return [f"evaluation set {name}: {trouble}" for name, trouble in troubles.items() if trouble]
 
-    @property
-    def pending_steps(self) -> set[int]:
-        """Steps of the versions that are being evaluated or will be next."""
-        return self._rounds.pending_steps
-
-    def due(self, version: int, step: int) -> bool:
-        """Return whether a version will be evaluated, if there is time."""
-        return self._rounds.due(version, step)
-
     def holds(self, step: int, head: tuple[int, int] | None, *, due: bool) -> bool:
         """Return whether the step behind ``step`` waits: a push of its weights would mix versions in the scores of this
         one.
@@ -207,17 +196,17 @@ class Evaluations:
         """
         if not (step == 0 or self._plan.config.exact) or not due:
             return False
-        return head is None or head[1] < step or not self._rounds.idle
+        return head is None or head[1] < step or not self.rounds.idle
 
     def ends_after(self, step: int, head: tuple[int, int] | None) -> None:
         """Register that the run ends after ``step``. ``head``: version and step of the newest published weights."""
-        self._rounds.ends_after(step)
+        self.rounds.ends_after(step)
         if head is not None:
             self.published(*head)
 
     def issued(self, task: Task) -> None:
         """Register a task of kind eval: just issued, or read at a restart."""
-        if not self._rounds.issued(task) and task.id not in self._rounds.open_tasks:
+        if not self.rounds.issued(task) and task.id not in self.rounds.open_tasks:
             return
         self._tasks[task.id] = task
         early, self._early = self._early, []
@@ -228,45 +217,36 @@ class Evaluations:
         """Register a sample of kind eval."""
         task = self._tasks.get(sample.task)
         if task is None:
-            if len(self._early) < EARLY and not self._rounds.idle:
+            if len(self._early) < EARLY and not self.rounds.idle:
                 self._early.append(sample)
             return
         if field_name := mismatch(task, sample, self._plan.max_context):
             text = "evaluation sample passed over task=%d index=%d: its %s is not the task's"
             log.warning(text, sample.task, sample.index, field_name)
             return
-        if self._rounds.arrived(sample):
+        if self.rounds.arrived(sample):
             self.moved_s = time.monotonic()
             self._forget()
             self._changed.wake()
 
     def gone(self, letter: Dead) -> None:
         """Register a dead task."""
-        if self._rounds.gone(letter.task):
+        if self.rounds.gone(letter.task):
             log.warning("evaluation prompt given up task=%d reason=%s", letter.task, letter.reason)
             self._forget()
             self._changed.wake()
 
     def _forget(self) -> None:
-        self._tasks = {task_id: self._tasks[task_id] for task_id in self._rounds.open_tasks if task_id in self._tasks}
-
-    def dump(self) -> JsonObject:
-        """Return the state for a checkpoint. Call it while no task is being issued."""
-        return self._rounds.dump()
-
-    @property
-    def waits_for(self) -> str:
-        """Description of the open round; empty without one."""
-        return self._rounds.open
+        self._tasks = {task_id: self._tasks[task_id] for task_id in self.rounds.open_tasks if task_id in self._tasks}
 
     async def run(self) -> None:
         """Issue tasks and record scores, until cancelled."""
         while True:
-            if results := self._rounds.results():
+            if results := self.rounds.results():
                 for result in results:
                     await self._record(result)
                 self._close()
-            elif (place := self._rounds.wanted()) is not None:
+            elif (place := self.rounds.wanted()) is not None:
                 await self._issue(place)
             else:
                 self._end_stalled()
@@ -281,34 +261,34 @@ class Evaluations:
             prompts = self._sets[place.set].prompts
             bad = PromptError(prompts.place(place.row), f"a task with {error.field} of {error.want}", error.got)
             prompts.bad_rows.add(place.row, bad)
-            self._rounds.leave_out(place)
+            self.rounds.leave_out(place)
 
     def _close(self) -> None:
         # Behind the records: a kill in between makes the same results again, from the state of the checkpoint.
-        self._rounds.close()
+        self.rounds.close()
         self.moved_s = time.monotonic()
         self._early.clear()
         self._note_idle()
 
     def _note_idle(self) -> None:
-        self._idle.set() if self._rounds.idle else self._idle.clear()
+        self._idle.set() if self.rounds.idle else self._idle.clear()
 
     async def over(self) -> None:
         """Wait until every round that is due is recorded."""
         await self._idle.wait()
 
     def _task(self, place: Place) -> Task:
-        seed, step = self._plan.config.seed, self._rounds.step
+        seed, step = self._plan.config.seed, self.rounds.step
         prompts = self._sets[place.set]
-        return prompts.task(place, self._rounds, run=self._bus.run, epoch=self._epoch, seed=seed, step=step)
+        return prompts.task(place, self.rounds, run=self._bus.run, epoch=self._epoch, seed=seed, step=step)
 
     def _end_stalled(self) -> None:
         silent_s = time.monotonic() - self.moved_s
-        if self._rounds.step == 0 and not self.sampled:  # steps wait, too, and learner.batch_timeout_s ends that
+        if self.rounds.step == 0 and not self.sampled:  # steps wait, too, and learner.batch_timeout_s ends that
             return
-        if not self._rounds.idle and silent_s > self._plan.config.stall_s:
-            log.error("%s: no result for %.0f s (eval.stall_s); it ends with what it has", self._rounds.open, silent_s)
-            self._rounds.end()
+        if not self.rounds.idle and silent_s > self._plan.config.stall_s:
+            log.error("%s: no result for %.0f s (eval.stall_s); it ends with what it has", self.rounds.open, silent_s)
+            self.rounds.end()
             self._forget()
             self._changed.wake()
 

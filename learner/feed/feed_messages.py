@@ -60,9 +60,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Last:
-    """Answer to the request for ``step + 1``: ``step`` was the last one, before the last of ``Start``. A request for
-    the end follows.
-    """
+    """Answer to the request for ``step + 1``: ``step`` was the last one. A request for the end follows."""
 
     step: int
     state: bytes
@@ -103,7 +101,6 @@ def unpack_from_rank(frame: bytes, *, where: str) -> JsonObject:
         raise FeedError(where, f"{kind} with {', '.join(fields) or 'nothing'}", reprlib.repr(sorted(header)))
     for name, types in fields.items():
         if type(header[name]) not in types:
-            raise FeedError(
-                where, f"{kind}.{name}: {' or '.join(one.__name__ for one in types)}", reprlib.repr(header[name])
-            )
+            want = " or ".join(wanted_type.__name__ for wanted_type in types)
+            raise FeedError(where, f"{kind}.{name}: {want}", reprlib.repr(header[name]))
     return header

@@ -282,19 +282,16 @@ class Feeder:
             if isinstance(record, Plan) and not may_plan:
                 self._row.text = waits_for_rank
             elif lacking := self._source.lacks(record):
-                self._row.text = (
-                    f"{len(lacking)} samples of the recorded step {record.step} to be read again, the first at "
-                    f"{min(lacking)}"
-                )
+                samples = f"{len(lacking)} samples of the recorded step {record.step}"
+                self._row.text = f"{samples} to be read again, the first at {min(lacking)}"
             else:
                 self._recorded.popleft()
                 return record, seq
             return None, None
-        self._row.held = self._evaluations.holds(
-            self._source.step, self._source.head, due=self._is_evaluated(self._source.step)
-        )
+        step = self._source.step
+        self._row.held = self._evaluations.holds(step, self._source.head, due=self._is_evaluated(step))
         if not may_plan or self._row.held:
-            evaluation = self._evaluations.waits_for or f"the version of step {self._source.step}, which is evaluated"
+            evaluation = self._evaluations.rounds.open or f"the version of step {step}, which is evaluated"
             self._row.text = evaluation if self._row.held else waits_for_rank
             return self._source.settlement(), None
         proposal = self._source.plan(time.monotonic())
@@ -360,17 +357,13 @@ class Feeder:
         self._log_plan(plan, recorded=recorded)
 
     def _log_plan(self, plan: Plan, *, recorded: bool) -> None:
-        num_groups, wanted = len(plan.tasks), self._source.rules.groups_per_step
+        source, num_groups = self._source, len(plan.tasks)
         log.info("planned step=%d groups=%d samples=%d recorded=%s", plan.step, num_groups, len(plan.seqs), recorded)
-        if num_groups < wanted:
-            log.warning("step %d runs SHORT: %d of %d groups", plan.step, num_groups, wanted)
-        if self._source.left_out and not recorded:
-            log.warning(
-                "groups left out, because a plan must fit in a message count=%d bytes=%d; raise max_payload of the "
-                "nats-server",
-                self._source.left_out,
-                self._source.max_record_bytes,
-            )
+        if num_groups < source.rules.groups_per_step:
+            log.warning("step %d runs SHORT: %d of %d groups", plan.step, num_groups, source.rules.groups_per_step)
+        if source.left_out and not recorded:
+            text = "groups left out, because a plan must fit in a message count=%d bytes=%d; raise max_payload of the "
+            log.warning(text + "nats-server", source.left_out, source.max_record_bytes)
 
     async def _snapshot(self) -> bytes:
         # Under the lock: a sample of a task that is not registered yet would be in neither part of the state.
@@ -378,13 +371,11 @@ class Feeder:
             states: JsonObject = {ROWS: self._restored.planned.dump()}
             if self._curriculum.active:
                 states["curriculum"] = self._curriculum.dump()
-            return self._source.snapshot(self._evaluations.dump(), **states)
+            return self._source.snapshot(self._evaluations.rounds.dump(), **states)
 
     def _is_evaluated(self, step: int) -> bool:
         source = self._source
-        return self._best.due(
-            step, versions=source.versions, head=source.head, push_every=self._source.rules.push_every
-        )
+        return self._best.due(step, versions=source.versions, head=source.head, push_every=source.rules.push_every)
 
     def _wants_checkpoint(self, step: int, recorded: bool) -> bool:
         every = self._settings.learner.checkpoint_every

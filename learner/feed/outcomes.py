@@ -4,7 +4,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,21 +116,11 @@ class Outcomes:
             log.error(text, step, earlier.weights_digest, weights_digest)
         metrics = metrics | self._plans[step][1]
         metrics |= self.age.done(metrics, time.monotonic(), recorded=earlier is not None)
-        numbers = {name: value for name, value in metrics.items() if math.isfinite(value)}  # readers write JSON
-        done = Done(epoch=self._epoch, step=step, metrics=numbers, weights_digest=weights_digest)
-        await self._bus.plans.append(done)
-        await self._announce(done)
+        await record_done(self._bus, self._epoch, step, metrics, weights_digest)
+        with suppress(BusUnavailable):
+            self.fullness = (await self._bus.samples.info()).bytes / self._bus.config.samples_max_bytes
         # Plans from the checkpoint on are kept: the report of a later checkpoint is compared with them.
         self._plans = {planned: facts for planned, facts in self._plans.items() if planned >= self.checkpoint_step}
-
-    async def _announce(self, done: Done) -> None:
-        """Publish live metrics. A loss is harmless: the Done record has the same numbers."""
-        metric = {"step": done.step, "epoch": done.epoch, "metrics": done.metrics}
-        try:
-            await self._bus.announce("learner", metric)
-            self.fullness = (await self._bus.samples.info()).bytes / self._bus.config.samples_max_bytes
-        except BusUnavailable as error:
-            log.info("metrics unsent error=%s", error)
 
     async def _checkpointed(self, step: int, path: Path) -> None:
         checkpoint = disk.named(path)
@@ -259,6 +250,18 @@ class Outcomes:
             "SAMPLES is %.0f %% full: readers %s are left behind at %d", 100 * self.fullness, late_readers, needed
         )
         return below
+
+
+async def record_done(
+    bus: Bus, epoch: int, step: int, metrics: Mapping[str, float], weights_digest: str | None
+) -> None:
+    """Record that a step is done, and publish its metrics. A lost message is harmless: the record has the same."""
+    numbers = {name: value for name, value in metrics.items() if math.isfinite(value)}  # readers write JSON
+    await bus.plans.append(Done(epoch=epoch, step=step, metrics=numbers, weights_digest=weights_digest))
+    try:
+        await bus.announce("learner", {"step": step, "epoch": epoch, "metrics": numbers})
+    except BusUnavailable as error:
+        log.info("metrics unsent error=%s", error)
 
 
 def _refuse_newer(newest: int, epoch: int) -> None:

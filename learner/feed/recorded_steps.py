@@ -9,15 +9,12 @@ checkpoint: a restart begins at step 1.
 
 import asyncio
 import logging
-import math
 from functools import partial
 from pathlib import Path
 
-from tidemill.bus.errors import BusUnavailable
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import cancellable, first_of
-from tidemill.bus.wire.messages import Done
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.batch.frames import encode, encode_metadata
 from tidemill.learner.buffer.plans import GENESIS
@@ -30,6 +27,7 @@ from tidemill.learner.feed.feeder import opened_ends, own_epoch, row_publisher
 from tidemill.learner.feed.feeder_loops import END_S
 from tidemill.learner.feed.feeder_row import BEAT_S
 from tidemill.learner.feed.feeder_settings import FeederSettings
+from tidemill.learner.feed.outcomes import record_done
 from tidemill.learner.feed.restart import verified
 from tidemill.weightstore.store.registry import VersionRegistry
 
@@ -150,11 +148,6 @@ class RecordedFeeder:
         if step != self._done + 1 or step not in self._facts:
             raise FeedError("done", f"step {self._done + 1}", step)
         self._done = step
-        numbers = {name: value for name, value in (metrics | self._facts.pop(step)).items() if math.isfinite(value)}
-        await self._bus.plans.append(Done(epoch=self._epoch, step=step, metrics=numbers, weights_digest=weights_digest))
-        try:
-            await self._bus.announce("learner", {"step": step, "epoch": self._epoch, "metrics": numbers})
-        except BusUnavailable as error:
-            log.info("metrics unsent error=%s", error)
+        await record_done(self._bus, self._epoch, step, metrics | self._facts.pop(step), weights_digest)
         if step == self._num_steps:
             self._finished.set()

@@ -78,35 +78,27 @@ async def resume(
         checkpoint = await (asyncio.to_thread(_usable, root, row[0]) if copies is None else copies.whole(row[0]))
     state: JsonObject = {}
     if checkpoint is None:
-        # No checkpoint: the run has just begun, or ended before its first one. All samples are read again from the
-        # first one there is.
+        # The run has just begun, or ended before its first checkpoint: all samples are read again.
         cursor = await bus.samples.cursor()
         source = DataSource(rules, epoch=epoch, created=cursor.created, floor=cursor.floor)
     else:
-        data = await asyncio.to_thread(disk.read_state, checkpoint)
-        source, state = DataSource.restore(rules, data, epoch=epoch), read_state(data)
-        if ROWS in state:
-            differences = await asyncio.to_thread(planned.load, state[ROWS])
-            if state["identity"]["prompts_digest"] != rules.prompts_digest:
-                log.warning(
-                    "the prompts are other files than those of %s: %s; no planned row differs",
-                    checkpoint.name,
-                    differences,
-                )
+        source, state = await _restored_source(checkpoint, rules, planned, epoch=epoch)
     versions, eval_tasks = await _register_tasks(bus, source, planned)
     recorded, done, executed = await _records(bus, source, versions)
     if row is None and not recorded and (checkpoints := disk.listed(root)):
         raise RunLost(bus.run, str(checkpoints[0].path))
     await _refuse_lost_tasks(bus, source, [record for _, record in recorded])
-    for _, record in recorded:
-        _refuse_other_layout(rules, record)
-    steps = [record.step for _, record in recorded if isinstance(record, Plan)]
-    log.info("resumed step=%d recorded=%d checkpoint=%s epoch=%d", source.step, len(steps), checkpoint, epoch)
+    plans = [record for _, record in recorded if isinstance(record, Plan)]
+    for plan in plans:
+        if plan.data_parallel != rules.data_parallel:
+            want = f"{plan.data_parallel} until the recorded step {plan.step} is in a checkpoint"
+            raise ConfigRefused("learner.data_parallel", want, rules.data_parallel)
+    log.info("resumed step=%d recorded=%d checkpoint=%s epoch=%d", source.step, len(plans), checkpoint, epoch)
     return Resumed(
         source=source,
         checkpoint=checkpoint,
         recorded=recorded,
-        recorded_until=max(steps, default=source.step),
+        recorded_until=max((plan.step for plan in plans), default=source.step),
         done=done,
         executed=executed,
         versions=versions,
@@ -114,6 +106,20 @@ async def resume(
         curriculum=state.get("curriculum", ()),
         eval_tasks=eval_tasks,
     )
+
+
+async def _restored_source(
+    checkpoint: Path, rules: DataRules, planned: PlannedRows, *, epoch: int
+) -> tuple[DataSource, JsonObject]:
+    """Return the DataSource of a checkpoint, and the state that it was restored from."""
+    data = await asyncio.to_thread(disk.read_state, checkpoint)
+    source, state = DataSource.restore(rules, data, epoch=epoch), read_state(data)
+    if ROWS in state:
+        differences = await asyncio.to_thread(planned.load, state[ROWS])
+        if state["identity"]["prompts_digest"] != rules.prompts_digest:
+            text = "the prompts are other files than those of %s: %s; no planned row differs"
+            log.warning(text, checkpoint.name, differences)
+    return source, state
 
 
 async def recorded_versions(bus: Bus) -> dict[int, int]:
@@ -232,12 +238,6 @@ async def recorded_settings(bus: Bus, resumed: Resumed, now: JsonObject, *, epoc
             settings.pop()
         settings.append((step, record))
     return settings
-
-
-def _refuse_other_layout(rules: DataRules, record: Plan | Settle | Requeue) -> None:
-    if isinstance(record, Plan) and record.data_parallel != rules.data_parallel:
-        want = f"{record.data_parallel} until the recorded step {record.step} is in a checkpoint"
-        raise ConfigRefused("learner.data_parallel", want, rules.data_parallel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

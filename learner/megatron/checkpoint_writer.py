@@ -91,7 +91,7 @@ class Staged:
     def finish(self, results: Sequence[Sequence[WriteResult]]) -> None:
         """Write the index of all files from the results of every rank; on rank 0. Raises OSError."""
         assert self.metadata is not None, "rank 0 has the index"
-        self.writer.finish(self.metadata, [list(one) for one in results])
+        self.writer.finish(self.metadata, [list(result) for result in results])
 
 
 def files_of(results: Sequence[WriteResult]) -> list[str]:

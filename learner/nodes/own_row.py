@@ -83,6 +83,7 @@ class OwnRow:
                     silence_s,
                 )
             last_revision = revision
+            # Two looks at the revision tell a live agent from the row of a dead one, whatever its clock.
             await asyncio.sleep(_LOOK_S)
 
     async def keep(self) -> None:
@@ -122,7 +123,7 @@ class OwnRow:
         row = None if value is None else self._parsed(value)
         if row is not None and row.agent != self.row.agent:
             raise NodeReplaced(self.row.node, f"{row.host} pid {row.pid}")
-        self._revision = revision  # also that of an unreadable row, or of none
+        self._revision = revision  # also where the row is unreadable, or missing
 
     def _parsed(self, value: dict[str, object]) -> NodeRow | None:
         try:

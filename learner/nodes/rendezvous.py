@@ -6,18 +6,20 @@ Every agent offers itself under a nonce. The leader (node 0) forms an attempt fr
 compare-and-set on the row ``attempt``, and only when none of these offers belongs to the attempt before it. An agent
 runs ranks only under an attempt that names its nonce, and takes a new nonce only after its ranks have ended. So
 according to the rows, no two attempts have ranks at the same time. The leader waits until the agent of each node has
-reached those of all others (``reached``): ranks that cannot connect would wait for gloo's timeouts.
+reached the agents of all others (``reached``): ranks that cannot connect would wait for gloo's timeouts.
 An agent reads the rows of the nodes first and the attempt afterwards: an agent that leaves at the end has recorded the
 end before.
 
 Consumes rows; produces actions. A wait names the nodes or the event that ends it.
 """
 
+import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tidemill.bus import exit_codes
-from tidemill.learner.nodes import agreement
+from tidemill.bus.config import is_loopback
+from tidemill.learner.errors import NodeRefused
 from tidemill.learner.nodes.node_rows import Attempt, NodeRow, Phase, State
 
 LEADER = 0
@@ -85,7 +87,7 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """End the agent; no rank of this node is alive, or those that are end by themselves after the last step."""
+    """End the agent; no rank of this node is alive, or its ranks end by themselves after the last step."""
 
     exit_code: int = 0
     reason: str = ""
@@ -133,7 +135,7 @@ def _ready(
     busy = [row for row in rows if row.phase is not Phase.READY or (attempt is not None and attempt.has(row))]
     if busy:
         return Wait(f"the ranks of the last attempt to end: {', '.join(row.name for row in busy)}")
-    if (apart := _apart(rows)) and agreement.fit(rows):  # nodes that do not fit together are refused at once
+    if (apart := _apart(rows)) and fit(rows):  # nodes that do not fit together are refused at once
         return Wait("; ".join(apart), missing=True)
     if me.node != LEADER:
         return Wait(f"{seen[LEADER].row.name} to form an attempt")
@@ -207,3 +209,66 @@ def _running(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt) -> Action:
     if mine.state is State.FORMING and all(row.phase in (Phase.RUNNING, Phase.FINISHED) for row in rows):
         return Record(State.RUNNING)
     return Wait()
+
+
+def refuse_unlike(offers: Sequence[NodeRow]) -> None:
+    """Raise NodeRefused for nodes with other versions, settings or sizes, and addresses that cannot connect them."""
+    leader = offers[0]
+    for row in offers[1:]:
+        if row.nodes != leader.nodes:
+            raise NodeRefused(
+                row.name,
+                f"--nodes {leader.nodes}, as {leader.name}",
+                f"{row.nodes}",
+                "start all agents with the same number",
+            )
+        if bool(row.devices) != bool(leader.devices):
+            got = "devices" if row.devices else "none"
+            raise NodeRefused(
+                row.name,
+                f"{'devices' if leader.devices else 'no devices'}, as {leader.name}",
+                got,
+                "learner.device: cpu",
+            )
+        for name in sorted({*leader.versions, *row.versions}):
+            want, got = leader.versions.get(name, "none"), row.versions.get(name, "none")
+            if want != got:
+                cure = (
+                    "use the same configuration on all nodes"
+                    if name == "settings"
+                    else "install the same versions on all nodes"
+                )
+                raise NodeRefused(row.name, f"{name} {want}, as {leader.name}", got, cure)
+    if len({row.place for row in offers}) > 1 or not leader.place:
+        for row in offers:
+            if is_loopback(row.address):
+                cure = (
+                    f"--host ADDRESS, or a --bus address of the network; {row.name} is reached under "
+                    f"{row.address} by itself only"
+                )
+                raise NodeRefused(row.name, "an address that the other nodes reach", row.address, cure)
+
+
+def fit(offers: Sequence[NodeRow]) -> bool:
+    """Return whether ``refuse_unlike`` accepts these nodes."""
+    try:
+        refuse_unlike(offers)
+    except NodeRefused:
+        return False
+    return True
+
+
+def refuse_public(address: str, *, insecure: bool) -> None:
+    """Raise NodeRefused for an address of the internet: torch's store, gloo and NCCL have no authentication."""
+    try:
+        public = ipaddress.ip_address(address.strip("[]")).is_global
+    except ValueError:
+        return  # a name: its owner knows the network
+    if public and not insecure:
+        want = "an address of a private network: the ranks' own connections have no authentication"
+        raise NodeRefused(
+            "learner: address of this node",
+            want,
+            f"{address}, which is public",
+            "--host ADDRESS, or learner.insecure_network: true",
+        )

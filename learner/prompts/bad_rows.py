@@ -47,11 +47,9 @@ class BadRows:
 
     def trouble(self, total: int) -> str:
         """Return their number and the first one, for status; empty while there are none. ``total``: number of rows."""
-        return (
-            f"{len(self)} of {total} rows left out so far (data.bad_rows), the first: {self._first}"
-            if self._numbers
-            else ""
-        )
+        if not self._numbers:
+            return ""
+        return f"{len(self)} of {total} rows left out so far (data.bad_rows), the first: {self._first}"
 
 
 def all_bad(first: PromptError, place: str, count: int) -> PromptError:

@@ -1,6 +1,6 @@
 """Checkpoints of all ranks, written by a thread of each while training goes on.
 
-    step k      begin    all ranks: plan the files, copy the state to host memory        the only part that a step waits for
+    step k      begin    all ranks: plan the files, copy the state to host memory    (all that a step waits for)
     meanwhile   thread   each rank: write and digest its file
                          rank 0: gather, write index, data state and manifest; one rank of each other node: the same
                          each node: rename its directory into place
@@ -128,7 +128,7 @@ class Checkpoints:
         )
         try:
             if self._is_local:
-                directory = self._root / directory.name  # the path is that of rank 0's node
+                directory = self._root / directory.name  # the start's path is on rank 0's node
                 if self._layout.is_first and start.manifest:
                     remote_files.complete(directory, client, sha256=start.manifest)
                 dist.barrier()
@@ -155,7 +155,7 @@ class Checkpoints:
 
         Raises CheckpointUnwritten, also for the checkpoint before.
         """
-        self.collect(wait=True)
+        self.collect(wait=True)  # there is one copy of the state in host memory
         began = time.monotonic()
         tmp = self._root / f"step-{step}-epoch-{epoch}.tmp"
         if self._layout.is_first:
@@ -271,7 +271,7 @@ class Checkpoints:
 
 
 def _run(writing: Future[Path], work: Callable[[], Path]) -> None:
-    """Run ``work``; its result or error is that of ``writing``, and it is raised where that is collected."""
+    """Run ``work``; ``writing`` gets its result or error, which is raised where it is collected."""
     try:
         writing.set_result(work())
     except BaseException as error:

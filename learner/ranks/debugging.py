@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.collector import CRITIC, Collector
-from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig, ProfileRequest, take_request
+from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig, ProfileRequest, read_prompts, take_request
 from tidemill.learner.debug.profiler import Profiler
 from tidemill.learner.debug.report import LOOKS, Facts, excerpt, report
-from tidemill.learner.debug.train_file import read_prompts, write_modules
+from tidemill.learner.debug.train_file import write_modules
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron.activations import module_outputs
 from tidemill.learner.megatron.model import Policy
@@ -37,13 +37,8 @@ class RankDebug:
         self, config: DebugConfig, learner: LearnerConfig, *, policy: Policy, model_dir: Path, root: Path
     ) -> None:
         """``model_dir``: with the tokenizer. ``root``: the run's directory, for files whose place is not set."""
-        self._config, self._learner, self._policy, self._model_dir, self._root = (
-            config,
-            learner,
-            policy,
-            model_dir,
-            root,
-        )
+        self._config, self._learner, self._policy = config, learner, policy
+        self._model_dir, self._root = model_dir, root
         parallel = policy.parallel
         self._memory = StepMemory(parallel)
         self._before: Mapping[str, Sequence[float]] | None = None
@@ -122,7 +117,7 @@ class StepMemory:
         self._parallel, self._on_cuda, self._allocated = parallel, parallel.device.type == "cuda", 0
 
     def begin(self) -> None:
-        """Begin a step: its peak is apart from that of loading the model."""
+        """Begin a step: its peak leaves out the loading of the model."""
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats(self._parallel.device)
             self._allocated = torch.cuda.memory_allocated(self._parallel.device)

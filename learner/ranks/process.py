@@ -156,6 +156,7 @@ async def run_part(
     has received SIGTERM. Raises ChildFailed when one fails, or does not drain within ``drain_s``; the others are ended
     first. It names a child with a final exit code if there is one, because the failures of the others follow from it.
     """
+    # -P: a file in the user's directory with the name of one of our imports must not be taken for it (decision 056).
     command = [sys.executable, "-P", "-m", "tidemill"]
     feeder: Child | None = None
     ranks: list[Child] = []

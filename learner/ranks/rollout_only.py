@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def main(places: RankPlaces) -> int:
-    """Take all steps of the run. Returns the exit code of the process, as that of a rank."""
+    """Take all steps of the run. Returns the exit code of the process, as a rank does."""
     return exit_codes.run(partial(_consume, places), log)
 
 

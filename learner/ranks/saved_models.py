@@ -1,7 +1,7 @@
 """Models as Hugging Face directories: the trained one, and ``models/step-<k>``, written by a thread while training goes
 on.
 
-    step k     after    all ranks that send weights: copy their part to host memory     the only part that a step waits for
+    step k     after    all ranks that send weights: copy their part to host memory   (all that a step waits for)
     meanwhile  thread   rank 0: read the parts, write the directory aside, rename it into place, remove old ones
 
 Models of steps are not the state of a run: an error of the disk is logged, and the run goes on. A model is kept while
@@ -111,7 +111,7 @@ class SavedModels:
 
 
 def prune(root: Path, checkpoints: Path, *, keep: int) -> None:
-    """Remove models, but not the ``keep`` newest (0 = all) and those of steps with a checkpoint. Raises OSError."""
+    """Remove models, but not the ``keep`` newest (0 = all), nor at steps with a checkpoint. Raises OSError."""
     models = sorted((int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)))
     spared = disk.unfinished(checkpoints)  # read first: in between, a checkpoint may be renamed into place
     spared |= {checkpoint.step for checkpoint in disk.listed(checkpoints)}

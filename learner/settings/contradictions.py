@@ -94,7 +94,8 @@ def _refuse_group_size(learner: "LearnerConfig") -> None:
         )
     if algorithm.advantage == "pass_at_k" and 0 < least < algorithm.pass_at_k.k:
         raise ValueError(
-            f"min_group_size: want >= algorithm.pass_at_k.k = {algorithm.pass_at_k.k}, got {least}: no k samples can be drawn"
+            f"min_group_size: want >= algorithm.pass_at_k.k = {algorithm.pass_at_k.k}, got {least}: "
+            "no k samples can be drawn"
         )
 
 

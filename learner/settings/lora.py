@@ -1,4 +1,4 @@
-"""LoRA: its settings, and PEFT's ``adapter_config.json``, which has those of a directory with adapters. Loads no torch.
+"""LoRA: its settings, and PEFT's ``adapter_config.json``, which describes a directory with adapters. Loads no torch.
 
 Source: LoRA, Hu et al. 2021 (arXiv:2106.09685); rank-stabilised scale, Kalajdzievski 2023 (arXiv:2312.03732).
 """

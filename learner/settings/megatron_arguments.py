@@ -1,4 +1,4 @@
-"""Megatron's own arguments by name (``learner.megatron``): those that are passed on, and the reason for which each
+"""Megatron's own arguments by name (``learner.megatron``): which are passed on, and the reason for which each
 other one is not.
 
 Loads no torch and no Megatron: the names are read from the source of the installed Megatron's TransformerConfig, which
@@ -201,7 +201,7 @@ def _fields(owner: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def _fits(annotation: str, value: Any) -> bool:
-    """Return whether a value of a configuration file fits a type like ``Optional[int]`` or ``Union[bool, List[str]]``."""
+    """Return whether a value of a configuration file fits a type like ``Optional[int]`` or ``Union[bool, str]``."""
     words = {word.id for word in ast.walk(ast.parse(annotation)) if isinstance(word, ast.Name)}
     if value is None:
         return "Optional" in words or "None" in annotation

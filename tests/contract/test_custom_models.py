@@ -82,7 +82,7 @@ def here() -> "Iterator[Parallel]":
         yield joined
 
 
-# ------------------------------------------------------------------------------------------------------------------------ bridges
+# -- bridges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +214,7 @@ def test_a_bridge_with_exchanged_norms_is_found_by_its_log_probs(here: "Parallel
         test_log_probs_through_a_bridge_are_those_of_the_model(pond, policy)
 
 
-# -------------------------------------------------------------------------------------------------------------------------- hooks
+# -- hooks
 
 
 @pytest.fixture(scope="module")

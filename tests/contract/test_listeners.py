@@ -328,7 +328,7 @@ async def test_bodies_are_bounded_together_and_small_ones_pass() -> None:
         await listener.close()
 
 
-# -- keys ---------------------------------------------------------------------------------------------------------------
+# -- keys
 
 
 async def test_a_teacher_has_no_commands(model_dir: Path) -> None:
@@ -441,7 +441,7 @@ SOCKETS = {
     "actors/serving/handles.py": "handles of weights",
     "learner/feed/feed_keys.py": "",  # inside the process
     "learner/feed/feed_server.py": "feeder to ranks",
-    "learner/nodes/agent.py": "calls between nodes",
+    "learner/nodes/probes.py": "calls between nodes",
     "bus/server/ports.py": "",  # keeps a port free, and listens to nothing
     "bus/http/listener.py": "HTTP of engines",
     "weightstore/transport/broadcast.py": "torch's store",

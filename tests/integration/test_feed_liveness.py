@@ -82,8 +82,8 @@ async def test_a_rank_in_a_collective_lives_by_its_heartbeats(host: str) -> None
             with Heartbeats(server.url, keys=KEYS, rank=0, silence_s=WITHIN_S, on_silence=silent.put) as heartbeats:
                 async with asyncio.timeout(WITHIN_S):
                     for _ in range(2):
-                        noted_s, answered_s = server._heard_s[0], heartbeats._heard_s
-                        while server._heard_s[0] == noted_s or heartbeats._heard_s == answered_s:
+                        noted_s, answered_s = server._alive_s[0], heartbeats._answered_s
+                        while server._alive_s[0] == noted_s or heartbeats._answered_s == answered_s:
                             await server.beat("nothing")
                             await asyncio.sleep(0.05)
         assert silent.empty()

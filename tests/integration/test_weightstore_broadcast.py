@@ -224,7 +224,8 @@ def test_what_blocks_for_ever_is_aborted_at_the_deadline_and_keeps_no_process_fr
     assert done.stdout.strip() == str(["abort", "not done within 0.2 s"] * 2)
 
 
-NCCL_ERROR = """NCCL error in: ProcessGroupNCCL.cpp:3690, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9
+NCCL_ERROR = """NCCL error in: ProcessGroupNCCL.cpp:3690, \
+invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9
 ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
 Last error:
 Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 8000"""

@@ -34,7 +34,7 @@ async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = N
     """
     url = url.rstrip("/")
     aside = directory.with_name(directory.name + ASIDE)
-    # A snapshot may be of any size, so only silence has a deadline. The digests are those of the bytes on the wire:
+    # A snapshot may be of any size, so only silence has a deadline. The digests are of the bytes on the wire:
     # nothing is unpacked.
     try:
         aside.mkdir(parents=True, exist_ok=True)

@@ -297,6 +297,7 @@ class Publisher:
         self._pushing = asyncio.current_task()
         self._deadlines.num_bytes = copy.manifest.num_bytes
         try:
+            # The same copy: the trainer goes on meanwhile, and no other rank would take part in another export.
             while True:
                 try:
                     return await self._push_copy(connected, copy)

@@ -239,7 +239,7 @@ class Push:
             return {member: error}
 
     async def _transfer(self, group: PushGroup, members: list[Member], *, serve: bool) -> dict[Member, float | None]:
-        """Send all buckets to all members. Returns the seconds of pause of those that serve them. Raises _GroupBroken,
+        """Send all buckets to all members. Returns the pauses of members that serve them. Raises _GroupBroken,
         Fenced.
         """
         if not group.is_open_for(members):

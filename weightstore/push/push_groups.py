@@ -252,6 +252,7 @@ class PushGroups:
     async def evict(self, member: Member, reason: str) -> None:
         """Leave the engine out of this push; it is stale until an update is completed."""
         backoff = self._backoffs.setdefault(member.identity, _Backoff())
+        # The first failure costs nothing: one lost connection must not make an engine stale for a deadline.
         backoff.failures += 1
         self.evicted[member.id] = reason
         pause_s = (
@@ -277,7 +278,7 @@ class PushGroups:
     async def succeeding(
         self, members: Iterable[Member], work: Callable[[Member], Awaitable[object]]
     ) -> tuple[str, ...]:
-        """Run ``work`` for all members at once, and evict those that fail. Returns the ids of the others."""
+        """Run ``work`` for all members at once, and evict the members that fail. Returns the ids of the others."""
 
         async def run_for(member: Member) -> str:
             try:

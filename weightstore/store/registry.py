@@ -4,7 +4,7 @@
     head      the newest published version, moved by compare-and-set; its ``fence`` is the newest learner's epoch
     snapshot  the row of the newest version that has a snapshot
     evicted   the live engines that were left out of the last push, and why: {"engines": {id: reason}}
-    want      the oldest version of which an engine needs a snapshot (``tidemill.weightstore.catchup.sources``)
+    want      the oldest version whose snapshot an engine needs (``tidemill.weightstore.catchup.sources``)
 
 A number is reserved by creating its row, so it is never used twice, even if the push fails or the learner dies. Rows
 that were lost (the bucket was emptied) are restored from the other records that name them: a publisher's memory, the
@@ -43,12 +43,11 @@ class VersionRegistry:
     async def head(self) -> VersionRow | None:
         """Return the newest published version; None before the first. Raises UnreadableRow until it is restored."""
         entry = await self._rows.get(HEAD)
-        return None if entry is None else _parse(HEAD, entry[0])
+        return _parse(HEAD, entry and entry[0])
 
     async def repaired_head(self, epoch: int) -> VersionRow | None:
         """Return the head for the learner of this epoch, which restores an unreadable one, or raises Fenced."""
-        value = await self._readable_head(epoch)
-        return None if value is None else _parse(HEAD, value)
+        return _parse(HEAD, await self._readable_head(epoch))
 
     async def _readable_head(self, epoch: int) -> Value | None:
         value, revision = await self._rows.read(HEAD)
@@ -66,7 +65,7 @@ class VersionRegistry:
     async def row(self, version: int) -> VersionRow | None:
         """Return the row of a version; None if it is not registered, or the row cannot be read."""
         value, _ = await self._rows.read(_key(version))
-        return None if value is None else _parse(_key(version), value)
+        return _parse(_key(version), value)
 
     async def row_for(self, version: int, seq: int) -> VersionRow | None:
         """Return the row of a version that the sample at ``seq`` names; None = there is none.
@@ -106,7 +105,7 @@ class VersionRegistry:
             return {**(head or {}), "fence": epoch}
 
         await self._readable_head(epoch)
-        head = _parse(HEAD, await self._change_head(epoch, fenced) or {})
+        head = _parse(HEAD, await self._change_head(epoch, fenced))
         if head is not None:
             await self._change(_key(head.version), head.version, state=head.state)
         await self._count()
@@ -117,7 +116,7 @@ class VersionRegistry:
         if not steps:
             return False
         head, _ = await self._rows.read(HEAD)
-        return head is None or _parse(HEAD, head) is None or not steps.keys() <= set(await self._versions())
+        return _parse(HEAD, head) is None or not steps.keys() <= set(await self._versions())
 
     async def restore(self, steps: Mapping[int, int], epoch: int) -> None:
         """Restore missing and unreadable rows of versions (``steps``: -> step), and an older head. Raises Fenced."""
@@ -147,7 +146,7 @@ class VersionRegistry:
     async def _raise_head(self, newest: VersionRow, epoch: int) -> None:
         def raised(value: Value | None) -> Value | None:
             _check_fence(value, epoch)
-            head = None if value is None else _parse(HEAD, value)
+            head = _parse(HEAD, value)
             if head is not None and head.version >= newest.version:
                 return None
             return {**dataclasses.asdict(newest), "fence": epoch}
@@ -204,9 +203,8 @@ class VersionRegistry:
             row = VersionRow(version=self._next, step=step, epoch=epoch, digest=digest)
             self._next += 1
             try:
-                await self._rows.update(
-                    _key(row.version), dataclasses.asdict(row), 0
-                )  # nor in place of a deleted one: its number was used
+                # Nor in place of a deleted one: its number was used.
+                await self._rows.update(_key(row.version), dataclasses.asdict(row), 0)
                 return await self._begin_after(row, (await self._samples.info()).last_seq)
             except RowConflict:  # used by a learner that has been replaced, or that replaces this one
                 continue
@@ -218,7 +216,7 @@ class VersionRegistry:
         def published(value: Value | None) -> Value | None:
             """Return the version as the head; None if it is the head already."""
             _check_fence(value, row.epoch)
-            head = None if value is None else _parse(HEAD, value)
+            head = _parse(HEAD, value)
             if head is None or head.version < row.version:
                 return {**dataclasses.asdict(row), "fence": row.epoch}
             if (head.version, head.epoch) == (row.version, row.epoch):  # a repeated call
@@ -247,7 +245,7 @@ class VersionRegistry:
         lost, or came after a newer learner's fence.
         """
         value, _ = await self._rows.read(HEAD)
-        head = None if value is None else _parse(HEAD, value)
+        head = _parse(HEAD, value)
         is_head = head is not None and (head.version, head.epoch) == (row.version, row.epoch)
         state = "published" if is_head else "failed"
 
@@ -268,7 +266,7 @@ class VersionRegistry:
     async def snapshot(self) -> VersionRow | None:
         """Return the row of the newest version that has a snapshot."""
         value, _ = await self._rows.read(SNAPSHOT)
-        row = None if value is None else _parse(SNAPSHOT, value)
+        row = _parse(SNAPSHOT, value)
         return row if row is not None and row.snapshot else None
 
     async def request_snapshot(self, version: int, by: str, nonce: str) -> None:
@@ -309,13 +307,10 @@ class VersionRegistry:
         return [version for version in named if version is not None]
 
     async def _change(self, key: str, version: int, **changes: str | int) -> None:
-
         def changed(value: Value | None) -> Value | None:
-            return (
-                None
-                if value is None or value.get("version") != version or value.items() >= changes.items()
-                else {**value, **changes}
-            )
+            if value is None or value.get("version") != version or value.items() >= changes.items():
+                return None
+            return {**value, **changes}
 
         await self._rows.change(key, changed, replace_unreadable=True)
 
@@ -330,9 +325,9 @@ def _check_fence(head: Value | None, epoch: int) -> None:
         raise Fenced(f"weights.{HEAD}", epoch, fence)
 
 
-def _parse(key: str, value: JsonObject) -> VersionRow | None:
-    """Return the row; None for a head that has only a fence."""
-    if "version" not in value:
+def _parse(key: str, value: JsonObject | None) -> VersionRow | None:
+    """Return the row; None for none, and for a head that has only a fence."""
+    if value is None or "version" not in value:
         return None
     try:
         return row_of(VersionRow, value)

@@ -3,7 +3,7 @@ use.
 
 config.json, tokenizer files, ...     copied from the model directory
 model.safetensors                     or model-00001-of-0000N.safetensors with model.safetensors.index.json
-manifest.json                         version, step, digest of names/shapes/dtypes, and of every file size and SHA-256; last
+manifest.json                         version, step, digest of names/shapes/dtypes, size and SHA-256 of the files; last
 """
 
 import hashlib
@@ -168,6 +168,8 @@ def _set_dtype(file: Path, manifest: Manifest) -> None:
 def rename_into_place(aside: Path, directory: Path, *, durable: bool) -> None:
     """Rename a finished directory to its final name."""
     if durable:
+        # Files and names before the rename, and the parent after it: a final name means complete, also after a loss
+        # of power.
         for path in [*aside.iterdir(), aside]:
             sync(path)
     if directory.exists():

@@ -40,7 +40,7 @@ class SnapshotServer:
         at: Reach = HERE,
         keys: RunKeys | None = None,
     ) -> None:
-        """``keys``: those of the run, needed at an address that other machines can reach."""
+        """``keys`` of the run, needed at an address that other machines can reach."""
         self.url = ""
         self._directory, self._registry, self._at, self._keys = directory, registry, at, keys
         self._keep, self._model_dir = keep, model_dir

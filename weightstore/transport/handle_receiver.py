@@ -60,13 +60,8 @@ class HandleReceiver:
         Raises ZMQError for an invalid URL.
         """
         self.url = url
-        self._epoch, self._deadlines, self._memory, self._control, self._ranks = (
-            epoch,
-            deadlines,
-            memory,
-            control,
-            ranks,
-        )
+        self._epoch, self._deadlines, self._memory = epoch, deadlines, memory
+        self._control, self._ranks = control, ranks
         self._refused = refused
         self._last_id, self._version = 0, -1
         self._waiters: dict[int, _Waiter] = {}
@@ -172,7 +167,7 @@ class HandleReceiver:
     async def _answered(
         self, verb: str, fields: Mapping[str, object], deadline_s: float, *, messages: int = 0
     ) -> dict[str, object]:
-        """Return the answer. The deadline begins anew with the first ``messages`` reports that the engine works on it."""
+        """Return the answer. The deadline begins anew with the first ``messages`` reports of work on it."""
         request_id = self._last_id = self._last_id + 1
         request = {"verb": verb, "id": request_id, "epoch": self._epoch, "timeout_s": deadline_s, **fields}
         try:
@@ -254,7 +249,7 @@ class HandleReceivers:
         gpu: str = "",
         parts: Sequence[RemotePart] = (),
     ) -> None:
-        """``gpu``: UUID of the GPU that has the memory; "" = host memory. ``parts``: those of other ranks."""
+        """``gpu``: UUID of the GPU that has the memory; "" = host memory. ``parts``: of other ranks."""
         self._gpu, self._parts = gpu, parts
         self._memory, self._otherwise, self._epoch, self._deadlines = memory, otherwise, epoch, deadlines
         self._context, self._place = zmq.asyncio.Context(), shared_memory_domain()

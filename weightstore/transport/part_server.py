@@ -177,12 +177,8 @@ class PartServer:
         return {}
 
     async def _host(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
-        name, world_size, backend, timeout_s = (
-            str(body["name"]),
-            int(body["world_size"]),
-            str(body["backend"]),
-            _seconds_in(body),
-        )
+        name, world_size, backend = str(body["name"]), int(body["world_size"]), str(body["backend"])
+        timeout_s = _seconds_in(body)
         try:
             sender = await Sender.open(
                 name, world_size, backend, timeout_s, at=self._at, memory=self._memory, gpu=self._end.uuid

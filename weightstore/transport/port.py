@@ -68,8 +68,9 @@ class WeightReceiver(Protocol):
         """
 
     async def receive(self, version: int, buckets: "Buckets", *, serve: bool) -> float | None:
-        """Begin a push and receive these flat buckets one after the other: in place of ``begin bucket*``, if the engine has
-        ``single_request_push``.
+        """Begin a push and receive these flat buckets one after the other, in place of ``begin bucket*``.
+
+        For engines with ``single_request_push``.
 
         With ``serve`` also end it, and return seconds as ``end`` does.
 

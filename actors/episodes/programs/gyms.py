@@ -1,6 +1,4 @@
-"""Environments of GEM (``gem-llm`` 0.1) and SkyRL-gym (``skyrl-gym`` 0.4) for ``multi_turn``, in the rollout's child
-alone.
-"""
+"""Environments of GEM (``gem-llm`` 0.1) and SkyRL-gym (``skyrl-gym`` 0.4) for ``multi_turn``, in a child alone."""
 
 import importlib
 import json

@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 from tidemill.actors.episodes.programs.call_threads import MAX_HUNG, CallThreads
 from tidemill.actors.episodes.programs.gyms import Gem, SkyRL
 from tidemill.actors.episodes.programs.openenv import OpenEnv
+from tidemill.actors.episodes.programs.policy_client import BudgetSpent, PolicyClient
 from tidemill.actors.episodes.programs.tools import FAILED, Tool, tools_of
-from tidemill.bus.http.client import READ_BUFFER_BYTES, open_session
 from tidemill.bus.system.coroutines import to_the_end
 from tidemill.bus.system.functions import find_object
 from tidemill.bus.wire.chat_messages import chat_messages, chat_tools
@@ -32,69 +32,8 @@ ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "
 """Environments that ship, by name."""
 PROTOCOLS = ("chat", "text")
 CALL = r"<call>((?:[^<]|<(?!/?call>))*+)</call>"
-"""A call has no tag of a call in it: each opening tag is searched up to the next tag alone, so time is linear in the
-text.
-"""
+"""A call has no tag of a call in it: each opening tag is searched up to the next tag alone, in linear time."""
 RESULT = "<result>{result}</result>"
-
-
-class BudgetSpent(Exception):
-    """The episode has no tokens, turns or context left; it ends, and is trained as truncated."""
-
-
-class PolicyClient:
-    """The model of one episode. Close it at the end."""
-
-    def __init__(self, base_url: str, api_key: str) -> None:
-        self._base_url = base_url
-        # Without a limit of time: the gateway has one, and waits for engines on behalf of its episodes.
-        self._session = open_session(
-            headers={"Authorization": f"Bearer {api_key}"}, read_buffer_bytes=READ_BUFFER_BYTES
-        )
-
-    async def __aenter__(self) -> "PolicyClient":
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._session.close()
-
-    async def chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **parameters: Any
-    ) -> dict[str, Any]:
-        """Return the answer's choice, with ``id``, the name of the turn. Raises BudgetSpent, RuntimeError."""
-        body = {"model": "policy", "messages": list(messages), **parameters}
-        return await self._choice("/chat/completions", body | ({"tools": list(tools)} if tools else {}))
-
-    async def complete(self, prompt: str, **parameters: Any) -> dict[str, Any]:
-        """Return the completion's choice, with ``id``. Raises BudgetSpent, RuntimeError."""
-        return await self._choice("/completions", {"model": "policy", "prompt": prompt, **parameters})
-
-    async def save(self, state: object) -> None:
-        """Store where the episode is, so that another actor goes on from there (``again: resume``). Raises
-        RuntimeError.
-        """
-        await self._post("/state", {"state": state})
-
-    async def truncated(self, limit: str) -> None:
-        """Report the limit at which the program ends the episode: its sample is truncated. Raises RuntimeError."""
-        await self._post("/truncated", {"limit": limit})
-
-    async def _post(self, path: str, body: object) -> None:
-        async with self._session.post(self._base_url.removesuffix("/v1") + path, json=body) as response:
-            if response.status != 200:
-                text = (await response.read())[:1000].decode(errors="replace")
-                raise RuntimeError(f"{path}: {response.status}: {text}")
-
-    async def _choice(self, path: str, body: object) -> dict[str, Any]:
-        async with self._session.post(self._base_url + path, json=body) as response:
-            content = await response.read()
-            if response.status != 200:
-                text = content[:1000].decode(errors="replace")
-                if response.status == 400 and "context_length_exceeded" in text:
-                    raise BudgetSpent(text)
-                raise RuntimeError(f"the model answered {response.status}: {text}")
-        answer = json.loads(content)
-        return {**answer["choices"][0], "id": answer["id"]}
 
 
 @dataclass(slots=True)
@@ -112,9 +51,7 @@ class Played:
     spent: bool = False
     """True if the budget ended it."""
     cut: str = ""
-    """Option that ended it: ``max_turns`` (a call was not made, the environment had not ended) or ``max_tokens``; empty
-    = none.
-    """
+    """Option that ended it: ``max_turns`` (a call was not made, a game had not ended), ``max_tokens``; empty = none."""
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     """Messages of the next request, with protocol chat."""
     text: str = ""
@@ -142,21 +79,15 @@ class MultiTurn:
     stop: Sequence[str] = ()
     """Strings that end a turn."""
     max_tokens: int = 0
-    """Tokens of one turn at most; 0 = the task's. With tools, an episode whose last answer they cut is truncated; a
-    move is whole.
-    """
+    """Maximum tokens of a turn; 0 = the task's. With tools, an episode whose last answer they cut is truncated."""
     tool_seconds: float = 10.0
     """Limit of one call of a tool."""
     max_hung_calls: int = MAX_HUNG
-    """Calls of plain tools that still run after that limit. Their threads cannot be ended, so with one more the process
-    is.
-    """
+    """Calls of plain tools that may hang: their threads cannot be ended, so with one more the process is ended."""
     errors: str = "show"
     """A call that fails is shown to the model (show), or ends the episode (end)."""
     call: str = CALL
-    """With text: the regular expression of a call; group 1 is the argument of the first tool, or it has groups
-    ``tool``, ``argument``.
-    """
+    """With text: the expression of a call. Group 1 is the first tool's argument; or it has ``tool``, ``argument``."""
     result: str = RESULT
     """With text: the text put behind a call, with ``{result}``."""
     environment: str = ""
@@ -200,17 +131,13 @@ class MultiTurn:
 
     @property
     def chat_tools(self) -> Sequence[str]:
-        """Names of the tools that the chat template writes; none with protocol text, where the prompt describes
-        them.
-        """
+        """Names of the tools that the chat template writes; none with protocol text, whose prompt describes them."""
         return tuple(self._tools) if self.protocol == "chat" else ()
 
     async def run(
         self, data: Mapping[str, Any], base_url: str, api_key: str, saves: bool = False
     ) -> float | dict[str, float] | None:
-        """Play one episode; return its reward: None = ``actor.reward`` of the last answer. ``saves``: store a state
-        behind every turn.
-        """
+        """Play an episode; return its reward, None = ``actor.reward``. ``saves``: store a state behind every turn."""
         return self.reward(data, await self.play(data, base_url, api_key, saves=saves))
 
     async def _resume(
@@ -358,9 +285,7 @@ class MultiTurn:
         return choice
 
     def _cut(self, choice: Mapping[str, Any], played: Played) -> str:
-        """Return ``max_tokens`` where that option has cut the last answer of a chat; the task's own limit is known to
-        the gateway.
-        """
+        """Return ``max_tokens`` where it has cut the last answer of a chat; the gateway knows the task's own limit."""
         return "max_tokens" if self.max_tokens and played.done and choice.get("finish_reason") == "length" else ""
 
     async def _call_tool(self, tools: Mapping[str, Tool], name: str, arguments: object, played: Played) -> str:
@@ -390,17 +315,13 @@ def _arguments(text: object) -> object:
 
 
 def _messages(value: object, where: str, system: str = "") -> list[Mapping[str, Any]]:
-    """Return a text, or messages, as messages. Raises ValueError that names the message; TypeError for anything
-    else.
-    """
+    """Return a text, or messages, as messages. Raises ValueError naming the message; TypeError for anything else."""
     messages = chat_messages(value, where) if isinstance(value, list) else [{"role": "user", "content": _text(value)}]
     return [{"role": "system", "content": system}, *messages] if system else [*messages]
 
 
 def _behind(answer: str, observation: object) -> list[Mapping[str, Any]]:
-    """Return an answer and the observation behind it. Messages that begin with one of the assistant have the answer in
-    the environment's own form.
-    """
+    """Return an answer, as the observation repeats it where it begins with the assistant, and the observation."""
     messages = _messages(observation, "the environment's observation") if observation != [] else []
     has_answer = bool(messages) and messages[0].get("role") == "assistant"
     return messages if has_answer else [{"role": "assistant", "content": answer}, *messages]

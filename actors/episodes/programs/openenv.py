@@ -159,7 +159,6 @@ class OpenEnv:
         return answer
 
     def _text(self, answer: Mapping[str, Any]) -> str:
-        """Return the text of an observation."""
         value = _data(answer).get("observation")
         for name in self._options.observation.split(".") if self._options.observation else ():
             if not isinstance(value, Mapping) or name not in value:

@@ -141,9 +141,7 @@ class Slime:
     """The program of ``use: slime:MODULE:NAME``."""
 
     def __init__(self, generate: str, args: Mapping[str, Any] | None = None) -> None:
-        """``generate``: MODULE:NAME. ``args``: attributes of the function's ``args``, by slime's names. Raises the
-        errors of its import.
-        """
+        """``generate``: MODULE:NAME. ``args``: of the function, by slime's names. Raises the errors of its import."""
         if importlib.util.find_spec("slime") is None:
             _provide()
         module, _, name = generate.partition(":")

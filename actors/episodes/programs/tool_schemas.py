@@ -44,9 +44,7 @@ _REST = re.compile(r"^:(?:param|parameter|arg|argument)\s+(?:[^:]*\s)?(\w+)\s*:\
 
 
 def schema_of(name: str, function: Callable[..., Any], hidden: Collection[str]) -> dict[str, Any]:
-    """Return the JSON schema of a function: its first docstring paragraph, and its parameters without the ``hidden``
-    ones.
-    """
+    """Return the JSON schema of a function: its first docstring paragraph, its parameters without ``hidden`` ones."""
     hints, (summary, described) = hints_of(function), documented(function.__doc__ or "")
     parameters = {
         parameter.name: parameter
@@ -102,9 +100,7 @@ def _is_json(value: object) -> bool:
 
 
 def schema_for(hint: Any, above: tuple[Any, ...] = ()) -> dict[str, Any]:
-    """Return the JSON schema of a type; empty = any value. ``above``: the classes around it, in which it may occur
-    again.
-    """
+    """Return the JSON schema of a type; empty = any value. ``above``: the classes around it, which may recur in it."""
     origin, args = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
         texts = [note if isinstance(note, str) else getattr(note, "description", None) for note in hint.__metadata__]
@@ -206,9 +202,7 @@ def typed(value: Any, hint: Any) -> Any:
 
 
 def documented(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return the first paragraph of a docstring, and the text of each parameter: by Google's, NumPy's or Sphinx's
-    style.
-    """
+    """Return a docstring's first paragraph and the text of each parameter, in Google's, NumPy's or Sphinx's style."""
     lines = inspect.cleandoc(docstring).splitlines()
     sections = [place for place, line in enumerate(lines) if _HEADING.match(line)]
     first = min([place - lines[place].startswith("---") for place in sections], default=len(lines))
@@ -230,9 +224,7 @@ def _sphinx(lines: list[str]) -> dict[str, str]:
 
 
 def _sections(lines: list[str]) -> dict[str, str]:
-    """Return the texts in a section of parameters: entries with text behind a colon, or below names that are not
-    indented.
-    """
+    """Return the texts in a section of parameters: entries with text behind a colon, or below unindented names."""
     sections: dict[str, str] = {}
     for place, line in enumerate(lines):
         underlined = (

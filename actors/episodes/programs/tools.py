@@ -76,9 +76,7 @@ class Tool:
 
 
 def shortened(text: str, max_size: int = MAX_RESULT) -> str:
-    """Return a text of about ``max_size`` characters: beginning and end of a longer one, with the number of characters
-    between them.
-    """
+    """Return beginning and end of a text above ``max_size`` characters, with the number of characters left out."""
     if len(text) <= max_size:
         return text
     half = max_size // 2
@@ -91,7 +89,6 @@ def json_text(result: object) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a result as values of JSON."""
     match value:
         case None | bool() | int() | str() if not isinstance(value, enum.Enum):
             return value
@@ -154,11 +151,9 @@ def _with(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name not in options]
 
     async def bound_async(**arguments: Any) -> Any:
-        """Call with the options."""
         return await function(**arguments, **options)
 
     def bound(**arguments: Any) -> Any:
-        """Call with the options."""
         return function(**arguments, **options)
 
     with_options: Any = bound_async if inspect.iscoroutinefunction(function) else bound
@@ -245,9 +240,7 @@ class Python:
 
 
 class TextSearch:
-    """Searches a file of texts, JSONL with ``text`` and perhaps ``title``, for texts that share the rarest words with
-    the query.
-    """
+    """Searches a JSONL file of texts (``text``, perhaps ``title``) for texts that share a query's rarest words."""
 
     def __init__(self, path: str, results: int = 3) -> None:
         rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]

@@ -65,9 +65,7 @@ class ChatLoop(vf.Harness):  # type: ignore[misc]  # verifiers is not installed 
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Mapping[str, str], data: Any
     ) -> ProgramResult:
-        """Chat until an answer calls no tool or the budget is spent. Any other refusal of a model call is the result's
-        error.
-        """
+        """Chat until an answer calls no tool or the budget is spent; any other refusal of a call is an error."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -291,9 +289,7 @@ def _rewards(episode: Any) -> dict[str, float] | None:
 
 
 def rows(id: str, options: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
-    """Yield the first ``count`` tasks of a taskset as rows of a prompt file; 0 = all. Raises ValueError for all of an
-    infinite one.
-    """
+    """Yield the first ``count`` tasks of a taskset as rows of a prompt file; 0 = all. Raises ValueError."""
     sections = [options.get(name) or {} for name in ("taskset", "agent", "env")]
     taskset = load_taskset(resolve_env_config(_env_config(id, *sections)).taskset)
     if not count and not taskset.bounded:

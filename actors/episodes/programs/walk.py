@@ -15,9 +15,7 @@ MOVES = {"+": 1, "-": -1}
 
 
 class Walk:
-    """An environment of ``multi_turn``. Each move's reward is the share of the way by which it comes nearer; the way
-    there gives 1.
-    """
+    """An environment of ``multi_turn``. A move's reward is the share of the way by which it comes nearer: 1 in all."""
 
     def __init__(self) -> None:
         self._at = self._goal = self._way = 0
