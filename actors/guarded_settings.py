@@ -27,8 +27,8 @@ GUARDED = {
     "engine.sglang.log": "a file to write",
     "rollouts": "code",
 }
-"""Setting -> the kind of thing it names, for each entry of a map. Allowed are defaults, numbers and built-in rewards,
-but for rewards with options that name servers, variables or programs.
+"""Setting -> the kind of thing it names. Each entry of a map is checked separately. Defaults, numbers and built-in
+rewards are allowed, but for those with options that name servers, variables or programs.
 """
 
 ROLLOUTS = {"use": "code", "python": "a program"}
@@ -39,27 +39,29 @@ _REWARDS = frozenset({"reward", "reward_parts", "group_reward"})
 
 
 def checked(patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the patterns, ``SETTING=VALUE`` each, with ``*`` for anything. Raises ValueError for a useless one."""
+    """Return the patterns, ``SETTING=VALUE`` with ``*`` for anything. Raises ValueError if no setting fits."""
     for pattern in patterns:
         name, equals, _ = pattern.partition("=")
         if not equals or not any(fnmatchcase(path, name) or name.startswith(f"{path}.") for path in GUARDED):
-            want = f"want SETTING=VALUE (* for anything) with a setting of {', '.join(GUARDED)}"
-            raise ValueError(f"--allow: {want}, got {pattern!r}")
+            want = f"SETTING=VALUE (* for anything) with a setting of {', '.join(GUARDED)}"
+            raise ValueError(f"--allow: want {want}, got {pattern!r}")
     return tuple(patterns)
 
 
 def refuse_foreign(
     row: Mapping[str, object], role: str, allowed: Sequence[str], *, where: str, changed: Iterable[str] = ()
 ) -> None:
-    """Raise NotAllowed for settings of ``role`` (actor, engine or scorer) in ``row`` that fit no pattern in
-    ``allowed``. ``changed``: settings, by path, that this machine replaces after the check.
+    """Raise NotAllowed for settings of ``role`` (actor | engine | scorer) in ``row`` that fit none of the patterns in
+    ``allowed``.
+
+    ``changed``: settings, by path, that this machine replaces after the check.
     """
     if any(path == "actor" or path.startswith("actor.scorers") for path in changed):
-        row = _without_scorers(row)  # the row's setting of them does not count
+        row = _without_scorers(row)
     refused = {
-        setting: what
-        for setting, what in ((f"{path}={text}", what) for path, what, text in _guarded(row, role))
-        if not any(pattern == setting or fnmatchcase(setting, pattern) for pattern in allowed)
+        f"{path}={text}": what
+        for path, what, text in _guarded(row, role)
+        if not any(pattern == f"{path}={text}" or fnmatchcase(f"{path}={text}", pattern) for pattern in allowed)
     }
     if refused:
         named = "; ".join(f"{setting} names {what}" for setting, what in refused.items())
@@ -67,24 +69,9 @@ def refuse_foreign(
 
 
 def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (path, kind of thing, value as text) of every guarded setting of the row that is not always allowed."""
-    rollouts = row.get("rollouts")
-    for name, entry in rollouts.items() if role == "actor" and isinstance(rollouts, Mapping) else ():
-        if isinstance(entry, Mapping) and entry.get("use") == DATASET:  # no actor runs anything for it
-            continue
-        for setting, what in ROLLOUTS.items():
-            if text := entry.get(setting) if isinstance(entry, Mapping) else entry:
-                yield f"rollouts.{name}.{setting}", what, str(text)
-        # Options of a program that ships name tools, environments and harnesses by import path.
-        options = entry.get("options") if isinstance(entry, Mapping) else None
-        for option, option_value in options.items() if isinstance(options, Mapping) else ():
-            if not isinstance(option_value, int | float | None):
-                text = (
-                    option_value
-                    if isinstance(option_value, str)
-                    else json.dumps(option_value, sort_keys=True, default=str)
-                )
-                yield f"rollouts.{name}.options.{option}", "code", text
+    """Yield (path, kind of thing it names, text) of every guarded setting of the row that is not always allowed."""
+    if role == "actor":
+        yield from _guarded_rollouts(row.get("rollouts"))
     for path, what in GUARDED.items():
         section, _, setting = path.partition(".")
         loads = role in _loading_rewards(row) if setting in _REWARDS else role == section
@@ -99,7 +86,26 @@ def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, s
         named = {path: value} if entries is None else {f"{path}.{name}": entry for name, entry in entries}
         for place, entry in named.items():
             if not _harmless(place, entry, default):
-                yield place, what, entry if isinstance(entry, str) else json.dumps(entry, sort_keys=True, default=str)
+                yield place, what, _text_of(entry)
+
+
+def _guarded_rollouts(rollouts: object) -> Iterator[tuple[str, str, str]]:
+    for name, entry in rollouts.items() if isinstance(rollouts, Mapping) else ():
+        is_map = isinstance(entry, Mapping)
+        if is_map and entry.get("use") == DATASET:  # no actor runs anything for it
+            continue
+        for setting, what in ROLLOUTS.items():
+            if text := entry.get(setting) if is_map else entry:
+                yield f"rollouts.{name}.{setting}", what, str(text)
+        # Options of a program that ships name tools, environments and harnesses by import path.
+        options = entry.get("options") if is_map else None
+        for option, value in options.items() if isinstance(options, Mapping) else ():
+            if not isinstance(value, int | float | None):
+                yield f"rollouts.{name}.options.{option}", "code", _text_of(value)
+
+
+def _text_of(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
 
 
 def _without_scorers(row: Mapping[str, object]) -> Mapping[str, object]:
@@ -108,7 +114,7 @@ def _without_scorers(row: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _loading_rewards(row: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the roles that load the rewards of a run: actors, unless ``actor.scorers.enabled`` is exactly true."""
+    """Return the roles that may load the run's rewards: no actors if ``actor.scorers.enabled`` is exactly true."""
     actor = row.get("actor")
     scorers = actor.get("scorers") if isinstance(actor, Mapping) else None
     return ("scorer",) if isinstance(scorers, Mapping) and scorers.get("enabled") is True else ("actor", "scorer")
@@ -119,5 +125,7 @@ def _harmless(path: str, value: object, default: object) -> bool:
     named = value.get("reward") if isinstance(value, Mapping) and path.startswith("actor.reward_parts.") else value
     ours = TABLE.keys() - NAMING
     tables = {"actor.reward": ours, "actor.reward_parts": ours, "actor.group_reward": OF_GROUPS.keys() - ASKING}
-    is_builtin = isinstance(named, str) and any(path.startswith(start) and named in tables[start] for start in tables)
-    return value is None or value == default or is_number or is_builtin
+    of_the_house = any(
+        path.startswith(start) and isinstance(named, str) and named in table for start, table in tables.items()
+    )
+    return value is None or value == default or is_number or of_the_house

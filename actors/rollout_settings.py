@@ -28,7 +28,9 @@ OF_VERIFIERS = "verifiers:"
 VERIFIERS = f"{Path(__file__).parent / 'episodes/programs/verifiers_taskset.py'}:Taskset"
 """The program that plays it: a file, because its interpreter may have nothing of ours."""
 DATASET = "dataset"
-"""``use`` of a rollout that takes the recorded responses of the rows as samples: the feeder makes them, no actor."""
+"""``use`` of a rollout that takes the recorded responses of the rows as samples: the learner's feeder makes them, and
+no actor does.
+"""
 MULTI_TURN = "multi_turn"
 BUILT_IN = {MULTI_TURN: "tidemill.actors.episodes.programs.multi_turn:MultiTurn"}
 """Rollouts that ship, by name."""
@@ -83,7 +85,8 @@ class RolloutConfig:
     options: JsonObject = field(default_factory=dict)
     """Passed to the class, or to every call of the function."""
     python: str = ""
-    """Interpreter of a program that needs nothing of ours (maybe aiohttp, docs/rollouts.md); empty = the actor's own.
+    """Interpreter of the program, which needs nothing of Tidemill (``multi_turn``, ``slime:`` and ``openenv:`` need
+    aiohttp); empty = the actor's own.
     """
     processes: Positive = 4
     """Child processes of an actor; they are started when there is work."""
@@ -92,7 +95,8 @@ class RolloutConfig:
     memory_mb: NotNegative = MEMORY_MB
     """Private memory of a child, and of each process that it starts; 0 = no limit."""
     cpu_s: NotNegative = 0
-    """Processor seconds of a child over its life, and of each of its processes; then the kernel ends it. 0 = no limit.
+    """Processor seconds of a child over its life, and of each process that it starts; the kernel ends one that needs
+    more. 0 = no limit.
     """
     open_files: NotNegative = 0
     """Open files of a child, and of each process that it starts; 0 = no limit."""
@@ -115,26 +119,24 @@ class RolloutConfig:
     """Limits of an episode: turns, tokens, context, total_tokens, seconds; 0 = none."""
 
     def __post_init__(self) -> None:
-        if self.recorded and (changed := [name for name in _names(self) if name != "use"]):
+        if self.recorded and (changed := _changed_settings(self)):
             raise ValueError(f"{changed[0]}: want use: {DATASET} alone, which has no program and no limits; remove it")
         if self.unlogged == "fail" and self.again == RESTART:
-            raise ValueError(
-                f"unlogged: want again: replay or resume with fail, got again: {self.again}, which stores no answers"
-            )
+            want = "again: replay or resume with fail"
+            raise ValueError(f"unlogged: want {want}, got again: {self.again}, which stores no answers")
         if self.use.startswith(OF_OPENENV) and not isinstance(self.options.get("environment_options", {}), Mapping):
             raise ValueError(f"options.environment_options: want a map, got {self.options['environment_options']!r}")
         if self.taskset:
             self._refuse_for_taskset()
 
     def _refuse_for_taskset(self) -> None:
+        """Raise ValueError for settings that no taskset of verifiers takes."""
         if unknown := sorted(set(self.options) - {"taskset", "agent", "env", "renderer"}):
-            raise ValueError(
-                f"options.{unknown[0]}: no such option with verifiers:TASKSET; there are taskset, agent, env, renderer"
-            )
+            options = "there are taskset, agent, env, renderer"
+            raise ValueError(f"options.{unknown[0]}: no such option with verifiers:TASKSET; {options}")
         if self.again == RESUME:
-            raise ValueError(
-                "again: want restart or replay with verifiers:TASKSET, whose environments have no state, got 'resume'"
-            )
+            want = "restart or replay with verifiers:TASKSET, whose environments have no state"
+            raise ValueError(f"again: want {want}, got 'resume'")
 
     @property
     def recorded(self) -> bool:
@@ -181,16 +183,17 @@ class RolloutConfig:
         if self.use.startswith(OF_OPENENV):
             arguments = {"url": self.use.removeprefix(OF_OPENENV), **self.options.get("environment_options", {})}
             return {**self.options, "environment": "openenv", "environment_options": arguments}
-        if self.use.startswith(OF_SLIME):
-            return {"generate": self.use.removeprefix(OF_SLIME), **self.options}
-        return self.options
+        generate = {"generate": self.use.removeprefix(OF_SLIME)} if self.use.startswith(OF_SLIME) else {}
+        return {**generate, **self.options}
 
 
-def _names(config: RolloutConfig) -> list[str]:
-    """Return the settings that differ from their defaults."""
-    defaults = RolloutConfig(use=MULTI_TURN)
-    names = [field.name for field in dataclasses.fields(config)]
-    return [name for name in names if getattr(config, name) != getattr(defaults, name)]
+def _changed_settings(config: RolloutConfig) -> list[str]:
+    """Return the settings besides ``use`` that differ from their defaults."""
+    fields = [field for field in dataclasses.fields(config) if field.name != "use"]
+    defaults = {
+        field.name: field.default_factory() if callable(field.default_factory) else field.default for field in fields
+    }
+    return [name for name, default in defaults.items() if getattr(config, name) != default]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,17 +216,17 @@ class RolloutPrograms:
 
 
 def served(rollouts: Mapping[str, RolloutConfig], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the rollouts that an actor with ``actor.rollouts: names`` serves, single turns too. Raises ValueError."""
+    """Return the rollouts that an actor with ``actor.rollouts: names`` serves; single turns too. Raises ValueError."""
     able = (SINGLE_TURN, *(name for name, rollout in rollouts.items() if not rollout.recorded))
     for name in names:
         if name not in able:
-            why = "which is none of them"
+            reason = "which is none of them"
             if name in rollouts:
-                why = "whose samples are the recorded responses of its rows, and no actor makes them"
+                reason = "whose samples are the recorded responses of its rows, and no actor makes them"
             elif nearest := difflib.get_close_matches(str(name), able, n=1, cutoff=0.5):
-                why = f"did you mean {nearest[0]!r}?"
-            want = f"want names in rollouts, or {SINGLE_TURN} ({', '.join(able)})"
-            raise ValueError(f"actor.rollouts: {want}, got {name!r}, {why}")
+                reason = f"did you mean {nearest[0]!r}?"
+            want = f"names in rollouts, or {SINGLE_TURN} ({', '.join(able)})"
+            raise ValueError(f"actor.rollouts: want {want}, got {name!r}, {reason}")
     return tuple(name for name in able if name in names) if names else able
 
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, dataclass_transform
 from tidemill.bus import exit_codes
 
 _REQUIRED: Any = object()
-"""Default of a field without a default."""
 
 
 @dataclass_transform(eq_default=False)
@@ -21,7 +20,7 @@ class DetailedError(Exception):
 
     template: ClassVar[str] = ""
     _defaults: ClassVar[dict[str, Any]] = {}
-    """Fields in order, with the base classes' first; a field without a default has ``_REQUIRED``."""
+    """Fields in order, with the base classes' first."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -145,8 +144,7 @@ _ROW_CURES = {
     "run.epoch": 'end every learner of the run, then store {"epoch": N} with N above every epoch it had',
     "run.checkpoint": 'store {"directory": PATH, "step": N} of its newest checkpoint',
 }
-"""Cures of rows whose values no process can restore from other records; one of the others is restored by the learner.
-"""
+"""Cures of rows whose values no process can restore from other records; the learner restores all others."""
 
 
 class UnreadableRow(WireError):

@@ -1,9 +1,7 @@
-"""Exit codes of processes, and the last line a process writes about the error that ended it: its parent repeats that
-line.
+"""Exit codes of processes, and the last line of one that an error ended, which its parent repeats.
 
-The line goes to stderr, and into a file in memory (``ReasonFile``): on a full disk a log has no room for it.
-An error class names its code in an attribute ``exit_code``; without one it is CRASHED. Knows no process and no error
-class.
+The line goes to stderr, and into a file in memory (``ReasonFile``): on a full disk a log has no room for it. An error
+class names its code in an attribute ``exit_code``; without one it is CRASHED.
 """
 
 import contextlib
@@ -19,7 +17,6 @@ TAKEN_OVER = 76
 CONFIG = 78
 """Settings or data that no restart can cure (EX_CONFIG of sysexits.h)."""
 FINAL = frozenset({WRONG_USE, TAKEN_OVER, CONFIG})
-"""A process that ends with one of these is not started again."""
 LINE = "error: "
 """Prefix of the last line of a process that ends by an error; the message follows."""
 

@@ -1,8 +1,6 @@
-"""Sections of settings: frozen dataclasses with bounds and choices in their types, which pydantic checks, and one form
-of error for all.
+"""Sections of settings: frozen dataclasses, checked by pydantic, and one form of error for all. Knows no setting.
 
-Knows no setting by name. The JSON Schema of a section, and so the reference, follow from the same types
-(``launch/settings/reference.py``).
+The JSON Schema of a section, and so the reference, follow from its types (``launch/settings/reference.py``).
 """
 
 import dataclasses
@@ -31,7 +29,6 @@ from pydantic_core import ArgsKwargs, CoreSchema, PydanticCustomError, core_sche
 from tidemill.bus.errors import DetailedError
 
 SHOWN_CHARACTERS = 120
-"""Maximum length of a value in a message."""
 BASIC = Field(json_schema_extra={"advanced": False})
 """Mark of a setting that most runs set; all others are advanced."""
 IMPORT_PATH = "module:function"
@@ -230,7 +227,6 @@ class Problem:
     text: str
     """The settings, the value wanted, the one that came, and the cure."""
     unknown: bool = False
-    """True if there is no such setting."""
     place: tuple[int | str, ...] = ()
     """Keys on the way to a value that is wanted as text."""
 

@@ -22,7 +22,6 @@ class GroupRequest:
     """All finished responses to a prompt: the argument of a reward of groups."""
 
     samples: tuple[RewardRequest, ...]
-    """The samples, in order of their index."""
     rewards: tuple[Reward, ...] = ()
     """Reward of each sample by ``actor.reward`` or ``actor.reward_parts``; empty without them."""
 
@@ -53,11 +52,8 @@ TABLE = {
     "relative_length": "tidemill.rewards.group:relative_length",
     "remote": "tidemill.rewards.http.remote:RemoteGroupReward",
 }
-"""Built-in rewards of groups."""
 ASKING = frozenset({"remote"})
-"""Those that ask a server: an actor runs them in a child process, and a configuration from elsewhere is not trusted
-with them.
-"""
+"""They ask a server, so an actor runs them in a child process, and a configuration from elsewhere is not trusted."""
 
 
 # ---- contract

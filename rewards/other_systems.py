@@ -18,7 +18,6 @@ from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import Parts, RewardRequest
 
 Call = tuple[tuple[object, ...], dict[str, object]]
-"""Positional arguments, and named ones."""
 
 
 class SampleStatus(enum.Enum):

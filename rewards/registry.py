@@ -47,45 +47,36 @@ TABLE = {
 """Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop."""
 
 UNBOUNDED = frozenset({"code", "ifeval", "judge", "math_verify", "regex", "remote", "reward_model"})
-"""Built-in rewards that can take long: an actor runs them in child processes. ``ifeval`` takes time linear in the
-response for each instruction, but the data decides how many instructions a prompt has: ten of them, with a response of
-400,000 characters, took 2 s.
+"""Built-in rewards that can take long, and run in child processes.
+
+``ifeval`` is linear for each instruction, but the data decides how many a prompt has: ten, with a response of 400,000
+characters, took 2 s.
 """
 
 UNBOUNDED_WITH = {"math": "rest"}
-"""Options with which other built-in rewards can take long, too."""
 
 ASKING = frozenset({"judge", "remote", "reward_model"})
 """Built-in rewards that ask a server."""
 NAMING = ASKING | {"code"}
-"""Built-in rewards with options that name servers, variables or programs: a configuration from elsewhere is not trusted
-with them.
-"""
+"""They name servers, variables or programs: a configuration from elsewhere is not trusted with them."""
 SANDBOXED = frozenset({"code"})
-"""Built-in rewards that run programs in a sandbox, which not every machine has: ``obstacle()`` of their modules returns
-why.
-"""
+"""They run programs in a sandbox; ``obstacle()`` of their modules returns why this machine has none."""
 COMPARING = frozenset(
     {"dapo", "deepscaler", "digits", "exact", "f1", "gpqa", "gsm8k", "math", "math_answer", "math_verify"}
 )
-"""Built-in rewards that compare the response with the label, which must be text or a number."""
+"""They compare the response with the label, which must be text or a number."""
 SEVERAL = frozenset({"deepscaler", "exact", "f1", "math", "math_verify"})
-"""Those of them that take a list of labels, too."""
+"""They take a list of labels, too."""
 
 IN_THREAD = "in_thread"
-"""Option of every plain (not async) reward: run it in a thread of its own. Default: true for import paths, false for
-built-in rewards.
-"""
+"""Option of plain (not async) rewards: run in a thread. Default: true for import paths."""
 
 _KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-"""Option types that are checked, with their names in error messages."""
 
 MAX_PARTS = 256
 """Limit of the named numbers of a reward."""
 MAX_THREADS = 256
-"""Limit of concurrent threads per reward. A thread cannot be stopped, so without a limit calls that hang would
-accumulate.
-"""
+"""Limit of threads per reward: a thread cannot be stopped, so calls that hang would accumulate."""
 
 
 def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:

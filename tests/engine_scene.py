@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.actors.engines.port import EngineInfo, Generation
-from tidemill.actors.engines.server_pool import EnginePool, ServerStatus
+from tidemill.actors.engines.server_discovery import ServerStatus
+from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.bus.errors import BusError
 from tidemill.bus.wire.messages import Sampling, Span
 
@@ -86,8 +87,6 @@ class ScriptedEngine:
         if self.hold is not None and isinstance(self.answers[0], Generation):
             self.hold.set()
 
-    async def pause(self, mode: str = "in_place") -> None: ...
-    async def resume(self) -> None: ...
     async def healthy(self) -> bool:
         return True
 

@@ -14,7 +14,8 @@ from tests.engine_serving import Served, serving
 from tidemill.actors.engines.activity import Activity
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.engines.responses import Responses
-from tidemill.actors.engines.server_pool import EnginePool, UrlDiscovery
+from tidemill.actors.engines.server_discovery import UrlDiscovery
+from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.actors.episodes.gateway import Gateway
 from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
 from tidemill.actors.episodes.rollouts import ProgramRollout

@@ -96,9 +96,7 @@ class Actor:
         scorers: Scorers,
         activity: Activity,
     ) -> None:
-        """``rollouts``: by name; the rollout with the empty name makes the samples of tasks without a name. Tasks of
-        other rollouts are not leased.
-        """
+        """``rollouts``: by name; the empty name makes samples of tasks without one. Other tasks are not leased."""
         self._bus, self._actor_id, self._config, self._activity = bus, actor_id, config, activity
         self._responses, self._rollouts, self._scorers = responses, dict(rollouts), scorers
         self._scorer = SampleScorer(config, scorers, activity, self._note_outage)
@@ -112,9 +110,7 @@ class Actor:
         self._idle_since_s = time.monotonic()
 
     async def run(self, draining: asyncio.Event) -> None:
-        """Lease tasks and work on them. Returns when ``draining`` is set and every leased task is done or returned by a
-        nak.
-        """
+        """Lease tasks and work on them until ``draining`` is set and every leased task is done or returned by a nak."""
         async with asyncio.TaskGroup() as work:
             work.create_task(self._drain(draining))
             for name in self._rollouts:
@@ -194,9 +190,7 @@ class Actor:
                 work.create_task(self._work(lease), name=f"task {lease.task.id}")
 
     async def _pause(self, failing: Collection[int]) -> None:
-        """Wait while every task of a queue fails for a cause outside of its row: an outage must not use up all
-        prompts at once.
-        """
+        """Wait while every task of a queue fails for a cause outside of its row, or an outage uses up all prompts."""
         excess = len(failing) - FAILURES_IN_A_ROW
         if excess >= 0:
             with suppress(TimeoutError):
@@ -274,9 +268,7 @@ class Actor:
             logger.exception("invalid partial task=%d index=%d", partial.task, partial.index)
 
     async def _make_group(self, lease: Lease, partials: dict[int, Partial]) -> list[RolloutOutcome]:
-        """Generate and store the samples of a task concurrently; with a reward of groups they are stored once all are
-        scored.
-        """
+        """Generate and store the samples of a task concurrently; a reward of groups scores all of them first."""
         task = lease.task
         if not self._scorer.scores_together(task):
             completions = [self._complete_sample(lease, index, partials.get(index)) for index in range(task.group_size)]
@@ -343,7 +335,6 @@ class Actor:
             return Made(sample=failed_sample(task, index, lease.attempt, f"invalid sample: {error}"))
 
     async def _publish(self, task: Task, sample: Sample) -> RolloutOutcome:
-        """Store a sample."""
         sample = replace(sample, actor=self._actor_id, created_s=time.time())
         seq = await self._bus.samples.publish(sample)
         self._activity.counters.samples_published += 1

@@ -16,7 +16,8 @@ from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.engines.membership import config_of_run, connected, default_id, first_row, section
 from tidemill.actors.engines.port import Engine
 from tidemill.actors.engines.responses import Responses
-from tidemill.actors.engines.server_pool import BusDiscovery, EnginePool, UrlDiscovery
+from tidemill.actors.engines.server_discovery import BusDiscovery, UrlDiscovery
+from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.actors.episodes.port import Rollout
 from tidemill.actors.errors import ActorRefused, BadRow
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms, served
@@ -179,9 +180,7 @@ async def _open_scorers(stack: AsyncExitStack, config: ActorConfig, bus: Bus) ->
 
 
 async def _watch_refusal(bus: Bus, actor_id: str) -> None:
-    """Raise ActorRefused when the learner refuses this actor; a row from before the start refers to an earlier process
-    of this name.
-    """
+    """Raise ActorRefused when the learner refuses this actor. A row from before the start is of an earlier process."""
     before: int | None = None
     async for row in bus.rows("run").watch(refused(actor_id), REFUSAL_EVERY_S):
         revision = 0 if row is None else row[1]
@@ -194,7 +193,6 @@ async def _watch_refusal(bus: Bus, actor_id: str) -> None:
 async def _update_heartbeat(
     heartbeat: HeartbeatPublisher, actor: Actor, activity: Activity, engines: EnginePool
 ) -> None:
-    """Keep the live row up to date."""
     while True:
         phase, waits_for = actor.phase()
         load = {**activity.load(), "in_flight": float(actor.in_flight)}

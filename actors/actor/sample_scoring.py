@@ -61,9 +61,7 @@ class SampleScorer:
         return task.kind is not Kind.EVAL or self._score is None  # an evaluation scores each sample by itself
 
     async def score(self, task: Task, made: Made) -> Sample:
-        """Return the sample with its reward and, for training, the scores of its teacher; its tokens stay when one of
-        them fails.
-        """
+        """Return the sample with its reward and, for training, its teacher's scores; its tokens stay when one fails."""
         if self._teachers is None or task.kind is not Kind.TRAIN:
             return await self._reward(task, made)
         rewarded, taught = await all_of([self._reward(task, made), self._teach(self._teachers, task, made.sample)])
@@ -77,9 +75,7 @@ class SampleScorer:
         )
 
     async def score_group(self, task: Task, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples of a whole group with their rewards; if one has failed, or the reward does, all are
-        FAILED.
-        """
+        """Return the samples of a whole group with their rewards; all are FAILED if one has failed, or the reward."""
         assert self._group_score is not None
         if broken := [sample for sample in samples if sample.status is Status.FAILED]:
             reason = f"sample {broken[0].index} of its group: {broken[0].metadata['error']}"

@@ -66,7 +66,6 @@ def read_answer(
 
 
 def _merged(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Merge neighbouring spans of the same version."""
     merged: list[Span] = []
     for span in spans:
         if merged and merged[-1].version == span.version:

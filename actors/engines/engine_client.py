@@ -82,7 +82,6 @@ class RequestBatcher:
 
 
 async def _send_batch(waiting: Pending, send: Send) -> None:
-    """Send a batch and give each caller its part of the answer."""
     first = waiting[0][0]
     body = first if len(waiting) == 1 else first | {name: [body[name] for body, _ in waiting] for name in _BY_REQUEST}
     try:
@@ -134,16 +133,13 @@ class HttpEngine:
         timeout_s: float = 300.0,
         begun: Generation | None = None,
     ) -> Generation:
-        """Send /generate; with ``join``, as one request with others of the same turn of the loop, unless it continues a
-        response.
-        """
+        """Send /generate; with ``join`` as one request with others of this turn of the loop, unless continued."""
         routed = await self._routing()
         body = self._body(prompt, sampling, request_id, min_version, timeout_s, begun)
         # A batch has one value of ``continued_tokens`` for all of its requests.
         batcher = None if begun is not None else self._batcher
 
         async def send(body: Mapping[str, object]) -> object:
-            """Return the decoded answer of /generate."""
             return await self._call("POST", "/generate", body, timeout_s=timeout_s)
 
         answer = await (send(body) if batcher is None else batcher.request(body, send))
@@ -241,7 +237,6 @@ class HttpEngine:
         timeout_s: float,
         begun: Generation | None,
     ) -> JsonObject:
-        """Return the body of /generate."""
         params: JsonObject = {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,

@@ -107,9 +107,7 @@ async def config_of_run(
 
 
 def section(config: JsonObject, name: str, kind: type[Config]) -> Config:
-    """Return the dataclass ``kind`` made from a section of the config. Raises BadRow naming an unknown key or a wrong
-    value.
-    """
+    """Return a section of the config as ``kind``. Raises BadRow naming an unknown key or a wrong value."""
     try:
         return cast(Config, read(kind, config.get(name) or {}, name))
     except ValueError as error:

@@ -1,6 +1,4 @@
-"""An inference engine as an actor sees it: token ids in; tokens, log-probs and versions out. Adapters:
-``engine_client.py``.
-"""
+"""An inference engine as an actor sees it: token ids in; tokens, log-probs, versions out. Adapter: ``HttpEngine``."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -120,16 +118,6 @@ class Engine(Protocol):
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all (None); they return their tokens so far. Unknown ids are ignored."""
-        ...
-
-    async def pause(self, mode: str = "in_place") -> None:
-        """Stop decoding; requests sent meanwhile wait. ``in_place`` keeps the running requests, ``retract`` computes
-        their KV cache again later, ``abort`` ends them.
-        """
-        ...
-
-    async def resume(self) -> None:
-        """Resume decoding."""
         ...
 
     async def healthy(self) -> bool:

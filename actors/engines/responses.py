@@ -1,6 +1,4 @@
-"""One response from the engines of a pool, with its attempts: waits, repeats, continues and is cut short. Knows no task
-and no sample.
-"""
+"""One response from a pool of engines, over attempts that wait, repeat and continue. Knows no task and no sample."""
 
 import asyncio
 import logging
@@ -68,9 +66,7 @@ class GenerationFailed(DetailedError):
 
 
 class Interrupted(DetailedError):
-    """There is no complete response, for a reason outside the request: no engine was found, or this process is
-    leaving.
-    """
+    """There is no complete response, for a reason outside the request: no engine was found, or this process drains."""
 
     reason: str
     begun: Generation | None
@@ -110,9 +106,7 @@ class _Attempts:
     """True once ``grown`` has been called: the response can be continued, but not begin anew."""
 
     def restart(self) -> None:
-        """Discard the unfinished response. One that has been streamed is kept: it is continued from its last accepted
-        token.
-        """
+        """Discard the unfinished response. A streamed one is continued from its last accepted token instead."""
         if not self.shown:
             self.begun, self.generating_s = None, 0.0
 
@@ -122,9 +116,7 @@ class _Attempts:
         return Interrupted(reason, begun, Timings(queued_s=self.queued_s, generating_s=self.generating_s))
 
     def require(self, response: EngineResponse) -> None:
-        """Raise EngineFailed unless a response is accepted; the next attempt begins anew, or behind the tokens that
-        were streamed.
-        """
+        """Raise EngineFailed unless a response is accepted; the next attempt begins anew, or behind sent tokens."""
         try:
             self.accept(response)
         except WireError as error:
@@ -209,9 +201,7 @@ class Responses:
         self._engines.give_up()
 
     async def cut_short(self) -> None:
-        """Abort the requests in flight. Every ``generate`` now returns a response or raises Interrupted within
-        ``cut_short_s``.
-        """
+        """Abort the requests in flight: within ``cut_short_s`` every ``generate`` returns or raises Interrupted."""
         self._cutting_short = True
         end = asyncio.get_running_loop().time() + self._cut_short_s
         for _, limit in self._in_flight.values():
@@ -225,9 +215,7 @@ class Responses:
                     await asyncio.sleep(ABORT_EVERY_S)
 
     async def _attempt(self, attempts: _Attempts) -> EngineResponse | None:
-        """Make one request. Returns None when it was cut short. Raises EngineFailed also when the engine broke it
-        off.
-        """
+        """Make one request; None = it was cut short. Raises EngineFailed also when the engine broke it off."""
         begin, prompt = time.monotonic(), attempts.prompt
         left_s = attempts.began_s + self._timeout_s - begin
         if attempts.last and left_s <= 0:

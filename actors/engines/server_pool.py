@@ -9,14 +9,14 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypedDict, TypeVar
 
 from tidemill.actors.engines.port import Engine
+from tidemill.actors.engines.server_discovery import ANSWER_S, Discovery, ServerStatus
 from tidemill.actors.errors import EngineError, ServerFault, VersionUnavailable
 from tidemill.bus.errors import BusError, DetailedError
-from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.system.coroutines import Waiter
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,6 @@ POLL_S = 1.0
 POLL_WAITING_S = 0.1
 """Seconds between two reads while a request waits (at max_lag 0 every step waits for the new version) and no change is
 notified."""
-ANSWER_S = 5.0
-"""Time limit in seconds of an engine's health check, and of a read of the states that is waited for."""
 QUARANTINE_S = (0.5, 10.0)
 """Seconds without requests after the first failure in a row, doubled with each further one; and their bound."""
 GONE = "gone"
@@ -44,68 +42,6 @@ class NoServer(DetailedError, EngineError):
     """The server, in words."""
     waited_s: float
     template = "waited {waited_s:.1f} s for {server}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerStatus:
-    """Observed state of an engine or scorer."""
-
-    url: str
-    id: str
-    serving: bool
-    version: int
-    remark: str = ""
-    """Reason for which it does not serve; else empty."""
-    process: str = ""
-    """Identity of the process that is now at this URL; empty = unknown."""
-    nonce: str = ""
-    """Nonce of its live row; empty = unknown."""
-
-
-class Discovery(Protocol):
-    """Discovery of servers."""
-
-    async def discover(self) -> list[ServerStatus]:
-        """Return all servers, serving or not. Raises only BusError."""
-        ...
-
-    def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-        """While entered, ``wake`` is called when a server has changed. Some changes may be missed."""
-        ...
-
-    async def close(self) -> None:
-        """Close the clients."""
-        ...
-
-
-class BusDiscovery:
-    """Discovers servers of a role by their live rows on the bus."""
-
-    def __init__(self, view: LiveView, role: str = "engine") -> None:
-        self._view, self._role = view, role
-
-    async def discover(self) -> list[ServerStatus]:
-        """Return the servers with a live row that has an address; a row's phase is the remark."""
-        return [
-            ServerStatus(
-                url=row.address,
-                id=row.id,
-                serving=row.phase == "serving",
-                version=row.version,
-                remark=row.phase,
-                process=f"{row.host} {row.id} {row.pid}",
-                nonce=row.nonce,
-            )
-            for row in await self._view.alive(self._role)
-            if row.address
-        ]
-
-    def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-        """Call ``wake`` when a live row of the role changes."""
-        return self._view.on_change(self._role, wake)
-
-    async def close(self) -> None:
-        pass
 
 
 class Closing(Protocol):
@@ -137,6 +73,11 @@ class Pooled(Generic[Client]):
     """Monotonic time since which it is known no longer."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its process is no more: known no longer for ``GONE_S``, or another one is at its address."""
+
+    @property
+    def usable(self) -> bool:
+        """True if it serves, and is not in quarantine."""
+        return self.status.serving and self.quarantined_until <= time.monotonic()
 
     def remark(self, min_version: int) -> str:
         """Return why the server is not chosen for a request of ``min_version``, given that it is not."""
@@ -200,22 +141,21 @@ class ServerPool(Generic[Client]):
     async def _watch(self, stack: AsyncExitStack) -> None:
         """Read the states at once when a server changes while a request waits for one."""
 
-        def wake() -> None:
-            """Start a read of the states, if a request waits."""
-            if self._waiting:
-                self._refresh_now.wake()
-
         try:
-            await stack.enter_async_context(self._discovery.watch(wake))
+            await stack.enter_async_context(self._discovery.watch(self._refresh_waiting))
         except BusError as error:
             logger.warning("cannot subscribe to changes of %ss, polling only error=%s", self.noun, error)
+
+    def _refresh_waiting(self) -> None:
+        if self._waiting:
+            self._refresh_now.wake()
 
     @asynccontextmanager
     async def acquire(
         self, *, min_version: int = 0, timeout_s: float, avoid: str = "", prefer: str = ""
     ) -> AsyncIterator[tuple[str, Client]]:
-        """Yield (id, client) of a server that serves ``min_version`` or newer: the id ``avoid`` only if there is no
-        other, ``prefer`` if possible, else the one with the fewest requests.
+        """Yield (id, client) of a server that serves ``min_version`` or newer, with the fewest requests: ``prefer`` if
+        possible, ``avoid`` only if there is no other (ids).
 
         A ServerFault that leaves the block puts the server into quarantine (not when only its version is too old).
         Raises NoServer when there is none within ``timeout_s``, or none at once after ``give_up``.
@@ -283,15 +223,9 @@ class ServerPool(Generic[Client]):
             self._waiting.pop(ticket, None)
 
     def _best(self, min_version: int, avoid: str, prefer: str) -> Pooled[Client] | None:
-        now = time.monotonic()
-        able = [
-            entry
-            for entry in self._entries.values()
-            if entry.status.serving and entry.status.version >= min_version and entry.quarantined_until <= now
-        ]
+        able = [entry for entry in self._entries.values() if entry.usable and entry.status.version >= min_version]
 
         def rank(entry: Pooled[Client]) -> tuple[bool, bool, int, int, str]:
-            """Return the sort key of a server, the best one first."""
             name = entry.status.id
             return name == avoid, name != prefer, entry.in_flight, entry.chosen if self._in_turn else 0, name
 
@@ -351,35 +285,6 @@ class ServerPool(Generic[Client]):
         self._changed.wake()
 
 
-class UrlDiscovery:
-    """Checks the health of the engines at given URLs."""
-
-    def __init__(self, urls: Sequence[str], engine: Callable[[str], Engine]) -> None:
-        self._engines = {url: engine(url) for url in urls}
-
-    async def discover(self) -> list[ServerStatus]:
-        """Return one status per URL, from health checks made at the same time, in ``ANSWER_S`` seconds at most."""
-        return list(await asyncio.gather(*(self._check(url, engine) for url, engine in self._engines.items())))
-
-    def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-        """Return a context that never calls ``wake``: engines at fixed URLs announce no changes."""
-        return nullcontext()
-
-    async def close(self) -> None:
-        """Close the clients of the health checks."""
-        for engine in self._engines.values():
-            await engine.close()
-
-    async def _check(self, url: str, engine: Engine) -> ServerStatus:
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                serving, info = await engine.healthy(), await engine.info()
-        except (EngineError, TimeoutError) as error:
-            return ServerStatus(url=url, id=url, serving=False, version=-1, remark=str(error) or "no answer")
-        remark = "" if serving else "not healthy"
-        return ServerStatus(url=url, id=url, serving=serving, version=info.version, remark=remark)
-
-
 class EngineOverview(TypedDict):
     """State of one engine, for status answers and totals."""
 
@@ -403,16 +308,15 @@ class EnginePool(ServerPool[Engine]):
 
     def overview(self) -> list[EngineOverview]:
         """Return the state of each engine."""
-        now = time.monotonic()
         return [
             {
                 "url": entry.status.url,
                 "id": entry.status.id,
-                "serving": entry.status.serving and entry.quarantined_until <= now,
+                "serving": entry.usable,
                 "version": entry.status.version,
                 "in_flight": entry.in_flight,
                 "failures": entry.failures,
-                "remark": entry.remark(0) if not entry.status.serving or entry.quarantined_until > now else "",
+                "remark": "" if entry.usable else entry.remark(0),
                 "nonce": entry.status.nonce,
                 "error": entry.error if entry.failures else "",
             }

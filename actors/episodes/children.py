@@ -255,9 +255,7 @@ class Children:
         self._end(child, reason)
 
     def _end(self, child: _Child, reason: str) -> None:
-        """Take no more results of a child, fail its episodes, and end its processes. Without a reason it has ended by
-        itself.
-        """
+        """Take no more results of a child, fail its episodes, end its processes; no ``reason`` = it ended itself."""
         if child.ending:
             return
         child.ending = True

@@ -1,6 +1,4 @@
-"""One episode under way: its task, its clock, its recorded turns, its budget, its messages, and how it ends. Knows no
-HTTP, no process.
-"""
+"""One episode: its task, clock, recorded turns, budget, messages and end. Knows no HTTP and no process."""
 
 import asyncio
 import hashlib
@@ -71,9 +69,7 @@ MAX_BYTES = 256_000
 
 
 def messages_of(body: bytes, path: str, answer: str) -> tuple[JsonObject, ...]:
-    """Return the messages of a request that has been answered, and the answer; without messages the prompt, if it is
-    text.
-    """
+    """Return the messages of an answered request, and the answer; without messages the prompt, if it is text."""
     request: JsonMapping = json_map(body) if body else {}
     if path in DIALECTS:
         request = DIALECTS[path].chat_of(request)
@@ -321,9 +317,7 @@ class Episode:
         self.turn_rewards[self.turn(turn)] = float(reward)
 
     def turn(self, turn: object) -> int:
-        """Return the number of a turn, by id or number; null = the last one that is trained. Raises BadRequest where
-        there is none.
-        """
+        """Return the number of a turn, by id or number; null = the last trained one. Raises BadRequest without one."""
         count = len(self.recorder)
         if turn is None and self.recorder.last_trained >= 0:
             return self.recorder.last_trained
@@ -343,9 +337,7 @@ class Episode:
         return Spent(f"the budget of this episode is spent: {limit} ({amount}); {cure}")
 
     def _seed(self, prompt: NDArray[np.int32]) -> int | None:
-        """Return the seed of a turn: a digest of the member's seed, the prompt and its number of calls. No order of
-        calls changes it.
-        """
+        """Return a digest of the member's seed, the prompt and its number of calls: no order of calls changes it."""
         seed = self.sampling.seed
         if seed is None:
             return None

@@ -101,9 +101,7 @@ class Gateway:
         renderer: Renderer | None = None,
         untrained_models: Collection[str] = (),
     ) -> None:
-        """``renderer``: None = chats are written by the model's chat template. ``untrained_models``: calls for these
-        are context.
-        """
+        """``renderer``: None = the model's chat template. ``untrained_models``: calls for these are context."""
         self._model, self._responses = model, responses
         self._renderer, self._untrained_models = renderer, untrained_models
         self._episodes: dict[str, _OpenEpisode] = {}
@@ -124,9 +122,7 @@ class Gateway:
 
     @asynccontextmanager
     async def opened(self, episode: Episode, max_calls_in_flight: int) -> AsyncIterator[str]:
-        """Yield the key of an episode. Behind the block its calls are ended, its streams are recorded, and the key is
-        refused.
-        """
+        """Yield the key of an episode. Afterwards its calls are ended, its streams recorded, and the key refused."""
         key = secrets.token_hex(16)
         history = TokenHistory(self._model, HISTORY_TEXT, self._chats(episode), episode.task.chat_template_args)
         episode.restore(lambda ids: self._model.text.decode(ids.tolist(), skip_special=False))
@@ -154,9 +150,7 @@ class Gateway:
         return RenderedChats(self._renderer, HISTORY_TEXT, stop_token_ids=stops, malformed=episode.note_malformed)
 
     def _admit(self, http_request: web.Request) -> tuple[_OpenEpisode, str]:
-        """Return the episode whose key a request has, and the path behind the key. Raises HTTPUnauthorized, or HTTPGone
-        behind its end.
-        """
+        """Return the episode of a request's key, and the path behind it. Raises HTTPUnauthorized, HTTPGone."""
         key, path = _key(http_request)
         if key in self._episodes:
             return self._episodes[key], path
@@ -203,9 +197,7 @@ class Gateway:
     async def _send_events(
         self, opened: _OpenEpisode, http_request: web.Request, path: str, body: bytes
     ) -> web.StreamResponse:
-        """Send the events as they are made. Raises as ``_new_answer`` does, before the first one; later errors are
-        events.
-        """
+        """Send the events as they are made. Raises as ``_new_answer`` before the first one; later errors are events."""
         response = web.StreamResponse(headers={"Content-Type": EVENTS, "Cache-Control": "no-cache", **_NO_RETRY})
         episode = opened.episode
         request, calls = self._calls_of(opened, http_request, path, body, streams=True)
@@ -236,9 +228,7 @@ class Gateway:
         return response
 
     async def _answer(self, opened: _OpenEpisode, http_request: web.Request, path: str, body: bytes) -> _WholeAnswer:
-        """Return the answer that an earlier client of the same request abandoned, or else a new one. It goes on without
-        its client.
-        """
+        """Return the answer that an earlier client of the same request abandoned, or else a new one."""
         session = http_request.headers.get(SESSION_HEADERS[0], "")
         digest = hashlib.blake2b(repr((path, session)).encode() + body).digest()
         if opened.abandoned.get(digest):
@@ -351,9 +341,7 @@ def _refused(episode: Episode, error: Exception) -> web.Response:
 
 
 def _streams(episode: Episode, path: str, body: bytes) -> bool:
-    """Return whether a request is answered as the tokens are made: it asks for a stream, and its turns need not be
-    stored before.
-    """
+    """Return whether the answer is sent while tokens are made: a stream, whose turns need not be stored first."""
     if b'"stream"' not in body or path == INFERENCE_PATH or episode.log.stores or episode.log.pending:
         return False
     return json_map(body).get("stream") is True

@@ -133,7 +133,6 @@ class ModelCalls:
     async def _stream_call(
         self, prompt: NDArray[np.int32], parameters: JsonMapping, turn: StreamedTurn
     ) -> AnsweredCall:
-        """Make the call of a streamed turn."""
         reserved, sampling = self._reserve(prompt, parameters, turn.room)
         turn.cut = partial(self._cut, reserved, prompt, turn.place)
         response = await self._generate(prompt, sampling, turn.place, turn.grow)
@@ -260,16 +259,12 @@ def _prompt(ids: object) -> NDArray[np.int32]:
 
 
 def _whole_numbers(ids: list[object]) -> bool:
-    """Return whether all are numbers that int32 can hold, none negative; a bool is none. One pass in C each: prompts
-    are long.
-    """
+    """Return whether all are numbers >= 0 of int32, and no bool. One pass in C each: prompts are long."""
     return set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < 2**31  # type: ignore[type-var, operator]
 
 
 def _sampling(task: Sampling, parameters: JsonMapping, overridden: Callable[[str], None] | None) -> Sampling:
-    """Return the sampling of a call: the task's, with the limits that a program may set. ``overridden``: None = all as
-    asked.
-    """
+    """Return the task's sampling with the limits that a program may set. ``overridden``: None = all as asked."""
     for name in REFUSED:
         if parameters.get(name) not in (None, False, 0, [], {}, ""):
             reason = "it would change the distribution that is trained on"

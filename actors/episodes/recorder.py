@@ -26,9 +26,7 @@ EXTENDS, FORKS, BEGINS = "extends", "forks", "begins"
 of the same prompt), and with a context that no recorded turn begins.
 """
 UNTRAINED = ("asked", "log_probs", "empty")
-"""Reasons for which a turn is context only: it was asked for so; log-probs are missing or out of range; it has no
-output.
-"""
+"""Reasons for which a turn is context only: it was asked for so; log-probs are missing or out of range; no output."""
 _ID_BYTES = 4
 
 
@@ -66,9 +64,7 @@ class Sequences:
     numbers: tuple[int, ...]
     """Number of each of ``turns`` in the recorder."""
     routed_experts: RoutedExperts | None
-    """Experts of all tokens, [sum of L, E, K], each by the first turn that had the token as an input; None = no turn
-    has any.
-    """
+    """Experts of all tokens, [sum of L, E, K], by the first turn with the token as an input; None = no turn has any."""
 
     @property
     def response_length(self) -> int:
@@ -166,9 +162,7 @@ class TurnRecorder:
         return len(prompt) if parent is self._root or parent.children else len(prompt) - parent.end // _ID_BYTES
 
     def _parent(self, prompt: bytes) -> _TurnNode:
-        """Return the deepest node whose path is a prefix of the prompt, the newest of equals; the root if there is
-        none.
-        """
+        """Return the deepest node whose path is a prefix of the prompt, the newest of equals; else the root."""
         best, reached = self._root, [self._root]
         while reached:
             node = reached.pop()
@@ -222,9 +216,7 @@ class _Export:
         self._experts: list[RoutedExperts | int] = []
 
     def sequences_of(self, trained: list[_TurnNode], tools_s: list[float]) -> Sequences:
-        """Return the sequences that train these turns, which are in order of delivery. ``tools_s``: of each recorded
-        turn.
-        """
+        """Return the sequences that train these turns, in order of delivery. ``tools_s``: of each recorded turn."""
         claimed: set[int] = set()
         for leaf in _leaves(trained):
             path = _down_to(leaf)
@@ -298,9 +290,7 @@ def _experts_of(node: _TurnNode, behind: list[_TurnNode]) -> RoutedExperts | int
 
 
 def _joined(parts: list[RoutedExperts | int]) -> RoutedExperts | None:
-    """Return the experts of all tokens in one array, with unknown rows for parts that are numbers of tokens; None =
-    there are none.
-    """
+    """Return the experts of all tokens in one array; a part that is a number of tokens is unknown. None = none."""
     like = next((part for part in parts if not isinstance(part, int)), None)
     if like is None:
         return None
@@ -312,9 +302,7 @@ def _unknown(length: int, like: RoutedExperts) -> RoutedExperts:
 
 
 def _leaves(trained: list[_TurnNode]) -> list[_TurnNode]:
-    """Return the nodes without another one of ``trained`` below, in order of the first turn that each is the first to
-    train.
-    """
+    """Return the nodes without another one of ``trained`` below, ordered by the first turn that each trains."""
     above: set[int] = set()
     for node in trained:
         parent = node.parent
@@ -326,7 +314,6 @@ def _leaves(trained: list[_TurnNode]) -> list[_TurnNode]:
 
 
 def _down_to(node: _TurnNode) -> list[_TurnNode]:
-    """Return the turns from the first of the path to ``node``."""
     path = [node]
     while (parent := path[-1].parent) is not None and parent.number >= 0:
         path.append(parent)

@@ -54,9 +54,7 @@ class ProgramRollout:
     async def sample(
         self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True
     ) -> Made:
-        """Run the program for sample ``index`` of a task. Raises GenerationFailed, Unfinished, AlreadyStored,
-        Superseded.
-        """
+        """Run the program for sample ``index``. Raises GenerationFailed, Unfinished, AlreadyStored, Superseded."""
         self._check_staying()
         episode = Episode(task, index, attempt, log=await self._take_log(task, index, attempt, first=first))
         if episode.log.sample_seq:
@@ -84,9 +82,7 @@ class ProgramRollout:
             raise Unfinished(LEAVING)
 
     async def _take_log(self, task: Task, index: int, attempt: str, *, first: bool) -> TurnLog:
-        """Return the log of a sample, with what earlier attempts stored. Raises Superseded; GenerationFailed or
-        Unfinished without one.
-        """
+        """Return the sample's log with its stored turns. Raises Superseded, GenerationFailed, Unfinished."""
         if self._turns is None:
             return TurnLog(None)
         try:
@@ -163,9 +159,7 @@ def _input_of(episode: Episode) -> dict[str, object]:
 
 
 def _sample_of(episode: Episode, result: EpisodeResult) -> tuple[Sample, bool]:
-    """Return the sample of an episode that has ended, and whether it has its reward. Raises GenerationFailed when
-    nothing can be trained.
-    """
+    """Return an ended episode's sample, and whether it has its reward. Raises GenerationFailed."""
     try:
         ended_s = time.monotonic() - episode.began_s
         exported = episode.recorder.export(ended_s=ended_s)
@@ -212,9 +206,7 @@ def _sample_of(episode: Episode, result: EpisodeResult) -> tuple[Sample, bool]:
 
 
 def _finish_reason(episode: Episode, result: EpisodeResult) -> str:
-    """Return the limit that has ended an episode or cut its last answer; ``stop`` without one, and for a fault of the
-    policy.
-    """
+    """Return the limit that ended an episode or cut its last answer; else, and for a fault of the policy, ``stop``."""
     limit = episode.spent or episode.cut
     if limit:
         return f"budget.{limit}"
@@ -222,9 +214,7 @@ def _finish_reason(episode: Episode, result: EpisodeResult) -> str:
 
 
 def _rewards(episode: Episode, result: EpisodeResult) -> tuple[float | dict[str, float] | None, dict[int, float]]:
-    """Return the reward of the episode, None = the actor's reward gives it, and rewards of turns by number. Raises
-    GenerationFailed.
-    """
+    """Return the episode's reward, None = the actor scores it, and rewards of turns. Raises GenerationFailed."""
     turns, value = dict(episode.turn_rewards), result.value
     if result.fault is not None:
         return result.fault, turns
@@ -250,9 +240,7 @@ def _rewards(episode: Episode, result: EpisodeResult) -> tuple[float | dict[str,
 
 
 def _remarks(episode: Episode) -> dict[str, object]:
-    """Return remarks for viewers and for the learner's metrics, on the sampling, the calls and the places of the
-    turns.
-    """
+    """Return remarks on the sampling, the calls and the places of the turns, for viewers and the learner's metrics."""
     recorder = episode.recorder
     remarks = {
         "branched_turns": dict(recorder.branched) if any(recorder.branched.values()) else {},

@@ -78,9 +78,7 @@ class StreamedCalls:
         self._raise_failed()
 
     async def states(self) -> AsyncGenerator[JsonMapping, None]:
-        """Yield SGLang's JSON of each response as it grows: an empty one, any number of larger ones, the whole. Raises
-        as a call does.
-        """
+        """Yield SGLang's JSON of each response as it grows: empty, larger ones, the whole. Raises as a call does."""
         pending = list(self._turns)
         for turn in self._turns:
             yield self._state(turn, None)
@@ -130,7 +128,6 @@ class StreamedCalls:
         """Record a turn, once, also when this is cancelled meanwhile."""
 
         async def record() -> None:
-            """Record, unless that was done."""
             async with self._recording:
                 if not turn.recorded:
                     turn.recorded = True

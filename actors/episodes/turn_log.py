@@ -77,9 +77,7 @@ class TurnLog:
         self._log, self._keeps = log, again != RESTART
         self.resumes = again == RESUME
         self.lock = asyncio.Lock()
-        """Held by the caller of ``store_turn`` and ``save``, also while a turn is recorded, so that both are in the same
-        order.
-        """
+        """Held by the caller of ``store_turn`` and ``save`` until a turn is recorded: both have the same order."""
         self.sample_seq = 0
         """Sequence of the sample, where it is stored already."""
         self._count = 0
@@ -136,9 +134,7 @@ class TurnLog:
                     self._pending[digest(turn.prompt)].append(turn)
 
     def take_stored(self, prompt: NDArray[np.int32], *, at_most: int, trained: bool) -> StoredTurn | None:
-        """Take the stored answer to a prompt, [P], of at most so many tokens; None = there is none, or it has been
-        given out.
-        """
+        """Take the stored answer to a prompt, [P], of at most so many tokens, once; None = there is none."""
         waiting = self._pending.get(digest(prompt))
         if waiting and len(waiting[0].record.tokens) <= at_most and waiting[0].record.trained is trained:
             return waiting.popleft()
@@ -177,9 +173,7 @@ class TurnLog:
         self._count += 1
 
     async def save(self, state: JsonObject, ids: Mapping[str, int], rewards: Mapping[int, float]) -> None:
-        """Store the program's state behind the turns with these names, all that are recorded. Raises Superseded,
-        NotStored.
-        """
+        """Store the program's state behind all recorded turns, by their names. Raises Superseded, NotStored."""
         if self._log is not None and self._log.kept:
             await self._log.append(
                 TurnKind.STATE,

@@ -83,6 +83,7 @@ class ResponseBuilder:
         place = answer.get("index", 0)
         first = place not in self._shown
         self._metas[place] = answer["meta_info"]
+        # OpenAI's first chunk of a message has its role and no text.
         if first and self._request.chat:
             yield self._chunk(place, {"delta": {"role": "assistant", "content": ""}}, None)
         text, has_ended, counted = _text(answer), _finish(answer) is not None, self._counted.get(place, 0)

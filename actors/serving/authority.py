@@ -77,6 +77,7 @@ class Authority:
         epoch = need(body, "epoch", int)
         if epoch < 0:
             raise BadRequest(f"epoch: want an integer >= 0, got {epoch!r:.40}")
+        # Only an epoch above the known one needs the bus: every bucket of a push is a command.
         if self._read is not None and epoch > self._newest:
             try:
                 self._newest = await self._read()

@@ -34,7 +34,7 @@ from tidemill.bus.system.coroutines import first_of, to_the_end
 from tidemill.bus.wire.rows import Capabilities
 from tidemill.weightstore.catchup.catch_up import GRACE_S, Joiner, catch_up, keep_up
 from tidemill.weightstore.errors import CatchUpTimeout
-from tidemill.weightstore.push.accelerator_turns import AcceleratorLease
+from tidemill.weightstore.push.accelerator_lease import AcceleratorLease
 from tidemill.weightstore.store.registry import VersionRegistry
 from tidemill.weightstore.transport.handles import shared_memory_domain
 

@@ -131,6 +131,7 @@ class HandleListener:
         """Accept a learner. Its memory is unmapped when its process ends, in whatever way."""
         pid = need(body, "pid", int)
         try:
+            # Readable when the process ends, also by kill -9. A pid alone may be another process's by then.
             pidfd = os.pidfd_open(pid)
         except OSError as error:
             raise BadRequest(f"pid: want a process of this host, got {pid}: {error.strerror}") from None

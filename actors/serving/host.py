@@ -120,7 +120,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         return True
 
     async def close(self) -> None:
-        """Stop listening, and end the updates."""
+        """Stop listening, and end the updates, in this order: then no command reaches updates that have ended."""
         if self._server is not None:
             await self._server.listener.close()
         if self._handles is not None:

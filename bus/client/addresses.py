@@ -1,5 +1,4 @@
-"""The address of the bus in one line, shown without its password; and the addresses at which a process listens and is
-reached.
+"""The address of the bus in one line, and the addresses at which a process listens and is reached.
 
 By default a process is reached at its address on the route to the bus.
 """
@@ -29,7 +28,6 @@ class Address:
     cert: str = ""
     """File of the client certificate, for servers that require one."""
     key: str = ""
-    """File of the client certificate's key."""
 
     @property
     def tls(self) -> bool:
@@ -91,9 +89,7 @@ class Route:
     """The way from this process to the bus."""
 
     local: str
-    """Address of this machine on the route."""
     is_here: bool
-    """True when the bus is on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +120,13 @@ def reach(host: str, advertise: str, route: Route, *, name: str) -> Reach:
 
 
 def route_to(url: str) -> Route:
-    """Return the kernel's route to the first reachable server of the bus; sends nothing. Blocking. Raises ValueError."""
+    """Return the kernel's route to the first reachable server; sends nothing. Blocking. Raises ValueError."""
     failures = []
     for server in parse(url).servers:
         parts = urlsplit(server)
         try:
-            found = socket.getaddrinfo(parts.hostname, parts.port or 4222, type=socket.SOCK_DGRAM)
-            family, kind, _, _, address = found[0]
+            infos = socket.getaddrinfo(parts.hostname, parts.port or 4222, type=socket.SOCK_DGRAM)
+            family, kind, _, _, address = infos[0]
             with socket.socket(family, kind) as probe:
                 probe.connect(address)  # of UDP: sends nothing
                 local = str(probe.getsockname()[0])

@@ -21,23 +21,20 @@ from nats.aio.msg import Msg
 from tidemill.bus.client.addresses import Address, parse
 from tidemill.bus.config import OLDEST_SERVER
 from tidemill.bus.errors import BusError, BusFull, BusUnavailable, Denied, Forbidden
-from tidemill.bus.system.coroutines import ended, heard, to_the_end
+from tidemill.bus.system.coroutines import Waiter, ended, heard, to_the_end
 from tidemill.bus.system.failure_log import FailureLog
 from tidemill.bus.wire.subjects import inbox_prefix
 
 _log = logging.getLogger(__name__)
 
 RETRY_S = 0.1
-"""Seconds between two tries of one request."""
 AFTER_FULL_S = 15.0
-"""Seconds left for a request from the last time that the bus was full: its server is started again when it has room."""
+"""Seconds left for a request after the bus was full: its server is started again when it has room."""
 T = TypeVar("T")
 _RECONNECT_S = 0.2
-"""Pause between two attempts to reconnect to the same server."""
 _PING_S = 5.0
 """Seconds between two pings; a silently cut network is detected after three."""
 _LOG_EVERY_S = 5.0
-"""Interval of the log lines about one outage."""
 _FLUSH_S, _CLOSE_S = 1.0, 1.0
 """Deadlines at a close: for messages that are not sent yet, and for the close itself."""
 _NEVER_S = 1e6
@@ -46,9 +43,7 @@ _FORBIDDEN_S = 10.0
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 """The server's error for a forbidden subject, which has no code."""
 _CLEANUP = "$js.api.consumer.delete."
-"""Prefix of requests that may be refused: readers delete their consumers, and the server removes idle ones by itself,
-too.
-"""
+"""Prefix of requests that may be refused: the server removes idle consumers by itself, too."""
 _LOGIN_ERRORS = ("authorization violation", "authentication", "user credentials")
 """Parts of the server's errors for a wrong user or password, in lower case."""
 
@@ -79,9 +74,9 @@ class Connection:
 
     def __init__(self) -> None:
         self.nc: Client = _Client()
-        self._up = asyncio.Event()
-        self._up_or_closed = asyncio.Event()
-        """Set when the connection is up or closed: the two conditions that end a wait."""
+        self.connected = False
+        """True while the connection is up."""
+        self._changed = Waiter()
         self._listeners: set[Callable[[], None]] = set()
         self._forbidden_listeners: set[Callable[[Forbidden], bool]] = set()
         self._forbidden: dict[str, tuple[Forbidden, float]] = {}
@@ -92,11 +87,6 @@ class Connection:
         self._logged_s = 0.0
         self._closing = False
         self._what = "bus"
-
-    @property
-    def connected(self) -> bool:
-        """True while the connection is up."""
-        return self._up.is_set()
 
     @property
     def closed(self) -> bool:
@@ -118,10 +108,10 @@ class Connection:
         """Return when the connection is up. Raises BusUnavailable when it is not up in time, or closed."""
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
-                while not self._up.is_set():
+                while not self.connected:
                     if self.closed:
                         raise BusUnavailable(where, "the connection was closed")
-                    await self._up_or_closed.wait()
+                    await self._changed.wait()
         except TimeoutError:
             reason = f"not connected for {timeout_s:.1f} s ({self.last_error or 'no error seen'})"
             raise BusUnavailable(where, reason) from None
@@ -306,7 +296,7 @@ class Connection:
             _log.error("bus: %s", error)
 
     async def _on_disconnected(self) -> None:
-        if self._closing or not self._up.is_set():
+        if self._closing or not self.connected:
             return
         _log.warning("bus: disconnected, reconnecting for ever")
         self._set_disconnected()
@@ -317,16 +307,15 @@ class Connection:
 
     async def _on_closed(self) -> None:
         self._set_disconnected()
-        self._up_or_closed.set()
+        self._changed.wake()
 
     def _set_connected(self) -> None:
         self._forbidden.clear()
-        self._up.set()
-        self._up_or_closed.set()
+        self.connected = True
+        self._changed.wake()
 
     def _set_disconnected(self) -> None:
-        self._up.clear()
-        self._up_or_closed.clear()
+        self.connected = False
         for listener in list(self._listeners):
             listener()
 

@@ -1,8 +1,8 @@
 """A stream with one writer at a time, the newest learner: writing it, and reading its valid messages.
 
-Every message carries the epoch of its writer and the expected sequence of the message before it. A fence is the first
-message of an epoch; later messages of an older epoch are void. Messages of no learner are void as well: messages that
-cannot be decoded, or have another epoch in the header than in the message. Writer and readers pass over both.
+Every message carries its writer's epoch and the expected sequence of the message before it. A fence is the first
+message of an epoch; later messages of an older epoch are void, and so are messages of no learner: undecodable ones, or
+with another epoch in the header. Writer and readers pass over them.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from tidemill.bus.client import pull
 from tidemill.bus.client.connection import before_retry, retry
@@ -21,7 +21,7 @@ from tidemill.bus.client.pull import Delivered
 from tidemill.bus.errors import BusUnavailable, Fenced, Refused, WireError
 from tidemill.bus.wire import parts, subjects
 from tidemill.bus.wire.codec import encode_record
-from tidemill.bus.wire.messages import Fence
+from tidemill.bus.wire.messages import Fence, PlanRecord, Task
 from tidemill.bus.wire.subjects import natural, nonce
 
 _log = logging.getLogger(__name__)
@@ -31,16 +31,7 @@ _NO_EPOCH = -1
 """Epoch of a message that names none: older than all."""
 
 
-class EpochRecord(Protocol):
-    """A record of one learner."""
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the learner that wrote it."""
-        ...
-
-
-R = TypeVar("R", bound=EpochRecord)
+R = TypeVar("R", bound=Task | PlanRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,6 @@ class FencedStream(Generic[R]):
     """Short name of the stream: PLAN or TASKS."""
     fence_subject: str
     decode: Callable[[Message | Delivered], R]
-    """Function that decodes a message; raises WireError."""
 
     @property
     def name(self) -> str:

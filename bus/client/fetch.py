@@ -1,8 +1,7 @@
 """Work pulled from a durable consumer, one message at a time, by any number of concurrent callers of this process.
 
-Each caller has a slot: a subscription of its own with at most one request at the server. A message that arrives after
-its caller has left is nak'ed at once, so that no task waits for a lease to expire. (Sharing one subscription, or
-requesting more than one message, makes the client library's ``fetch`` stall.)
+Each caller has a slot: a subscription with at most one request at the server (sharing one, or requesting more, makes
+the client library's ``fetch`` stall). A message that arrives after its caller has left is nak'ed at once.
 """
 
 import asyncio
@@ -17,8 +16,7 @@ from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.errors import BusUnavailable
 
 NAK, ACK, PROGRESS = b"-NAK", b"+ACK", b"+WPI"
-"""Payloads of acknowledgements (JetStream's protocol): deliver again, done, and still at work, which renews the lease.
-"""
+"""Acknowledgements (JetStream's protocol): deliver again, done, and still at work, which renews the lease."""
 
 _REQUEST_S = 2.0
 """Seconds for which a request lives at the server, and the most that a request lost with the server costs."""

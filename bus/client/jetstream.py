@@ -1,6 +1,4 @@
-"""The requests of JetStream's API in use: maps in and out, foreign errors translated, reads repeated over a server
-restart.
-"""
+"""The requests of JetStream's API in use: maps in and out, foreign errors translated, reads repeated over restarts."""
 
 import base64
 import json
@@ -26,12 +24,9 @@ T = TypeVar("T")
 _ANSWER_S = 2.0
 """Deadline of one attempt."""
 RETRY_FOR_S = 15.0
-"""Seconds for which a request is repeated: a killed server is back within a second or so, a longer outage is an error.
-"""
+"""Seconds for which a request is repeated: a killed server is back within a second or so."""
 _NOT_FOUND = {10014: "consumer", 10037: "message", 10059: "stream"}
-"""Error codes of the server, and the kind of thing that is missing."""
 _STARTING = (10008, 10074)
-"""Error codes of a server that is not ready yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

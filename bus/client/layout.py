@@ -1,6 +1,4 @@
-"""The streams, consumers and buckets of a run, created once and read back: older servers silently drop settings they do
-not know.
-"""
+"""The streams, consumers and buckets of a run, created once and read back: older servers drop unknown settings."""
 
 from collections.abc import Iterator
 
@@ -12,13 +10,11 @@ from tidemill.bus.wire.json_object import JsonObject
 
 _NS = 1_000_000_000
 _ALREADY_IN_USE = (10058, 10148, 10013, 10105)
-"""Stream or consumer exists with another configuration."""
 _NO_STORAGE = 10047
 """A stream's ``max_bytes`` is reserved when it is created, and the server has no such room left."""
 _ROW_DUPLICATE_WINDOW_S = 120
-"""Seconds for which the server recognises a row that is written again."""
 _CHANGED_IN_PLACE = ("allow_rollup_hdrs",)
-"""Settings with another value in older releases. They are updated in place, because they affect stored messages."""
+"""Settings with another value in older releases; they affect stored messages."""
 _MAX_WAITING = 16_384
 """Limit of pull requests that wait at one consumer: one for every free slot of every actor."""
 
@@ -99,7 +95,7 @@ def consumer_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
             "ack_policy": "explicit",
             "deliver_policy": "all",
             "ack_wait": int(config.lease_s * _NS),
-            "max_deliver": -1,  # failures are counted in DEAD (docs/decisions/002-failures-are-counted-in-the-stream.md)
+            "max_deliver": -1,  # failures are counted in DEAD (docs/decisions/002)
             "max_ack_pending": -1,  # the learner bounds the tasks that are out
             "max_waiting": _MAX_WAITING,
             "filter_subject": subjects.task(run, kind, rollout),

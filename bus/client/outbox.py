@@ -19,21 +19,16 @@ from tidemill.bus.wire.json_object import JsonObject
 _log = logging.getLogger(__name__)
 
 STREAM_FULL = 10077
-"""Error code of a stream that is at its limit."""
 _NO_ROOM = frozenset({10023, 10047})
-"""Error codes of a server with a full disk, or full share of it, in any stream. Treated like an outage: space may be
-freed.
-"""
+"""Error codes of a full disk, or full share of it. Treated like an outage: space may be freed."""
 WRONG_LAST_SEQUENCE = (10071, 10164)
 """Error codes of a message with another expected last sequence than its stream or subject has."""
 _ANSWER_S = 5.0
-"""Seconds to wait for the acknowledgement before sending again."""
 _FULL_S = 3.0
-"""Seconds to wait for the reason for which the bus stores nothing; without one the server itself answers at once."""
+"""Seconds to wait for the reason of a full bus; without one the server itself answers at once."""
 _FULL_WAIT_S = (0.02, 0.2)
 _RETRY_WAIT_S = (0.05, 0.3)
-"""Range of the pause before the next try, drawn at random, so that many publishers do not come back at the same moment.
-"""
+"""Range of the random pause before a try, so that many publishers do not come back at the same moment."""
 
 
 class PublishAck(NamedTuple):
@@ -191,17 +186,12 @@ class Outbox:
 
 
 _INCURABLE = frozenset({10054, *WRONG_LAST_SEQUENCE})
-"""Error codes that no retry cures: the message is larger than the stream allows, or another message has the expected
-place.
-"""
+"""Error codes that no retry cures: a message larger than the stream allows, or a taken expected place."""
 
 
 _NOT_NOW = frozenset({10008, 10158})
-"""Error codes of a cluster between two leaders, or still working on the same message; unlike a full stream, not caused
-by the message.
-"""
+"""Error codes of a cluster between two leaders, or still working on the same message."""
 _UNAVAILABLE = 503
-"""Status of an answer, as in HTTP."""
 
 
 class _Error(msgspec.Struct):

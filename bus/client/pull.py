@@ -1,8 +1,7 @@
 """Messages of a stream in order, from a sequence on, without a gap, over lost connections and server restarts.
 
-A pull consumer without acknowledgements: the position is kept here (and in the reader's checkpoint), never by the
-server. A missing consumer sequence, missing heartbeats and a lost connection all lead to a new consumer at the next
-sequence.
+A pull consumer without acknowledgements: the position is kept here. A missing consumer sequence, missing heartbeats and
+a lost connection all lead to a new consumer at the next sequence.
 """
 
 import json
@@ -28,11 +27,9 @@ _CREDIT = 64
 _CREDIT_BYTES = 32_000_000
 """Bytes requested at once, however few messages they are: it limits the memory of messages that have arrived."""
 _HEARTBEAT_S = 0.5
-"""Interval of the server's heartbeats while a request has no message."""
 _MISSED_S = 2.5 * _HEARTBEAT_S
 """Silence after which the consumer is replaced: two heartbeats may be late."""
 _EXPIRES_S = 30.0
-"""Seconds for which a request lives at the server."""
 _INACTIVE_S = 60.0
 """Seconds without requests after which the server removes a consumer."""
 _NS = 1_000_000_000
@@ -112,15 +109,15 @@ class OrderedPull:
                     await self._request_more()
                 if delivered is not None:
                     return delivered
-            left = _MISSED_S if deadline is None else deadline - time.monotonic()
-            if left <= 0:
+            left_s = _MISSED_S if deadline is None else deadline - time.monotonic()
+            if left_s <= 0:
                 return None
             if self._sub is None or self._lost:
-                await self._reopen(left)
+                await self._reopen(left_s)
             elif time.monotonic() - self._last_message_s > _MISSED_S:
                 self._mark_lost("heartbeats missing")
             else:
-                await self._waiter.wait(min(left, _MISSED_S))
+                await self._waiter.wait(min(left_s, _MISSED_S))
 
     async def close(self) -> None:
         """End the reading, and remove its consumer from the server."""

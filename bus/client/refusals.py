@@ -15,7 +15,6 @@ T = TypeVar("T")
 _MAX_KNOWN = 4096
 """Number of places remembered, so that a message read again, or a row read every second, is counted once."""
 _MAX_TEXT = 160
-"""Number of characters kept of the newest refusal."""
 
 
 class Refusals:

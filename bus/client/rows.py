@@ -40,9 +40,7 @@ _KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
 _OPERATION = "KV-Operation"
 """Header of a message that replaces a deleted row."""
 _LOG_EVERY_S = 15.0
-"""Seconds between two lines about one write that waits for a full bus."""
 _AT_ONCE = 16
-"""Maximum number of rows that ``all`` reads at the same time."""
 
 Value = JsonObject
 Row = tuple[Value, int]
@@ -102,18 +100,8 @@ class Rows:
         """Write a row. Returns the new revision."""
         return await self._write(key, value, None)
 
-    async def create(self, key: str, value: Value) -> int:
-        """Write a row that must not exist. Returns its revision. Raises RowConflict."""
-        try:
-            return await self._write(key, value, 0)
-        except RowConflict:
-            present, revision, error = await self._read_row(key)
-            if present is not None or error is not None or not revision:
-                raise
-            return await self._write(key, value, revision)  # in place of the marker that a deleted row has left
-
     async def update(self, key: str, value: Value, revision: int) -> int:
-        """Write a row that must have this revision. Returns the new one. Raises RowConflict."""
+        """Write a row that must have this revision, 0 = not exist. Returns the new one. Raises RowConflict."""
         return await self._write(key, value, revision)
 
     async def change(

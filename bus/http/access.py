@@ -58,11 +58,9 @@ class Access(Protocol):
     """The keys of one listener."""
 
     guarded: bool
-    """Requests need a key wherever they come from, or there is one for other machines: the listener may be bound beyond
-    loopback.
-    """
+    """There is a key, so that the listener may be bound beyond loopback."""
     is_public: bool
-    """Other machines can reach the listener. Set by it when it starts."""
+    """Other machines can reach the listener, which sets it when it starts."""
 
     def key(self, rule: Rule) -> str:
         """Return the key that routes of a rule need, in words."""

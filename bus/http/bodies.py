@@ -1,5 +1,4 @@
-"""Bodies of requests, read before their handlers run: bounded one by one and together, uncompressed, and within
-deadlines.
+"""Bodies of requests, read before their handlers run: bounded one by one and together, and within deadlines.
 
 Compressed bodies are refused: aiohttp compares its limit with the unpacked bytes only after it has unpacked them, and
 one megabyte of gzip makes a gigabyte.
@@ -18,22 +17,14 @@ from tidemill.bus.http.access import refusal
 MAX_BODY_BYTES = 64 << 20
 """Largest body of a request; a larger one is refused with 413."""
 MAX_BODIES_BYTES = 256 << 20
-"""Maximum number of bytes of bodies that one listener holds, from the first byte of a body to the end of its request.
-
-A request beyond them gets 503.
-"""
+"""Maximum number of bytes of bodies that one listener holds until the ends of their requests; then 503."""
 SMALL_BYTES = 64 << 10
-"""Bodies up to this size are not counted, so that an abort passes where large requests do not. aiohttp buffers as much
-of a connection.
-"""
+"""Bodies up to this size are not counted, so that an abort passes where large requests do not."""
 BODY_S = 120.0
-"""Deadline from the headers of a request to the end of its body."""
 STALL_S = 15.0
-"""Deadline between two pieces of a body."""
 RETRY_AFTER_S = 1
 MAX_DEPTH = 100
-"""Maximum depth of nested lists and maps in JSON. Not every encoder that a body passes through can write deeper ones.
-"""
+"""Maximum depth of nested lists and maps in JSON: not every encoder can write deeper ones."""
 MAX_NESTED = 1 << 20
 """Maximum number of lists and maps in JSON: an empty one has 2 bytes in a body and 56 or more in memory."""
 _BODY: web.RequestKey[bytes] = web.RequestKey("body", bytes)

@@ -18,13 +18,11 @@ import aiohttp
 from tidemill.bus.errors import BusError, DetailedError
 
 CONNECT_S = 5.0
-"""Deadline for a connection."""
 KEEP_S = 2.0
 """An idle connection is kept so long: less than SGLang keeps it (5 s), or a request might meet its end."""
 MAX_ANSWER_BYTES = 1 << 30
 """Size of the largest answer that is read: a batch of long responses with the experts of their tokens."""
 MAX_REFUSAL_BYTES = 1 << 20
-"""Size of the largest refusal that is read."""
 MAX_REASON_BYTES = 2000
 """Maximum number of bytes of an answer that is no JSON in an error: it may be a page of HTML."""
 READ_BUFFER_BYTES = 1 << 20
@@ -74,7 +72,6 @@ class CallFailed(DetailedError, BusError):
 Translate = Callable[[CallFailed], Exception]
 """Returns the error of the caller's own room for a failed call."""
 Headers = Callable[[], Awaitable[Mapping[str, str]]]
-"""Returns the headers of a request, with the key."""
 
 
 async def no_headers() -> Mapping[str, str]:

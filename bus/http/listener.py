@@ -23,17 +23,11 @@ from tidemill.bus.http.access import Access, Handler, Route, Rule
 from tidemill.bus.http.bodies import Bodies, BodyLimits
 
 HEADERS_S = 60.0
-"""A connection that has brought no whole request for this time is closed; clients close idle ones sooner (aiohttp 15 s,
-httpx 5 s).
-"""
+"""Seconds without a whole request to the close of a connection; clients close idle ones sooner."""
 SHUTDOWN_S = 5.0
-"""Time that requests under way have to end in ``close``."""
 _BACKLOG = 4096
-"""Connections that may wait to be accepted, as when many clients connect at one moment. Linux lowers it to
-net.core.somaxconn.
-"""
+"""Connections that may wait to be accepted. Linux lowers it to net.core.somaxconn."""
 _FILES = "GET /{file}"
-"""The route of served files, in ``rules``."""
 _log = logging.getLogger(f"{__name__}.http")
 
 

@@ -1,6 +1,4 @@
-"""Liveness of processes: rows renewed by heartbeats, with ages measured by the reader's own clock; and rows of
-processes that wait.
-"""
+"""Liveness of processes: rows renewed by heartbeats, aged by the reader's own clock; and rows of waits."""
 
 import asyncio
 import dataclasses
@@ -24,7 +22,7 @@ _BUCKET = "live"
 _WAITING_UPDATE_S, _WAITING_LOG_S = 1.0, 30.0
 """Intervals in which ``Waiting`` writes its row, and its log line."""
 _PERIODS = 5
-"""Heartbeat periods after which a write that is not acknowledged counts as failed, and a new one is made."""
+"""Heartbeat periods after which a write that is not acknowledged is made again."""
 
 
 class HeartbeatPublisher:

@@ -1,10 +1,8 @@
-"""The keys of a run that its HTTP servers require: made once by the learner, kept as rows of the bus. Knows no HTTP.
+"""The keys of a run that its HTTP servers require: made once by the learner, kept as rows of the bus.
 
-row keys/admin   commands to engines (weights, memory, pauses); on a bus with users only learner, engines and routers
-read it row run/api_key  every other request to a listener that other machines reach; derived from the first, read by
-every process
-
-A process keeps the keys that it has read: an unreadable row keeps only a process waiting that has none.
+``keys/admin`` is for commands to engines; on a bus with users only learner, engines and routers read it.
+``run/api_key``, derived from it, is for every other request to a listener that other machines reach. A process keeps
+the keys that it has read: an unreadable row stops only a process that has none.
 """
 
 import asyncio

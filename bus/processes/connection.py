@@ -23,11 +23,8 @@ from tidemill.bus.wire.json_object import JsonMapping
 START_S = 120.0
 """Seconds for the import of a user's module, with the packages that it needs."""
 LAST_WORDS_S = 1.0
-"""Seconds for reading the output that a process wrote before it ended; its connection stays open where a process below
-it lives on.
-"""
+"""Seconds for reading the output of an ended process: one below it may keep its connection open."""
 MAX_TEXT = 2000
-"""Characters of a text of the child that are kept."""
 
 
 class ChildCallFailed(DetailedError):

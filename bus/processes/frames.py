@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from tidemill.bus.wire.json_object import JsonObject
 
 MAX_RESULT_BYTES = 1 << 20
-"""Size of the largest result that an actor reads, in bytes."""
 _LENGTH = struct.Struct(">I")
 
 

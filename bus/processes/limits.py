@@ -1,6 +1,4 @@
-"""Limits and environment of child processes, and the calls of Linux that find and end all of them. No part of it needs
-privileges.
-"""
+"""Limits and environment of child processes, and the calls of Linux that find and end them, without privileges."""
 
 import contextlib
 import ctypes
@@ -17,13 +15,12 @@ from tidemill.bus.system.proxies import without_proxy
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 MAX_OPEN_FILES = 1024
 MAX_FILE_BYTES = 1 << 30
-"""Size of the largest file that a reward may write."""
 MAX_ROUNDS = 100
 """Times that a process tree is read before it is killed as it is: one that forks all the time never stands still."""
 SECRET_PREFIXES = ("TIDEMILL_", "NATS_")
 """Variables that children do not inherit: they may hold the credentials of the bus."""
 SWEEP_S = 5.0
-"""Seconds after which a sweep ends although processes are left: one that forks all the time. The next sweep goes on."""
+"""Seconds after which a sweep ends although processes are left: one that forks all the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +98,7 @@ def children_of(parents: set[int]) -> set[int]:
 
 
 def end_strays(known: Callable[[], set[int]]) -> int:
-    """Kill and reap the children that are not ``known``, and those that become children thereby; return the number left."""
+    """Kill and reap the children that are not ``known``, and new ones thereby; return the number that is left."""
     end_s = time.monotonic() + SWEEP_S
     while strays := children_of({os.getpid()}) - known():
         if time.monotonic() > end_s:

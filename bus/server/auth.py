@@ -1,9 +1,8 @@
 """Users of the embedded server, each with a password and the permissions of its role. Knows files, no connection.
 
-Every process has a user of its own, with the name of the process, so that the server can distinguish one actor's
-samples and rows from another's. The streams are in the account of the learner. Every other user is in an account of its
-own, which imports the subjects its role needs: in one account with the learner it could name any subject of the run as
-reply subject, and the server would write the answer there.
+Every process has a user of its own name, so that the server tells one actor's samples and rows from another's. The
+streams are in the learner's account. Every other user is in an account of its own, which imports the subjects of its
+role: in the learner's it could name any subject of the run as reply subject, and the server would write there.
 """
 
 import ctypes
@@ -23,9 +22,7 @@ from tidemill.bus.wire import subjects
 ACCOUNT = "TIDEMILL"
 """Account of the learner and the streams. Data made without users is in ``NO_ACCOUNT``."""
 NO_ACCOUNT = "$G"
-"""The account of a server without users."""
 POOLS = ("actor", "engine", "scorer", "host")
-"""Roles with numbered users."""
 LEARNER, VIEWER, OPERATOR, ROUTER = "learner", "viewer", "operator", "router"
 SINGLE = (LEARNER, VIEWER, OPERATOR, ROUTER)
 """Roles with one user of the same name."""
@@ -37,9 +34,7 @@ SERVER_FILE = "users.conf"
 _ROUTES = "routes"
 """Login of the servers of a cluster to each other; no process has it."""
 _MANY_ANSWERS = re.compile(r"\$JS\.API\.CONSUMER\.MSG\.NEXT\..*\.\*")
-"""Requests of readers, which are answered by more than one message. A request for a task has one answer: the server
-drops its reply subject after that one; the others live until they are unsubscribed.
-"""
+"""Requests with several answers, by readers: the server keeps their reply subjects until they are unsubscribed."""
 _PUBLIC_BUCKETS = tuple(bucket for bucket in subjects.BUCKETS if bucket not in subjects.SECRET_BUCKETS)
 _PASSWORD_BYTES = 24
 _BCRYPT = "$2a$04$"

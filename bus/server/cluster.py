@@ -1,6 +1,4 @@
-"""The embedded bus: one nats-server child, three that are a cluster, or this machine's one of a cluster; with users if
-wanted.
-"""
+"""The embedded bus: one nats-server child, three that are a cluster, or this machine's one of a cluster."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ _ANSWER_S = 2.0
 """Seconds for an answer: a frozen server gives none."""
 _SECRET_BYTES = 24
 _STOPPED = re.compile(r"write error|not enabled|disabled")
-"""Reasons of a failed health check that only a restart cures. A cluster that is catching up has others, which pass."""
+"""Reasons of a failed health check that only a restart cures; those of a cluster that catches up pass."""
 
 
 class Monitor:
@@ -74,13 +74,11 @@ class Monitor:
 LOCK_FILE = "lock"
 """File in a server's directory that is locked as long as the server lives."""
 _START_S = 30.0
-"""Seconds to wait for the start: recovery of a large store after a crash takes seconds; an empty one is up in 20 ms."""
+"""Seconds to wait for the start: recovery of a large store takes some; an empty one is up in 20 ms."""
 _PORTS = 3
-"""Number of ports that are tried at a first start."""
 _BLOCK_BYTES = 512
 """Unit of ``st_blocks``."""
 _STOP_S = 5.0
-"""Time that a server, or a reader of its store, has to end."""
 
 
 def find_binary() -> str:

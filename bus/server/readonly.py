@@ -1,8 +1,6 @@
-"""A lock that names its holder: the process that has started a run's server read-only, and ends when the run itself
-starts.
+"""A lock that names its holder: the process that reads a run's store, and ends when the run itself starts.
 
-A POSIX record lock: the kernel knows the process that holds it, and releases it when that process ends, however it
-ends.
+A POSIX record lock: the kernel knows the process that holds it, and releases it when that process ends.
 """
 
 import contextlib
@@ -15,7 +13,6 @@ from pathlib import Path
 from typing import IO
 
 FILE = "reader"
-"""Name of the lock file in a server's directory."""
 _FLOCK = "hhqqi"
 """struct flock of Linux on 64 bits: l_type, l_whence, l_start, l_len, l_pid."""
 

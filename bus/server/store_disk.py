@@ -25,11 +25,8 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 _log = logging.getLogger(__name__)
 
 CHECK_S = 1.0
-"""Interval in seconds at which the state of the servers that run is read."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Seconds between two restarts after write errors: doubled with each one, and the first again after the longest without
-any.
-"""
+"""Seconds between two restarts after write errors: doubled with each, anew after the longest without any."""
 _MESSAGES = 4
 """Number of the largest messages for which a disk must have room before a server is started on it."""
 _TRIAL_BYTES = 1 << 16

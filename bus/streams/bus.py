@@ -1,6 +1,4 @@
-"""The one connection of a process to the bus, through which it reaches streams, rows and counters; the epoch; and a
-bus's runs.
-"""
+"""The one connection of a process to the bus, through which it reaches streams and rows; the epoch; a bus's runs."""
 
 import asyncio
 import json
@@ -37,9 +35,7 @@ _log = logging.getLogger(__name__)
 
 _DEFAULT = BusConfig()
 _PAUSE_S = 1.0
-"""Pause between two attempts of ``Bus.retry``."""
 _OUTAGE_S = 3600.0
-"""Outage of the bus after which ``Bus.retry`` gives up."""
 
 T = TypeVar("T")
 
@@ -52,7 +48,7 @@ class Bus:
         self._connection = connection
         self.jet = JetStream(connection, run, config)
         self.refusals = self.jet.refusals
-        """Messages and rows that this process has passed over because they could not be read."""
+        """Messages and rows that this process has passed over."""
         self.dead = DeadLetters(self.jet)
         self.tasks = TaskQueue(self.jet, self.dead)
         self.samples = SampleStream(self.jet)
@@ -157,7 +153,6 @@ async def current_epoch(bus: Bus) -> int:
 
 
 LOOK_EVERY_S = 1.0
-"""Interval of looking for a run that is to start."""
 _ANSWER_S = 5.0
 _NAMES = "$JS.API.STREAM.NAMES"
 _TASKS = re.compile(re.escape(subjects.stream("@", subjects.TASKS)).replace("@", f"({RUN_NAME.pattern})"))

@@ -17,7 +17,6 @@ from tidemill.bus.wire.messages import SCHEMA, Dead, DeadLetterDecision
 from tidemill.bus.wire.subjects import nonce
 
 REQUEUE, DROP = "requeue", "drop"
-"""The decisions on a dead task."""
 _IDS, _COUNTS = 2**63, 2**31
 
 _log = logging.getLogger(__name__)

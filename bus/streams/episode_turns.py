@@ -29,16 +29,12 @@ from tidemill.bus.wire.turn_records import TurnKind, TurnRecord, check_turn_reco
 _log = logging.getLogger(__name__)
 
 STORE_S = 2.0
-"""Longest wait for a record, in seconds. The answer that it is about waits as long."""
+"""Longest wait for a record, and for the answer that it is about."""
 NEEDED_S = 30.0
-"""Longest wait for a record of a log that is needed: the restart of a bus takes seconds, and an episode that waits
-loses nothing.
-"""
+"""Longest wait for a record of a log that is needed: the restart of a bus takes seconds."""
 READ_S = 10.0
-"""Longest wait for the log of an earlier actor."""
 _PAUSE_S = 0.1
 _TAKES = 8
-"""Tries to take an episode while others write to its log."""
 
 
 class Superseded(Exception):
@@ -95,9 +91,9 @@ class EpisodeLog:
                 raise NotStored(self._lost.reason, lasting=self._lost.lasting)
             return
         self._count += 1
-        sample = {"run": self._turns.run, "task": self._task, "index": self._index, "attempt": self._attempt}
-        record = TurnRecord(kind=kind, **sample, **fields)
-        message_id = f"turn.{self._task}.{self._index}.{self._attempt}.{self._count}"
+        task, index, attempt = self._task, self._index, self._attempt
+        record = TurnRecord(kind=kind, run=self._turns.run, task=task, index=index, attempt=attempt, **fields)
+        message_id = f"turn.{task}.{index}.{attempt}.{self._count}"
         last, self._last = self._last, None  # unknown until it is stored: the call may be cancelled
         try:
             self._last = await self._turns.store(record, message_id, last, NEEDED_S if needed else STORE_S)

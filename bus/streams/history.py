@@ -1,6 +1,4 @@
-"""SAMPLES for readers other than the learner: from any time or version on, headers alone where they suffice, payloads
-as stored.
-"""
+"""SAMPLES for readers other than the learner: from any time or version on, as headers or as payloads."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -109,5 +107,5 @@ class History:
             data = await payload_of(self._jet, message)
         except WireError as error:
             data = error
-        place = {"seq": message.seq, "subject": message.subject, "headers": message.headers}
-        return StoredSample(data=data, stored_s=message.stored_s, **place)
+        seq, subject, headers = message.seq, message.subject, message.headers
+        return StoredSample(seq=seq, subject=subject, headers=headers, data=data, stored_s=message.stored_s)

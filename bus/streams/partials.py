@@ -1,6 +1,4 @@
-"""State that draining actors leave for the next actor of a task: unfinished responses, and the sequences of finished
-samples.
-"""
+"""State that draining actors leave for the next actor of a task: partials, and sequences of finished samples."""
 
 import logging
 

@@ -4,7 +4,6 @@ import re
 from collections.abc import AsyncIterator, Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, overload
 
 import numpy as np
 
@@ -36,7 +35,6 @@ class Received:
     pending: int
     """Number of messages after this one when it was delivered."""
     stored_s: float
-    """Unix time at which the server stored it."""
     size_bytes: int
     actor: str = ""
     """The actor that the subject names; known also for a message that cannot be decoded."""
@@ -63,7 +61,6 @@ class PublishStats:
     """Messages stored by an earlier try with a lost acknowledgement; part of ``published``."""
     retries: int = 0
     full: int = 0
-    """Refusals because the stream was full."""
     waiting_full: int = 0
     """Publishes that wait at present because the stream is full."""
     last_error: str = ""
@@ -147,35 +144,16 @@ class SampleStream:
             raise ValueError(f"{self._stream}: want below <= {state.last_seq + 1}, got {below}")
         await self._jet.purge(self._stream, min(below, await self._oldest_part_needed(below)))
 
-    @overload
-    def tail(
-        self, *, last: int = 0, follow: bool = True, headers_only: Literal[False] = False
-    ) -> AsyncIterator[Received]: ...
-    @overload
-    def tail(self, *, last: int = 0, follow: bool = True, headers_only: Literal[True]) -> AsyncIterator[Glimpse]: ...
-    def tail(
-        self, *, last: int = 0, follow: bool = True, headers_only: bool = False
-    ) -> AsyncIterator[Received] | AsyncIterator[Glimpse]:
+    async def tail(self, *, last: int = 0, follow: bool = True) -> AsyncIterator[Received]:
         """Yield about the ``last`` newest messages (parts count), then, with ``follow``, every new one, for ever.
 
         Samples are decoded, not checked.
         """
-        return self._glimpses(last, follow) if headers_only else self._tail(last, follow)
-
-    async def _tail(self, last: int, follow: bool) -> AsyncIterator[Received]:
         reading = _Reading(self._jet, self._stream, None, _NO_CHECK)
-        async for delivered in self._newest(last, follow, headers_only=False):
-            yield await reading.received(delivered)
-
-    async def _glimpses(self, last: int, follow: bool) -> AsyncIterator[Glimpse]:
-        async for delivered in self._newest(last, follow, headers_only=True):
-            yield glimpse_of(delivered)
-
-    async def _newest(self, last: int, follow: bool, *, headers_only: bool) -> AsyncIterator[Delivered]:
         start, filters = max(1, (await self.info()).last_seq - last + 1), [subjects.samples(self._jet.run)]
         read = pull.follow if follow else pull.present
-        async for delivered in read(self._jet, self._stream, start, filters=filters, headers_only=headers_only):
-            yield delivered
+        async for delivered in read(self._jet, self._stream, start, filters=filters):
+            yield await reading.received(delivered)
 
     def _filters(self, kinds: Collection[Kind] | None) -> list[str]:
         """Return none for all kinds: parts come, too, so that a jump in the sequences can only be a hole."""

@@ -29,11 +29,8 @@ _log = logging.getLogger(__name__)
 MAX_DELIVERIES = 50
 """Deliveries after which a task is dead even without a report: it ends its actors before they can report."""
 _REFRESH_EVERY_S = 2.0
-"""Seconds after which the task floor and the fences known to an actor are read again."""
 _CONFIRM_S = 2.0
-"""Deadline of one attempt to have an acknowledgement confirmed."""
 _OVER = (ACK, b"+NXT", b"+TERM")
-"""Acknowledgements after which a task is not delivered again."""
 _NS = 1_000_000_000
 
 

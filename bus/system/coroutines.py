@@ -1,6 +1,4 @@
-"""Event loops and their coroutines: run until the first ends, end a task for certain, wake another, and find the first
-error in a group.
-"""
+"""Event loops and their coroutines: ended for certain, run beside each other, woken, and their first error."""
 
 import asyncio
 import logging
@@ -11,7 +9,6 @@ from typing import Any, TypeVar
 log = logging.getLogger(__name__)
 
 CANCEL_AGAIN_S = 0.1
-"""Time that a task has to end before it is cancelled again."""
 Result = TypeVar("Result")
 
 

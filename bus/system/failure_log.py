@@ -6,14 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 EVERY_S = 60.0
-"""Seconds between two lines of one kind."""
 
 
 @dataclass(slots=True)
 class _Tally:
     since_s: float
     count: int = 0
-    """Number of failures not logged yet."""
 
 
 class FailureLog:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _PACKAGES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
-"""Directories of installed packages, which may be below Python's own."""
+"""Installed packages, which may be below Python's own directories."""
 _PYTHON = ("<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")))
 _OURS = tuple(
     str(Path(__file__).resolve().parents[2] / name) + os.sep

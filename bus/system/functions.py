@@ -1,5 +1,4 @@
-"""Functions and classes of users by import path: found, and compared with the arguments that they will get. Knows no
-setting.
+"""Functions and classes of users by import path: found, and compared with the arguments that they will get.
 
 Modules are searched in the working directory and in PYTHONPATH, as Python does it for a program that is started there.
 """
@@ -17,9 +16,8 @@ from tidemill.bus.errors import DetailedError
 from tidemill.bus.system.foreign import described, errors_as
 
 FUNCTION = "module:function"
-"""Form of an import path in messages."""
 _ROOMS = ("actors", "bus", "launch", "learner", "rewards", "weightstore")
-"""Packages that were import names of their own, and are packages of ``tidemill``."""
+"""Packages that were import names of their own before."""
 
 
 class Defect(StrEnum):

@@ -1,5 +1,4 @@
-"""Standard output and error, and log files, of processes that a full disk, a closed pipe or a lost terminal must not
-end.
+"""Standard output and error, and log files, that a full disk, a closed pipe or a lost terminal cannot end.
 
 Python keeps text that it could not write, tries again at exit, and replaces the exit code by 120 when that fails, too.
 Files made here forget such text. Lossy ones go on; a strict one, for a command whose output is its result, raises

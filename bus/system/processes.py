@@ -1,8 +1,6 @@
-"""Child processes: started in a session of their own, ended with this process by the kernel, their last lines kept for
-error messages.
+"""Child processes: in a session of their own, ended with this process by the kernel, with their last lines kept.
 
-Knows no command line. ``tidemill.bus.server.nats_server`` starts nats-server without a loop, and shares
-``die_with_parent`` and ``tail``.
+``tidemill.bus.server.nats_server``, which has no event loop, shares ``die_with_parent`` and ``tail``.
 """
 
 import asyncio
@@ -35,7 +33,6 @@ class Look:
     counters: tuple[Path | None, Path | None] = (None, None)
     """Files that count killed processes: in its control group, and on the machine; None = none is known."""
     kills: tuple[int | None, int | None] = (None, None)
-    """Their counts; None = not known."""
 
 
 def look(pid: int, root: Path = ROOT) -> Look:
@@ -97,11 +94,9 @@ log = logging.getLogger(__name__)
 
 LAST_LINES = 20
 LAST_BYTES = 1 << 16
-"""Number of bytes at the end of a log file in which a child's last lines are searched."""
 _LINE_BYTES = 1 << 20
-"""Size of the longest line of a child's output that is passed on, in bytes."""
 _LOOK_EVERY_S = 1.0
-"""Interval in seconds at which the memory of a child is read: the last value is reported when the kernel kills it."""
+"""Interval of reading a child's memory: the last value is reported when the kernel kills it."""
 _PR_SET_PDEATHSIG = 1
 
 

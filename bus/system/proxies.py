@@ -4,9 +4,7 @@ import urllib.request
 from collections.abc import Iterable, Mapping
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Hosts of this machine, under the names that our addresses have. Only urllib wants brackets around an address of IPv6,
-and with them httpx makes no client ("Invalid port").
-"""
+"""Names of this machine. Only urllib wants brackets around IPv6; with them httpx fails ("Invalid port")."""
 _VARIABLES = ("no_proxy", "NO_PROXY")
 """Clients read one or the other."""
 

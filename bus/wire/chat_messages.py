@@ -27,7 +27,7 @@ WITHOUT_CONTENT = {
     ASSISTANT: frozenset(("content", "tool_calls", "refusal", "reasoning_content")),
     TOOL: frozenset(("content",)),
 }
-"""Roles of messages whose content may be null, and the keys of which such a message has one at least."""
+"""Keys of messages whose content may be null, by role; a message has one of them at least."""
 REFUSED = {
     "function_call": "tool_calls, which have replaced it",
     "audio": "text alone, which is all that the model reads",

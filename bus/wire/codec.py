@@ -1,9 +1,9 @@
 """Bytes of messages. Knows no transport.
 
-A field without a default is required; one with a default may be missing. Unknown fields of a Task or Sample are kept in
-``extra`` and written again; unknown fields inside ``sampling``, ``timings``, ``turns`` or ``budget`` are refused (they
-would change the meaning). A message has the lowest schema that has its meaning, and its later fields only where they
-differ from the default: so a message of schema 1 has the same bytes in every release.
+A field without a default is required. Unknown fields of a Task or Sample are kept in ``extra`` and written again;
+inside of a field they are refused (they would change the meaning). A message has the lowest schema that has its
+meaning, and its later fields only where they differ from the default: a message of schema 1 has the same bytes in every
+release.
 """
 
 import dataclasses

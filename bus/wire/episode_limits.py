@@ -34,7 +34,7 @@ OF_TEMPLATE = frozenset(
         "return_tensors",
     )
 )
-"""Arguments of a chat template that the program sets: none of them is a variable in ``chat_template_args``."""
+"""Arguments of a chat template that the program sets: none is a variable in ``chat_template_args``."""
 
 
 def check_template_args(template_args: JsonMapping) -> None:

@@ -1,5 +1,4 @@
-"""Invariants of every sample and partial (``docs/wire.md``), checked where tokens are appended and again where samples
-are read.
+"""Invariants of samples, partials, tasks and plans (``docs/wire.md``).
 
 The bounds of numbers are here and nowhere else. They make values safe to compute with: no later sum, square or
 exponential overflows.

@@ -1,8 +1,7 @@
-"""Bytes of a message type, as its dataclass describes them: one msgpack map, ``schema`` and ``type`` first, arrays as
-raw bytes.
+"""Bytes of a message type: one msgpack map, ``schema`` and ``type`` first, then its dataclass's fields.
 
-msgspec reads and checks the fields by the annotations. This module adds arrays, depth limits, unknown fields and schema
-numbers; it knows the names of no message's fields.
+msgspec reads and checks the fields by the annotations. This module adds arrays (raw bytes), depth limits, unknown
+fields and schema numbers; it knows the names of no message's fields.
 """
 
 import dataclasses
@@ -25,9 +24,7 @@ from tidemill.bus.wire.mismatch import UNFIT, mismatch, shown
 from tidemill.bus.wire.routed_experts import RoutedExperts, pack_experts, unpack_experts
 
 MAX_LEVELS = 64
-"""Limit of nesting of maps and lists in a field that may hold anything: deeper values could be decoded, but neither
-shown nor compared.
-"""
+"""Limit of nesting in a field that may hold anything: deeper values could be neither shown nor compared."""
 _NEWEST = {"sample": DEMONSTRATIONS, "task": EPISODES, "plan": MASKED_SAMPLES}
 """Newest schema of the types that have more than one."""
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
@@ -35,7 +32,6 @@ _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 M = TypeVar("M")
 Convert = Callable[[Any], Any]
 RawFields = dict[str, msgspec.Raw]
-"""Fields of a message by name, each in its bytes."""
 
 
 def _array(dtype: str) -> tuple[Convert, Convert]:
@@ -230,8 +226,8 @@ class MessageFormat(Generic[M]):
 
     def _extra(self, value: Any) -> JsonObject:
         """Return the unknown fields of a message, as they are written again. None of them replaces a known field."""
-        known = self._layout.struct.__struct_fields__
-        return {name: _converted(name, _checked, item) for name, item in value.extra.items() if name not in known}
+        field_names = self._layout.struct.__struct_fields__
+        return {name: _converted(name, _checked, item) for name, item in value.extra.items() if name not in field_names}
 
     def _unchecked_bytes(self, value: Any) -> bytes:
         """Return the bytes of an unchecked message, of the newest schema. Raises WireError for a value without any."""

@@ -1,6 +1,4 @@
-"""Translation of msgspec's validation errors into ``WireError``: the path of the value, what is wanted there, and what
-was found.
-"""
+"""Translation of msgspec's validation errors into ``WireError``: where, what is wanted, and what was found."""
 
 import re
 from collections.abc import Mapping
@@ -29,7 +27,6 @@ _WORDS = {
     "null": "nil",
 }
 _SHOWN = 80
-"""Maximum number of characters of a value in an error."""
 
 
 def mismatch(error: Exception, value: object, kind: type) -> WireError:

@@ -1,8 +1,7 @@
 """Values of a model's config.json in the keys of transformers 4, which the learner has.
 
-transformers 5 writes the settings of rotary positions into ``rope_parameters``, and the number of experts of Qwen3-MoE
-as ``num_local_experts``. Version 4 reads neither and takes its defaults: a model with another base would be trained
-with wrong positions.
+Version 5 writes rotary positions into ``rope_parameters``, and the number of experts of Qwen3-MoE as
+``num_local_experts``. Version 4 reads neither and takes its defaults: the model would be trained with wrong positions.
 """
 
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 ROPE, BASE, SCALING, SHARE = "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"
 ROPE_KEYS = (BASE, SCALING, SHARE)
-"""Settings of rotary positions."""
 EXPERTS, LOCAL_EXPERTS = "num_experts", "num_local_experts"
 RENAMED = ("qwen3_moe",)
 """Families for which transformers 5 has another key for the number of experts."""

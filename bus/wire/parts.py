@@ -15,9 +15,7 @@ from tidemill.bus.wire.message_format import MessageFormat
 HEADER_RESERVE_BYTES = 1024
 """Room left for headers in a message of the largest size."""
 MAX_SAMPLE_BYTES = 64 << 20
-"""A sample of a million tokens has 9 bytes for each, its text and its metadata: a larger one is neither published nor
-read.
-"""
+"""Size limit of a sample: of a million tokens, it has 9 bytes for each, its text and its metadata."""
 _FEW_PARTS = 16
 """Number of parts that may have any size."""
 _SMALLEST_PART_BYTES = 256 << 10
@@ -29,7 +27,6 @@ class PartsManifest:
     """The stored message of a sample with its bytes in parts stored before it."""
 
     seqs: tuple[int, ...]
-    """Sequences of the parts, in order."""
     length: int
     sha256: str
     """Digest of the joined bytes, hexadecimal."""

@@ -1,10 +1,8 @@
-"""The experts that an engine has chosen for the tokens of a sample: the sizes that a model gives them, their bytes, and
-their checks.
+"""The experts that an engine chose for a sample's tokens: their sizes by the model, their bytes and their checks.
 
 Token-aligned: row t has the experts of token t when it was the input of a forward pass, [L, layers with experts,
 top_k]. A row is known, or unknown as a whole: then every id in it is the largest number of the dtype. The last token of
-a sequence is never an input of the engine. Shape letters: L = tokens of the sample, E = layers with experts, K =
-experts of a token.
+a sequence is never an input. L = tokens of the sample, E = layers with experts, K = experts of a token.
 """
 
 from collections.abc import Mapping
@@ -28,7 +26,7 @@ EXPERTS_OF = {
     "qwen2_moe": "num_experts",
     "qwen3_moe": "num_experts",
 }
-"""The key of config.json with the number of routed experts, for the families that have experts."""
+"""The key of config.json with the number of routed experts, by family."""
 _DTYPES: Mapping[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2")}
 _MAX_SIZE = 1 << 12
 """Maximum number of layers, and of experts of a token."""
@@ -39,12 +37,10 @@ class RoutedShape:
     """Sizes of the routing of a model."""
 
     num_layers: int
-    """All layers of the model."""
     layers: tuple[int, ...]
     """Those with routed experts, in order, from 0."""
     top_k: int
     num_experts: int
-    """Routed experts of a layer."""
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -11,27 +11,20 @@ from tidemill.bus.wire.messages import Kind
 TASKS, SAMPLES, PLAN, PARTIALS, TURNS, DEAD = "TASKS", "SAMPLES", "PLAN", "PARTIALS", "TURNS", "DEAD"
 BUCKETS = ("weights", "run", "live", "wanted", "keys")
 SECRET_BUCKETS = ("keys",)
-"""Buckets that not every process may read."""
 CONSUMERS = {Kind.TRAIN: "rollout", Kind.EVAL: "eval"}
-"""Durable consumer of TASKS for each kind."""
 
 EPOCH_KEY = "epoch"
 """Row of the bucket ``run``: ``{"epoch": n}``."""
 FLOOR_KEY = "task_floor"
 """Row of the bucket ``run``: ``{"floor": n}``, all tasks with ids up to n are settled."""
 END_KEY = "end"
-"""Row of the bucket ``run``: the last step of a run that ends before ``learner.steps``, and the reason; none while the
-run goes on.
-"""
+"""Row of the bucket ``run``: last step and reason of a run that ends before ``learner.steps``."""
 BEST_KEY = "best"
 """Row of the bucket ``run``: the best version by ``eval.best`` that has a checkpoint."""
 SETTINGS_KEY = "settings"
-"""Rows ``settings.<epoch>`` of the bucket ``run``, one for each start of the learner:
-``tidemill.learner.settings.step_settings``.
-"""
+"""Rows ``settings.<epoch>`` of the bucket ``run``: ``tidemill.learner.settings.step_settings``."""
 REFUSED_KEY = "refused"
-"""Rows ``refused.<actor>`` of the bucket ``run``, one for each actor that sends only invalid samples:
-``tidemill.learner.buffer.senders.Refusal``."""
+"""Rows ``refused.<actor>`` of the bucket ``run``: ``tidemill.learner.buffer.senders.Refusal``."""
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Sequence"

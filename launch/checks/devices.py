@@ -8,9 +8,8 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.machine import GPU
 from tidemill.launch.checks.model import CheckedModel, rank_rows
 from tidemill.launch.devices.demand import ModelSize, rank_variables, refuse_expandable_engine, want_of
-from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.placement import place
-from tidemill.launch.devices.shapes import Node, Placed, described
+from tidemill.launch.devices.shapes import Node, Placed, PlacementRefused, described
 from tidemill.launch.devices.visible import this_node
 from tidemill.launch.settings.run_config import RunConfig
 
@@ -28,7 +27,7 @@ def check_devices(
         placed = place([node], want_of(config, node, learner=learner, engines=engines, size=size))
         _refuse_allocator(config, node, placed)
     except PlacementRefused as refused:
-        report.error("devices", report.at(refused.where), want=refused.wanted, got=refused.found, cure=refused.cure)
+        report.error("devices", report.at(refused.where), want=refused.want, got=refused.got, cure=refused.cure)
         return
     if not node.devices:
         _want_cuda(report, config, engines=engines, learner=learner)
@@ -58,9 +57,8 @@ def _want_cuda(report: Report, config: RunConfig, *, engines: int, learner: bool
         ("engine.device", is_builtin and config.engine.device),
     ):
         if device == "cuda":
-            report.error(
-                "devices", report.at(setting), want="auto or cpu: this machine has no GPU", got="cuda", cure="change it"
-            )
+            want = "auto or cpu: this machine has no GPU"
+            report.error("devices", report.at(setting), want=want, got="cuda", cure="change it")
 
 
 def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *, ranks: int) -> None:
@@ -83,13 +81,8 @@ def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *
     )
     settings = [name for name, used in _kept_outside(config).items() if used]
     cure = " or ".join(["use a larger machine", *(f"{name}: false" for name in settings)])
-    report.error(
-        "host memory",
-        report.at(settings[0] if settings else "learner"),
-        want=want,
-        got=f"{total / 1e9:.1f} GB",
-        cure=cure,
-    )
+    got = f"{total / 1e9:.1f} GB"
+    report.error("host memory", report.at(settings[0] if settings else "learner"), want=want, got=got, cure=cure)
 
 
 def _report_unchecked(report: Report, node: Node, placed: Placed, size: ModelSize) -> None:

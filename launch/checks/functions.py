@@ -41,10 +41,12 @@ HOOK_ARGUMENTS = ("moment",)
 """Arguments of a hook (``learner/megatron/hooks.py``)."""
 
 
-def check_reward(report: Report, config: RunConfig, rows: Sequence[PromptRow], *, here: bool, call: bool) -> None:
+def check_reward(
+    report: Report, config: RunConfig, rows: Sequence[PromptRow], *, on_this_machine: bool, call: bool
+) -> None:
     """Load the reward with its options; score the first row that is for it, if it is built in or ``call`` is set.
 
-    ``here``: the processes that compute it, actors or scorers, run on this machine. If none does, a missing module is a
+    ``on_this_machine``: the processes that compute it, actors or scorers, run on this machine. If none does, a missing module is a
     warning: it may be on their machines.
     """
     if config.samples_nothing:
@@ -56,18 +58,28 @@ def check_reward(report: Report, config: RunConfig, rows: Sequence[PromptRow], *
         report.warning("reward", report.at("actor.scorers.enabled"), want=want, got="up.scorers: 0", cure=cure)
     scored = [row for row in rows if row.rollout not in config.recorded_rollouts]
     if config.actor.group_reward:
-        _check_group(report, config, here=here)
+        _check_group(report, config, on_this_machine=on_this_machine)
     for part in config.actor.reward_parts.values():
         row = next((row for row in scored if part.applies(row.metadata)), None)
         settings = (f"actor.reward_parts.{part.name}", f"actor.reward_parts.{part.name}.options")
-        _check_one(report, part.reward, dict(part.options), row, settings=settings, here=here, call=call)
+        _check_one(
+            report, part.reward, dict(part.options), row, settings=settings, on_this_machine=on_this_machine, call=call
+        )
     if config.actor.reward_parts or (config.actor.group_reward and not config.actor.reward):
         return
     settings, row = ("actor.reward", "actor.reward_options"), next(iter(scored), None)
-    _check_one(report, config.actor.reward, config.actor.reward_options, row, settings=settings, here=here, call=call)
+    _check_one(
+        report,
+        config.actor.reward,
+        config.actor.reward_options,
+        row,
+        settings=settings,
+        on_this_machine=on_this_machine,
+        call=call,
+    )
 
 
-def _check_group(report: Report, config: RunConfig, *, here: bool) -> None:
+def _check_group(report: Report, config: RunConfig, *, on_this_machine: bool) -> None:
     name = config.actor.group_reward
     try:
         bind(name, config.actor.group_reward_options, GROUP)
@@ -75,32 +87,27 @@ def _check_group(report: Report, config: RunConfig, *, here: bool) -> None:
         where = report.at(f"actor.group_reward_options.{error.option}")
         report.error("reward", where, want=f"an option of {name}", got=error.reason, cure="fix it, or remove it")
     except UnknownReward as error:
-        severity = report.error if here or ":" not in name else report.warning
+        severity = report.error if on_this_machine or ":" not in name else report.warning
         want = "a reward of groups that can be loaded"
         severity("reward", report.at("actor.group_reward"), want=want, got=f"{name!r}: {error.reason}", cure=FIX_MODULE)
     else:
         report.good("reward", f"{name} loaded, not called")
 
 
-def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
-    """Find the interpreter or the code of every rollout. ``here``: actors run on this machine."""
+def check_rollouts(report: Report, config: RunConfig, *, on_this_machine: bool) -> None:
+    """Find the interpreter or the code of every rollout. ``on_this_machine``: actors run on this machine."""
     rollouts = config.rollouts
     loaded = served(rollouts, config.actor.rollouts)
     for name, rollout in rollouts.items():
-        severity = report.error if here and name in loaded else report.warning
+        severity = report.error if on_this_machine and name in loaded else report.warning
         if rollout.recorded:
             continue
         if rollout.python:
             if shutil.which(rollout.python) is None:
                 where = report.at(f"rollouts.{name}.python")
                 cure = "give the path of the interpreter that has the program's packages"
-                severity(
-                    "rollouts",
-                    where,
-                    want="a Python interpreter",
-                    got=f"{rollout.python!r}: no such program",
-                    cure=cure,
-                )
+                got = f"{rollout.python!r}: no such program"
+                severity("rollouts", where, want="a Python interpreter", got=got, cure=cure)
             continue
         for setting, path in _imports(rollout):
             if reason := _absent(path):
@@ -141,9 +148,8 @@ def check_filters(report: Report, config: RunConfig) -> None:
             bind(chosen.use, chosen.options, contract_of(chosen))
         except BadRewardOption as error:
             where = report.at(f"{setting}.options.{error.option}")
-            report.error(
-                "filters", where, want=f"an option of {chosen.use}", got=error.reason, cure="fix it, or remove it"
-            )
+            want = f"an option of {chosen.use}"
+            report.error("filters", where, want=want, got=error.reason, cure="fix it, or remove it")
         except UnknownReward as error:
             want, got = "a filter that can be loaded", f"{chosen.use!r}: {error.reason}"
             report.error("filters", report.at(f"{setting}.use"), want=want, got=got, cure=FIX_MODULE)
@@ -158,7 +164,7 @@ def _check_one(
     row: PromptRow | None,
     *,
     settings: tuple[str, str],
-    here: bool,
+    on_this_machine: bool,
     call: bool,
 ) -> None:
     where = report.at(settings[0])
@@ -175,15 +181,14 @@ def _check_one(
         report.error("reward", where, want=f"{name} imported", got=error.reason, cure="fix the module")
         return
     except UnknownReward as error:
-        severity = report.error if here or (":" not in name and name not in SANDBOXED) else report.warning
+        severity = report.error if on_this_machine or (":" not in name and name not in SANDBOXED) else report.warning
         cure = "fix the name; modules are searched in this directory and in PYTHONPATH"
         severity("reward", where, want="a reward that can be loaded", got=f"{name!r}: {error.reason}", cure=cure)
         return
     except BadRewardOption as error:
         option = f"{settings[1]}.{error.option}"
-        report.error(
-            "reward", report.at(option), want=f"an option of {name}", got=error.reason, cure="fix it, or remove it"
-        )
+        want = f"an option of {name}"
+        report.error("reward", report.at(option), want=want, got=error.reason, cure="fix it, or remove it")
         return
     if row is not None and (call or (name in TABLE and name not in ASKING)):
         _call(report, name, options, score, row, where=where)
@@ -284,6 +289,5 @@ def _doubt_gspo(report: Report, config: RunConfig) -> None:
     if algorithm.aggregation != "seq_mean_token_mean" and algorithm.correction != "luspo":
         want = "seq_mean_token_mean with gspo: every response counts the same"
         cure = f"use correction: {algorithm.loss}, or set it"
-        report.warning(
-            "algorithm", report.at(f"{name}.aggregation"), want=want, got=str(algorithm.aggregation), cure=cure
-        )
+        got = str(algorithm.aggregation)
+        report.warning("algorithm", report.at(f"{name}.aggregation"), want=want, got=got, cure=cure)

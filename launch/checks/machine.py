@@ -51,8 +51,8 @@ STORE_ANSWER_S = 20.0
 """Longest time in which the store takes a small object, returns and removes it."""
 
 
-def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
-    """Check the engine's program and the release of SGLang; ``here``: engines are started on this machine."""
+def check_engine(report: Report, config: RunConfig, *, on_this_machine: bool) -> None:
+    """Check the engine's program and the release of SGLang; ``on_this_machine``: engines are started on this machine."""
     engine = config.engine
     if engine.kind != "sglang" or engine.sglang.url:
         user = (
@@ -61,29 +61,22 @@ def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
         for name in ("arguments", "environment"):
             if values := getattr(engine.sglang, name):
                 cure = "remove them, or give them to the server where it is started"
-                report.warning(
-                    "engine", report.at(f"engine.sglang.{name}"), want=f"none with {user}", got=values, cure=cure
-                )
+                want = f"none with {user}"
+                report.warning("engine", report.at(f"engine.sglang.{name}"), want=want, got=values, cure=cure)
         return
-    severity = report.error if here else report.warning
+    severity = report.error if on_this_machine else report.warning
     where, program = report.at("engine.sglang.python"), shutil.which(engine.sglang.python)
     if program is None:
         want, got = "the Python interpreter of an environment with SGLang", f"{engine.sglang.python!r}: no such program"
-        severity(
-            "engine",
-            where,
-            want=want,
-            got=got,
-            cure="make that environment (docs/sglang.md), or set engine.kind: builtin",
-        )
+        cure = "make that environment (docs/sglang.md), or set engine.kind: builtin"
+        severity("engine", where, want=want, got=got, cure=cure)
         return
     releases = _installed(program, "sglang")
     if releases is not None and not releases:
         want = "the Python interpreter of an environment with SGLang"
         got = f"{engine.sglang.python!r}, whose packages have no sglang"
-        report.warning(
-            "engine", where, want=want, got=got, cure="install it there (docs/sglang.md), or give another one"
-        )
+        cure = "install it there (docs/sglang.md), or give another one"
+        report.warning("engine", where, want=want, got=got, cure=cure)
     for release in releases or ():
         try:
             release_of(engine.sglang.python, release)
@@ -110,9 +103,8 @@ def check_bus(
     for name in ("tls_cert", "tls_key", "tls_ca"):
         file = getattr(config.bus, name)
         if file and not Path(file).is_file():
-            report.error(
-                "bus", report.at(f"bus.{name}"), want="a PEM file", got=f"{file!r}: no such file", cure="fix the path"
-            )
+            got = f"{file!r}: no such file"
+            report.error("bus", report.at(f"bus.{name}"), want="a PEM file", got=got, cure="fix the path")
     if not config.bus.url:
         _check_plan(report, config, config.bus.max_payload_bytes, report.at("bus.max_payload_bytes"))
         return
@@ -120,13 +112,8 @@ def check_bus(
     wrong = _wrong_servers(config.bus.url)
     if wrong:
         want = "nats://host:port (or tls://), several with commas"
-        report.error(
-            "bus",
-            where,
-            want=want,
-            got=f"{config.bus.url!r}: {wrong}",
-            cure="fix it, or remove it: a server is started then",
-        )
+        cure = "fix it, or remove it: a server is started then"
+        report.error("bus", where, want=want, got=f"{config.bus.url!r}: {wrong}", cure=cure)
     elif reach:
         _reach(report, where, config)
 
@@ -145,11 +132,7 @@ def _wrong_servers(url: str) -> str:
 
 
 def _check_stream(report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None) -> None:
-    """Check that SAMPLES has room for the samples between the kept checkpoints, for the longest prompt.
-
-    Too little room for the longest prompt is an error; for the longest possible one it is a warning, since a context of
-    100,000 tokens needs many times the room that prompts of 200 need.
-    """
+    """Check that SAMPLES has room for the longest prompts between the kept checkpoints; unknown ones are a warning."""
     known_longest = config.data.max_prompt_tokens or (data.longest if data is not None else 0)
     longest = known_longest or max(0, model.context - config.sampling.max_new_tokens if model is not None else 0)
     routed = model.routed_bytes if model is not None else 0
@@ -217,9 +200,8 @@ def _reach(report: Report, where: str, config: RunConfig) -> None:
             _check_plan(report, config, largest, f"max_payload of {server}")
         return
     want = "a nats-server that can be reached"
-    report.error(
-        "bus", where, want=want, got="; ".join(reasons), cure="start it, or remove bus.url: one is started then"
-    )
+    cure = "start it, or remove bus.url: one is started then"
+    report.error("bus", where, want=want, got="; ".join(reasons), cure=cure)
 
 
 def _info(server: str) -> dict[str, object]:
@@ -240,9 +222,8 @@ def _check_server(report: Report, where: str, server: str, info: dict[str, objec
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_SERVER:
         report.error("bus", where, want=f"nats-server >= {oldest}", got=f"{version} at {server}", cure="update it")
     elif not info.get("jetstream"):
-        report.error(
-            "bus", where, want="a nats-server with JetStream", got=f"one without at {server}", cure="start it with -js"
-        )
+        want = "a nats-server with JetStream"
+        report.error("bus", where, want=want, got=f"one without at {server}", cure="start it with -js")
     else:
         report.good("bus", f"{server}: nats-server {version} with JetStream")
 
@@ -253,9 +234,8 @@ def _writable(report: Report, setting: str, directory: Path) -> Path | None:
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return existing
     want = "a directory that can be made and written to"
-    report.error(
-        "disk", report.at(setting), want=want, got=f"{existing} cannot be written to", cure="set another directory"
-    )
+    got = f"{existing} cannot be written to"
+    report.error("disk", report.at(setting), want=want, got=got, cure="set another directory")
     return None
 
 
@@ -299,13 +279,8 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None, 
         report.error("disk", report.at("bus.samples_max_bytes"), want=want, got=_gb(stored), cure=cure)
     elif not config.bus.url and (lack := lacking(config.root / "bus", needed_bytes(config.bus))):
         # No error: a learner that starts beside a bus on a full disk waits for it, as all processes do.
-        report.warning(
-            "disk",
-            report.at("directory"),
-            want="room for the bus, which waits for it",
-            got=lack,
-            cure="or set another directory",
-        )
+        want = "room for the bus, which waits for it"
+        report.warning("disk", report.at("directory"), want=want, got=lack, cure="or set another directory")
     elif kept + stored > free:
         want = f"room for {_gb(kept)} of checkpoints beside {_gb(stored)} of samples (bus.samples_max_bytes)"
         cure = "lower bus.samples_max_bytes or learner.keep_checkpoints, or set directory to a larger disk"
@@ -366,16 +341,14 @@ def check_store(report: Report, config: RunConfig, *, reach: bool, answer_s: flo
         report.error("store", where, want="a store that outlives a process", got=url, cure=cure)
     elif missing := missing_package(url):
         got, cure = missing
-        report.error(
-            "store", where, want=f"a protocol that can be used here, as in {url}", got=got, cure=f"{cure}, or set local"
-        )
+        want = f"a protocol that can be used here, as in {url}"
+        report.error("store", where, want=want, got=got, cure=f"{cure}, or set local")
     elif reach:
         _reach_store(report, where, ObjectStore(url, config.run), answer_s)
     elif protocol_of(url) in OF_THIS_MACHINE and config.learner.nodes > 1:
         cure = "use an object store, unless the path is one directory for all nodes"
-        report.warning(
-            "store", where, want="a store that all nodes reach", got=f"{url}, a path of each machine", cure=cure
-        )
+        got = f"{url}, a path of each machine"
+        report.warning("store", where, want="a store that all nodes reach", got=got, cure=cure)
 
 
 def _reach_store(report: Report, where: str, store: ObjectStore, answer_s: float) -> None:
@@ -398,8 +371,7 @@ def _reach_store(report: Report, where: str, store: ObjectStore, answer_s: float
         reason = f"no answer within {answer_s:.0f} s"
     if reason:
         cure = "give its package the credentials (environment, its own files), or fix the URL"
-        report.error(
-            "store", where, want="a place that this process can write to", got=f"{store.url}: {reason}", cure=cure
-        )
+        want = "a place that this process can write to"
+        report.error("store", where, want=want, got=f"{store.url}: {reason}", cure=cure)
     else:
         report.good("store", f"{store.url}: a small object was written, read and removed")

@@ -20,8 +20,8 @@ from tidemill.launch.devices.memory_table import MemoryRow, memory_rows, state_r
 from tidemill.launch.devices.trained import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
+from tidemill.learner.settings.config import ROLLOUT
 from tidemill.learner.settings.megatron_arguments import refusals as argument_refusals
-from tidemill.learner.settings.routing_replay import ROLLOUT
 
 SETTING = "model.path"
 INDEX = "model.safetensors.index.json"
@@ -81,10 +81,10 @@ def rank_rows(model: CheckedModel, config: RunConfig, *, cuda: bool) -> tuple[Me
     return memory_rows(model.shape, config, cuda=cuda, critic=model.critic)
 
 
-def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedModel | None:
-    """Report errors in the model; return its facts, None after an error. ``made``: ``prepare`` makes it."""
+def check_model(report: Report, config: RunConfig, *, prepared: bool) -> CheckedModel | None:
+    """Report errors in the model; return its facts, None after an error. ``prepared``: ``prepare`` makes it."""
     path = Path(config.model.path)
-    prepare = config.prepare if made else None
+    prepare = config.prepare if prepared else None
     where = "prepare" if prepare is not None else f"{path}/config.json"
     values = {"model_type": "qwen3", **prepare.values} if prepare is not None else _read_config(report, config.model)
     if values is None:
@@ -93,19 +93,17 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
     _check_layout(report, config, values, where)
     _check_settings(report, config, values)
     for refused in argument_refusals(config.learner.megatron):
-        report.error(
-            "model", refused.field, want=refused.want, got=refused.got, cure="see docs/parallelism.md, or remove it"
-        )
+        cure = "see docs/parallelism.md, or remove it"
+        report.error("model", refused.field, want=refused.want, got=refused.got, cure=cure)
     shape = _shape(report, config, values, where)
-    there = _tensors(report, path) if prepare is None and len(report.errors) == before else {}
+    in_files = _tensors(report, path) if prepare is None and len(report.errors) == before else {}
     if shape is None and len(report.errors) == before:
         for name in (name for name in NEEDED if not isinstance(values.get(name), int)):
-            report.error(
-                "model", f"{where}: {name}", want="a number", got=values.get(name), cure="save the model again"
-            )
+            cure = "save the model again"
+            report.error("model", f"{where}: {name}", want="a number", got=values.get(name), cure=cure)
     if len(report.errors) > before:
         return None
-    tensors = shape.tensors() if shape is not None else there
+    tensors = shape.tensors() if shape is not None else in_files
     sizes = [math.prod(tensor) for tensor in tensors.values()]
     vocabulary, positions = (
         (shape.vocab_size, shape.max_positions) if shape is not None else (values[name] for name in NEEDED[:2])
@@ -123,11 +121,11 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
         num_trained=sum(map(math.prod, trained_tensors(tensors, config.learner).values())),
     )
     if prepare is None:
-        _check_weights(report, path, tensors, there)
+        _check_weights(report, path, tensors, in_files)
     _check_context(report, config, model, positions)
     _check_reference(report, config, values, tensors)
     check_tuning(report, config, tensors)
-    check_megatron(report, config, tensors, num_layers=int(str(values["num_hidden_layers"])))
+    check_megatron(report, config)
     if len(report.errors) == before:
         what = "made at the start" if prepare is not None else str(path)
         report.good(
@@ -153,24 +151,14 @@ def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:
     file = path / "config.json"
     if not file.is_file():
         got = "no such directory" if not path.is_dir() else "a directory without config.json"
-        report.error(
-            "model",
-            report.at(SETTING),
-            want=want,
-            got=f"{model.path!r}: {got}",
-            cure="give the directory it was saved to",
-        )
+        cure = "give the directory it was saved to"
+        report.error("model", report.at(SETTING), want=want, got=f"{model.path!r}: {got}", cure=cure)
         return None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        report.error(
-            "model",
-            str(file),
-            want="a JSON map",
-            got=str(error),
-            cure=f"save the model again, or fix {report.at(SETTING)}",
-        )
+        cure = f"save the model again, or fix {report.at(SETTING)}"
+        report.error("model", str(file), want="a JSON map", got=str(error), cure=cure)
         return None
     if not isinstance(values, dict):
         report.error("model", str(file), want="a JSON map", got=type(values).__name__, cure="save the model again")
@@ -202,9 +190,8 @@ def _check_settings(report: Report, config: RunConfig, values: Mapping[str, obje
     for name in (name for name, wrong in refused.items() if wrong):
         have = "experts" if experts else "no experts"
         want = f"its default for {family}, which has {'no bias per expert' if name == 'moe_bias_update_rate' else have}"
-        report.error(
-            "model", report.at(f"learner.{name}"), want=want, got=getattr(learner, name), cure="remove the setting"
-        )
+        got = getattr(learner, name)
+        report.error("model", report.at(f"learner.{name}"), want=want, got=got, cure="remove the setting")
 
 
 def _shape(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> ModelShape | None:
@@ -240,18 +227,13 @@ def _check_weights(report: Report, path: Path, of_config: Tensors, in_files: Ten
         if in_files.get(name) != shape:
             got = "none" if name not in in_files else f"one of {in_files[name]}"
             cure = f"save the model again, or give another one ({report.at(SETTING)})"
-            report.error(
-                "model", str(path), want=f"a tensor {name} of {shape}, as config.json has it", got=got, cure=cure
-            )
+            want = f"a tensor {name} of {shape}, as config.json has it"
+            report.error("model", str(path), want=want, got=got, cure=cure)
             return
 
 
 def size_here(config: RunConfig, model: Path | None = None) -> ModelSize:
-    """Return the sizes of the run's model, if its files are on this machine; else an empty size.
-
-    ``model``: its directory here; None = ``model.path``. For processes that start after the check: a broken file is
-    named by its reader.
-    """
+    """Return the sizes of the run's model (in ``model``), if it is on this machine; else an empty size."""
     path = model or Path(config.model.path)
     if model is None and not config.model.path:
         return ModelSize()
@@ -310,9 +292,8 @@ def _check_context(report: Report, config: RunConfig, model: CheckedModel, posit
         report.error("context", report.at("sampling.max_new_tokens"), want=want, got=new, cure=cure)
     elif longest + new > model.context:
         want = f"<= {model.context - new}: a context of {model.context} less sampling.max_new_tokens = {new}"
-        report.error(
-            "context", report.at("data.max_prompt_tokens"), want=want, got=longest, cure="lower one of the two"
-        )
+        cure = "lower one of the two"
+        report.error("context", report.at("data.max_prompt_tokens"), want=want, got=longest, cure=cure)
 
 
 def _check_stops(report: Report, config: RunConfig, vocab_size: int) -> None:
@@ -324,9 +305,8 @@ def _check_stops(report: Report, config: RunConfig, vocab_size: int) -> None:
         if outside := [token for token in ids or () if token >= vocab_size]:
             want = f"ids below {vocab_size}, the size of the model's vocabulary"
             where = report.at(f"{setting}.stop_token_ids")
-            report.error(
-                "model", where, want=want, got=outside[0], cure="ids of tokens are in the model's tokenizer.json"
-            )
+            cure = "ids of tokens are in the model's tokenizer.json"
+            report.error("model", where, want=want, got=outside[0], cure=cure)
 
 
 def _check_reference(report: Report, config: RunConfig, values: Mapping[str, object], tensors: Tensors) -> None:
@@ -346,13 +326,8 @@ def _check_reference(report: Report, config: RunConfig, values: Mapping[str, obj
         )
         configs = as_older(values), as_older(its)
     except UNREADABLE as error:
-        report.error(
-            "model",
-            where,
-            want=want,
-            got=str(error),
-            cure="fix the path, or leave it empty: the model at the start of the run",
-        )
+        cure = "fix the path, or leave it empty: the model at the start of the run"
+        report.error("model", where, want=want, got=str(error), cure=cure)
         return
     cure = "use a reference of the same architecture"
     if (family, reference_tensors) != (values["model_type"], dict(tensors)):
@@ -361,13 +336,8 @@ def _check_reference(report: Report, config: RunConfig, values: Mapping[str, obj
     for name in ROPE_KEYS:
         ours, theirs = (values_of.get(name) for values_of in configs)
         if ours != theirs and all(name in values_of for values_of in configs):
-            report.error(
-                "model",
-                where,
-                want=f"a model with the policy's {name} = {ours}",
-                got=f"{theirs} in {reference}",
-                cure=cure,
-            )
+            want = f"a model with the policy's {name} = {ours}"
+            report.error("model", where, want=want, got=f"{theirs} in {reference}", cure=cure)
 
 
 def _check_critic(report: Report, config: RunConfig, vocab_size: int, max_positions: int) -> ModelShape | None:

@@ -17,11 +17,7 @@ class PreparedPaths:
 
 
 def made_before(config: RunConfig) -> Path | None:
-    """Return the directory of another run's prepared files, if the run uses them and they were made with its settings.
-
-    So it is with the configuration that a run keeps in its directory, when a new run begins with it
-    (``--from-checkpoint``).
-    """
+    """Return the directory of another run's prepared files, if the run uses them (as with ``--from-checkpoint``)."""
     directory = Path(config.model.path).parent
     if config.prepare is None or directory == config.root / "prepared" or Path(config.data.path).parent != directory:
         return None
@@ -59,19 +55,13 @@ def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> Prepared
     elif not (used.model and used.prompts):
         setting, value = ("data.path", config.data.path) if used.model else ("model.path", config.model.path)
         got = f"{value!r}, which is used instead"
-        report.warning(
-            "prepare",
-            report.at(where),
-            want=f"{setting} to be what it makes",
-            got=got,
-            cure="no action needed if intended",
-        )
+        want = f"{setting} to be what it makes"
+        report.warning("prepare", report.at(where), want=want, got=got, cure="no action needed if intended")
     try:
         complete = not fresh and refuse_other(config.prepare, config.root / "prepared")
     except PreparedOtherwise as error:
         want = "nothing there, or files made with the same settings"
-        report.error(
-            "prepare", str(error.directory), want=want, got=error.reason, cure="remove it, or set another directory"
-        )
+        cure = "remove it, or set another directory"
+        report.error("prepare", str(error.directory), want=want, got=error.reason, cure=cure)
         complete = True
     return PreparedPaths() if complete else used

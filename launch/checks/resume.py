@@ -35,9 +35,7 @@ SETTINGS = {
 }
 """Entry of ``tidemill.learner.buffer.rules.DataRules.identity``, or ``lora`` -> the setting it comes from."""
 BY_SHAPE = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
-"""Families identified by their shape, others by all integers of config.json: fixed, so that runs of older versions can
-be resumed.
-"""
+"""Families identified by their shape (others by all integers of config.json), fixed for runs of older versions."""
 HASHED_MOST = 256_000_000
 """Bytes of the largest prompt file that is compared here; a larger one is compared by the feeder."""
 
@@ -72,9 +70,8 @@ def _compare_rows(report: Report, config: RunConfig, rows: JsonMapping) -> None:
     except PromptError as error:  # the check of the data names it
         log.debug("prompts not compared error=%s", error)
     except ConfigRefused as error:
-        report.error(
-            "resume", report.at(error.field), want=error.want, got=error.got, cure="or start another run: set directory"
-        )
+        cure = "or start another run: set directory"
+        report.error("resume", report.at(error.field), want=error.want, got=error.got, cure=cure)
     else:
         want = f"the files with which the run in {config.root} began"
         cure = "the run goes on with these, because it has planned none of them"

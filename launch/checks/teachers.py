@@ -31,9 +31,8 @@ def check_teachers(
     row = None if data is None else data.first
     if row is not None and teachers and chosen(teachers, row.metadata) is None:
         want, got = "a teacher that applies to every row", f"none for {row.where} with metadata {row.metadata!r:.200}"
-        report.error(
-            "teachers", report.at("actor.teachers"), want=want, got=got, cure="fix when, or add a teacher without it"
-        )
+        cure = "fix when, or add a teacher without it"
+        report.error("teachers", report.at("actor.teachers"), want=want, got=got, cure=cure)
 
 
 def _check_directory(
@@ -58,13 +57,8 @@ def _check_directory(
         and _tokens(ours) != _tokens(theirs)
     ):
         want, got = f"the tokens of {ours}", f"{teacher.name}: others in {theirs}"
-        report.error(
-            "teachers",
-            where,
-            want=want,
-            got=got,
-            cure="use a teacher of the same family: ids must mean the same tokens",
-        )
+        cure = "use a teacher of the same family: ids must mean the same tokens"
+        report.error("teachers", where, want=want, got=got, cure=cure)
         return
     if model is not None and shape.max_positions < model.context:
         want = f"a context of at least {model.context} tokens, the trained model's"
@@ -104,10 +98,7 @@ def _check_server(
     model: CheckedModel | None,
     data: Prompts | None,
 ) -> None:
-    """Ask a server for its model, and whether it scores at a temperature other than 1, if a row or the run has one.
-
-    One that is away is a warning.
-    """
+    """Ask a server for its model, and whether it scores at the temperatures. One that is away is a warning."""
     try:
         info, server = _get(f"{url}/model_info"), _get(f"{url}/server_info")
     except (OSError, ValueError) as error:

@@ -50,13 +50,8 @@ def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> P
     size = text.vocab_size
     if size > model.vocab_size:
         want = f"at most the {model.vocab_size} tokens of the model (vocab_size)"
-        report.error(
-            "tokenizer",
-            str(file),
-            want=want,
-            got=size,
-            cure=f"save the tokenizer that belongs to it ({report.at(SETTING)})",
-        )
+        cure = f"save the tokenizer that belongs to it ({report.at(SETTING)})"
+        report.error("tokenizer", str(file), want=want, got=size, cure=cure)
         return None
     template = _template(report, config, model)
     report.good("tokenizer", f"{size} tokens, chat template: {'none' if template is None else 'there'}")
@@ -94,13 +89,8 @@ def _template(report: Report, config: RunConfig, model: CheckedModel) -> Message
     try:
         template = MessageTemplate.read(model.directory)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        report.error(
-            "tokenizer",
-            str(model.directory),
-            want="a chat template",
-            got=str(error),
-            cure="fix it in tokenizer_config.json",
-        )
+        cure = "fix it in tokenizer_config.json"
+        report.error("tokenizer", str(model.directory), want="a chat template", got=str(error), cure=cure)
         return None
     if template is None and config.data.apply_chat_template:
         want = f"a tokenizer with a chat template in {model.directory}"
@@ -136,9 +126,7 @@ def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -
 
 
 async def _tools_of_program(rollout: RolloutConfig) -> Sequence[str]:
-    """Return the tools that a program offers in chats; none for one that cannot be loaded, whose actor names the
-    reason.
-    """
+    """Return the tools that a program offers in chats; none for one that cannot be loaded (its actor reports it)."""
     async with Children(rollout) as children:
         try:
             async with asyncio.timeout(LOAD_S):
@@ -167,9 +155,8 @@ def check_end_tokens(report: Report, model: Path) -> None:
     try:
         tokens = EndTokens.read(model)
     except ValueError as error:  # the check of the model or of its tokenizer names it
-        report.warning(
-            TOPIC, str(model), want="files of a model and its tokenizer", got=str(error), cure="correct the file"
-        )
+        want = "files of a model and its tokenizer"
+        report.warning(TOPIC, str(model), want=want, got=str(error), cure="correct the file")
         return
     before = len(report.warnings)
     if not tokens.ids:
@@ -204,8 +191,8 @@ def _shown(ids: tuple[int, ...]) -> str:
     return ", ".join(map(str, ids)) or "none"
 
 
-def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None, *, here: bool) -> None:
-    """Make the renderer of ``actor.gateway``. ``here``: actors run on this machine; others may have other packages."""
+def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None, *, on_this_machine: bool) -> None:
+    """Make the renderer of ``actor.gateway``. ``on_this_machine``: actors run on this machine; others may have other packages."""
     gateway = config.actor.gateway
     if not gateway.renderer:
         return
@@ -218,7 +205,7 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
         renderer = Renderer.read(gateway.renderer, gateway.renderer_options, directory, text)
     except NoRenderer as error:
         where = report.at(f"actor.gateway.{error.setting}")
-        severity = report.warning if isinstance(error, RendererMissing) and not here else report.error
+        severity = report.warning if isinstance(error, RendererMissing) and not on_this_machine else report.error
         severity("rollouts", where, want=error.want, got=error.got, cure=error.cure)
         return
     template_arguments = {

@@ -38,19 +38,11 @@ SYNC_EVERY_S = 1.0
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_run(parser)
-    parser.add_argument(
-        "-o",
-        "--out",
-        required=True,
-        metavar="DIRECTORY",
-        help="directory of the recordings; existing ones are continued",
-    )
+    parser.add_argument("-o", "--out", required=True, metavar="DIRECTORY", help="directory of the recordings")
     parser.add_argument("--name", default="archive", help="name under which it is registered (default: archive)")
     policy = "wait: trimming waits for it, until the stream is 85 %% full; leave: it does not"
     parser.add_argument("--policy", choices=("wait", "leave"), default="wait", help=policy)
-    parser.add_argument(
-        "--rotate", type=float, default=256.0, metavar="MB", help="size at which a recording is closed (default 256)"
-    )
+    parser.add_argument("--rotate", type=float, default=256.0, metavar="MB", help="size at which a recording is closed")
     parser.add_argument("--until-end", action="store_true", help="end at the present end of the stream")
 
 
@@ -62,10 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def archive(url: str, run: str, args: argparse.Namespace, draining: asyncio.Event) -> None:
-    """Archive until ``draining`` is set; with ``args.until_end``, the samples present at the start. Raises BusError.
-
-    Raises BusError, ValueError.
-    """
+    """Archive until drained; with ``args.until_end``, the samples present at the start. Raises BusError, ValueError."""
     positive("--rotate", args.rotate)
     async with connect(url, run, name=f"archive {args.name}", wait_s=CONNECT_S) as bus:
         state = await bus.samples.info()
@@ -144,10 +133,7 @@ async def _fill(
 async def _unarchived(
     bus: Bus, reader: Reader | UnregisteredReader, last_seq: int, last: int | None
 ) -> AsyncIterator[StoredSample]:
-    """Yield the samples after the reader's position that no recording has, up to ``last``; None = for ever.
-
-    A gap is an error, or a warning under the policy ``leave``.
-    """
+    """Yield the samples after the reader's position that no recording has, up to ``last``; None = for ever."""
     history, expected = History(bus.jet), max(reader.row.floor, last_seq) + 1
     if expected > 1:  # a new reader begins at the first sample in the stream
         await _check_gap(history, reader, expected)

@@ -28,9 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "responses)"
     )
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=about)
-    parser.add_argument(
-        "--model", default="", metavar="DIR", help="directory of your model in Hugging Face format, for own and sft"
-    )
+    parser.add_argument("--model", default="", metavar="DIR", help="your model in Hugging Face format, for own and sft")
 
 
 def run(args: argparse.Namespace) -> int:

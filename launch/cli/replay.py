@@ -40,25 +40,12 @@ _OF_THE_STORE = (PARTS_HEADER, REPLAYED_HEADER, "Nats-Msg-Size", "Nats-Expected-
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_run(parser)
-    parser.add_argument(
-        "--from", dest="source", default="", metavar="FILE", help="samples of a recording instead of a run's"
-    )
-    parser.add_argument(
-        "-o", "--out", default="", metavar="FILE", help="into a recording, or JSON lines where it ends in .jsonl"
-    )
+    parser.add_argument("--from", dest="source", default="", metavar="FILE", help="samples of a recording")
+    parser.add_argument("-o", "--out", default="", metavar="FILE", help="into a recording, or JSON lines (.jsonl)")
     parser.add_argument("--to-bus", default="", metavar="URL", help="into the stream of a run on this bus")
-    parser.add_argument(
-        "--train",
-        default="",
-        metavar="DIRECTORY",
-        help="into a learner: train the recorded steps of --run-dir again, in this directory",
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="path.to.key=value", help="with --train: change a setting"
-    )
-    parser.add_argument(
-        "--to-run", default="", metavar="RUN", help="into the stream of this run (default: the run they come from)"
-    )
+    parser.add_argument("--train", default="", metavar="DIRECTORY", help="train the steps of --run-dir again, there")
+    parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="for --train")
+    parser.add_argument("--to-run", default="", metavar="RUN", help="into the stream of this run (default: theirs)")
     parser.add_argument("--last", type=int, metavar="N", help="the N newest that match (default: all)")
     add_since(parser)
     add_filter(parser)
@@ -109,13 +96,13 @@ async def replay_file(args: argparse.Namespace) -> int:
     positive("--last", args.last)
     if args.since or args.since_version is not None or args.last is not None or args.lag:
         raise ValueError("--from: want no --since, --since-version, --last or --lag: these do not apply to a recording")
-    filter = filter_of(args)
+    selection = filter_of(args)
     recording = Recording.open(Path(args.source))
 
     async def samples() -> AsyncIterator[StoredSample]:
         """Yield the samples of the recording that fit the filter."""
         for stored in recording:
-            if fits(filter, stored):
+            if fits(selection, stored):
                 yield stored
 
     try:

@@ -49,7 +49,7 @@ def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
         shutil.copytree(
             source / BUS_DIRECTORY, target / BUS_DIRECTORY, ignore=shutil.ignore_patterns("*.ports", "*.pid", "port")
         )
-        first, last, epoch = asyncio.run(_rewound(source, target, before, same=not settings))
+        first, last, epoch = asyncio.run(_rewound(source, target, before, unchanged=not settings))
     print(f"{before.run}: steps {first} to {last} again, in {target}")
     mine = (f"directory={target}", f"learner.steps={last}", *ALONE)
     config = from_map(to_map(before), str(source / CONFIG_FILE), changes(mine, {}))
@@ -57,7 +57,7 @@ def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
     return run_up(config, resume=True, fresh=False, after_epoch=epoch)
 
 
-async def _rewound(source: Path, target: Path, config: RunConfig, *, same: bool) -> tuple[int, int, int]:
+async def _rewound(source: Path, target: Path, config: RunConfig, *, unchanged: bool) -> tuple[int, int, int]:
     """Rewind the copied run to the earliest step from which all samples are present.
 
     Returns (first step, last step) to repeat, at most up to ``learner.steps``, and the epoch of the run's newest
@@ -74,7 +74,7 @@ async def _rewound(source: Path, target: Path, config: RunConfig, *, same: bool)
             rows = bus.rows("wanted")
             for key in await rows.keys():  # a resumed run would keep these numbers, not take those of ``ALONE``
                 await rows.delete(key)
-            if not same:
+            if not unchanged:
                 await _forget_settings(bus)
             done = await _set_back(bus, source, target)
     finally:

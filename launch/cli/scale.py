@@ -21,9 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--host", default="", help="on this host, independent of the others")
     where.add_argument("--pool", default="", help="on all hosts of this pool together")
-    parser.add_argument(
-        "wanted", nargs="*", metavar="actors=N|engines=N|scorers=N", help="default: on all other hosts together"
-    )
+    parser.add_argument("wanted", nargs="*", metavar="actors=N|engines=N|scorers=N", help="default: of all hosts")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -67,12 +67,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--table", action="store_true", help="add a row for each token")
-    parser.add_argument(
-        "--tokenizer",
-        default="",
-        metavar="DIRECTORY",
-        help="where tokenizer.json is, if not in the run's model directory",
-    )
+    parser.add_argument("--tokenizer", default="", metavar="DIRECTORY", help="if it is not the model's")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,16 +99,16 @@ class Token:
 
 async def show_sample(bus: Bus, args: argparse.Namespace) -> int:
     """Print one sample and return 0. Raises ValueError when there is none of this name, or it cannot be read."""
-    match, others = await _find(bus, args.sample)
+    match, duplicates = await _find(bus, args.sample)
     sample = match.sample
     if isinstance(sample, WireError):
         raise ValueError(f"sample {args.sample}: #{match.line.seq} cannot be read: {sample}")
     tokens = tokens_of(sample, await _vocabulary(bus, args))
     history = await history_of(bus, match.line.seq, sample)
     if args.json:
-        print(to_json(_json(match, sample, tokens, history, others)))
+        print(to_json(_json(match, sample, tokens, history, duplicates)))
     else:
-        _print(Console(highlight=False, soft_wrap=True), match, sample, tokens, history, others, table=args.table)
+        _print(Console(highlight=False, soft_wrap=True), match, sample, tokens, history, duplicates, table=args.table)
     return 0
 
 
@@ -184,7 +179,7 @@ async def _vocabulary(bus: Bus, args: argparse.Namespace) -> Vocabulary:
 
 
 def _json(
-    match: FoundSample, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int]
+    match: FoundSample, sample: Sample, tokens: Sequence[Token], history: SampleHistory, duplicates: list[int]
 ) -> dict[str, object]:
     return {
         **as_map(match.line.seq, sample),
@@ -203,7 +198,7 @@ def _json(
             for token in tokens
         ],
         "fate": history.as_map(),
-        "others": others,
+        "others": duplicates,
     }
 
 
@@ -213,7 +208,7 @@ def _print(
     sample: Sample,
     tokens: Sequence[Token],
     history: SampleHistory,
-    others: list[int],
+    duplicates: list[int],
     *,
     table: bool,
 ) -> None:
@@ -237,8 +232,8 @@ def _print(
         console.print(Text(f"label     {plain(str(sample.label))}"))
     if sample.metadata:
         console.print(Text(f"metadata  {plain(to_json(sample.metadata))}"))
-    if others:
-        console.print(f"others    of the same place: {', '.join(f'#{seq}' for seq in others)}")
+    if duplicates:
+        console.print(f"others    of the same place: {', '.join(f'#{seq}' for seq in duplicates)}")
     if sample.turns is not None:
         console.print(turns_table(sample.turns))
     console.print(
@@ -251,10 +246,7 @@ def _print(
 
 
 def shaded(tokens: Sequence[Token]) -> Text:
-    """Return the response with a background for each token's probability; every second span is underlined.
-
-    A rule stands between the sequences of an episode; their contexts are not shown.
-    """
+    """Return the response with a background for each token's probability; every second span is underlined."""
     text = Text()
     for place, token in enumerate(tokens):
         if place and token.sequence != tokens[place - 1].sequence:

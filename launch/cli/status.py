@@ -363,7 +363,7 @@ async def _issued(bus: Bus, settled: set[int]) -> int:
     }
     firsts = [await bus.jet.next(stream, 1, name) for name in counts]  # None: trimmed in between
     first = min((message.seq for message in firsts if message is not None), default=None)
-    return sum(counts.values()) + sum(first is None or id < first for id in settled)
+    return sum(counts.values()) + sum(first is None or task < first for task in settled)
 
 
 def _report_in_words(look: Mapping[int, int]) -> str:

@@ -21,17 +21,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_run(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="follow new samples")
-    parser.add_argument(
-        "--last", type=int, metavar="N", help="start with the N newest that match (default 10; all, with --since)"
-    )
+    parser.add_argument("--last", type=int, metavar="N", help="start with the N newest (default 10; all, with --since)")
     parser.add_argument("--full", action="store_true", help="do not shorten long texts")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per line")
-    how.add_argument(
-        "--raw",
-        action="store_true",
-        help="the stored payloads: each a length (4 bytes, little-endian) and its msgpack map",
-    )
+    how.add_argument("--raw", action="store_true", help="stored payloads, each behind its length (4 bytes)")
     add_since(parser)
     add_filter(parser)
 

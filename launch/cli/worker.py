@@ -19,13 +19,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of an engine, an actor or a scorer."""
     role = command_of(parser)
     add_bus(parser)
-    parser.add_argument(
-        "--run", default="", help="name of the run; not needed with --config, or when the bus carries one run"
-    )
+    parser.add_argument("--run", default="", help="name of the run; needed on a bus with several, without --config")
     parser.add_argument("--id", default="", help="its name on the bus")
-    parser.add_argument(
-        "--wait", type=float, default=300.0, metavar="S", help="seconds to wait for the bus at the start (default 300)"
-    )
+    parser.add_argument("--wait", type=float, default=300.0, metavar="S", help="seconds to wait for the bus")
     add_allow(parser)
     if role != "actor":
         add_listening(parser)

@@ -87,10 +87,7 @@ def dtype_on(setting: str, *, cuda: bool) -> str:
 def training_bytes(
     tensors: Shapes, dtype: str, learner: LearnerConfig, *, cuda: bool, critic: Shapes | None = None
 ) -> int:
-    """Return the bytes of weights, gradients and Adam's state of one rank, in the largest stage, where it computes.
-
-    ``tensors``: of the whole model, of any family; ``critic``: of the critic's model, None = as large as the policy.
-    """
+    """Return the bytes of weights, gradients and Adam's state of a rank; ``critic``: None = as large as the policy."""
     stage = _largest_stage(tensors, learner)
     rows = [*_model(_elements(stage, learner, trained_tensors(stage, learner)), learner, dtype, cuda=cuda)]
     if learner.algorithm.by_critic:
@@ -167,10 +164,7 @@ def _sending(tensors: Shapes, config: RunConfig, dtype: str, *, cuda: bool) -> I
 
 
 def group_bytes(largest_tensor: int, config: RunConfig, dtype: str) -> int:
-    """Return the device memory of a process that sends weights to one group over NCCL: a CUDA context, and two buckets.
-
-    ``largest_tensor``: its elements; a bucket has one tensor at least.
-    """
+    """Return the device memory of a sender to one group over NCCL: a CUDA context and two buckets."""
     return CONTEXT_BYTES + 2 * max(config.weights.bucket_size(on_gpu=True), ITEM_BYTES[dtype] * largest_tensor)
 
 
@@ -274,12 +268,9 @@ class _Elements:
     """True where experts are trained."""
 
 
-def _elements(whole: Shapes, learner: LearnerConfig, trained: Shapes | None = None) -> _Elements:
-    """Return one rank's elements of its stage's tensors, padded for a distributed optimizer; ``trained``: None = all.
-
-    ``trained``: the tensors with a gradient, adapters among them; None = all.
-    """
-    split, spread, ours = learner.tensor_parallel, learner.expert_parallel, whole if trained is None else trained
+def _elements(stage: Shapes, learner: LearnerConfig, trained: Shapes | None = None) -> _Elements:
+    """Return one rank's elements of its stage, padded for a distributed optimizer; ``trained``: None = all."""
+    split, spread, ours = learner.tensor_parallel, learner.expert_parallel, stage if trained is None else trained
     total = share = 0
     experts = {name: tensor for name, tensor in ours.items() if _EXPERTS in name}
     shared = {name: tensor for name, tensor in ours.items() if _EXPERTS not in name}
@@ -287,7 +278,7 @@ def _elements(whole: Shapes, learner: LearnerConfig, trained: Shapes | None = No
         sharded = num_shares(learner) > 1
         mine = buffer_elements(tensors, split, shares, spread) if sharded else rank_elements(tensors, split, spread)
         total, share = total + mine, share - (-mine // shares)
-    frozen = rank_elements({name: tensor for name, tensor in whole.items() if name not in ours}, split, spread)
+    frozen = rank_elements({name: tensor for name, tensor in stage.items() if name not in ours}, split, spread)
     return _Elements(own=frozen + total, trained=total, share=share, experts=bool(experts))
 
 
@@ -410,10 +401,7 @@ def buffer_elements(tensors: Shapes, tensor_parallel: int, shares: int, expert_p
 
 
 def split_of(name: str, tensor_parallel: int, expert_parallel: int = 1) -> int:
-    """Return the number of ranks over which a tensor is split, or experts are spread.
-
-    It is 1 for norms, biases of row-split matrices, routers, a value head, and one matrix of an adapter.
-    """
+    """Return the number of ranks over which a tensor is split: 1 for norms, routers, a value head, some biases."""
     if _EXPERTS in name:
         return expert_parallel
     is_unsplit = is_whole(name) or "norm" in name or name == VALUE_HEAD

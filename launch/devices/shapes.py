@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tidemill.bus import exit_codes
+from tidemill.bus.errors import DetailedError
+
 HANDLES, BROADCAST, CUDA, NCCL, GLOO, AUTO, SGLANG = "handles", "broadcast", "cuda", "nccl", "gloo", "auto", "sglang"
 
 
@@ -188,3 +191,23 @@ def described(nodes: Iterable[Node], placed: Placed) -> list[str]:
     if placed.transport:
         lines.append(f"weights over {placed.transport}")
     return lines + list(placed.why)
+
+
+class DeviceError(ValueError):
+    """No restart cures it: the configuration, the environment or the machine must change."""
+
+    exit_code = exit_codes.CONFIG
+
+
+class PlacementRefused(DetailedError, DeviceError):
+    """A placement that cannot work: the setting or thing at fault, the value wanted, the value found, and a cure."""
+
+    where: str
+    want: str
+    got: str
+    cure: str
+    template = "{where}: want {want}, got {got}; {cure}"
+
+
+class DevicesUnreadable(PlacementRefused):
+    """The devices of this machine are not known: nvidia-smi failed, or CUDA_VISIBLE_DEVICES names none of them."""

@@ -19,8 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tidemill.launch.devices.errors import DevicesUnreadable
-from tidemill.launch.devices.shapes import Device, Node
+from tidemill.launch.devices.shapes import Device, DevicesUnreadable, Node
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 PROGRAM = "nvidia-smi"
@@ -85,9 +84,8 @@ def shown(all_devices: Sequence[Device], variable: str | None) -> tuple[Device, 
         if not named or several:
             listed = ", ".join(f"{device.name} ({device.uuid})" for device in all_devices)
             got = f"{entry!r}, which names {'several' if several else 'none'}"
-            raise DevicesUnreadable(
-                VARIABLE, f"devices of this machine: {listed}", got, "fix the variable, or unset it"
-            )
+            want_text = f"devices of this machine: {listed}"
+            raise DevicesUnreadable(VARIABLE, want_text, got, "fix the variable, or unset it")
         if any(device in visible for device in named):
             raise DevicesUnreadable(VARIABLE, "every device once", f"{entry!r}, which is named before", "name it once")
         visible += named

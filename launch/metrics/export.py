@@ -74,11 +74,7 @@ async def export(
     first_pause_s: float = 1.0,
     close_s: float = CLOSE_S,
 ) -> Exported:
-    """Call ``sink`` for every step from ``args.from_step`` on, until drained or, with ``args.until_end``, at the end.
-
-    ``first_pause_s``: pause before a sink that has raised is called again; it doubles with each failure. Raises
-    BusError.
-    """
+    """Call ``sink`` for every step until drained or, with ``args.until_end``, at the end. Raises BusError."""
     thread = _Thread()
     call = partial(_call, sink, thread, first_pause_s=first_pause_s)
     counts = Exported()

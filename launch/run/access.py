@@ -85,10 +85,7 @@ def viewer_line(
     *,
     user: str = VIEWER,
 ) -> str:
-    """Return the address for viewer or operator: as ``address_line``, with the password in the run's files.
-
-    ``bus`` is the section ``bus`` of the run's configuration. Raises ValueError as ``address_line`` does.
-    """
+    """Return the address for viewer or operator, as ``address_line``. ``bus``: that section of the configuration."""
     settings = bus or {}
     if root is not None and settings.get("auth") and not user_of_environment(environment)[0]:
         name, password = _user_of_run(Path(settings.get("auth_dir") or root / AUTH_DIR), user)

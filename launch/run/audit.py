@@ -323,10 +323,7 @@ class _Audit:
             count_of(self._refused[1], actor)
 
     def _wrong(self, seq: int, sample: Sample) -> str:
-        """Return the field that made training the sample impossible; empty if it is valid.
-
-        A task that is gone from TASKS was settled long ago: its record decides.
-        """
+        """Return the invalid field of a sample; empty if it is valid, or if its task is gone (its record decides)."""
         task = self._tasks.get(sample.task)
         if task is None:
             return "" if sample.task in self._step_of_task or sample.task in self._dropped_task else "task"
@@ -431,10 +428,7 @@ def _largest_lag(plan: Plan) -> int:
 
 
 def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor | None:
-    """Return the cursor in the newest valid checkpoint of a directory; None if there is none.
-
-    ``stored``: a store has all files of checkpoints with only their metadata here.
-    """
+    """Return the cursor in the newest valid checkpoint; None without one. ``stored``: a store has the files."""
     from tidemill.learner.buffer.snapshot import read_state
     from tidemill.learner.checkpoints import disk
 

@@ -48,7 +48,8 @@ class DesiredRoles:
             return self._count(row, role)
         # ``tidemill up`` first, then by name: the first hosts get one more when the total cannot be divided.
         sharing = sorted(
-            (one.name for one in hosts if self._row_for(role, one) == row), key=lambda name: (name != "up", name)
+            (live_host.name for live_host in hosts if self._row_for(role, live_host) == row),
+            key=lambda name: (name != "up", name),
         )
         total, position = self._count(row, role), sharing.index(host.name)
         return total // len(sharing) + (position < total % len(sharing))

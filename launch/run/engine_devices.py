@@ -18,9 +18,8 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.checks.model import size_here
 from tidemill.launch.devices.demand import ModelSize, engine_variables, want_of
-from tidemill.launch.devices.errors import DeviceError, PlacementRefused
 from tidemill.launch.devices.placement import engine_place
-from tidemill.launch.devices.shapes import Node, Others
+from tidemill.launch.devices.shapes import DeviceError, Node, Others, PlacementRefused
 from tidemill.launch.devices.visible import this_node
 from tidemill.launch.settings.config_loader import SettingsError, changes, from_map
 from tidemill.launch.settings.run_config import RunConfig
@@ -92,16 +91,18 @@ class EngineDevices:
         if self._config is None:
             raise AWAITED
         want = want_of(self._config, self._node, learner=self._with_ranks, engines=1, size=self._size)
-        others = Others(
+        neighbours = Others(
             engines=(*self._elsewhere.values(), *self._held.values()),
             ranks=tuple(uuid for row in self._learners for uuid in row.capabilities.devices),
             learner_is_here=any(row.host == self._node.host for row in self._learners),
         )
-        place = engine_place([self._node], want, others=others)
+        place = engine_place([self._node], want, others=neighbours)
         self._held[name] = place.uuids
         return engine_variables(self._node, place)
 
     def keep_only(self, names: Collection[str], *, desired: Collection[str]) -> None:
         """Take back the devices of engines without a name here. Rows of ``desired`` ones are of earlier processes."""
         self._held = {name: devices for name, devices in self._held.items() if name in names}
-        self._elsewhere = {id: devices for id, devices in self._elsewhere.items() if id not in desired}
+        self._elsewhere = {
+            engine_id: devices for engine_id, devices in self._elsewhere.items() if engine_id not in desired
+        }

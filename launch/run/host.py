@@ -26,7 +26,7 @@ from tidemill.bus.server.auth import CREDENTIALS_VARIABLE, credentials_file
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.devices.errors import DeviceError
+from tidemill.launch.devices.shapes import DeviceError
 from tidemill.launch.run import desired
 from tidemill.launch.run.access import LEARNER, address_line
 from tidemill.launch.run.desired import ROLES, LiveHost
@@ -290,10 +290,7 @@ class Machine:
 
 
 async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
-    """Run this machine's engines, scorers and actors in the desired numbers, and its node of the learner.
-
-    Raises HostExists, BusUnavailable, ValueError when its user may not write ``machine.own`` to the bus.
-    """
+    """Run this machine's engines, scorers and actors in the desired numbers, and its node of the learner."""
 
     from tidemill.actors.engines.membership import connected
     from tidemill.bus.config import BusConfig

@@ -28,9 +28,8 @@ from tidemill.bus.system.coroutines import beside
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.launch.devices.demand import rank_variables, want_of
-from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.placement import place
-from tidemill.launch.devices.shapes import Device, Node, RankPlace
+from tidemill.launch.devices.shapes import Device, Node, PlacementRefused, RankPlace
 from tidemill.launch.devices.visible import nccl_of, this_node
 from tidemill.launch.run.access import auth_dir, last_key, write_keys
 from tidemill.launch.run.learner_process import LearnerRow, uploading
@@ -40,9 +39,9 @@ from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.checkpoints.node_copies import Keeper, Ring
 from tidemill.learner.errors import NodeRefused
 from tidemill.learner.nodes.agent import Agent, Limits
-from tidemill.learner.nodes.agreement import refuse_public
 from tidemill.learner.nodes.node_rows import NodeRow
 from tidemill.learner.nodes.own_row import here
+from tidemill.learner.nodes.rendezvous import refuse_public
 from tidemill.learner.ranks.process import Part, run_part
 from tidemill.learner.settings.checkpoint_store import SHARED
 
@@ -72,18 +71,15 @@ class Given:
 
 
 async def run_agent(
-    config: RunConfig, bus_url: str, given: Given, arguments: Sequence[str], draining: asyncio.Event
+    config: RunConfig, bus_url: str, node_arguments: Given, arguments: Sequence[str], draining: asyncio.Event
 ) -> None:
-    """Run this node's part of the learner to the last step, or until drained. The leader publishes the configuration.
-
-    Raises DeviceError, ValueError for an address, and as ``tidemill.learner.nodes.agent.Agent.run``.
-    """
-    addresses = await asyncio.to_thread(_addresses, bus_url, given, config)
+    """Run this node's part of the learner until drained. The leader publishes the configuration."""
+    addresses = await asyncio.to_thread(_addresses, bus_url, node_arguments, config)
     node = await asyncio.to_thread(this_node, os.environ)
     devices = _own_devices(node, config)
     row = NodeRow(
-        node=given.place.rank,
-        nodes=given.place.nodes,
+        node=node_arguments.place.rank,
+        nodes=node_arguments.place.nodes,
         nonce="",
         host=socket.gethostname(),
         place=here(),
@@ -93,7 +89,7 @@ async def run_agent(
         devices=tuple(device.uuid for device in devices),
         device_memory_bytes=min((device.memory_bytes for device in devices), default=0),
     )
-    name = given.id or ("learner" if row.node == 0 else f"learner-node-{row.node}")
+    name = node_arguments.id or ("learner" if row.node == 0 else f"learner-node-{row.node}")
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(connect(bus_url, config.run, config.bus, name=name, wait_s=LONG_WAIT_S))
         await bus.create_layout()
@@ -113,7 +109,7 @@ async def run_agent(
         if row.node == 0:  # its rank 0 pushes to the engines
             await stack.enter_async_context(beside(shown.follow_evicted(bus), AddressChecker(bus, heartbeat).run()))
         work = NodeWork(
-            config, arguments, node, devices, reach=addresses, place=given.place, on_sigterm=shown.rank_drains
+            config, arguments, node, devices, reach=addresses, place=node_arguments.place, on_sigterm=shown.rank_drains
         )
         limits = Limits(wait_s=config.learner.nodes_wait_s)
         await Agent(bus, row, work, bind=addresses.bind, limits=limits, on_change=shown.show).run(draining)
@@ -164,16 +160,12 @@ class NodeWork:
         try:
             ranks = place(nodes, want).ranks
         except PlacementRefused as error:
-            raise NodeRefused(error.where, error.wanted, error.found, error.cure) from None
+            raise NodeRefused(error.where, error.want, error.got, error.cure) from None
         counts = tuple(sum(rank.node == node.rank for rank in ranks) for node in nodes)
         if not all(counts):
             got = f"{len(ranks)} ranks, which take {sum(map(bool, counts))} nodes"
-            raise NodeRefused(
-                "learner.nodes",
-                f"ranks on each of {len(nodes)} nodes",
-                got,
-                "a host for engines is no node: lower --nodes",
-            )
+            cure = "a host for engines is no node: lower --nodes"
+            raise NodeRefused("learner.nodes", f"ranks on each of {len(nodes)} nodes", got, cure)
         return counts
 
     async def prove(self, proof: str) -> None:
@@ -196,23 +188,16 @@ class NodeWork:
                 return
             await asyncio.sleep(0.2)
         got = f"{proof_there[:40]!r} in {file} on {socket.gethostname()}"
-        raise NodeRefused(
-            "checkpoints",
-            f"one directory that all nodes share (the leader wrote {proof!r})",
-            got,
-            "directory: a shared path, or learner.checkpoint.store: local",
-        )
+        want = f"one directory that all nodes share (the leader wrote {proof!r})"
+        raise NodeRefused("checkpoints", want, got, "directory: a shared path, or learner.checkpoint.store: local")
 
     async def _refuse_shared(self, proof: str) -> None:
         """Raise NodeRefused when this node's directory is the leader's: each would remove the other's files."""
         file = self._config.checkpoints / PROOF
         if self._place.rank and await asyncio.to_thread(_text, file) == proof:
-            raise NodeRefused(
-                "checkpoints",
-                "a directory of this node's own (learner.checkpoint.store: local)",
-                f"that of node 0: {file.parent} on {socket.gethostname()}",
-                "learner.checkpoint.store: shared, or another directory",
-            )
+            want = "a directory of this node's own (learner.checkpoint.store: local)"
+            got = f"that of node 0: {file.parent} on {socket.gethostname()}"
+            raise NodeRefused("checkpoints", want, got, "learner.checkpoint.store: shared, or another directory")
 
     async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
         """Run the processes of this node. Raises ChildFailed."""
@@ -239,21 +224,23 @@ class NodeWork:
         )
 
 
-def network_variables(interface: str, given: Mapping[str, str]) -> dict[str, str]:
+def network_variables(interface: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank that name the interface to its peers. Those that the user has set are left alone.
 
     NCCL takes a name as a prefix unless it begins with ``=``. Source: NCCL's documentation, NCCL_SOCKET_IFNAME.
     """
     variables = {
-        name: value for name, value in ((GLOO, interface), (NCCL, f"={interface}")) if interface and name not in given
+        name: value
+        for name, value in ((GLOO, interface), (NCCL, f"={interface}"))
+        if interface and name not in environment
     }
     # Under torchrun, torch would take the store that torchrun's agent serves, which is not the store of this attempt.
     return variables | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
-def _addresses(bus_url: str, given: Given, config: RunConfig) -> Reach:
+def _addresses(bus_url: str, node_arguments: Given, config: RunConfig) -> Reach:
     """Return where this node listens and how others reach it. Raises ValueError. Looks a host name up."""
-    addresses = reach(given.host or AUTO, given.advertise, route_to(bus_url), name="learner: --host")
+    addresses = reach(node_arguments.host or AUTO, node_arguments.advertise, route_to(bus_url), name="learner: --host")
     refuse_public(bare(addresses.advertised), insecure=config.learner.insecure_network)
     return addresses
 
@@ -289,11 +276,8 @@ def _capabilities(used: Sequence[Device]) -> Capabilities:
     return Capabilities(devices=tuple(device.uuid for device in used), nccl=nccl_of(), device_memory_bytes=memory)
 
 
-def _versions(config: RunConfig, own: Sequence[Device]) -> dict[str, str]:
-    """Return versions and settings that must be equal on all nodes: with devices the version of NCCL, too.
-
-    Blocks while the source files are read.
-    """
+def _versions(config: RunConfig, devices: Sequence[Device]) -> dict[str, str]:
+    """Return versions and settings that must be equal on all nodes. Blocks while the source files are read."""
     code = hashlib.sha256()
     root = Path(__file__).parents[2]
     for file in sorted(file for package in PACKAGES for file in (root / package).rglob("*.py")):
@@ -306,7 +290,7 @@ def _versions(config: RunConfig, own: Sequence[Device]) -> dict[str, str]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "none"
-    return versions | ({"NCCL": nccl_of() or "not known"} if own else {})
+    return versions | ({"NCCL": nccl_of() or "not known"} if devices else {})
 
 
 def _text(file: Path) -> str:

@@ -90,10 +90,7 @@ async def uploading(bus: Bus, config: RunConfig, *, node: int = 0) -> AsyncItera
 
 
 def place_ranks(config: RunConfig) -> tuple[list[dict[str, str]], Capabilities]:
-    """Return the variables of each rank, with its devices, and the capabilities that the learner's live row states.
-
-    Raises DeviceError. Blocks while nvidia-smi runs.
-    """
+    """Return variables and devices of each rank, the latter for the learner's live row. Raises DeviceError."""
     from tidemill.launch.devices.demand import rank_variables, want_of
     from tidemill.launch.devices.placement import place
     from tidemill.launch.devices.visible import nccl_of, this_node
@@ -136,7 +133,9 @@ class LearnerRow:
         async for _ in bus.rows("weights").watch(EVICTED):
             with suppress(BusError):
                 evicted = await VersionRegistry(bus).evicted()
-                self._engines = "; ".join(f"{id} to take pushes: {why}" for id, why in sorted(evicted.items()))
+                self._engines = "; ".join(
+                    f"{engine_id} to take pushes: {why}" for engine_id, why in sorted(evicted.items())
+                )
                 self._heartbeat.update(waits_for=self._waits_for())
 
     def _waits_for(self) -> str:

@@ -109,9 +109,9 @@ async def _supervised(
     return DONE
 
 
-def set_up_logging(role: str, id: str = "", *, level: int = logging.INFO) -> None:
+def set_up_logging(role: str, process_id: str = "", *, level: int = logging.INFO) -> None:
     """Log one line per event to stderr: time, level, process, logger, message."""
-    name = f"{role} {id}".strip()
+    name = f"{role} {process_id}".strip()
     logging.basicConfig(
         level=level, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s {name}: %(name)s: %(message)s", force=True
     )

@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from tidemill.launch.checks.prepared import made_before
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.run import access, desired, feeder_process, process, scores, summary, teacher, view
 from tidemill.launch.run.audit import audit, read_cursor
+from tidemill.launch.run.bus_process import BUS_START_S, start_bus
 from tidemill.launch.run.directory import CannotBegin, directory_of_one
 from tidemill.launch.run.engine_devices import EngineDevices
 from tidemill.launch.run.host import Host
@@ -54,8 +54,6 @@ WRONG_USE = 2
 """Exit code of CannotBegin."""
 CANCELLED_S = 5.0
 """Seconds that processes have to end after a second signal."""
-BUS_START_S = 60.0
-"""Seconds for the run's bus to answer."""
 HOST = "up"
 """Name of this process among the hosts of the run."""
 DRAINED = "drained"
@@ -202,23 +200,7 @@ class Up:
             return self._config.bus.url
         if lack := self._room():
             raise CheckFailed([f"the bus is not started: {lack}"])
-        address = self._root / access.BUS_URL_FILE
-        address.unlink(missing_ok=True)  # of an earlier start that was killed
-        keeper = self._supervisor.keep("bus", self._arguments("bus"))
-        deadline = time.monotonic() + BUS_START_S
-        while not address.exists():
-            if keeper.done():
-                keeper.result()
-            if time.monotonic() > deadline:
-                raise GaveUp(
-                    "bus",
-                    -1,
-                    1,
-                    BUS_START_S,
-                    f"no address in {address} after {BUS_START_S:.0f} s; see {self._root}/logs/bus.log",
-                )
-            await asyncio.sleep(0.02)
-        return address.read_text().strip()
+        return await start_bus(self._config, self._supervisor)
 
     def _room(self) -> str:
         return "" if self._config.bus.url else lacking(self._root / "bus", needed_bytes(self._config.bus))
@@ -246,7 +228,7 @@ class Up:
                 bus,
                 self._supervisor,
                 desired.LiveHost(HOST),
-                arguments=lambda role, id: [*self._arguments(role), "--bus", url, "--id", id],
+                arguments=lambda role, process_id: [*self._arguments(role), "--bus", url, "--id", process_id],
                 drain_s=self._config.up.drain_s,
                 devices=EngineDevices(bus, None if self._config.debug.rollout_only else self._config),
             )

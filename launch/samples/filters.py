@@ -157,16 +157,16 @@ class Filter:
         return self.text is None or any(self.text.search(text) for text in (prompt_text(sample), sample.response))
 
 
-def _fits(range: Range | None, number: float | None) -> bool | None:
-    return True if range is None else None if number is None else number in range
+def _fits(bounds: Range | None, number: float | None) -> bool | None:
+    return True if bounds is None else None if number is None else number in bounds
 
 
 def _among(words: tuple[str, ...], word: str | None) -> bool | None:
     return True if not words else None if word is None else word in words
 
 
-def _same(wanted: object, found: object) -> bool | None:
-    return True if wanted is None else None if found is None else wanted == found
+def _same(value: object, field: object) -> bool | None:
+    return True if value is None else None if field is None else value == field
 
 
 def prompt_text(sample: Sample) -> str:

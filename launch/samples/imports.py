@@ -58,9 +58,8 @@ class ImportedRows:
         new_row = row_of(where, number, {"label": None, "metadata": None, **values}, ("prompt", "label", ""))
         recorded = {name: values[name] for name in KNOWN if name in values}
         if sum(map(bool, (recorded and "response" not in values, "response" in values, "responses" in values))) != 1:
-            raise PromptError(
-                where, "one of response, responses, and text, messages or tokens in a line", ", ".join(sorted(values))
-            )
+            want = "one of response, responses, and text, messages or tokens in a line"
+            raise PromptError(where, want, ", ".join(sorted(values)))
         if "response" in values:
             recorded = {"text": values["response"], **recorded}
         responses = listed(values.get("responses", [recorded]))

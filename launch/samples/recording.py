@@ -97,8 +97,8 @@ class RecordingWriter:
         self._file.write(_OFFSET.pack(at) + END)
         self._file.flush()
 
-    def _frame(self, type: str, **fields: object) -> None:
-        data = msgpack.packb({"schema": SCHEMA, "type": type, **fields})
+    def _frame(self, kind: str, **fields: object) -> None:
+        data = msgpack.packb({"schema": SCHEMA, "type": kind, **fields})
         self._file.write(_LENGTH.pack(len(data)) + data)
         self._offset += _LENGTH.size + len(data)
 

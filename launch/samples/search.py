@@ -84,10 +84,7 @@ class SampleSearch:
                 yield match
 
     async def newest(self, count: int, *, first: int = 1, limit: int) -> tuple[list[FoundSample], int, int]:
-        """Return the last ``count`` samples from ``first`` on, the stream's last sequence, the number read.
-
-        At most ``limit`` sequences are read.
-        """
+        """Return the last ``count`` samples of ``limit`` sequences, the last sequence, the number read."""
         state = await self.history.state()
         matches: list[FoundSample] = []
         high, size = state.last_seq, max(_CHUNK[0], 2 * count)

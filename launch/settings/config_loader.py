@@ -57,10 +57,7 @@ class Loaded:
 def load(
     files: Path | Sequence[Path], overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Loaded:
-    """Return the run's configuration: defaults < ``files`` < ``overrides`` < ``environment`` < derived.
-
-    Raises SettingsError.
-    """
+    """Return the settings: defaults < ``files`` < ``overrides`` < ``environment`` < derived. Raises SettingsError."""
     settings: dict[str, Setting] = {}
     files = [files] if isinstance(files, Path) else files
     for file in files:
@@ -300,9 +297,9 @@ def _origin(names: Sequence[str], settings: Mapping[str, Setting]) -> str:
     return below.pop() if len(below) == 1 else ""
 
 
-def _line(setting: Setting, known: str, name: str) -> str:
+def _line(setting: Setting, lines: str, name: str) -> str:
     """Return the origin of a part of a setting: in a file, the line of the part."""
-    whole, part = setting.written.get(known), setting.written.get(name)
+    whole, part = setting.written.get(lines), setting.written.get(name)
     if whole is None or part is None or not setting.origin.endswith(f":{whole.line}"):
         return setting.origin
     return f"{setting.origin.removesuffix(str(whole.line))}{part.line}"

@@ -48,9 +48,11 @@ def sum_prompts(config: PrepareConfig, rng: random.Random) -> Iterator[dict[str,
     """Yield sums of two numbers without leading zeros."""
     for _ in range(config.count):
         lengths = [rng.randint(config.min_digits, config.max_digits) for _ in range(2)]
-        one, other = (str(rng.randint(10 ** (length - 1) if length > 1 else 0, 10**length - 1)) for length in lengths)
-        filler = FILLER * (2 * config.max_digits + 1 - len(f"{one}+{other}")) if config.fill else ""
-        yield {"prompt": f"{one}+{other}{filler}=", "label": str(int(one) + int(other))}
+        first, second = (
+            str(rng.randint(10 ** (length - 1) if length > 1 else 0, 10**length - 1)) for length in lengths
+        )
+        filler = FILLER * (2 * config.max_digits + 1 - len(f"{first}+{second}")) if config.fill else ""
+        yield {"prompt": f"{first}+{second}{filler}=", "label": str(int(first) + int(second))}
 
 
 def walk_prompts(config: PrepareConfig, rng: random.Random) -> Iterator[dict[str, str]]:
@@ -75,10 +77,7 @@ def solve(task: str, digits: str) -> str:
 
 
 def gsm8k_prompts(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the question of each GSM8K line with its label, the number after ``####``.
-
-    Raises ValueError naming the line that has no such number.
-    """
+    """Yield each GSM8K question with its label, the number after ``####``. Raises ValueError without one."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             row = json.loads(line)

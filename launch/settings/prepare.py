@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidemill.bus.errors import DetailedError
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.settings.datasets import gsm8k_texts, prompts, write_prompts
@@ -101,42 +102,36 @@ class Prepared:
         return cls(model=directory / "model", prompts=directory / "prompts.jsonl")
 
 
-class PreparedOtherwise(ValueError):
+class PreparedOtherwise(DetailedError, ValueError):
     """The directory holds files made from another config, or files of unknown origin."""
 
-    def __init__(self, directory: Path, reason: str) -> None:
-        super().__init__(directory, reason)
-        self.directory, self.reason = directory, reason
-
-    def __str__(self) -> str:
-        return f"{self.directory}: {self.reason}; remove the directory, or choose another one"
+    directory: Path
+    reason: str
+    template = "{directory}: {reason}; remove the directory, or choose another one"
 
 
 def prepare(config: PrepareConfig, directory: Path) -> Prepared:
-    """Make ``model/`` and ``prompts.jsonl`` in ``directory``, unless they exist already.
-
-    Returns their paths. Raises PreparedOtherwise, naming the differences, if they were made from another config.
-    """
-    prepared, wanted = Prepared.in_(directory), config.recorded()
+    """Make ``model/`` and ``prompts.jsonl``, unless they exist; return their paths. Raises PreparedOtherwise."""
+    prepared, settings = Prepared.in_(directory), config.recorded()
     if refuse_other(config, directory):
         return prepared
     directory.mkdir(parents=True, exist_ok=True)
-    _write_record(directory, wanted, complete=False)
+    _write_record(directory, settings, complete=False)
     _make(config, prepared)
-    _write_record(directory, wanted, complete=True)
+    _write_record(directory, settings, complete=True)
     return prepared
 
 
 def refuse_other(config: PrepareConfig, directory: Path) -> bool:
     """Return whether the files of ``config`` exist already. Raises PreparedOtherwise for any others."""
-    prepared, wanted = Prepared.in_(directory), config.recorded()
+    prepared, settings = Prepared.in_(directory), config.recorded()
     record = _read_record(directory)
     if record is None and (prepared.model.exists() or prepared.prompts.exists()):
         raise PreparedOtherwise(
             directory, f"has a model or prompts but no {RECORD}: they were not made by this program"
         )
-    if record is not None and record["config"] != wanted:
-        raise PreparedOtherwise(directory, f"was made from another config: {_differences(record['config'], wanted)}")
+    if record is not None and record["config"] != settings:
+        raise PreparedOtherwise(directory, f"was made from another config: {_differences(record['config'], settings)}")
     return record is not None and bool(record["complete"])
 
 
@@ -171,8 +166,10 @@ def _write_record(directory: Path, config: Mapping[str, object], *, complete: bo
     )
 
 
-def _differences(there: Mapping[str, object], wanted: Mapping[str, object]) -> str:
-    names = sorted({*there, *wanted})
+def _differences(recorded: Mapping[str, object], settings: Mapping[str, object]) -> str:
+    names = sorted({*recorded, *settings})
     return ", ".join(
-        f"{n}: there {there.get(n)!r}, wanted {wanted.get(n)!r}" for n in names if there.get(n) != wanted.get(n)
+        f"{n}: there {recorded.get(n)!r}, wanted {settings.get(n)!r}"
+        for n in names
+        if recorded.get(n) != settings.get(n)
     )

@@ -26,8 +26,7 @@ from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATUR
 from tidemill.learner.data.config import DataConfig, Stops, StopTokens
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.evaluation.config import EvalConfig
-from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
-from tidemill.learner.settings.routing_replay import ROLLOUT
+from tidemill.learner.settings.config import ROLLOUT, LearnerConfig, StalenessConfig
 from tidemill.weightstore.config import WeightsConfig
 
 CONFIG_FILE = "config.yaml"
@@ -202,11 +201,7 @@ class RunConfig:
         )
 
     def stream_bytes(self, max_prompt_tokens: int, routed_bytes: int = 0) -> int:
-        """Return the bytes that SAMPLES needs for kept checkpoints, lag and history, with every sample as long as
-        possible.
-
-        ``routed_bytes``: bytes of the experts of one token, where samples have them.
-        """
+        """Return the bytes that SAMPLES needs for the longest samples, with ``routed_bytes`` more per token."""
         tokens = self.sampling.max_new_tokens + max_prompt_tokens
         tokens = max(tokens, *(rollout.budget.total_tokens for rollout in self.trained_rollouts.values()), 0)
         per_sample = SAMPLE_BYTES + (SAMPLE_BYTES_PER_TOKEN + routed_bytes) * tokens

@@ -40,15 +40,12 @@ stays as it is.
 
 
 def set_base(values: JsonObject, file: Path) -> None:
-    """Make the relative paths in the map of a run's configuration absolute, unless this is the run's working directory.
-
-    ``file``: the file that it was read from.
-    """
-    directory, there = Path(str(values.get("directory") or "")), Path(os.path.abspath(file)).parent
+    """Make relative paths in a run's configuration (of ``file``) absolute, outside its working directory."""
+    directory, absolute = Path(str(values.get("directory") or "")), Path(os.path.abspath(file)).parent
     parts = directory.parts
-    if not parts or directory.is_absolute() or there.parts[-len(parts) :] != parts:
+    if not parts or directory.is_absolute() or absolute.parts[-len(parts) :] != parts:
         return
-    base = Path(*there.parts[: -len(parts)])
+    base = Path(*absolute.parts[: -len(parts)])
     if base != Path.cwd():
         _make_absolute(values, base)
 

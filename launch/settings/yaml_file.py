@@ -183,7 +183,7 @@ class _Recorder:
             self._note_map(node, path, (*above, node))
 
     def _note_map(self, node: yaml.MappingNode, path: str, above: tuple[yaml.Node, ...]) -> None:
-        seen: dict[str, int] = {}
+        first_lines: dict[str, int] = {}
         for key, item in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
@@ -192,10 +192,10 @@ class _Recorder:
                     "name: value"
                 )
             child = f"{path}.{key.value}" if path else str(key.value)
-            if key.value in seen:
+            if key.value in first_lines:
                 raise SettingsError(
-                    f"{self._at(line)}: {child}: given twice, first in line {seen[key.value]}; keep one of them"
+                    f"{self._at(line)}: {child}: given twice, first in line {first_lines[key.value]}; keep one of them"
                 )
-            seen[key.value] = line
+            first_lines[key.value] = line
             self._written[child] = Written(line)
             self.note(item, child, above)

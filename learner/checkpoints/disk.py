@@ -83,7 +83,7 @@ def commit(tmp: Path, state: bytes, *, extra: Mapping[str, object] | None = None
 
 
 def digest(tmp: Path, names: Sequence[str]) -> dict[str, FileEntry]:
-    """Return size and digests of these files, each of which is synced to the disk. Raises OSError."""
+    """Return size and digests of these files, and sync each to the disk. Raises OSError."""
     # Threads are enough: hashing and reading release the GIL.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(lambda name: manifests.digested(tmp / name, durable=True), names), strict=True))
@@ -261,14 +261,15 @@ def kept_names(
     if latest is None:
         return [checkpoint.path.name for checkpoint in checkpoints]
     newer = [checkpoint for checkpoint in checkpoints if checkpoint.is_newer(latest)]
-    same = [checkpoint for checkpoint in checkpoints if checkpoint.path.name == latest.path.name]
+    current = [checkpoint for checkpoint in checkpoints if checkpoint.path.name == latest.path.name]
     before = [checkpoint for checkpoint in checkpoints if checkpoint.is_before(latest)]
     before = [*before[: keep - 1], *(checkpoint for checkpoint in before[keep - 1 :] if checkpoint.path.name in spared)]
-    return [checkpoint.path.name for checkpoint in (*newer, *same, *before)]
+    return [checkpoint.path.name for checkpoint in (*newer, *current, *before)]
 
 
 def _remove(path: Path) -> None:
     """Remove a directory at once, also while the agent of this node is copying files into it."""
+    # A rename is atomic: a reader sees a whole checkpoint or none, and a copy into the old name fails at once.
     aside = path.with_name(f".{path.name}.part-{nonce()}")
     path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)

@@ -2,7 +2,7 @@
 its own.
 
 A file is digested as a whole, and in blocks, so that a reader can verify a range of it without the rest. The fields of
-schema 2 are those of every release; ``blocks`` and ``holders`` are missing in manifests that were written before them.
+schema 2 are the same in every release; ``blocks`` and ``holders`` are missing in older manifests.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ METADATA = frozenset({".metadata", "common.pt", "metadata.json", STATE})
 one, too.
 """
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
-_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+_Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +95,15 @@ def read(directory: Path) -> Manifest:
 
 def digested(file: Path, *, durable: bool = False) -> FileEntry:
     """Return size and digests of a file; ``durable``: fsync it as well."""
-    whole, blocks, size = hashlib.sha256(), [], 0
+    total, blocks, size = hashlib.sha256(), [], 0
     with file.open("rb") as content:
         while block := content.read(BLOCK_BYTES):
             size += len(block)
-            whole.update(block)
+            total.update(block)
             blocks.append(digest_of(block))
         if durable:
             os.fsync(content.fileno())
-    return FileEntry(size=size, sha256=whole.hexdigest(), blocks=tuple(blocks))
+    return FileEntry(size=size, sha256=total.hexdigest(), blocks=tuple(blocks))
 
 
 def digest_of(block: bytes | memoryview) -> str:

@@ -1,4 +1,4 @@
-"""Copies of checkpoints on neighbouring nodes: each node's agent serves its files over HTTP, and copies its neighbours'.
+"""Copies of checkpoints on neighbouring nodes: a node's agent serves its files over HTTP, and copies its neighbours'.
 
     row run/holder.<R>   {"node", "host", "url", "held": {checkpoint: [file, ...]}, "trouble"}, written when it changes
 
@@ -38,7 +38,7 @@ ROWS = "holder"
 INTERVAL_S = 1.0
 """Longest time between two looks at the directory and at the rows; a row that changes wakes the keeper."""
 _KEPT_MANIFESTS = 8
-"""Manifests in memory; that of a complete directory does not change, and names are not used again."""
+"""Manifests in memory: complete directories do not change, and their names are not used again."""
 _SHOWN_TROUBLE = 500
 """Characters of an error in a row."""
 
@@ -53,8 +53,12 @@ class CheckpointServer:
     @property
     def routes(self) -> Mapping[str, Route]:
         """Routes of the server."""
-        held, file = Route.request(self._held), Route.request(self._file)
-        return {"GET /health": Route.open(self._health), f"GET {PATH}": held, f"GET {PATH}/{{name}}/{{file:.+}}": file}
+        listing, file = Route.request(self._held), Route.request(self._file)
+        return {
+            "GET /health": Route.open(self._health),
+            f"GET {PATH}": listing,
+            f"GET {PATH}/{{name}}/{{file:.+}}": file,
+        }
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"node": self._node})
@@ -72,7 +76,6 @@ class CheckpointServer:
         return web.FileResponse(path)
 
     def _path_of(self, name: str, file: str) -> Path | None:
-        """Return the path of a file that may be sent."""
         try:
             checkpoint = disk.parse_name(Path(name))
             if checkpoint is None or checkpoint.path.name != name:  # an encoded slash
@@ -96,13 +99,13 @@ class CheckpointServer:
 
 def held_below(root: Path) -> dict[str, list[str]]:
     """Return the files of every checkpoint below ``root`` that are there with their size, and the manifest."""
-    held = {}
+    files = {}
     for checkpoint in disk.listed(root):
         try:
-            held[checkpoint.path.name] = sorted([MANIFEST, *disk.held(checkpoint.path)])
+            files[checkpoint.path.name] = sorted([MANIFEST, *disk.held(checkpoint.path)])
         except CheckpointCorrupt as error:
             log.warning("checkpoint passed over: %s", error)
-    return held
+    return files
 
 
 class NodeRow:
@@ -176,6 +179,7 @@ class Keeper:
         await asyncio.to_thread(clean, self._root)
         listener = Listener(CheckpointServer(self._root, node=self._ring.node).routes, RunAccess(self._keys))
         try:
+            # Any port: the others read the URL from the row.
             self.url = await listener.start(self._reach.bind, 0, advertise=self._reach.advertised, name="learner")
             await self._write_row()
             if self._ring.copies == 1 and self._ring.num_nodes > 1 and self._ring.node == 0:
@@ -220,7 +224,6 @@ class Keeper:
         await self._write_row()
 
     def _copy(self, name: str) -> None:
-        """Copy the files of a checkpoint that this node should have."""
         try:
             remote_files.complete(self._root / name, self._client, self._select)
             self._refused.pop(name, None)

@@ -50,7 +50,7 @@ def choose(
     *,
     places: str = "no living node",
 ) -> Choice:
-    """Return the first checkpoint of ``order`` that is whole: every file is in a place of ``held``, a node or the store.
+    """Return the first checkpoint of ``order`` that is whole: every file is in a place of ``held`` (a node, the store).
 
     ``files``: the manifest's files by checkpoint; one without a manifest is passed over. ``seen``: files of all nodes
     when they were last seen, for the message, which calls the places ``places``; its writers are named for a file that
@@ -99,7 +99,7 @@ def short_of_copies(
 
 
 def digests_in(row: JsonMapping) -> dict[str, str]:
-    """Return the digests of the manifests in the row of the latest checkpoint: its own, and those of the kept ones."""
+    """Return the digests of the manifests in the row of the latest checkpoint: of the latest, and of the kept ones."""
     digests: dict[str, str] = {**row.get("manifests", {})}
     if row.get("manifest"):
         digests[Path(row["directory"]).name] = row["manifest"]

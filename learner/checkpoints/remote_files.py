@@ -81,6 +81,7 @@ class PeerClient:
             try:
                 connection.request("GET", path, headers=headers)
                 with connection.getresponse() as answer:
+                    # One byte more than allowed: a longer body is noticed without reading it to its end.
                     body = answer.read(most_bytes + 1)
                     is_whole = answer.isclosed()
             except (http.client.BadStatusLine, ConnectionError) as error:
@@ -100,7 +101,6 @@ class PeerClient:
         raise PeerFailed(peer, str(failed) or type(failed).__name__)
 
     def _connection(self, peer: Peer) -> Iterator[http.client.HTTPConnection]:
-        """Yield the open connection, if there is one, then a new one."""
         if peer.node in self._connections:
             yield self._connections[peer.node]
         parts = urlsplit(peer.url)
@@ -116,7 +116,7 @@ class CheckpointFiles:
     """Files of one checkpoint by the manifest's names, wherever they are."""
 
     def __init__(self, directory: Path, files: Mapping[str, FileEntry], client: PeerClient) -> None:
-        """``directory``: the checkpoint on this node, of which files may be missing."""
+        """``directory``: the checkpoint on this node, where files may be missing."""
         self._directory, self._files, self._client = directory, files, client
         self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self.fetched_bytes = 0
@@ -296,12 +296,14 @@ def held_by(client: PeerClient, peer: Peer) -> dict[str, list[str]]:
         answer = json.loads(client.get(peer, PATH, most_bytes=MOST_BYTES))
     except (ValueError, RecursionError) as error:
         raise PeerFailed(peer, f"want JSON from {PATH}, got {error}") from None
-    held = answer.get("held") if isinstance(answer, dict) else None
-    if not isinstance(held, dict) or answer.get("node") != peer.node:
+    checkpoints = answer.get("held") if isinstance(answer, dict) else None
+    if not isinstance(checkpoints, dict) or answer.get("node") != peer.node:
         raise PeerFailed(peer, f"want the checkpoints of node {peer.node}, got {str(answer)[:80]}")
-    if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in held.values()):
-        raise PeerFailed(peer, f"want lists of files, got {str(held)[:80]}")
-    return held
+    if not all(
+        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in checkpoints.values()
+    ):
+        raise PeerFailed(peer, f"want lists of files, got {str(checkpoints)[:80]}")
+    return checkpoints
 
 
 def remove_leftovers(root: Path) -> None:

@@ -4,7 +4,7 @@
                          "lacking": {checkpoint: [file, ...]}, "trouble"}, when it changes
 
     every node   checkpoint on its disk --> files of its ranks (node 0: the metadata, too) --> "files"
-    node 0       files of all nodes in the store, by size --> manifest --> "whole"; removes the checkpoints that are not kept
+    node 0       files of all nodes in the store, by size --> manifest --> "whole"; removes checkpoints that do not stay
                  files that the store has lost meanwhile --> "lacking": their nodes upload them again
 
 Consumes the directories that ranks rename into place, and the rows of the other nodes. Waits for its interval and for
@@ -86,9 +86,9 @@ def survey(store: ObjectStore) -> tuple[dict[str, Stored], set[str]]:
             log.error("checkpoint in the store is not used: %s", error)
             incomplete.add(name)
         else:
-            held = tuple(file for file, entry in files.items() if sizes.get(file) == entry.size)
-            complete[name] = Stored(digest=manifests.digest_of(data), files=files, held=held)
-            for file in sorted(files.keys() - set(held))[:1]:
+            stored_files = tuple(file for file, entry in files.items() if sizes.get(file) == entry.size)
+            complete[name] = Stored(digest=manifests.digest_of(data), files=files, held=stored_files)
+            for file in sorted(files.keys() - set(stored_files))[:1]:
                 size = f"{sizes.get(file, 'no')} bytes"
                 defect = CheckpointCorrupt(f"{store.url}/{name}", file, f"{files[file].size} bytes", size)
                 log.error("checkpoint in the store is NOT WHOLE: %s", defect)
@@ -213,7 +213,9 @@ class Uploads:
         await self._write_row()
 
     async def _is_ours(self) -> bool:
-        """Return whether this run owns the store, which is read first. Raises StoreFailed, also for another run's."""
+        """Return whether this run owns the store, which is read first. Raises StoreFailed, also for another run's
+        store.
+        """
         if self._stored is None:
             run_identity = await identity_of(self._bus)
             if self._node == HOME:
@@ -250,23 +252,25 @@ class Uploads:
         stored = self._whole() if self._node == HOME or HOME not in rows else rows[HOME].whole
         # Not by name alone: with a bus from a backup, epochs are used again, and checkpoints have the names of earlier
         # ones.
-        whole = {name for name, digest in stored.items() if digest in (self._digests.get(name), row_digests.get(name))}
+        complete = {
+            name for name, digest in stored.items() if digest in (self._digests.get(name), row_digests.get(name))
+        }
         defects: list[Exception] = []
         kept = partial(disk.kept_names, latest=latest, keep=self._keep, spared=spared)
-        names = kept(on_disk | whole)
+        names = kept(on_disk | complete)
         for name in _in_order(names):
             try:
-                if name not in whole:
+                if name not in complete:
                     await self._upload_checkpoint(name, rows)
                 elif self._node == HOME and stored[name] == row_digests.get(name):
                     # The state of the oldest kept one is needed here, and the best one is found by its directory.
                     fetch = partial(remote_files.complete, self._root / name, self._client, sha256=stored[name])
                     await self._answered(fetch)
             except (CheckpointCorrupt, OSError) as error:  # of this one: the others are not kept waiting
-                if name in whole or (self._root / name).is_dir():  # else it was removed meanwhile
+                if name in complete or (self._root / name).is_dir():  # else it was removed meanwhile
                     defects.append(error)
         if self._node == HOME and latest is not None:
-            await self._remove(latest, {*names, *kept({*whole, latest.path.name})})
+            await self._remove(latest, {*names, *kept({*complete, latest.path.name})})
         self._files = {name: files for name, files in self._files.items() if name in on_disk}
         self._lacking = {name: files for name, files in self._lacking.items() if files and name in on_disk}
         if defects:
@@ -277,8 +281,8 @@ class Uploads:
         """Upload this node's files of a checkpoint; on node 0, complete it when the files of all nodes are there."""
         files = (await asyncio.to_thread(manifests.read, self._root / name)).files
         own_files, uploaded_files = self._own(files), self._files.setdefault(name, set())
-        held = await asyncio.to_thread(disk.held, self._root / name)
-        if not own_files - uploaded_files <= held.keys():
+        present = await asyncio.to_thread(disk.held, self._root / name)
+        if not own_files - uploaded_files <= present.keys():
             return  # only the metadata came back to this disk
         if HOME in rows and (suspects := uploaded_files & set(rows[HOME].lacking.get(name, ()))):
             await self._answered(partial(self._absent, name, {file: files[file] for file in suspects}))
@@ -301,7 +305,7 @@ class Uploads:
             log.info("checkpoint=%s uploaded to %s bytes=%d", name, self._store.url, num_bytes)
 
     def _own(self, files: Mapping[str, FileEntry]) -> set[str]:
-        """Return the files that this node uploads: those that it has written, and on node 0 the metadata."""
+        """Return the files that this node uploads: its own, and on node 0 the metadata."""
         return {
             file
             for file, entry in files.items()
@@ -310,6 +314,7 @@ class Uploads:
 
     def _put(self, name: str, file: str, entry: FileEntry) -> None:
         """Upload a file, after a comparison with its digest. Raises StoreFailed, CheckpointCorrupt, OSError."""
+        # A disk may have damaged it since it was written, and the store would be the only copy.
         path = self._root / name / file
         if manifests.digested(path).sha256 != entry.sha256:
             want, got = f"sha256 {entry.sha256}", "another one, and it is not uploaded"
@@ -317,11 +322,11 @@ class Uploads:
         self._store.upload(name, file, path)
 
     def _complete(self, name: str, files: Mapping[str, FileEntry]) -> None:
-        """Store the manifest of a checkpoint whose files are all stored. StoreFailed, CheckpointCorrupt, OSError."""
         absent = self._absent(name, files)
         self._lacking[name] = [defect.file for defect in absent]
         if absent:
             raise absent[0]
+        # Last, and read back: the manifest alone makes a checkpoint of the files (decision 052).
         data = (self._root / name / MANIFEST).read_bytes()
         self._store.complete(name, data)
         if self._store.manifest(name) != data:
@@ -343,7 +348,6 @@ class Uploads:
         ]
 
     async def _remove(self, latest: Checkpoint, kept: Collection[str]) -> None:
-        """Remove the checkpoints in the store that are before the latest and not kept. Raises StoreFailed."""
         assert self._stored is not None
         names = self._stored.keys() | self._incomplete
         newer = disk.kept_names(names, latest, keep=1)  # and the latest
@@ -361,8 +365,8 @@ class Uploads:
         values["files"] = {name: sorted(files) for name, files in self._files.items()}
         if self._node == HOME and self._stored is not None:
             values["whole"] = self._whole()
-        elif whole := self._row.content.get("whole") or await self._whole_before():
-            values["whole"] = whole
+        elif complete := self._row.content.get("whole") or await self._whole_before():
+            values["whole"] = complete
         if self._lacking:
             values["lacking"] = self._lacking
         await self._row.write(self._trouble, **values)

@@ -1,4 +1,4 @@
-"""Settings of the debugging modes. Loads no torch."""
+"""Settings of the debugging modes, and the small files that they read: a request for a profile, prompts. No torch."""
 
 import json
 import string
@@ -8,9 +8,10 @@ from pathlib import Path
 
 from tidemill.bus.section import NotNegative, section
 from tidemill.bus.system.files import write_whole
+from tidemill.learner.errors import DebugFileRefused
 
 DIRECTORY = "debug"
-"""Directory of dumps and traces in that of the run."""
+"""Directory of dumps and traces, in the run's."""
 _FILE = "profile.request"
 
 
@@ -143,12 +144,47 @@ def refuse_places(name: str, template: str, *, required: Collection[str] = (), a
     """Raise ValueError for a file name with unknown placeholders, or without required ones. "" is accepted."""
     if not template:
         return
-    known = [*required, *(place for place in allowed if place not in required)]
-    want = " and ".join(f"{{{place}}}" for place in known) or "no placeholder"
+    placeholders = [*required, *(place for place in allowed if place not in required)]
+    want = " and ".join(f"{{{place}}}" for place in placeholders) or "no placeholder"
     try:
         places = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
-        template.format(**dict.fromkeys(known, 0))
+        template.format(**dict.fromkeys(placeholders, 0))
     except (ValueError, KeyError, IndexError, AttributeError, TypeError):
         raise ValueError(f"{name}: want a file name with {want}, got {template!r}; write other braces twice") from None
     if missing := [place for place in required if place not in places]:
         raise ValueError(f"{name}: want {want} in the file name, got {template!r}: {{{missing[0]}}} is missing")
+
+
+LEAST_TOKENS = 2
+"""Tokens of a prompt: the log-prob of the second one is the first that there is."""
+
+
+def read_prompts(path: Path) -> list[list[int]]:
+    """Return the token ids of each line: a JSON list, or a map with ``tokens``. Raises DebugFileRefused."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DebugFileRefused(
+            str(path), "a text file with a JSON list of token ids in each line", str(error)
+        ) from None
+    prompts = [_tokens(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise DebugFileRefused(str(path), "at least one prompt", "none")
+    return prompts
+
+
+def _tokens(line: str, where: str) -> list[int]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    tokens = value.get("tokens") if isinstance(value, dict) else value
+    if (
+        not isinstance(tokens, list)
+        or len(tokens) < LEAST_TOKENS
+        or any(type(token) is not int or token < 0 for token in tokens)
+    ):
+        raise DebugFileRefused(
+            where, f"a JSON list of at least {LEAST_TOKENS} token ids, or a map with tokens", repr(line[:60])
+        )
+    return list(tokens)

@@ -84,7 +84,6 @@ class Profiler:
             self._save_memory(running, trace)
 
     def _save_memory(self, running: profile, trace: Path) -> None:
-        """Write the allocations: a snapshot for torch's viewer on CUDA, a table of operators on the CPU."""
         if self._on_cuda:
             path = trace.with_name(trace.name.replace(".json.gz", "_memory.pickle"))
             torch.cuda.memory._dump_snapshot(str(path))

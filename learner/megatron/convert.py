@@ -30,7 +30,7 @@ from tidemill.learner.megatron import state
 from tidemill.learner.megatron.model import DTYPES, Policy, build_policy
 from tidemill.learner.megatron.tuning import ADAPTER, Tuning, write_adapter
 from tidemill.learner.settings.lora import LoraConfig
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store import snapshot_files
 
 _TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -44,7 +44,7 @@ def to_model(checkpoint: Path, out: Path, model_dir: Path, ranks: Parallel, *, b
     CheckpointCorrupt, OSError.
     """
     policy, step = _loaded(checkpoint, model_dir, ranks, bridge_class)
-    snapshot.write(out, dict(policy.export()), version=-1, step=step, model_dir=model_dir)
+    snapshot_files.write(out, dict(policy.export()), version=-1, step=step, model_dir=model_dir)
     if policy.adapters is not None:
         write_adapter(out / ADAPTER, dict(policy.export_adapters()), policy.adapters.config, model_dir)
     return step

@@ -46,7 +46,7 @@ from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.routing import balanced
 from tidemill.learner.megatron.rows import Row, Step, rows_of, step_of, tensor_of
 from tidemill.learner.megatron.schedule import run_rows
-from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.config import HooksConfig
 from tidemill.learner.settings.step_settings import StepSettings
 
 _BASELINE = "baseline/"

@@ -14,8 +14,8 @@ from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import Bus, raise_epoch
 from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.errors import NodeRefused
-from tidemill.learner.nodes import agreement
 from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, Attempt, NodeRow, State, bracketed, cut, row_value
+from tidemill.learner.nodes.rendezvous import refuse_unlike
 from tidemill.learner.nodes.view import READ_S, View
 from tidemill.learner.ranks.process import Part
 
@@ -34,7 +34,7 @@ class Work(Protocol):
         raise NotImplementedError
 
     async def check(self, proof: str) -> None:
-        """Check this node before its ranks start. ``proof``: that of the leader's directory. Raises NodeRefused."""
+        """Check this node before its ranks start. ``proof``: of the leader's directory. Raises NodeRefused."""
         raise NotImplementedError
 
     async def prove(self, proof: str) -> None:
@@ -71,10 +71,11 @@ class Attempts:
         refused: NodeRefused | None = None
         ranks = tuple(1 for _ in offers)
         try:
-            agreement.refuse_unlike(offers)
+            refuse_unlike(offers)
             ranks = self._work.layout(offers)
         except NodeRefused as error:
             refused = error
+        # Before the attempt is written: ranks of an earlier epoch are fenced wherever they still run.
         epoch = self.raised = await raise_epoch(self._bus)
         self._ports.close()
         feeder, master = (self._ports.enter_context(KeptPort(self._bind)).number for _ in range(2))

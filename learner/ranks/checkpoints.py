@@ -1,9 +1,8 @@
 """Checkpoints of all ranks, written by a thread of each while training goes on.
 
-    step k      begin    all ranks: plan the files, copy the state to host memory            the only part that a step waits for
+    step k      begin    all ranks: plan the files, copy the state to host memory    (all that a step waits for)
     meanwhile   thread   each rank: write and digest its file
-                         rank 0: gather, write index, data state and manifest; one rank of each other node: write the
-same
+                         rank 0: gather, write index, data state and manifest; one rank of each other node: the same
                          each node: rename its directory into place
     later       collect  rank 0: report the checkpoint to the feeder, which makes it the latest
 
@@ -75,7 +74,7 @@ class Layout:
     def __init__(self, node: int, *, shared: bool) -> None:
         nodes: list[int | None] = [None] * dist.get_world_size()
         dist.all_gather_object(nodes, 0 if shared else node)
-        self.nodes = [int(one or 0) for one in nodes]
+        self.nodes = [int(rank_node or 0) for rank_node in nodes]
         self.node = self.nodes[dist.get_rank()]
         self.is_first = self.nodes.index(self.node) == dist.get_rank()
         """This rank makes and renames the directory of its node."""
@@ -129,7 +128,7 @@ class Checkpoints:
         )
         try:
             if self._is_local:
-                directory = self._root / directory.name  # the path is that of rank 0's node
+                directory = self._root / directory.name  # the start's path is on rank 0's node
                 if self._layout.is_first and start.manifest:
                     remote_files.complete(directory, client, sha256=start.manifest)
                 dist.barrier()
@@ -156,7 +155,7 @@ class Checkpoints:
 
         Raises CheckpointUnwritten, also for the checkpoint before.
         """
-        self.collect(wait=True)
+        self.collect(wait=True)  # there is one copy of the state in host memory
         began = time.monotonic()
         tmp = self._root / f"step-{step}-epoch-{epoch}.tmp"
         if self._layout.is_first:
@@ -200,8 +199,8 @@ class Checkpoints:
             wait_for([self._writing[1]], timeout=_LEAVE_S)
 
     def _write(self, staged: Staged, data_state: bytes, extra: dict[str, object], began: float) -> Path:
-        """Write this rank's part and, together, the checkpoint. Returns its path. Raises CheckpointUnwritten on all
-        ranks.
+        """Write this rank's part and, together, the checkpoint. Returns its path. Raises CheckpointUnwritten
+        everywhere.
         """
         tmp = staged.directory
         parts = self._gathered(self._part(staged))
@@ -216,7 +215,6 @@ class Checkpoints:
         return path
 
     def _part(self, staged: Staged) -> Part:
-        """Write this rank's file, and digest it."""
         try:
             results = staged.write()
             return Part(node=self._layout.node, files=disk.digest(staged.directory, files_of(results)), results=results)
@@ -258,7 +256,6 @@ class Checkpoints:
         return ""
 
     def _gathered(self, value: T) -> list[T]:
-        """Return the values of all ranks."""
         if self._group is None:
             return [value]
         values: list[T] = [value] * self._world
@@ -266,7 +263,6 @@ class Checkpoints:
         return values
 
     def _broadcast(self, value: Conclusion | None) -> Conclusion:
-        """Return the value of rank 0."""
         values = [value]
         if self._group is not None:
             dist.broadcast_object_list(values, group=self._group)
@@ -275,7 +271,7 @@ class Checkpoints:
 
 
 def _run(writing: Future[Path], work: Callable[[], Path]) -> None:
-    """Run ``work``; its result or error is that of ``writing``, and it is raised where that is collected."""
+    """Run ``work``; ``writing`` gets its result or error, which is raised where it is collected."""
     try:
         writing.set_result(work())
     except BaseException as error:

@@ -34,21 +34,20 @@ UP, LOOPBACK = 0x1, 0x8
 """Flags of an interface (``IFF_UP``, ``IFF_LOOPBACK`` in linux/if.h)."""
 
 
-def loopback_variables(given: Mapping[str, str], interfaces: Path = INTERFACES) -> dict[str, str]:
-    """Return the variables that bind gloo and NCCL to the loopback interface if no other one is up, unless ``given``.
+def loopback_variables(environment: Mapping[str, str], interfaces: Path = INTERFACES) -> dict[str, str]:
+    """Return the variables that bind gloo and NCCL to the loopback interface if no other is up.
 
     Gloo would resolve the machine's name, which may have no address there, and NCCL ignores the loopback interface.
     """
-    flags = {each.name: _flags(each) for each in interfaces.glob("*")}
+    flags = {interface.name: _flags(interface) for interface in interfaces.glob("*")}
     up = {name for name, bits in flags.items() if bits & UP}
     local = {name for name in up if flags[name] & LOOPBACK}
     if up != local or not local:
         return {}
-    return {variable: min(local) for variable in IFNAMES if variable not in given}
+    return {variable: min(local) for variable in IFNAMES if variable not in environment}
 
 
 def _flags(interface: Path) -> int:
-    """Return the flags of an interface; 0 where they cannot be read."""
     try:
         return int((interface / "flags").read_text(), 16)
     except (OSError, ValueError):
@@ -157,6 +156,7 @@ async def run_part(
     has received SIGTERM. Raises ChildFailed when one fails, or does not drain within ``drain_s``; the others are ended
     first. It names a child with a final exit code if there is one, because the failures of the others follow from it.
     """
+    # -P: a file in the user's directory with the name of one of our imports must not be taken for it (decision 056).
     command = [sys.executable, "-P", "-m", "tidemill"]
     feeder: Child | None = None
     ranks: list[Child] = []
@@ -184,7 +184,6 @@ async def run_part(
 async def _start(
     name: str, command: Sequence[str], environment: Mapping[str, str], keys: FeedKeys, progress: int = -1
 ) -> Child:
-    """Start a child that reads the feeder's keys from a pipe, and notes its steps in another (``progress`` >= 0)."""
     descriptor = keys.pipe()
     words = [*command, "--feeder-keys", str(descriptor), *(("--progress", str(progress)) if progress >= 0 else ())]
     child = Child(name, words, environment={**environment, "PYTHONUNBUFFERED": "1"})
@@ -201,17 +200,17 @@ async def _watch(feeder: Child | None, ranks: Sequence[Child], draining: asyncio
     feeders = (feeder,) if feeder is not None else ()
     ends = {asyncio.create_task(child.wait()): child for child in (*feeders, *ranks)}
     drain = asyncio.create_task(draining.wait())
-    left: set[asyncio.Task[int]] = set(ends)
+    running: set[asyncio.Task[int]] = set(ends)
     deadline: float | None = None
     loop = asyncio.get_running_loop()
     try:
-        while left:
-            waits: set[asyncio.Task[int] | asyncio.Task[bool]] = {*left, *(() if deadline else (drain,))}
+        while running:
+            waits: set[asyncio.Task[int] | asyncio.Task[bool]] = {*running, *(() if deadline else (drain,))}
             timeout = None if deadline is None else max(0.0, deadline - loop.time())
             done, _ = await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             # Only the drain has a deadline; without it the wait ends only with a child or with ``draining``.
             if not done:
-                late = ends[next(iter(left))]
+                late = ends[next(iter(running))]
                 raise ChildFailed(
                     late.name,
                     exit_codes.NOT_IN_TIME,
@@ -223,8 +222,8 @@ async def _watch(feeder: Child | None, ranks: Sequence[Child], draining: asyncio
                 _signal(
                     (*feeders, *ranks), signal.SIGTERM
                 )  # the feeder first: it must not take the ranks' leave for a surprise
-            for task in [task for task in left if task in done]:
-                left.discard(task)
+            for task in [task for task in running if task in done]:
+                running.discard(task)
                 _judge(ends[task], task.result(), drained=deadline is not None)
     finally:
         for task in (*ends, drain):

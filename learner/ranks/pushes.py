@@ -23,8 +23,9 @@ from tidemill.learner.megatron.model import Policy
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PushFailed
-from tidemill.weightstore.push.publisher import Publisher, StagedStep
+from tidemill.weightstore.push.publisher import Publisher
 from tidemill.weightstore.push.push import PushHandle, PushReport
+from tidemill.weightstore.transport.staging import StagedModel
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Pushes:
         self._draining = draining
         self._policy, self._parts, self._feed, self._places = policy, parts, feed, places
         self._bus, self._weights, self._wait, self._colocated = bus, weights, wait, colocated
-        self._staged: StagedStep | None = None
+        self._staged: StagedModel | None = None
         """Weights whose push waits for ``give``."""
         self._engines_released = 0
         self._leads = policy.parallel.rank == 0
@@ -102,7 +103,8 @@ class Pushes:
             if start.recorded_until == start.step:
                 self.publish()
         elif start.initial is not None or self._policy.begins_apart:
-            self.publish()  # not publish_initial: engines load version 0 from the model directory, which has other weights
+            # Not publish_initial: engines load version 0 from the model directory, which has other weights.
+            self.publish()
         else:
             self.published_step = start.step
             if self._publisher is not None:

@@ -117,6 +117,7 @@ class WeightParts:
 
     def staged(self) -> None:
         """Wait until all ranks have filled their copies."""
+        # Rank 0 may push as soon as it returns, and would send buckets that another rank is still filling.
         if self._several:
             dist.barrier()
 
@@ -124,7 +125,7 @@ class WeightParts:
         """Let rank 0 read the tensors of all ranks, until it calls ``release`` with the same ``name``.
 
         ``local``: this rank's tensors, on the CPU. Returns manifest and tensors of the whole model on rank 0, where
-        those of other ranks are read one at a time, and of this rank elsewhere.
+        tensors of other ranks are read one at a time, and of this rank elsewhere.
         """
         if self._server is not None:
             self._server.offer(name, local)

@@ -1,4 +1,4 @@
-"""Megatron's own arguments by name (``learner.megatron``): those that are passed on, and the reason for which each
+"""Megatron's own arguments by name (``learner.megatron``): which are passed on, and the reason for which each
 other one is not.
 
 Loads no torch and no Megatron: the names are read from the source of the installed Megatron's TransformerConfig, which
@@ -156,10 +156,10 @@ def refusals(arguments: JsonMapping) -> list[ConfigRefused]:
     """Return an error for each argument that the installed Megatron does not have, that is not tried, or that has
     another type.
     """
-    known, refused = annotations(), []
+    types, refused = annotations(), []
     for name, value in arguments.items():
-        if name not in known:
-            near = get_close_matches(name, known, 1)
+        if name not in types:
+            near = get_close_matches(name, types, 1)
             meant = f" (did you mean {near[0]}?)" if near else ""
             refused.append(
                 ConfigRefused(f"learner.megatron.{name}", f"an argument of Megatron's TransformerConfig{meant}", name)
@@ -170,8 +170,8 @@ def refusals(arguments: JsonMapping) -> list[ConfigRefused]:
                     f"learner.megatron.{name}", f"an argument with a known effect ({', '.join(TRIED)})", value
                 )
             )
-        elif not _fits(known[name], value):
-            refused.append(ConfigRefused(f"learner.megatron.{name}", f"a value of type {known[name]}", value))
+        elif not _fits(types[name], value):
+            refused.append(ConfigRefused(f"learner.megatron.{name}", f"a value of type {types[name]}", value))
     return refused
 
 
@@ -182,7 +182,7 @@ def annotations() -> Mapping[str, str]:
     """
     spec = importlib.util.find_spec("megatron")
     roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
-    found: dict[str, str] = {}
+    types: dict[str, str] = {}
     for file, classes in CLASSES.items():
         for root in roots:
             if (root / file).exists():
@@ -190,8 +190,8 @@ def annotations() -> Mapping[str, str]:
                 owners = [
                     statement for statement in body if isinstance(statement, ast.ClassDef) and statement.name in classes
                 ]
-                found |= {name: kind for owner in owners for name, kind in _fields(owner)}
-    return found
+                types |= {name: kind for owner in owners for name, kind in _fields(owner)}
+    return types
 
 
 def _fields(owner: ast.ClassDef) -> Iterator[tuple[str, str]]:
@@ -201,9 +201,7 @@ def _fields(owner: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def _fits(annotation: str, value: Any) -> bool:
-    """Return whether a value of a configuration file fits a type like ``Optional[int]`` or ``Union[bool,
-    List[str]]``.
-    """
+    """Return whether a value of a configuration file fits a type like ``Optional[int]`` or ``Union[bool, str]``."""
     words = {word.id for word in ast.walk(ast.parse(annotation)) if isinstance(word, ast.Name)}
     if value is None:
         return "Optional" in words or "None" in annotation

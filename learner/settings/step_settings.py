@@ -1,7 +1,7 @@
 """Settings that decide the result of an optimizer step: a repeated step has the settings of its first execution. Loads
 no torch.
 
-Every start of the learner records its own (row ``run/settings.<epoch>``). A rank changes those of ``StepSettings``
+Every start of the learner records its own (row ``run/settings.<epoch>``). A rank changes the ``StepSettings``
 between two steps. The others are built into the models, so another value of one is refused until the steps recorded
 with it are in a checkpoint.
 """

@@ -32,9 +32,7 @@ def gpqa(request: RewardRequest) -> float:
 
 
 def find_letter(response: str, valid: str = LETTERS) -> str | None:
-    r"""Return the last letter in ``\boxed{}``, else after "answer is", else the last that stands alone, behind any
-    thoughts.
-    """
+    r"""Return the last letter in ``\boxed{}``, else after "answer is", else the last alone; thoughts do not count."""
     text = response.rpartition("</think>")[2]
     for pattern in (*_MARKED, _ALONE):
         letters = [letter.upper() for letter in pattern.findall(text) if letter.upper() in valid]

@@ -1,10 +1,8 @@
 """The instructions of IFBench, as checks of a response by a program; ``tidemill.rewards.builtin.ifeval`` is the reward.
 
 Source: IFBench (Pyatkin et al. 2025, arXiv 2507.02833), its instruction ids, arguments and rules. ``words:start_verb``
-and
-``words:odd_even_syllables`` need a tagger and a dictionary, and are not here. Sentences end at ``.``, ``!`` or ``?``
-(the original uses nltk's model of abbreviations). ``docs/rewards.md`` has the differences from the original's own
-verdicts.
+and ``words:odd_even_syllables``, which need a tagger and a dictionary, are not here. Sentences end at ``.``, ``!`` or
+``?`` (the original uses nltk). ``docs/rewards.md`` has the differences from the original's verdicts.
 """
 
 import csv
@@ -431,12 +429,10 @@ INSTRUCTIONS: dict[str, Check] = {
     "custom:csv_special_character": _special_field,
     "custom:date_format_list": _dates,
     "custom:european_capitals_sort": lambda text, arguments: (
-        [one.strip() for one in _ascii(text).split(",") if one.strip()] == CAPITALS
+        [city.strip() for city in _ascii(text).split(",") if city.strip()] == CAPITALS
     ),
     "custom:mcq_count_length": _questions,
-    "custom:multiples": lambda text, arguments: (
-        re.findall(r"\d+", text) == [str(number) for number in range(14, 51, 7)]
-    ),
+    "custom:multiples": lambda text, arguments: re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"],
     "custom:reverse_newline": _africa,
     "custom:sentence_alphabet": _story,
     "custom:word_reverse": _reversed_words,
@@ -483,4 +479,3 @@ INSTRUCTIONS: dict[str, Check] = {
     "words:vowel": lambda text, arguments: "\n" not in text.strip() and len(_VOWELS & set(text.lower())) <= 3,
     "words:words_position": _second_words,
 }
-"""Checks by instruction id."""

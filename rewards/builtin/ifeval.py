@@ -1,13 +1,9 @@
-"""Reward for instructions that can be verified by a program: IFEval's, and IFBench's
-(``tidemill.rewards.builtin.ifbench``).
+"""Reward for instructions that a program can verify: IFEval's, and IFBench's (``tidemill.rewards.builtin.ifbench``).
 
-Source: IFEval (Zhou et al. 2023, arXiv 2311.07911), its instruction ids and arguments; the share of data sets in that
-format can be used unchanged. ``english_*`` checks the case only, and sentences end at ``.``, ``!`` or ``?`` (the
-original uses nltk).
-
-``language:response_language`` needs the library langdetect (extra ``language``). Its profiles of 55 languages are
-loaded with this module (0.3 s, where the library is installed), which the keeper of the child processes imports before
-the first sample: none waits for them. A call reads 10,000 characters at most, and takes up to 40 ms.
+Source: IFEval (Zhou et al. 2023, arXiv 2311.07911), its instruction ids and arguments: data sets in that format can be
+used unchanged. ``english_*`` checks the case only, and sentences end at ``.``, ``!`` or ``?`` (the original uses nltk).
+``language:response_language`` needs langdetect (extra ``language``). Its profiles are loaded with this module (0.3 s),
+which the keeper of the child processes imports before the first sample. A call takes up to 40 ms.
 """
 
 import json
@@ -195,7 +191,6 @@ INSTRUCTIONS: dict[str, Check] = {
     ),
     "startend:quotation": _quoted,
 }
-"""Checks by instruction id; IFBench has its own in ``tidemill.rewards.builtin.ifbench``."""
 
 
 # ---- the language of a text

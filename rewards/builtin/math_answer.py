@@ -1,8 +1,7 @@
 r"""Reward for questions with a short final answer (GSM8K, MATH): correctness of the answer, and its format.
 
-The module finds the answer (``#### 18``, ``\boxed{18}``, or the last number of the text) and compares it as a number or
-as text. Everything takes time linear in the response, because an untrained policy often repeats one token up to the
-length limit.
+The answer (``#### 18``, ``\boxed{18}``, or the last number) is compared as a number or as text. Everything takes time
+linear in the response, because an untrained policy often repeats one token up to the length limit.
 """
 
 import re
@@ -107,7 +106,7 @@ def same_answer(answer: str | None, gold: str, *, whole: bool = False) -> bool:
 
 
 def number_in_box(text: str, *, words: bool = True) -> Fraction | None:
-    r"""Return the number that is all of a text but for ``x =`` and a unit (``5\text{ cm}``; with ``words`` ``5 eggs``)."""
+    r"""Return the number that is all of a text but ``x =`` and a unit: ``5\text{ cm}``, with ``words`` ``5 eggs``."""
     if len(text) > _MAX_DIGITS:
         return None
     text = ASSIGNED.sub("", text.strip().removesuffix("."))

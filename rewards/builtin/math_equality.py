@@ -1,8 +1,7 @@
-r"""Equality of short mathematical answers: numbers, fractions, expressions, tuples, sets, intervals, and text.
+"""Equality of short mathematical answers: numbers, fractions, expressions, tuples, sets, intervals, and text.
 
-Knows no place of an answer in a response. Bounded in time: one pass over each text, and expressions of bounded length.
-Source of the normal form: the MATH benchmark (Hendrycks et al. 2021, arXiv 2103.03874): units, degrees, text and spaces
-do not matter.
+Bounded in time: one pass over each text, and expressions of bounded length. Source of the normal form: the MATH
+benchmark (Hendrycks et al. 2021, arXiv 2103.03874): units, degrees, text and spaces do not matter.
 """
 
 import re

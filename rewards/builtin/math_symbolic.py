@@ -1,8 +1,7 @@
-r"""Reward for an answer that equals the label as mathematics, by the library math-verify (extra ``math``).
+"""Reward for an answer that equals the label as mathematics, by the library math-verify (extra ``math``).
 
-It reads LaTeX and expressions, and compares them by sympy: matrices, intervals, sets, equations, inequalities, units.
-It can take long, so it runs in child processes. ``math`` and ``deepscaler`` are faster and stricter; ``math`` asks it
-for the rest with ``rest: math_verify``.
+It reads LaTeX, and compares by sympy: matrices, intervals, sets, equations, inequalities, units. It can take long, so
+it runs in child processes; ``math`` and ``deepscaler`` are faster and stricter.
 """
 
 import contextlib

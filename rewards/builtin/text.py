@@ -1,11 +1,11 @@
-"""Rewards that compare a response as text, with the label or with a form, and rewards for its length, as parts of a sum.
+"""Rewards that compare a response as text, with the label or with a form, and rewards for its length.
 
 Sources: ``f1`` SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250): lower case, no punctuation, no articles; yes, no and
 noanswer must match exactly, as in HotpotQA's evaluation (Yang et al. 2018). ``format_tags`` the format reward of
 DeepSeek-R1 (DeepSeek-AI 2025, arXiv 2501.12948): thoughts between ``<think>`` tags, then the answer. ``overlong`` soft
-overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 13), which
-``learner.algorithm.overlong.buffer`` does in the learner, for rewards of any actor. ``repetition`` the n-gram
-repetition penalty of "Demystifying Long Chain-of-Thought Reasoning" (Yeo et al. 2025, arXiv 2502.03373).
+overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 13), which ``learner.algorithm.overlong.buffer``
+does in the learner, for rewards of any actor. ``repetition`` the n-gram repetition penalty of "Demystifying Long
+Chain-of-Thought Reasoning" (Yeo et al. 2025, arXiv 2502.03373).
 """
 
 import re
@@ -64,9 +64,7 @@ _WHOLE = ("yes", "no", "noanswer")
 
 
 def f1(request: RewardRequest) -> float:
-    """Return the F1 of the words, in 0..1; of several labels, the best. Raises RewardFailed for a label that is no
-    text.
-    """
+    """Return the F1 of the words, in 0..1; of several labels, the best. Raises RewardFailed for a wrong label."""
     labels = request.label if isinstance(request.label, (list, tuple)) else [request.label]
     if not labels or not all(isinstance(label, (str, int, float)) for label in labels):
         raise RewardFailed("f1", f"want text, or a list of texts, as label, got {type(request.label).__name__}")
@@ -123,7 +121,7 @@ def overlong(request: RewardRequest, *, max_tokens: int, buffer: int) -> float:
 
 
 def repetition(request: RewardRequest, *, ngram: int = 3, penalty: float = 1.0) -> float:
-    """Return ``-penalty`` times the share of n-grams of words that occurred before; 0 for fewer than ``ngram`` words."""
+    """Return ``-penalty`` times the share of n-grams of words that occurred before."""
     words = request.response.lower().split()
     total = len(words) - ngram + 1
     if total <= 0 or ngram <= 0:

@@ -1,14 +1,10 @@
-"""Program of a sandboxed interpreter: gives up the rights that it does not need, then runs a program. Imports nothing
-of ours.
+"""Program of a sandboxed interpreter: gives up rights, then runs a program. Imports nothing of ours.
 
-Its first argument is a descriptor with settings (JSON), its second one for the result. Before the program runs: limits
-on processor time, memory, files and output size; Landlock, where the kernel has it, leaves only the interpreter's own
-files to be read; a seccomp filter allows the system calls of computing and reading, and refuses all others: sockets,
-processes, signals to others, writing and changing files. The filter stays for the life of the process, and nothing can
-be executed that would be without it.
-
-Sources: seccomp(2), Documentation/userspace-api/seccomp_filter.rst and landlock.rst of Linux, its tables of system
-calls.
+Its arguments are descriptors of the settings (JSON) and of the result. Before the program runs come limits on processor
+time, memory, files and output; Landlock, where the kernel has it, which leaves only the interpreter's own files to be
+read; and a seccomp filter of the system calls of computing and reading, which refuses sockets, processes, signals to
+others and changes of files, for the life of the process. Sources: seccomp(2), and seccomp_filter.rst, landlock.rst and
+the tables of system calls of Linux.
 """
 
 import builtins
@@ -64,8 +60,7 @@ MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools", "functools",
     "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""Modules whose public names a program may use without an import; if two of them have a name, the later module's is
-used.
+"""Modules whose public names need no import; of two with a name, the later one's is used.
 
 Source: the imports that LiveCodeBench (lcb_runner/evaluation/testing_util.py at 28fef95e) puts before each program, as
 APPS and verl do.

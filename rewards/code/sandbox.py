@@ -1,8 +1,7 @@
 """Runs a program in a sandboxed process of its own (``rewards/code/jail.py``), with bounds on time, memory and output.
 
 Linux on x86_64 and aarch64, without privileges. A program may compute, start threads, read the interpreter's files and
-its standard input, and write to its standard output. It has no network, starts no process, and changes nothing outside
-of itself.
+its standard input, and write to its standard output. It has no network, and changes nothing outside of itself.
 """
 
 import contextlib
@@ -27,7 +26,6 @@ from tidemill.rewards.errors import RewardFailed
 
 JAIL = str(Path(jail.__file__).resolve())
 MAX_INPUT_BYTES = 64 << 20
-"""Size of the largest standard input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +45,9 @@ class ProgramOutcome:
     """The end of one run."""
 
     output: str = ""
-    """Standard output."""
     passed: bool = False
     """True if the run ended well: without an error, and with its tests passed, if there are any."""
     value: Any = None
-    """Result of the function that was called."""
     reason: str = ""
     """Why it did not end well: an error's name and text, ``time``, ``output``, or the signal that ended it."""
 

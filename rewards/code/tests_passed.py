@@ -18,7 +18,6 @@ from tidemill.rewards.port import RewardRequest
 BLOCK = re.compile(r"```[ \t]*+([A-Za-z0-9_+-]*+)[ \t]*+\r?\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("python", "python3", "py", "")
 MAX_PROGRAM = 1 << 20
-"""Characters of the longest program that is run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ def code(
     The program is the last block of Python in the response; ``whole``: without one, all of the response. The label is
     one of
 
-    - code with assertions (MBPP, HumanEval); with a ``check`` function and ``function``, it is called with that function;
+    - code with assertions (MBPP, HumanEval); with a ``check`` function and ``function``, it is called with that;
     - ``{"inputs": [...], "outputs": [...]}``, with ``fn_name`` for calls instead of standard input (APPS, TACO);
     - a list of ``{"input": ..., "output": ...}``, or JSON text of the last two.
 

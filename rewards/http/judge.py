@@ -38,7 +38,6 @@ class Judge(AskingReward):
     """
 
     model: str
-    """Name of the model."""
     template: str = TEMPLATE
     """Question, with ``{prompt}``, ``{label}``, ``{response}``, ``{low}``, ``{high}``."""
     pattern: str = PATTERN

@@ -22,7 +22,6 @@ from tidemill.rewards.group import GROUP, GroupRequest, group_fields
 from tidemill.rewards.port import Parts, RewardRequest, fields_of
 
 AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses after which a call is repeated."""
 OF_THE_BODY = frozenset({400, 413, 422})
 """Statuses that refuse the content of one call, not all calls."""
 MAX_ANSWER_BYTES = 4 << 20
@@ -126,7 +125,6 @@ class AskingReward:
     """Options of every reward that asks a server. Raises ValueError for options that cannot be."""
 
     url: str
-    """Address of the server."""
     timeout_s: float = 60.0
     """Limit of one attempt."""
     retries: int = 3
@@ -193,7 +191,7 @@ class Remote(AskingReward):
 
     def _read(self, answer: Any) -> Any:
         _refuse_failed(answer)
-        key = self._key or ("reward" if isinstance(answer, Mapping) and not _is_reward(answer) else "")
+        key = self.key or ("reward" if isinstance(answer, Mapping) and not _is_reward(answer) else "")
         if key:
             answer = answer.get(key) if isinstance(answer, Mapping) else None
         if not _is_reward(answer):

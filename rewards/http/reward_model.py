@@ -19,11 +19,9 @@ class RewardModel(AskingReward):
     """Asks ``/classify`` for the score of a prompt (text = one message of the user) and its response."""
 
     model: str = ""
-    """Directory with the reward model's ``tokenizer.json`` and chat template, which make the token ids that are sent
-    (as a text they would get a second BOS there); "" = prompt and response are sent as one text.
+    """Directory of its tokenizer and chat template, to send token ids (a text gets a second BOS); "" = send one text.
     """
     index: int = 0
-    """Number of the model's output that is the score."""
     offset: float = 0.0
     scale: float = 1.0
     """The reward is ``scale * (output - offset)``."""

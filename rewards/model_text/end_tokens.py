@@ -28,7 +28,6 @@ class EndTokens:
     configured: tuple[int, ...] = ()
     """``eos_token_id`` of config.json, then of generation_config.json."""
     tokenizer: int | None = None
-    """``eos_token`` of the tokenizer."""
     turn: int | None = None
     """The token that the chat template writes behind an assistant's message."""
 

@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tidemill.bus.wire.json_object import JsonMapping
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of a model's templates: for chats without tools, and for chats with some where the model has one of its own."""
+"""Names of a model's templates: for chats without tools, and for chats with some."""
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -29,7 +29,6 @@ _REJECTIONS = (
     AttributeError,
     RecursionError,
 )
-"""Errors that a template may raise for messages."""
 
 
 class _GenerationTag(Extension):
@@ -174,9 +173,7 @@ class CallForm:
 
 
 CALL_FORMS = (CallForm(False, ""), CallForm(False, None), CallForm(True, ""), CallForm(True, None))
-"""Forms in the order in which they are tried. Templates of DeepSeek write calls only of messages whose content is none,
-and join texts.
-"""
+"""Forms in order of trial. Templates of DeepSeek write calls only of messages without content, and join texts."""
 TRIED_CALL = {
     "id": "triedcall",
     "type": "function",

@@ -32,7 +32,8 @@ from tests.tiny_models import write_tiny_model
 from tidemill.actors.engines.activity import Activity
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.engines.responses import Prompt, Responses
-from tidemill.actors.engines.server_pool import EnginePool, UrlDiscovery
+from tidemill.actors.engines.server_discovery import UrlDiscovery
+from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.actors.episodes.gateway import Gateway
 from tidemill.actors.episodes.rollouts import ProgramRollout
 from tidemill.actors.rollout_settings import RolloutConfig

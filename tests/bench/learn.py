@@ -176,7 +176,8 @@ def report(results: dict[str, list[Reached]]) -> None:
     range.
     """
     print(
-        f"{'to reward ' + str(TARGET):<14}{'samples':>9}{'seconds':>9}{'with start':>12}{'CPU ms/step':>13}{'last reward':>13}{'never':>7}"
+        f"{'to reward ' + str(TARGET):<14}{'samples':>9}{'seconds':>9}{'with start':>12}{'CPU ms/step':>13}"
+        f"{'last reward':>13}{'never':>7}"
     )
     for name, runs in results.items():
         samples, seconds, with_start_s, cpu_ms = (median(column) for column in zip(*map(figures, runs), strict=True))

@@ -1,6 +1,7 @@
 """The closed loop in one process, with a lag that is exact: the real engine and the real learner taking turns, no bus.
 
-    prompts -> Scheduler (built-in engine, weights of version v - lag) -> reward -> Samples -> Plan -> Trainer (Megatron) -> version v + 1
+    prompts -> Scheduler (built-in engine, weights of version v - lag) -> reward -> Samples
+            -> Plan -> Trainer (Megatron) -> version v + 1
 
 For experiments in which the age of the data is the cause and everything else is held: deterministic for a seed, on one
 core. Versions count batches; a batch may be trained in several optimizer steps. Weights of past versions are kept as

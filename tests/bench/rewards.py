@@ -35,7 +35,7 @@ from aiohttp import ClientSession, web
 
 from tests.bench import plain_rewards as plain
 from tidemill import launch
-from tidemill.actors.engines.server_pool import ServerStatus
+from tidemill.actors.engines.server_discovery import ServerStatus
 from tidemill.actors.scoring.scorer_pool import RemoteScoring, ScorerClient, ScorerPool
 from tidemill.bus.liveness.keys import Keys, RunKeys
 from tidemill.bus.processes.limits import ProcessLimits

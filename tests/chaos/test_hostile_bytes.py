@@ -66,7 +66,8 @@ import sys
 from tidemill.launch.cli.main import main
 for line in sys.argv[2:]:
     code = main([*line.split(), *sys.argv[1].split()])
-    assert code == 0 or (line.startswith("show") and code == 2), (line, code)  # 2 = it says why the sample cannot be shown
+    # 2 = it says why the sample cannot be shown
+    assert code == 0 or (line.startswith("show") and code == 2), (line, code)
     print("DONE", line)
 """
 

@@ -20,6 +20,7 @@ from tests.unhurried import UNHURRIED
 from tidemill.bus.errors import BusUnavailable
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.history import History
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done
 from tidemill.bus.wire.rows import LiveRow
@@ -156,7 +157,7 @@ async def _witnessed(run: Parts) -> AsyncIterator[tuple[Bus, dict[int, str]]]:
     seen: dict[int, str] = {}
 
     async def watch(bus: Bus) -> None:
-        async for glimpse in bus.samples.tail(last=1 << 40, headers_only=True):
+        async for glimpse in History(bus.jet).glimpses(1):
             seen[glimpse.seq] = glimpse.headers["Nats-Msg-Id"]
 
     async with run.bus() as bus:

@@ -17,8 +17,7 @@ from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.feed.places import RankPlaces
 from tidemill.learner.megatron.hooks import BeforeStep
 from tidemill.learner.ranks.rank import main
-from tidemill.learner.settings.config import LearnerConfig, OptimizerConfig, StalenessConfig
-from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.config import HooksConfig, LearnerConfig, OptimizerConfig, StalenessConfig
 from tidemill.weightstore.config import WeightsConfig
 
 MARK = "marked"

@@ -100,8 +100,11 @@ async def stored_ids(bus: Bus) -> Counter[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     ("kind", "cluster", "reason"),
-    [("bytes", 1, "MB free on the disk of"), ("inodes", 1, "no inodes free"), ("bytes", 3, "MB free on the disk of")],
-    ids=["bytes", "inodes", "three servers"],
+    [
+        pytest.param("bytes", 1, "MB free on the disk of", id="bytes"),
+        pytest.param("inodes", 1, "no inodes free", id="inodes"),
+        pytest.param("bytes", 3, "MB free on the disk of", id="three servers", marks=pytest.mark.slow),
+    ],
 )
 async def test_a_full_disk_is_named_and_waited_for_and_nothing_is_lost(
     tmp_path: Path, kind: str, cluster: int, reason: str, capsys: pytest.CaptureFixture[str]

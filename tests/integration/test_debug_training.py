@@ -278,7 +278,7 @@ def test_a_recorded_step_has_the_same_losses_at_another_layout(make: Any, model_
     assert found["tp2"][0].parallel_info["tp_size"] == 2
 
 
-@pytest.mark.parametrize("steps", [80, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [50, pytest.param(200, marks=pytest.mark.slow)])
 def test_memory_does_not_grow(make: Any, steps: int) -> None:
     """Each step's copies are freed when its files are written: to keep them would take 0.1 MB a step here."""
     trainer, _ = make(path="same_{step}_{rank}.safetensors")

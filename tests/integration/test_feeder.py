@@ -45,7 +45,7 @@ from tidemill.learner.errors import (
     TasksFail,
 )
 from tidemill.learner.feed import feed_server
-from tidemill.learner.feed.episode_metrics import SHARE, EpisodeAge
+from tidemill.learner.feed.data_metrics import SHARE, EpisodeAge
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_messages import Start
 from tidemill.learner.feed.feed_server import FeedServer

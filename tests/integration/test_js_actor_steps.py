@@ -33,6 +33,7 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.history import History
 from tidemill.bus.wire.codec import encode_task
 from tidemill.bus.wire.messages import Dead, Sample, Sampling, Status, Task
 from tidemill.rewards.builtin.text import exact
@@ -269,7 +270,7 @@ async def test_a_sample_too_large_for_one_message_is_joined(tmp_path: Path, run_
                 metadata = {"pad": "x" * 2500, "large": 2**60 + 1}
                 tasks = await issue(bus, epoch, metadata=metadata, sampling=Sampling(max_new_tokens=64, seed=2**40))
                 await actor.meanwhile(samples_until(bus, complete(tasks)))
-            manifests = [glimpse async for glimpse in bus.samples.tail(last=100, follow=False, headers_only=True)]
+            manifests = [glimpse async for glimpse in History(bus.jet).glimpses(1, 1 << 40)]
             assert [glimpse.headers.get("Tm-Parts") for glimpse in manifests] == ["2"] * 4
             assert all(
                 sample.metadata == metadata and sample.sampling.seed == 2**40 for sample in await all_samples(bus)

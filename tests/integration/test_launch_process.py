@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.bus_fixtures import BusOpener
+from tests.examples import rarely
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.system.processes import Child
 from tidemill.launch.run.process import launched
@@ -44,7 +45,7 @@ def start(body: str, *, drain_s: float = 30, uvloop: bool = True, same_signal_s:
     return child
 
 
-@pytest.mark.parametrize("uvloop", [True, False])
+@pytest.mark.parametrize("uvloop", [True, *rarely([False])])
 @pytest.mark.parametrize(
     ("body", "signals", "drain_s", "code"),
     [

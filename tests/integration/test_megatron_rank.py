@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from tests.algorithm_settings import algorithm_of
 from tests.data_kit import sample
+from tests.examples import rarely
 from tests.feeder_kit import KEYS, World
 from tests.forked import Forked
 from tests.integration import megatron_rank_process
@@ -233,7 +234,7 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
     return opened
 
 
-@pytest.mark.parametrize("split", ["data_parallel", "pipeline_parallel", "context_parallel"])
+@pytest.mark.parametrize("split", ["pipeline_parallel", *rarely(["data_parallel", "context_parallel"])])
 async def test_two_ranks_train_push_checkpoint_and_end(open_learner: OpenLearner, tmp_path: Path, split: str) -> None:
     """Every step is done, every version is of a step, the final model has the last digest and loads in transformers.
 
@@ -281,8 +282,15 @@ SHARES = {
 
 @pytest.mark.parametrize(
     ("staleness", "push_every", "changes"),
-    [({"max_lag": 0}, 1, {}), ({"max_lag": 2}, 2, {}), ({"max_lag": 2}, 2, SHARES)],
-    ids=["synchronous", "every-second-step", "shares"],
+    [
+        pytest.param({"max_lag": 2}, 2, SHARES, id="shares"),
+        *rarely(
+            [
+                pytest.param({"max_lag": 0}, 1, {}, id="synchronous"),
+                pytest.param({"max_lag": 2}, 2, {}, id="every-second-step"),
+            ]
+        ),
+    ],
 )
 async def test_a_killed_rank_resumes_with_the_same_bits(
     open_learner: OpenLearner, staleness: dict[str, Any], push_every: int, changes: dict[str, Any]
@@ -311,7 +319,7 @@ async def test_a_killed_rank_resumes_with_the_same_bits(
         assert sorted({plan.step for plan in plans}) == list(range(1, 25))
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", [False, *rarely([True])])
 async def test_steps_that_are_executed_again_have_the_settings_of_their_first_execution(
     open_learner: OpenLearner, offload: bool
 ) -> None:
@@ -458,8 +466,10 @@ async def test_the_step_that_uses_up_the_prompts_is_published_checkpointed_and_e
 
 @pytest.mark.parametrize(
     ("max_lag", "push_every", "algorithm"),
-    [(2, 2, {}), (0, 1, {"advantage": "gae"})],
-    ids=["every-second-step", "synchronous-with-a-critic"],
+    [
+        pytest.param(0, 1, {"advantage": "gae"}, id="synchronous-with-a-critic"),
+        *rarely([pytest.param(2, 2, {}, id="every-second-step")]),
+    ],
 )
 async def test_a_drained_learner_goes_on_behind_its_last_step(
     open_learner: OpenLearner, tmp_path: Path, max_lag: int, push_every: int, algorithm: dict[str, Any]
@@ -488,7 +498,7 @@ async def test_a_drained_learner_goes_on_behind_its_last_step(
         )
 
 
-@pytest.mark.parametrize("max_lag", [0, 2])
+@pytest.mark.parametrize("max_lag", [2, *rarely([0])])
 async def test_a_drain_does_not_wait_for_a_push_that_fails(open_learner: OpenLearner, max_lag: int) -> None:
     """No engine takes version 1, which is pushed again and again; the step is in a checkpoint, and the next start
     publishes its weights.

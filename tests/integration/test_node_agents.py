@@ -21,9 +21,10 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, current_epoch
 from tidemill.learner.errors import LearnerEnded, NodeRefused, NodeReplaced
 from tidemill.learner.nodes import agent
-from tidemill.learner.nodes.agent import REACHED, Agent, Limits, answering, call
+from tidemill.learner.nodes.agent import Agent, Limits
 from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, NodeRow, Phase, State, attempt_of, node_of, row_value
 from tidemill.learner.nodes.own_row import OwnRow, here
+from tidemill.learner.nodes.probes import REACHED, answering, call
 from tidemill.learner.ranks.process import ChildFailed, Part
 
 WITHIN_S = 60.0

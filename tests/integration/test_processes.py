@@ -19,7 +19,8 @@ from tidemill.bus.system.stopped import report_stopped
 
 PARENT = """
 import signal, subprocess, sys, time
-grandchild = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+grandchild = subprocess.Popen([sys.executable, "-c",
+                               "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
                                "print('deaf', flush=True); time.sleep(3600)"], stdout=subprocess.PIPE)
 grandchild.stdout.readline()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))

@@ -83,8 +83,10 @@ def _modules() -> list[tuple[str, ast.Module]]:
 
 
 def _reads(called: ast.expr) -> bool:
-    owner, _, function = _name(called).rpartition(".")
-    return function in WALL.get(owner.rpartition(".")[2], ())
+    if not isinstance(called, ast.Attribute):
+        return False
+    owner = called.value.attr if isinstance(called.value, ast.Attribute) else getattr(called.value, "id", "")
+    return called.attr in WALL.get(owner, ())
 
 
 def _name(called: ast.expr) -> str:

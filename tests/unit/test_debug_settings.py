@@ -11,8 +11,7 @@ from tests.debug_kit import rollout
 from tidemill.launch.checks.data import check_debug
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.settings.config_loader import SettingsError, from_map
-from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig
-from tidemill.learner.debug.prompts import read_prompts
+from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig, read_prompts
 from tidemill.learner.debug.rollout_file import Rollout, save_rollout
 from tidemill.learner.errors import DebugFileRefused
 

@@ -27,9 +27,8 @@ from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.cli import main as cli
 from tidemill.launch.devices import demand, visible
 from tidemill.launch.devices.demand import ModelSize, devices_of, engine_variables, rank_variables, want_of
-from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.placement import place
-from tidemill.launch.devices.shapes import EnginePlace, Node, RankPlace
+from tidemill.launch.devices.shapes import EnginePlace, Node, PlacementRefused, RankPlace
 from tidemill.launch.devices.visible import nccl_of, this_node
 from tidemill.launch.run import learner_nodes
 from tidemill.launch.run.learner_process import place_ranks

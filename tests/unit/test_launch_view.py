@@ -20,9 +20,9 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.wire.messages import Done, Evaluated
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run import view
-from tidemill.launch.run.curves import draw, reward_limits, scores_of, smooth
 from tidemill.launch.run.learner_process import LearnerRow
 from tidemill.launch.run.scores import lines_of
+from tidemill.launch.run.summary import draw, reward_limits, scores_of, smooth
 from tidemill.launch.run.view import evaluations, picture, plot, show_plain, waits
 from tidemill.launch.run.watch import SERVER_RESTARTS, SILENT_S, RunLines, RunWatch
 
@@ -142,8 +142,8 @@ def test_trouble_is_shown_before_and_after_the_first_step() -> None:
     )
     for rewards in ([], [0.5]):
         watch = watch_of(rewards, steps=10)
-        watch._take_rows([(row, 0.0)])
-        watch._take_rows([(replace(row, trouble="99 of 99 samples failed, the last: no judge"), 0.0)])
+        watch._note_rows([(row, 0.0)])
+        watch._note_rows([(replace(row, trouble="99 of 99 samples failed, the last: no judge"), 0.0)])
         console = Console(file=io.StringIO(), width=120, force_terminal=False, color_system=None)
         console.print(picture(watch, "tidemill test"))
         assert "99 of 99 samples failed" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -262,7 +262,7 @@ def test_an_actor_that_is_refused_is_an_event_once() -> None:
         role="feeder", id="feeder", host="h", pid=1, phase="working", load={"invalid": 64.0, "refused/actor-7": 1.0}
     )
     for _ in range(2):
-        watch._take_rows([(row, 0.0)])
+        watch._note_rows([(row, 0.0)])
     (event,) = watch.events
     assert "actor actor-7 sends only invalid samples and is refused" in event
 
@@ -358,14 +358,14 @@ def test_a_process_that_is_silent_or_drains_is_an_event_once(
     values = {"host": HERE, "pid": os.getpid(), "phase": "working", **row}
     working = LiveRow(**{**values, "phase": "working"})  # type: ignore[arg-type]
     watch._steady_s = time.monotonic() - (2 * SILENT_S if steady else 0.0)
-    watch._take_rows([(working, 0.0)])
-    watch._take_rows([(working, 0.0)])
+    watch._note_rows([(working, 0.0)])
+    watch._note_rows([(working, 0.0)])
     for _ in range(3):
-        watch._take_rows([(LiveRow(**values), age)])  # type: ignore[arg-type]
+        watch._note_rows([(LiveRow(**values), age)])  # type: ignore[arg-type]
     assert [text for text in watch.events if event not in text] == [] and len(watch.events) == bool(event), watch.events
     watch.ending = True
-    watch._take_rows([(working, 0.0)])
-    watch._take_rows([(LiveRow(**{**values, "phase": "draining"}), 0.0)])  # type: ignore[arg-type]
+    watch._note_rows([(working, 0.0)])
+    watch._note_rows([(LiveRow(**{**values, "phase": "draining"}), 0.0)])  # type: ignore[arg-type]
     assert len(watch.events) == bool(event), "drained on purpose"
 
 
@@ -377,7 +377,7 @@ def test_a_rank_that_has_received_sigterm_is_an_event_before_its_step_ends() -> 
     )
     LearnerRow(heartbeat).rank_drains()
     for _ in range(2):
-        watch._take_rows([(heartbeat.row, 0.0)])
+        watch._note_rows([(heartbeat.row, 0.0)])
     (event,) = watch.events
     assert event.endswith("learner drains: waits for a rank that has received SIGTERM to end its step")
 
@@ -387,7 +387,7 @@ def test_every_restart_of_a_server_is_an_event() -> None:
     row = LiveRow(role="bus", id="bus", host="h", pid=2, phase="serving", load={SERVER_RESTARTS: 0.0})
     for restarts in (0, 1, 1, 2, 0, 1):  # the bus's own process was started again, too
         trouble = f"nats-server ended, {restarts}" if restarts else ""
-        watch._take_rows([(replace(row, load={SERVER_RESTARTS: float(restarts)}, trouble=trouble), 0.0)])
+        watch._note_rows([(replace(row, load={SERVER_RESTARTS: float(restarts)}, trouble=trouble), 0.0)])
     assert [text[-1] for text in watch.events] == ["1", "2", "1"]
 
 
@@ -395,7 +395,7 @@ def test_the_row_of_an_earlier_start_is_no_silent_process() -> None:
     watch = watch_of([], steps=9)
     watch._steady_s = time.monotonic() - 2 * SILENT_S
     for age in (0.0, 1.0, 2.0, SILENT_S + 1):
-        watch._take_rows([(LiveRow(role="actor", id="actor-7", host="far", pid=1, phase="working"), age)])
+        watch._note_rows([(LiveRow(role="actor", id="actor-7", host="far", pid=1, phase="working"), age)])
     assert not watch.events
 
 

@@ -25,7 +25,7 @@ from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.data.config import DataConfig
 from tidemill.learner.errors import PromptError
-from tidemill.learner.feed.new_task import task_of
+from tidemill.learner.feed.issuing import task_of
 from tidemill.learner.feed.recorded_responses import samples_of
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.prompts.responses import RecordedRow, Recordings, in_conversation

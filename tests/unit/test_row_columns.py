@@ -28,7 +28,7 @@ from tidemill.learner.errors import PromptError
 from tidemill.learner.evaluation.config import EvalConfig
 from tidemill.learner.evaluation.evaluations import EvalPrompts
 from tidemill.learner.evaluation.rounds import Place, Rounds
-from tidemill.learner.feed.new_task import task_of
+from tidemill.learner.feed.issuing import task_of
 from tidemill.learner.prompts.columns import RowSampling
 from tidemill.learner.prompts.prompt_file import PromptFile, prompts_digest
 from tidemill.learner.prompts.rows import scan_rows

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from tidemill.actors.engines import server_pool
-from tidemill.actors.engines.server_pool import ServerStatus
+from tidemill.actors.engines.server_discovery import ServerStatus
 from tidemill.actors.scoring import scorer_pool, server
 from tidemill.actors.scoring.scorer_pool import MAX_LOST, RemoteScoring, ScorerClient, ScorerPool
 from tidemill.actors.scoring.server import RewardServer, serving

@@ -13,8 +13,7 @@ from tidemill.learner.algorithms.former_names import flat
 from tidemill.learner.algorithms.presets import PRESETS
 from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.config import CriticConfig, LearnerConfig
-from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.config import CriticConfig, HooksConfig, LearnerConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
 from tidemill.learner.settings.step_settings import StepSettings, record_of, refuse_built_in
 

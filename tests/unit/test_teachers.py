@@ -30,7 +30,7 @@ from tidemill.learner.algorithms.shaping import top_k_divergence
 from tidemill.learner.batch.batch import MicroBatch
 from tidemill.learner.batch.frames import decode, encode
 from tidemill.learner.buffer.datasource import DataSource
-from tidemill.learner.buffer.senders import invalid_words
+from tidemill.learner.buffer.senders import describe_invalid
 from tidemill.learner.megatron import logprobs
 
 R = 8
@@ -208,7 +208,7 @@ def test_a_learner_that_needs_scores_takes_no_samples_without_them() -> None:
     assert found == ["teacher_log_probs", "teacher_log_probs", "", "teacher_log_probs"]
     assert data_kit.rules(teacher=False).digest == data_kit.rules().digest
     received: Any = type("Received", (), {"sample": bare, "seq": 9})()
-    assert "want the scores of a teacher" in invalid_words(received, "teacher_log_probs")
+    assert "want the scores of a teacher" in describe_invalid(received, "teacher_log_probs")
 
 
 # ---- answers

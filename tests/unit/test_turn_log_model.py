@@ -20,6 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.bus_kit import make_task
+from tests.examples import THOROUGH
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.responses import EngineResponse
 from tidemill.actors.episodes.episode import Episode
@@ -37,8 +38,8 @@ from tidemill.bus.wire.messages import Sampling, Span, Task, Timings
 from tidemill.bus.wire.turn_records import TurnKind
 
 TASK = 7
-COUNT = 400
-"""Schedules of a test: 20,000 in all."""
+COUNT = 400 if THOROUGH else 150
+"""Schedules of a test: 20,000 in all with those of ``make test-all``."""
 MOST_TURNS = 5
 ACTORS = 5
 """Actors that may be killed, frozen or fail; the one behind them is left alone, and ends the episode."""

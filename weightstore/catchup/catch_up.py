@@ -9,13 +9,12 @@ import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import VersionRow
-from tidemill.weightstore.catchup.sources import LearnerSnapshot, Load, Loading, OnWait, Peers, SnapshotSource
+from tidemill.weightstore.catchup.sources import Joiner, LearnerSnapshot, Loading, OnWait, Peers
 from tidemill.weightstore.errors import CatchUpTimeout
 from tidemill.weightstore.store.registry import HEAD, VersionRegistry
 
@@ -33,27 +32,13 @@ GRACE_S = 10.0
 """A push that is under way, or the next one, usually brings the engine to the head within this time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joiner:
-    """An engine that is brought to the head."""
-
-    engine: str
-    version: Callable[[], int]
-    """Returns the version that it serves now; -1 = none."""
-    load: Load
-    directory: Path
-    """Where snapshots are downloaded to."""
-    on_wait: OnWait = lambda text: None
-    """Called with the thing that is waited for; "" = nothing."""
-
-
 async def catch_up(bus: Bus, joiner: Joiner, *, deadline_s: float) -> VersionRow | None:
     """Bring the engine to the present head or later. Returns that head, None before the first.
 
     Pushes reach an engine that is catching up, so a ``load`` that raises is retried: a push may have come between.
     Raises CatchUpTimeout, which names the wait and the last failure; it may be called again.
     """
-    loading = Loading(bus, joiner.engine, joiner.version, joiner.load, joiner.directory, joiner.on_wait)
+    loading = Loading(bus, joiner)
     try:
         async with asyncio.timeout(deadline_s):
             return await _reach_head(
@@ -68,7 +53,7 @@ async def catch_up(bus: Bus, joiner: Joiner, *, deadline_s: float) -> VersionRow
 
 
 async def _reach_head(
-    registry: VersionRegistry, version: Callable[[], int], sources: list[SnapshotSource]
+    registry: VersionRegistry, version: Callable[[], int], sources: list[Peers | LearnerSnapshot]
 ) -> VersionRow | None:
     goal = await registry.head()
     while goal is not None and version() < goal.version:

@@ -12,7 +12,7 @@ import aiohttp
 
 from tidemill.bus.http.client import content_of, open_session
 from tidemill.weightstore.errors import SnapshotBroken, SnapshotUnavailable
-from tidemill.weightstore.store.snapshot import ASIDE, MANIFEST, SnapshotInfo, rename_into_place
+from tidemill.weightstore.store.snapshot_files import ASIDE, MANIFEST, SnapshotInfo, rename_into_place
 
 _CHUNK_BYTES = 1 << 20
 _MAX_MANIFEST_BYTES = 64 << 20
@@ -34,7 +34,7 @@ async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = N
     """
     url = url.rstrip("/")
     aside = directory.with_name(directory.name + ASIDE)
-    # A snapshot may be of any size, so only silence has a deadline. The digests are those of the bytes on the wire:
+    # A snapshot may be of any size, so only silence has a deadline. The digests are of the bytes on the wire:
     # nothing is unpacked.
     try:
         aside.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,6 @@ async def _fetch_file(session: aiohttp.ClientSession, url: str, path: Path, size
 
 
 async def _resume(session: aiohttp.ClientSession, url: str, path: Path, size: int) -> str:
-    """Download the rest of the file. Returns its SHA-256."""
     hashed = hashlib.sha256()
     with path.open("ab+") as file:
         # A name may have belonged to a larger file of another snapshot. A smaller one is found by its digest.

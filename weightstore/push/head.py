@@ -7,9 +7,9 @@ import logging
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import VersionRow
-from tidemill.weightstore.push.staged_model import StagedModel
 from tidemill.weightstore.store.registry import WANT, VersionRegistry
-from tidemill.weightstore.store.snapshot_store import SnapshotStore
+from tidemill.weightstore.store.snapshot_server import SnapshotServer
+from tidemill.weightstore.transport.staging import StagedModel
 
 _log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ _POLL_S = 1.0
 class Head:
     """The head of one publisher, in its event loop. ``snapshots`` are opened and closed by the caller."""
 
-    def __init__(self, registry: VersionRegistry, snapshots: SnapshotStore, *, snapshot_every: int = 0) -> None:
+    def __init__(self, registry: VersionRegistry, snapshots: SnapshotServer, *, snapshot_every: int = 0) -> None:
         """``snapshot_every``: a snapshot is written of every n-th version, besides the snapshots that engines request;
         0 = only these."""
         self._registry, self._snapshots, self._snapshot_every = registry, snapshots, snapshot_every
@@ -69,7 +69,6 @@ class Head:
                 _log.error("snapshot of version 0 failed error=%s", error)
 
     async def _write_snapshot(self) -> None:
-        """Write the snapshot of the head from its copy, which is held meanwhile."""
         assert self.copy is not None
         copy = self.copy.hold()
         try:

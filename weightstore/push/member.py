@@ -13,7 +13,7 @@ from tidemill.weightstore.errors import PartLost, PeerLost, ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.parts import Buckets
-from tidemill.weightstore.transport.port import PushReceiver, Rendezvous, WeightReceiver, identity
+from tidemill.weightstore.transport.port import Rendezvous, WeightReceiver, identity
 
 _log = logging.getLogger(__name__)
 
@@ -39,26 +39,19 @@ class Member:
     """A live engine. After an error it must be ``close``d. Verbs raise ReceiverFailed with the phase, and Fenced."""
 
     def __init__(self, row: LiveRow, receiver: WeightReceiver, *, deadlines: Deadlines, backend: str = "gloo") -> None:
-        """``backend``: of the process group of its channel, if that has one."""
+        """``backend``: of its process groups, if it has some."""
         self.id, self.identity = row.id, identity(row)
         self.backend, self.devices = backend, row.capabilities.devices
         self.ranks, self.colocated = row.capabilities.ranks, row.capabilities.colocated
         self.receiver, self.deadlines = receiver, deadlines
         self.verified = False
         """True once the engine's checksums have been compared, or if it has none to compare."""
-        # Both sides must know the request: the engine by its live row, the adapter by its type.
-        self._push_receiver = (
-            receiver if row.capabilities.single_request_push and isinstance(receiver, PushReceiver) else None
-        )
+        self.single_request = row.capabilities.single_request_push
+        """A push can be one request (``receive``) instead of ``begin`` and the buckets."""
         self._joined = False
 
-    @property
-    def single_request(self) -> bool:
-        """True if a push can be one request (``receive``) instead of ``begin`` and the buckets."""
-        return self._push_receiver is not None
-
     async def join(self, rendezvous: Rendezvous | None) -> None:
-        """Join the process group of the channel; None for a channel without one."""
+        """Join a process group; None = the engine reads the buckets itself."""
         # Set before the request: an engine may have joined although its answer was lost, and then has a group to leave.
         self._joined = True
         async with self.phase("join"):
@@ -76,10 +69,9 @@ class Member:
 
         It has no deadline, unless the receiver ``carries``; the caller sets one.
         """
-        assert self._push_receiver is not None
         await self._resume("weights")
         async with self.phase("transfer", bounded=False):
-            return await self._push_receiver.receive(version, buckets, serve=serve)
+            return await self.receiver.receive(version, buckets, serve=serve)
 
     async def finish(self, version: int, check: Check | None = None, served_s: float | None = None) -> Updated:
         """Have the engine serve the version, unless it does (``served_s``), after a comparison of its checksums by

@@ -35,18 +35,17 @@ from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PartLost, PublisherClosed, PushFailed
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.loop_thread import LoopThread
-from tidemill.weightstore.push.accelerator_turns import AcceleratorLease
+from tidemill.weightstore.push.accelerator_lease import AcceleratorLease
 from tidemill.weightstore.push.head import Head
 from tidemill.weightstore.push.member import Check, Member
 from tidemill.weightstore.push.push import CUDA_HANDLES, HOST_HANDLES, Push, PushHandle, PushReport
 from tidemill.weightstore.push.push_groups import GroupRules, PushGroup, PushGroups, open_groups
-from tidemill.weightstore.push.staged_model import StagedModel
 from tidemill.weightstore.store.registry import VersionRegistry
-from tidemill.weightstore.store.snapshot_store import SnapshotStore
+from tidemill.weightstore.store.snapshot_server import SnapshotServer
 from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.nccl import own_end
 from tidemill.weightstore.transport.parts import Division, RemotePart
-from tidemill.weightstore.transport.staging import Staging, StagingPool, staging_memory
+from tidemill.weightstore.transport.staging import StagedModel, StagingPool, staging_memory
 
 _log = logging.getLogger(__name__)
 
@@ -67,32 +66,8 @@ _GATHER_S = 0.25
 _DEFAULT_BUS = BusConfig()
 
 
-def _nothing(number: int) -> None:
-    """Do nothing: no other rank has a part."""
-
-
-def _at_once() -> bool:
-    """Return True: a failed push is not repeated."""
-    return True
-
-
-@dataclass(frozen=True, slots=True)
-class StagedStep:
-    """A copy of the weights of a step that is to be pushed. A push under way has a hold of its own."""
-
-    staging: Staging
-    step: int
-    prepare_s: float
-
-    def release(self) -> None:
-        """Give the copy back."""
-        self.staging.release()
-
-
 @dataclass(slots=True)
 class _Connected:
-    """The objects that the publisher's thread uses on the bus."""
-
     registry: VersionRegistry
     lease: AcceleratorLease
     view: LiveView
@@ -139,7 +114,7 @@ class Publisher:
         self._connected: _Connected | None = None
         self._pushing: asyncio.Task[object] | None = None
 
-    # -- the trainer's thread -----------------------------------------------------------------------------------------------
+    # ---- the trainer's thread
 
     def start(self) -> None:
         """Connect, fence older learners, serve snapshots. Raises BusUnavailable, Fenced, PublisherClosed."""
@@ -168,8 +143,8 @@ class Publisher:
         return handle
 
     def stage(
-        self, step: int, tensors: Iterable[tuple[str, Tensor]], chosen: Callable[[int], None] = _nothing
-    ) -> StagedStep:
+        self, step: int, tensors: Iterable[tuple[str, Tensor]], chosen: Callable[[int], None] = lambda number: None
+    ) -> StagedModel:
         """Copy the tensors, and return the copy; ``release`` it when its push is submitted, or it is not to be pushed.
 
         ``chosen`` is called with the number of the copy before it is filled: other ranks fill theirs of that number.
@@ -178,7 +153,7 @@ class Publisher:
         """
         if self._last is not None:
             self._last.wait()
-        self._running()
+        connected = self._running()
         if self._pool is None:
             tensors = list(tensors)
             self._division = Division(Manifest.of(tensors))
@@ -191,9 +166,10 @@ class Publisher:
         except BaseException:
             staging.release()
             raise
-        return StagedStep(staging, step, time.perf_counter() - since)
+        prepare_s = time.perf_counter() - since
+        return StagedModel(staging, connected.parts, self._deadlines, step=step, prepare_s=prepare_s)
 
-    def push(self, staged: StagedStep, gives_up: Callable[[], bool] = _at_once) -> PushHandle:
+    def push(self, staged: StagedModel, gives_up: Callable[[], bool] = lambda: True) -> PushHandle:
         """Push a copy as the next version in the background; one push at a time. Raises Fenced, PublisherClosed.
 
         A push that fails (too few engines, or the bus was unreachable for too long) is repeated with the same copy,
@@ -201,9 +177,7 @@ class Publisher:
         """
         connected = self._running()
         # The push has a hold of its own, which it releases at its end, so the caller may release its copy at once.
-        self._last = PushHandle(
-            self._submit(self._push(connected, staged.staging.hold(), staged.step, staged.prepare_s, gives_up))
-        )
+        self._last = PushHandle(self._submit(self._push(connected, staged.hold(), gives_up)))
         return self._last
 
     def release(self) -> tuple[str, ...]:
@@ -259,7 +233,7 @@ class Publisher:
         except CancelledError:
             raise PublisherClosed("publisher: closed meanwhile") from None
 
-    # -- the publisher's thread ---------------------------------------------------------------------------------------------
+    # ---- the publisher's thread
 
     async def _serve(self) -> None:
         async with AsyncExitStack() as stack:
@@ -296,7 +270,7 @@ class Publisher:
             config.engines_together, at, config.backend, self._deadlines, self._end, self._memory, parts=parts
         )
         registry, view = VersionRegistry(bus), LiveView(bus)
-        snapshots = SnapshotStore(
+        snapshots = SnapshotServer(
             self._directory,
             registry,
             keep=config.keep_snapshots,
@@ -319,21 +293,18 @@ class Publisher:
         await snapshots.open()
         return connected
 
-    async def _push(
-        self, connected: _Connected, staging: Staging, step: int, prepare_s: float, gives_up: Callable[[], bool]
-    ) -> PushReport:
-        """Push a filled copy as the next version, and release it. Raises PushFailed, Fenced."""
+    async def _push(self, connected: _Connected, copy: StagedModel, gives_up: Callable[[], bool]) -> PushReport:
         self._pushing = asyncio.current_task()
-        copy = StagedModel(staging, connected.parts, self._deadlines)
         self._deadlines.num_bytes = copy.manifest.num_bytes
         try:
+            # The same copy: the trainer goes on meanwhile, and no other rank would take part in another export.
             while True:
                 try:
-                    return await self._push_copy(connected, copy, step, prepare_s)
+                    return await self._push_copy(connected, copy)
                 except PushFailed as error:
                     if self._closes or gives_up():
                         raise
-                    _log.error("pushing again the weights of step %d: %s", step, error)
+                    _log.error("pushing again the weights of step %d: %s", copy.step, error)
                 await asyncio.sleep(_AGAIN_S)
         except Fenced as error:
             self._fenced = error
@@ -342,15 +313,15 @@ class Publisher:
             self._pushing = None
             copy.release()
 
-    async def _push_copy(self, connected: _Connected, copy: StagedModel, step: int, prepare_s: float) -> PushReport:
+    async def _push_copy(self, connected: _Connected, copy: StagedModel) -> PushReport:
         since, row, evicted = time.perf_counter(), None, dict[str, str]()
         try:
             # The order matters. Colocated engines need the accelerator for the new weights. The row of a version is
             # there before any engine has it, so a reader of its tokens finds the step; the head moves when the engines
             # have it.
             await self._release_accelerator(connected)
-            row = await connected.registry.reserve(step, self.epoch, digest=copy.manifest.digest)
-            copy.label(row.version, step)
+            row = await connected.registry.reserve(copy.step, self.epoch, digest=copy.manifest.digest)
+            copy.version = row.version
             push = self._push_of(copy)
             evicted = push.evicted
             await push.send(await self._gather(connected.groups), connected.groups)
@@ -365,11 +336,10 @@ class Publisher:
             if isinstance(error, PushFailed | Fenced):
                 raise
             raise PushFailed(-1 if row is None else row.version, str(error), evicted) from error
-        return push.report(copy, prepare_s=prepare_s, seconds=time.perf_counter() - since)
+        return push.report(copy, seconds=time.perf_counter() - since)
 
     def _push_of(self, copy: StagedModel) -> Push:
         def check_of(member: Member) -> Check | None:
-            """Return the comparison of a member's checksums if it is due, else None."""
             is_due = self.config.verify == "always" or (self.config.verify == "first" and not member.verified)
             return copy.differences if is_due else None
 
@@ -386,9 +356,8 @@ class Publisher:
             await asyncio.sleep(_GATHER_S)
 
     async def _acquire_accelerator(self, connected: _Connected) -> tuple[str, ...]:
-        """Have no colocated engine work or keep memory until ``_release_accelerator``. Raises BusUnavailable, Fenced.
-
-        Returns the ids of the engines that released their memory; the others are evicted and logged.
+        """Return the ids of the engines that released their memory; the others are evicted. Raises BusUnavailable,
+        Fenced.
         """
         await connected.lease.acquire(self.epoch)
         connected.owns_accelerator = True
@@ -435,8 +404,7 @@ class Publisher:
 
 
 async def _refresh(view: LiveView) -> None:
-    """Run until cancelled: keep the view of the live rows fresh, so that a push knows at once which engines have been
-    silent."""
+    """Keep the view of the live rows fresh, so that a push knows at once which engines have been silent."""
     while True:
         try:
             await view.refresh()

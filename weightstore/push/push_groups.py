@@ -1,9 +1,9 @@
 """The engines that take part in pushes, in groups that share process groups with the learner. A pair is a group of one
 engine.
 
-    live rows -> PushGroups.reconcile -> PushGroup (members, channel)
+    live rows -> PushGroups.reconcile -> PushGroup (members, senders)
 
-    rank 0 of the learner  -- tidemill   --> e1, e2        a channel: the process groups of all ranks that send,
+    rank 0 of the learner  -- tidemill   --> e1, e2        the process groups of all ranks that send,
     rank 2 of the learner  -- tidemill-1 --> e1, e2        one bucket at a time, in the order of the requests
 
 An engine that fails is evicted: it misses the rest of that push, and has left its group. It is tried again in the next
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GroupRules:
-    """Rules by which push groups are formed and their channels opened."""
+    """Rules by which push groups are formed and opened."""
 
     max_engines: int
     """Maximum number of engines in a group."""
@@ -81,96 +81,22 @@ class GroupRules:
         return ("" if reason else "nccl"), reason
 
 
-class Channel:
-    """The process groups of some members; none for an engine that reads the buckets itself.
-
-    The errors of one member are ReceiverFailed, the errors of the channel PeerLost.
-    """
-
-    def __init__(self, senders: Sequence[Sender | RemoteSender], members: Sequence[Member], deadline_s: float) -> None:
-        """``senders``: rank 0's, then the other parts' in their order. ``deadline_s``: of a bucket."""
-        self.senders, self.members, self._deadline_s = list(senders), list(members), deadline_s
-        self._sending = asyncio.Lock()
-        """Senders take turns: the members receive one bucket after the other."""
-        self._lost: PeerLost | None = None
-
-    @classmethod
-    async def open(cls, members: Sequence[Member], rules: GroupRules) -> "Channel":
-        """Have all ranks that send listen, and return the channel; the members have not joined yet. Raises PeerLost."""
-        if members[0].receiver.carries:  # and is alone
-            return cls([], members, 0.0)
-        deadline_s, backend = rules.deadlines.of("bucket"), members[0].backend
-        size = 1 + sum(member.ranks for member in members)
-        local = await Sender.open(
-            GROUP, size, backend, deadline_s, at=rules.at, memory=rules.memory, gpu=rules.end.uuid, apart=rules.apart
-        )
-        start_s = deadline_s + (START_S if backend in rules.apart else 0.0)
-        hosting = [
-            part.host(f"{GROUP}-{number}", size, backend, deadline_s, start_s)
-            for number, part in enumerate(rules.parts, 1)
-        ]
-        opened = await asyncio.gather(*hosting, return_exceptions=True)
-        channel = cls([local, *(group for group in opened if isinstance(group, RemoteSender))], members, deadline_s)
-        for error in opened:
-            if isinstance(error, BaseException):
-                channel.close()
-                raise error
-        return channel
-
-    def rendezvous(self, member: Member, sender: Sender | RemoteSender) -> Rendezvous:
-        """Return where the engine joins a group; its processes take as many ranks, one engine after the other."""
-        first = 1 + sum(earlier.ranks for earlier in self.members[: self.members.index(member)])
-        return Rendezvous(
-            host=sender.host,
-            port=sender.port,
-            rank=first,
-            world_size=sender.world_size,
-            name=sender.name,
-            backend=sender.backend,
-        )
-
-    async def send(self, payload: Payload, following: Payload | None = None) -> None:
-        """Broadcast a bucket to all members from the rank that has it, in the order in which they are requested to
-        receive the buckets.
-
-        ``following``: the next bucket; None = not known, or there is none. After one failed no other is tried: each
-        could block.
-        """
-        if not self.senders:
-            return
-        async with self._sending:
-            if self._lost is not None:
-                raise type(self._lost)(
-                    self.senders[0].name, "sending", f"an earlier message was lost: {self._lost.reason}"
-                )
-            try:
-                await self._broadcast(payload, following)
-            except PeerLost as error:
-                self._lost = error
-                raise
-
-    async def _broadcast(self, payload: Payload, following: Payload | None) -> None:
-        own_sender, *remote_senders = self.senders
-        if isinstance(payload, Tensor):
-            assert isinstance(own_sender, Sender)
-            await own_sender.send(payload, following if isinstance(following, Tensor) else None, self._deadline_s)
-            return
-        ahead = following if isinstance(following, RemoteBucket) and following.part is payload.part else None
-        [group] = [group for group in remote_senders if isinstance(group, RemoteSender) and group.part is payload.part]
-        await group.send(payload, ahead, self._deadline_s)
-
-    def close(self) -> None:
-        """Close all groups, without waiting for a call under way, which ends by the deadline of its group."""
-        for sender in self.senders:
-            sender.close()
-
-
 class PushGroup:
-    """Some engines, and the channel they had at the last push, if it is still good."""
+    """Some engines, and the process groups that they had with the learner at the last push, if these are still good.
+
+    There is one for each rank of the learner that sends, and none for an engine that reads the buckets itself. The
+    errors of one member are ReceiverFailed, the errors of the groups PeerLost.
+    """
 
     def __init__(self, rules: GroupRules, members: Iterable[Member] = ()) -> None:
         self.rules, self.members = rules, list(members)
-        self._channel: Channel | None = None
+        self.senders: list[Sender | RemoteSender] = []
+        """The learner's ends: rank 0's, then the other parts' in their order."""
+        self._joined: list[Member] = []
+        """Members of the open process groups."""
+        self._sending = asyncio.Lock()
+        """Senders take turns: the members receive one bucket after the other."""
+        self._lost: PeerLost | None = None
 
     @property
     def is_colocated(self) -> bool:
@@ -179,7 +105,7 @@ class PushGroup:
 
     @property
     def transport(self) -> str:
-        """The backend of its process group; empty = its engine reads the buckets itself."""
+        """The backend of its process groups; empty = its engine reads the buckets itself."""
         return "" if self.members[0].receiver.carries else self.members[0].backend
 
     def has_room(self, member: Member) -> bool:
@@ -194,21 +120,87 @@ class PushGroup:
             return False
         return member.colocated == self.is_colocated and len(self.members) < self.rules.max_engines
 
-    def channel_of(self, members: Sequence[Member]) -> Channel | None:
-        """Return the open channel, if these are its members."""
-        return self._channel if self._channel is not None and self._channel.members == members else None
+    def is_open_for(self, members: Sequence[Member]) -> bool:
+        """Return whether exactly these members have joined the process groups."""
+        return self._joined == members
 
-    async def open(self, members: Sequence[Member]) -> Channel:
-        """Open another channel, for these members, in place of the present one. Raises PeerLost."""
+    async def open(self, members: Sequence[Member]) -> None:
+        """Have all ranks that send listen for these members, which have not joined yet. Raises PeerLost."""
         self.close()
-        self._channel = await Channel.open(members, self.rules)
-        return self._channel
+        rules, backend = self.rules, members[0].backend
+        if not members[0].receiver.carries:  # one that carries is alone
+            deadline_s, size = rules.deadlines.of("bucket"), 1 + sum(member.ranks for member in members)
+            local = await Sender.open(
+                GROUP,
+                size,
+                backend,
+                deadline_s,
+                at=rules.at,
+                memory=rules.memory,
+                gpu=rules.end.uuid,
+                apart=rules.apart,
+            )
+            self.senders.append(local)
+            start_s = deadline_s + (START_S if backend in rules.apart else 0.0)
+            hosting = [
+                part.host(f"{GROUP}-{number}", size, backend, deadline_s, start_s)
+                for number, part in enumerate(rules.parts, 1)
+            ]
+            remote = await asyncio.gather(*hosting, return_exceptions=True)
+            self.senders += [sender for sender in remote if isinstance(sender, RemoteSender)]
+            for error in remote:
+                if isinstance(error, BaseException):
+                    self.close()
+                    raise error
+        self._joined = list(members)
+
+    def rendezvous(self, member: Member, sender: Sender | RemoteSender) -> Rendezvous:
+        """Return where the engine joins a process group; its processes take as many ranks, one engine after another."""
+        first = 1 + sum(earlier.ranks for earlier in self._joined[: self._joined.index(member)])
+        return Rendezvous(
+            host=sender.host,
+            port=sender.port,
+            rank=first,
+            world_size=sender.world_size,
+            name=sender.name,
+            backend=sender.backend,
+        )
+
+    async def send(self, payload: Payload, following: Payload | None = None) -> None:
+        """Broadcast a bucket from the rank that has it, in the order in which members are requested to receive them.
+
+        ``following``: the next bucket, if known. After one failed no other is tried: each could block.
+        """
+        if not self.senders:
+            return
+        async with self._sending:
+            if self._lost is not None:
+                reason = f"an earlier message was lost: {self._lost.reason}"
+                raise type(self._lost)(self.senders[0].name, "sending", reason)
+            try:
+                await self._broadcast(payload, following)
+            except PeerLost as error:
+                self._lost = error
+                raise
+
+    async def _broadcast(self, payload: Payload, following: Payload | None) -> None:
+        local, deadline_s = self.senders[0], self.rules.deadlines.of("bucket")
+        if isinstance(payload, Tensor):
+            assert isinstance(local, Sender)
+            await local.send(payload, following if isinstance(following, Tensor) else None, deadline_s)
+            return
+        ahead = following if isinstance(following, RemoteBucket) and following.part is payload.part else None
+        [sender] = [end for end in self.senders if isinstance(end, RemoteSender) and end.part is payload.part]
+        await sender.send(payload, ahead, deadline_s)
 
     def close(self) -> None:
-        """Close the channel; the next push opens another one."""
-        if self._channel is not None:
-            self._channel.close()
-        self._channel = None
+        """Close the process groups, without waiting for a call under way, which ends by the deadline of its group.
+
+        The next push opens other ones.
+        """
+        for sender in self.senders:
+            sender.close()
+        self.senders, self._joined, self._lost = [], [], None
 
 
 @dataclass(slots=True)
@@ -260,6 +252,7 @@ class PushGroups:
     async def evict(self, member: Member, reason: str) -> None:
         """Leave the engine out of this push; it is stale until an update is completed."""
         backoff = self._backoffs.setdefault(member.identity, _Backoff())
+        # The first failure costs nothing: one lost connection must not make an engine stale for a deadline.
         backoff.failures += 1
         self.evicted[member.id] = reason
         pause_s = (
@@ -285,10 +278,9 @@ class PushGroups:
     async def succeeding(
         self, members: Iterable[Member], work: Callable[[Member], Awaitable[object]]
     ) -> tuple[str, ...]:
-        """Run ``work`` for all members at once, and evict those that fail. Returns the ids of the others."""
+        """Run ``work`` for all members at once, and evict the members that fail. Returns the ids of the others."""
 
         async def run_for(member: Member) -> str:
-            """Run ``work`` for one member. Returns its id; "" if it failed and was evicted."""
             try:
                 await work(member)
             except ReceiverFailed as error:
@@ -314,9 +306,8 @@ class PushGroups:
         await asyncio.gather(*[self._drop(member, leave=True) for member in list(self._members.values())])
 
     def _add(self, row: LiveRow) -> bool:
-        """Add the engine to the first group with room, whose channel the next push opens anew.
-
-        Returns False for an engine that is refused: it cannot have NCCL, and nothing else is allowed.
+        """Add the engine to the first group with room. Returns False if it cannot have NCCL, and nothing else is
+        allowed.
         """
         receiver = self._open_receiver(row)
         backend, reason = ("", "") if receiver.carries else self._rules.backend_of(row)
@@ -336,8 +327,7 @@ class PushGroups:
         return True
 
     def _log_without_nccl(self, row: LiveRow, backend: str, reason: str) -> None:
-        """Log once why an engine gets no weights over NCCL, unless learner and engine are both on CPUs, where none is
-        expected."""
+        """Log once why an engine gets no weights over NCCL, unless both ends are on CPUs, where none is expected."""
         is_logged = self._without_nccl.get(identity(row)) == reason
         self._without_nccl[identity(row)] = reason
         if is_logged or (backend and not self._rules.end.uuid and not row.capabilities.devices):
@@ -383,7 +373,6 @@ async def open_groups(
         stack.push_async_callback(part.close)
 
     def open_receiver(row: LiveRow) -> WeightReceiver:
-        """Make the HTTP receiver of a live engine."""
         return HttpReceiver(session, row.address, epoch=epoch, deadlines=rules.deadlines)
 
     if config.transport == "handles":

@@ -1,10 +1,10 @@
 """The versions of a run: one row each, and the head, in the bucket ``weights``.
 
-    v.<n>     the row of a version, written as ``pushing`` before any engine has it, so that a reader of its tokens finds the step
+    v.<n>     the row of a version, ``pushing`` before any engine has it, so that a reader of its tokens finds the step
     head      the newest published version, moved by compare-and-set; its ``fence`` is the newest learner's epoch
     snapshot  the row of the newest version that has a snapshot
     evicted   the live engines that were left out of the last push, and why: {"engines": {id: reason}}
-    want      the oldest version of which an engine needs a snapshot (``tidemill.weightstore.catchup.sources``)
+    want      the oldest version whose snapshot an engine needs (``tidemill.weightstore.catchup.sources``)
 
 A number is reserved by creating its row, so it is never used twice, even if the push fails or the learner dies. Rows
 that were lost (the bucket was emptied) are restored from the other records that name them: a publisher's memory, the
@@ -42,31 +42,30 @@ class VersionRegistry:
 
     async def head(self) -> VersionRow | None:
         """Return the newest published version; None before the first. Raises UnreadableRow until it is restored."""
-        found = await self._rows.get(HEAD)
-        return None if found is None else _parse(HEAD, found[0])
+        entry = await self._rows.get(HEAD)
+        return _parse(HEAD, entry and entry[0])
 
     async def repaired_head(self, epoch: int) -> VersionRow | None:
         """Return the head for the learner of this epoch, which restores an unreadable one, or raises Fenced."""
-        found = await self._readable_head(epoch)
-        return None if found is None else _parse(HEAD, found)
+        return _parse(HEAD, await self._readable_head(epoch))
 
     async def _readable_head(self, epoch: int) -> Value | None:
-        found, revision = await self._rows.read(HEAD)
-        if found is not None or not revision:
-            return found
+        value, revision = await self._rows.read(HEAD)
+        if value is not None or not revision:
+            return value
         newest = await self._newest_published()
         restored: Value = {**({} if newest is None else dataclasses.asdict(newest)), "fence": epoch}
-        found = await self._change_head(epoch, lambda head: restored if head is None else None)
+        value = await self._change_head(epoch, lambda head: restored if head is None else None)
         version = "none" if newest is None else newest.version
         self._repeated(
             "head of the registry could not be read and was restored", f"revision={revision} version={version}"
         )
-        return found
+        return value
 
     async def row(self, version: int) -> VersionRow | None:
         """Return the row of a version; None if it is not registered, or the row cannot be read."""
-        found, _ = await self._rows.read(_key(version))
-        return None if found is None else _parse(_key(version), found)
+        value, _ = await self._rows.read(_key(version))
+        return _parse(_key(version), value)
 
     async def row_for(self, version: int, seq: int) -> VersionRow | None:
         """Return the row of a version that the sample at ``seq`` names; None = there is none.
@@ -102,34 +101,33 @@ class VersionRegistry:
         """
 
         def fenced(head: Value | None) -> Value:
-            """Return the head with the new fence."""
             _check_fence(head, epoch)
             return {**(head or {}), "fence": epoch}
 
         await self._readable_head(epoch)
-        head = _parse(HEAD, await self._change_head(epoch, fenced) or {})
+        head = _parse(HEAD, await self._change_head(epoch, fenced))
         if head is not None:
             await self._change(_key(head.version), head.version, state=head.state)
         await self._count()
         return head
 
-    async def lost(self, known: Mapping[int, int]) -> bool:
-        """Return whether the head or a row is missing, although the versions of ``known`` (-> step) were used."""
-        if not known:
+    async def lost(self, steps: Mapping[int, int]) -> bool:
+        """Return whether the head or a row is missing, although the versions of ``steps`` were used."""
+        if not steps:
             return False
         head, _ = await self._rows.read(HEAD)
-        return head is None or _parse(HEAD, head) is None or not known.keys() <= set(await self._versions())
+        return _parse(HEAD, head) is None or not steps.keys() <= set(await self._versions())
 
-    async def restore(self, known: Mapping[int, int], epoch: int) -> None:
-        """Restore missing and unreadable rows of ``known`` versions (-> step), and an older head. Raises Fenced."""
+    async def restore(self, steps: Mapping[int, int], epoch: int) -> None:
+        """Restore missing and unreadable rows of versions (``steps``: -> step), and an older head. Raises Fenced."""
         present = await self._versions()
-        missing = known.keys() - set(present)
+        missing = steps.keys() - set(present)
         restored = [
-            version for version, step in known.items() if await self._restore_row(version, step, epoch, "published")
+            version for version, step in steps.items() if await self._restore_row(version, step, epoch, "published")
         ]
         if missing:
             # New versions are numbered after the highest row, so this row alone skips the numbers in between.
-            await self._restore_row(max((*present, *known)) + UNUSED_AFTER_LOSS, known[max(known)], epoch, "failed")
+            await self._restore_row(max((*present, *steps)) + UNUSED_AFTER_LOSS, steps[max(steps)], epoch, "failed")
         newest = await self._newest_published()
         if newest is not None:
             await self._raise_head(newest, epoch)
@@ -139,18 +137,16 @@ class VersionRegistry:
         self._repeated(lost, text, level=logging.ERROR)
 
     async def _restore_row(self, version: int, step: int, epoch: int, state: str) -> bool:
-        """Write the row of a version unless it can be read. Returns whether it was written."""
         row = dataclasses.asdict(VersionRow(version=version, step=step, epoch=epoch, state=state))
         changed = await self._rows.change(
-            _key(version), lambda found: row if found is None else None, replace_unreadable=True
+            _key(version), lambda value: row if value is None else None, replace_unreadable=True
         )
         return changed.before is None
 
     async def _raise_head(self, newest: VersionRow, epoch: int) -> None:
         def raised(value: Value | None) -> Value | None:
-            """Return ``newest`` as the head, unless the head is as new."""
             _check_fence(value, epoch)
-            head = None if value is None else _parse(HEAD, value)
+            head = _parse(HEAD, value)
             if head is not None and head.version >= newest.version:
                 return None
             return {**dataclasses.asdict(newest), "fence": epoch}
@@ -166,7 +162,6 @@ class VersionRegistry:
         """
 
         async def refuse_if_replaced() -> None:
-            """Raise Fenced for an older learner."""
             newest = await current_epoch(self._bus)
             if newest > epoch:
                 raise Fenced(f"weights.{HEAD}", epoch, newest)
@@ -181,13 +176,12 @@ class VersionRegistry:
         return None
 
     async def _count(self) -> None:
-        """Set the next number after all existing ones, and after those that this object has used."""
         self._next = max(self._next, max(await self._versions(), default=0) + 1)
 
     async def newest_epoch(self) -> int:
         """Return the epoch of the newest learner (``fence``); 0 = none. Raises UnreadableRow, as ``head``."""
-        found = await self._rows.get(HEAD)
-        return 0 if found is None else int(found[0].get("fence", 0))
+        entry = await self._rows.get(HEAD)
+        return 0 if entry is None else int(entry[0].get("fence", 0))
 
     async def publish_initial(self, where: str, epoch: int, *, digest: str = "") -> VersionRow:
         """Publish version 0, loaded from the model directory, unless there is a head. Returns the head."""
@@ -209,9 +203,8 @@ class VersionRegistry:
             row = VersionRow(version=self._next, step=step, epoch=epoch, digest=digest)
             self._next += 1
             try:
-                await self._rows.update(
-                    _key(row.version), dataclasses.asdict(row), 0
-                )  # nor in place of a deleted one: its number was used
+                # Nor in place of a deleted one: its number was used.
+                await self._rows.update(_key(row.version), dataclasses.asdict(row), 0)
                 return await self._begin_after(row, (await self._samples.info()).last_seq)
             except RowConflict:  # used by a learner that has been replaced, or that replaces this one
                 continue
@@ -223,7 +216,7 @@ class VersionRegistry:
         def published(value: Value | None) -> Value | None:
             """Return the version as the head; None if it is the head already."""
             _check_fence(value, row.epoch)
-            head = None if value is None else _parse(HEAD, value)
+            head = _parse(HEAD, value)
             if head is None or head.version < row.version:
                 return {**dataclasses.asdict(row), "fence": row.epoch}
             if (head.version, head.epoch) == (row.version, row.epoch):  # a repeated call
@@ -235,11 +228,10 @@ class VersionRegistry:
         await self._change_head(row.epoch, published)
         now = dataclasses.asdict(row)
 
-        def shown(found: Value | None) -> Value | None:
-            """Return the version's row as published, whole if it is lost or unreadable."""
-            if found is None or found.get("version") != row.version:
+        def shown(value: Value | None) -> Value | None:
+            if value is None or value.get("version") != row.version:
                 return now
-            return None if found.get("state") == row.state else {**found, "state": row.state}
+            return None if value.get("state") == row.state else {**value, "state": row.state}
 
         await self._rows.change(_key(row.version), shown, replace_unreadable=True)
         # A head that could not be read was restored meanwhile, from the rows that were published before this one.
@@ -252,14 +244,13 @@ class VersionRegistry:
         A version that became the head stays published, also where ``publish`` did not return: the answer of the bus was
         lost, or came after a newer learner's fence.
         """
-        found, _ = await self._rows.read(HEAD)
-        head = None if found is None else _parse(HEAD, found)
+        value, _ = await self._rows.read(HEAD)
+        head = _parse(HEAD, value)
         is_head = head is not None and (head.version, head.epoch) == (row.version, row.epoch)
         state = "published" if is_head else "failed"
 
-        def ended(found: Value | None) -> Value | None:
-            """Return the row with the state; None if its push has ended already, or the row is gone."""
-            return {**found, "state": state} if found is not None and found.get("state") == "pushing" else None
+        def ended(value: Value | None) -> Value | None:
+            return {**value, "state": state} if value is not None and value.get("state") == "pushing" else None
 
         await self._rows.change(_key(row.version), ended, replace_unreadable=True)
 
@@ -274,8 +265,8 @@ class VersionRegistry:
 
     async def snapshot(self) -> VersionRow | None:
         """Return the row of the newest version that has a snapshot."""
-        found, _ = await self._rows.read(SNAPSHOT)
-        row = None if found is None else _parse(SNAPSHOT, found)
+        value, _ = await self._rows.read(SNAPSHOT)
+        row = _parse(SNAPSHOT, value)
         return row if row is not None and row.snapshot else None
 
     async def request_snapshot(self, version: int, by: str, nonce: str) -> None:
@@ -285,12 +276,11 @@ class VersionRegistry:
     async def _begin_after(self, row: VersionRow, seq: int) -> VersionRow:
         """Return the row with ``after``, which is set once."""
 
-        def begun(found: Value | None) -> Value | None:
-            """Return the row with ``after``; None if it is set already, or the row is gone."""
-            return None if found is None or int(found.get("after", -1)) >= 0 else {**found, "after": seq}
+        def begun(value: Value | None) -> Value | None:
+            return None if value is None or int(value.get("after", -1)) >= 0 else {**value, "after": seq}
 
-        found = (await self._rows.change(_key(row.version), begun, replace_unreadable=True)).after
-        return dataclasses.replace(row, after=seq if found is None else int(found["after"]))
+        value = (await self._rows.change(_key(row.version), begun, replace_unreadable=True)).after
+        return dataclasses.replace(row, after=seq if value is None else int(value["after"]))
 
     async def set_evicted(self, reasons: Mapping[str, str]) -> None:
         """Record the engines that are not pushed to, with the reasons, for `tidemill status`."""
@@ -298,15 +288,14 @@ class VersionRegistry:
 
     async def evicted(self) -> dict[str, str]:
         """Return the engines that are not pushed to -> why, as of the last push."""
-        found = await self._rows.get(EVICTED)
-        return {} if found is None else {str(id): str(why) for id, why in found[0].get("engines", {}).items()}
+        entry = await self._rows.get(EVICTED)
+        return {} if entry is None else {str(engine): str(why) for engine, why in entry[0].get("engines", {}).items()}
 
     async def _note_snapshot(self, row: VersionRow) -> None:
-        """Keep the row ``snapshot`` at the newest version that has one; that version may also lose its snapshot."""
+        """Keep the row ``snapshot`` at the newest version with one, which may also lose it."""
 
-        def noted(found: Value | None) -> Value | None:
-            """Return the row to keep; None for an older version, or a newer one without a snapshot."""
-            before = -1 if found is None else int(found["version"])
+        def noted(value: Value | None) -> Value | None:
+            before = -1 if value is None else int(value["version"])
             if row.version < before or (row.version > before and not row.snapshot):
                 return None
             return dataclasses.asdict(row)
@@ -318,15 +307,10 @@ class VersionRegistry:
         return [version for version in named if version is not None]
 
     async def _change(self, key: str, version: int, **changes: str | int) -> None:
-        """Change fields of a row if it is that of this version."""
-
-        def changed(found: Value | None) -> Value | None:
-            """Return the row with the changes; None if it has them, or is that of another version."""
-            return (
-                None
-                if found is None or found.get("version") != version or found.items() >= changes.items()
-                else {**found, **changes}
-            )
+        def changed(value: Value | None) -> Value | None:
+            if value is None or value.get("version") != version or value.items() >= changes.items():
+                return None
+            return {**value, **changes}
 
         await self._rows.change(key, changed, replace_unreadable=True)
 
@@ -341,9 +325,9 @@ def _check_fence(head: Value | None, epoch: int) -> None:
         raise Fenced(f"weights.{HEAD}", epoch, fence)
 
 
-def _parse(key: str, value: JsonObject) -> VersionRow | None:
-    """Return the row; None for a head that has only a fence."""
-    if "version" not in value:
+def _parse(key: str, value: JsonObject | None) -> VersionRow | None:
+    """Return the row; None for none, and for a head that has only a fence."""
+    if value is None or "version" not in value:
         return None
     try:
         return row_of(VersionRow, value)

@@ -271,9 +271,7 @@ class BroadcastGroup:
                 _nccl_broadcast(group, self._on_device(flat, following, stream), options, stream, timeout_s, self.name)
 
     def _own_stream(self) -> torch.cuda.Stream:
-        """Return the stream of the broadcasts; a receiver's is behind the work of this thread, which may read its
-        memory.
-        """
+        """Return the stream of the broadcasts; a receiver's is behind the work of this thread, which may read it."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device, priority=-1)
         if self.rank > 0:
@@ -296,7 +294,6 @@ def _nccl_broadcast(
     late = threading.Event()
 
     def run() -> None:
-        """Broadcast on the group's stream, and poll until it is done or late."""
         with torch.cuda.stream(stream):  # a new thread is on the first GPU
             work = group.broadcast([flat], options)
             while not work.is_completed() and not late.is_set():
@@ -305,7 +302,6 @@ def _nccl_broadcast(
                 work.wait()
 
     def abort() -> None:
-        """End the poll and abort the communicator."""
         late.set()
         group.abort()
 
@@ -342,10 +338,7 @@ def _translated(group: str, doing: str) -> Iterator[None]:
 
 
 def _reason(text: str) -> str:
-    """Return an error's first line with NCCL's own reason, which torch writes last, under "Last error:".
-
-    Source: torch 2.11, getNcclErrorDetailStr in torch/csrc/distributed/c10d/NCCLUtils.cpp.
-    """
+    """Return an error's first line with NCCL's own reason, which torch writes last, under "Last error:"."""
     first, _, details = text.partition("\n")
     causes = [line.strip() for line in details.partition("Last error:")[2].splitlines() if line.strip()]
     return f"{first}: {' '.join(causes)}" if causes else first

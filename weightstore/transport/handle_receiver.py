@@ -36,7 +36,7 @@ _GONE = zmq.EVENT_CONNECT_RETRIED
 
 
 class HandleReceiver:
-    """``PushReceiver`` for one engine's socket. Context and memory belong to the caller.
+    """``WeightReceiver`` for one engine's socket. Context and memory belong to the caller.
 
     Requests that are no part of a push go over ``control``, another receiver of the same engine, if there is one.
     """
@@ -60,13 +60,8 @@ class HandleReceiver:
         Raises ZMQError for an invalid URL.
         """
         self.url = url
-        self._epoch, self._deadlines, self._memory, self._control, self._ranks = (
-            epoch,
-            deadlines,
-            memory,
-            control,
-            ranks,
-        )
+        self._epoch, self._deadlines, self._memory = epoch, deadlines, memory
+        self._control, self._ranks = control, ranks
         self._refused = refused
         self._last_id, self._version = 0, -1
         self._waiters: dict[int, _Waiter] = {}
@@ -167,16 +162,12 @@ class HandleReceiver:
             raise
 
     async def _request(self, verb: str, **fields: object) -> dict[str, object]:
-        """Send a request of a phase and return the answer."""
         return await self._answered(verb, fields, self._deadlines.of("verify" if verb == "checksums" else verb))
 
     async def _answered(
         self, verb: str, fields: Mapping[str, object], deadline_s: float, *, messages: int = 0
     ) -> dict[str, object]:
-        """Send a request and return the answer, or raise ReceiverFailed or Fenced.
-
-        The deadline begins anew with the first ``messages`` reports that the engine is at work on it.
-        """
+        """Return the answer. The deadline begins anew with the first ``messages`` reports of work on it."""
         request_id = self._last_id = self._last_id + 1
         request = {"verb": verb, "id": request_id, "epoch": self._epoch, "timeout_s": deadline_s, **fields}
         try:
@@ -184,7 +175,6 @@ class HandleReceiver:
                 extensions = iter(range(messages))
 
                 def under_way() -> None:
-                    """Let the deadline begin anew."""
                     # Another request's waiter may read this message, when the deadline of this one is over.
                     if not limit.expired() and next(extensions, None) is not None:
                         limit.reschedule(asyncio.get_running_loop().time() + deadline_s)
@@ -222,7 +212,6 @@ class HandleReceiver:
             del self._waiters[request_id]
 
     async def _read(self, verb: str) -> None:
-        """Read one answer and give it to its waiter; an answer that comes too late is ignored."""
         coming = asyncio.ensure_future(self._socket.recv())
         if self._gone:
             coming.cancel()  # unless it is there already
@@ -243,8 +232,6 @@ class HandleReceiver:
 
 @dataclass(frozen=True, slots=True)
 class _Waiter:
-    """A request without an answer yet."""
-
     answer: "asyncio.Future[dict[str, object]]"
     under_way: Callable[[], None]
 
@@ -262,7 +249,7 @@ class HandleReceivers:
         gpu: str = "",
         parts: Sequence[RemotePart] = (),
     ) -> None:
-        """``gpu``: UUID of the GPU that has the memory; "" = host memory. ``parts``: those of other ranks."""
+        """``gpu``: UUID of the GPU that has the memory; "" = host memory. ``parts``: of other ranks."""
         self._gpu, self._parts = gpu, parts
         self._memory, self._otherwise, self._epoch, self._deadlines = memory, otherwise, epoch, deadlines
         self._context, self._place = zmq.asyncio.Context(), shared_memory_domain()

@@ -164,7 +164,6 @@ class _NotSupported(ReceiverFailed):
 
 
 def _specs(specs: Sequence[TensorSpec]) -> dict[str, object]:
-    """Return the tensors of a bucket as in SGLang's requests."""
     return {
         "names": [spec.name for spec in specs],
         "dtypes": [spec.dtype for spec in specs],

@@ -63,7 +63,7 @@ class PartServer:
         self._sets: dict[str, Mapping[str, Tensor]] = {}
         self._read: dict[str, threading.Event] = {}
         """Set name -> set when rank 0 has read it."""
-        self._left = threading.Event()
+        self._has_left = threading.Event()
         """Set when no request of rank 0 will follow."""
         self._groups: dict[str, Sender] = {}
         self._met: set[str] = set()
@@ -113,7 +113,7 @@ class PartServer:
 
     def wait_until_left(self, timeout_s: float) -> bool:
         """Wait until no request of rank 0 will follow. Returns whether that is so, or the server has ended."""
-        return not self._thread.is_alive or self._left.wait(timeout_s)
+        return not self._thread.is_alive or self._has_left.wait(timeout_s)
 
     def close(self) -> None:
         """Stop serving, close all groups, and end the thread. Safe to call twice."""
@@ -157,7 +157,6 @@ class PartServer:
         """Return the route of commands that are answered by ``work``, or with the reason and status of its error."""
 
         async def handle(request: web.Request) -> web.Response:
-            """Answer one request."""
             try:
                 content = await work(request, _map_in(body_in(request)))
                 return web.Response(body=content) if isinstance(content, bytes) else web.json_response(content)
@@ -174,16 +173,12 @@ class PartServer:
         return {}
 
     async def _leave(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
-        self._left.set()
+        self._has_left.set()
         return {}
 
     async def _host(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
-        name, world_size, backend, timeout_s = (
-            str(body["name"]),
-            int(body["world_size"]),
-            str(body["backend"]),
-            _seconds_in(body),
-        )
+        name, world_size, backend = str(body["name"]), int(body["world_size"]), str(body["backend"])
+        timeout_s = _seconds_in(body)
         try:
             sender = await Sender.open(
                 name, world_size, backend, timeout_s, at=self._at, memory=self._memory, gpu=self._end.uuid

@@ -1,7 +1,7 @@
 """Parts of the weights in the memory of other ranks of the learner, each behind a server (``part_server``), as rank 0
 uses them.
 
-    rank 0: request of a push  -> PartServer of rank k: its process group broadcasts a bucket of its copy, which rank 0 never has
+    rank 0: request of a push  -> PartServer of rank k: its process group broadcasts a bucket of its copy
             handle of a bucket -> an engine on that host maps it
             checksum report    -> compared with the copy there
             a tensor           -> read once, for a snapshot on rank 0's disk

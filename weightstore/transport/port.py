@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from tidemill.bus.wire.rows import LiveRow
@@ -67,6 +67,20 @@ class WeightReceiver(Protocol):
         the next requests before it has answered this one, in any order.
         """
 
+    async def receive(self, version: int, buckets: "Buckets", *, serve: bool) -> float | None:
+        """Begin a push and receive these flat buckets one after the other, in place of ``begin bucket*``.
+
+        For engines with ``single_request_push``.
+
+        With ``serve`` also end it, and return seconds as ``end`` does.
+
+        None: it is not ended yet. One that ``carries`` never ends it: its engine may have read the buckets too late.
+
+        Send the buckets meanwhile, unless it ``carries``. The engine applies the deadline of the adapter to each
+        bucket; one that ``carries`` has no other deadline, and the request of any other has none: its answer is due
+        when all buckets are sent.
+        """
+
     async def checksums(self) -> "ChecksumReport | None":
         """Return the checksums of the weights received in the open push; None when this engine has no checksums."""
 
@@ -89,23 +103,6 @@ class WeightReceiver(Protocol):
     async def load_snapshot(self, directory: str, version: int) -> float:
         """Load the weights of a directory that the engine can read, whole or not at all. Returns seconds as ``end``."""
         raise NotImplementedError
-
-
-@runtime_checkable
-class PushReceiver(WeightReceiver, Protocol):
-    """Receiver with ``single_request_push``: ``receive`` replaces ``begin bucket*``, with ``serve`` also ``end``."""
-
-    async def receive(self, version: int, buckets: "Buckets", *, serve: bool) -> float | None:
-        """Begin a push and receive these flat buckets one after the other.
-
-        With ``serve`` also end it, and return seconds as ``end`` does.
-
-        None: it is not ended yet. One that ``carries`` never ends it: its engine may have read the buckets too late.
-
-        Send the buckets meanwhile, unless it ``carries``. The engine applies the deadline of the adapter to each
-        bucket; one that ``carries`` has no other deadline, and the request of any other has none: its answer is due
-        when all buckets are sent.
-        """
 
 
 OpenReceiver = Callable[["LiveRow"], WeightReceiver]

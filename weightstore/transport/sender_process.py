@@ -1,14 +1,14 @@
 """The learner's end of a process group in a process of its own, which can be killed at any time: the end in the
 learner.
 
-    channel's thread                          process (``sender_child``)
+    sender's thread                           process (``sender_child``)
     host, meet     --- msgpack over a pipe -> BroadcastGroup
     send (handles) -------------------------> maps the staging memory, broadcasts
                    <------ done, or lost ----
     late, or closed: SIGKILL
 
 NCCL may end its process when a peer dies in a broadcast (its watchdog), or wait without end where nothing can interrupt
-it. Here that costs the group: the channel opens another one, with a new process, for the engines that are left. Each
+it. Here that costs the group: the push opens another one, with a new process, for the engines that are left. Each
 process has a CUDA context of its own, about 0.5 GB, and two buckets.
 """
 
@@ -147,7 +147,6 @@ class SenderProcess:
         return answer
 
     def _status(self) -> str:
-        """Return how the process ended, if it is known by now."""
         try:
             code = self._process.wait(GRACE_S)
         except subprocess.TimeoutExpired:

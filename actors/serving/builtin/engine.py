@@ -92,6 +92,7 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
 
     async def close(self) -> None:
         """Abort the requests that are left, answering with their tokens so far; end the thread and the server."""
+        # First, because the listener waits for its requests, and the scheduler ends them.
         await asyncio.to_thread(self.scheduler.close, CLOSE_S)
         await super().close()
         await self.peer_snapshots.close()

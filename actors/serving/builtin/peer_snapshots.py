@@ -19,7 +19,7 @@ from tidemill.actors.errors import PeerTransferRefused
 from tidemill.actors.scratch import Scratch
 from tidemill.actors.serving.builtin.weights import Weights
 from tidemill.weightstore.format.manifest import Manifest
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store import snapshot_files
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class PeerSnapshotServer:
         served: Callable[[], Awaitable[tuple[int, Weights]]],
         model_dir: Path,
         *,
-        write: Callable[..., object] = snapshot.write,
+        write: Callable[..., object] = snapshot_files.write,
     ) -> None:
         """``served`` returns a version and its weights."""
         self._served, self._model_dir, self._write_snapshot = served, model_dir, write

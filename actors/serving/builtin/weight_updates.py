@@ -202,6 +202,7 @@ class BuiltinUpdates(Updates):
             update.check_new(specs, self._sizes)
             group = self._group(group_name)
             async with group.in_use(timeout_s):
+                # Again: another request may have announced them while this one waited for the group.
                 self._check_current(update)
                 update.check_new(specs, self._sizes)
                 update.announced.update(spec.name for spec in specs)

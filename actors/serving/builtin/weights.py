@@ -20,7 +20,7 @@ from torch import Tensor
 from tidemill.actors.errors import UnsupportedModel, UpdateRefused
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.weightstore.format.manifest import Bucket
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store import snapshot_files
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ALIGNED_BYTES = 64
@@ -231,8 +231,8 @@ def load_from_directory(weights: Weights, directory: Path) -> None:
     """Load and finalize a set of weights. A snapshot is verified byte by byte (SnapshotBroken); other directories have
     no checksums. Raises UpdateRefused unless every tensor is there once, with its shape.
     """
-    if (directory / snapshot.MANIFEST).exists():
-        snapshot.verify(directory)
+    if (directory / snapshot_files.MANIFEST).exists():
+        snapshot_files.verify(directory)
     filled: set[str] = set()
     weights.writes += 1
     for name, tensor in read_safetensors(directory):

@@ -62,9 +62,9 @@ class AcceleratorLease:
                 return
             await asyncio.sleep(_POLL_S / 2)
 
-    async def wait_until_available(self, ended: asyncio.Event | None = None) -> None:
-        """Wait until ``available``, through any outage of the bus, or until ``ended`` is set."""
-        while ended is None or not ended.is_set():
+    async def wait_until_available(self, stop: asyncio.Event | None = None) -> None:
+        """Wait until ``available``, through any outage of the bus, or until ``stop`` is set."""
+        while stop is None or not stop.is_set():
             try:
                 if await self.available():
                     return
@@ -74,7 +74,6 @@ class AcceleratorLease:
 
     async def _write(self, whose: str, epoch: int) -> None:
         def changed(row: Value | None) -> Value | None:
-            """Return the new row; None, so that nothing is written, if it belongs to a newer learner."""
             replaced = row is not None and int(row.get("epoch", 0)) > epoch
             return None if replaced else {"whose": whose, "epoch": epoch}
 

@@ -75,10 +75,7 @@ def _running(directory: Path) -> bool:
 
 @contextmanager
 def started(bus: EndedBus) -> Iterator[str]:
-    """Run the bus while entered; yield its address with the viewer's password in it: not to be shown.
-
-    Raises ValueError when the server cannot be started, RunResumed on SIGTERM.
-    """
+    """Run the bus while entered; yield its address, not to be shown. Raises ValueError, RunResumed on SIGTERM."""
     password = "" if bus.config.auth else secrets.token_urlsafe(_PASSWORD_BYTES)
     try:
         servers = EmbeddedBus(bus.directory, bus.run, bus.config, bus.auth_dir, read_only=True, viewer=password)

@@ -3,7 +3,7 @@ use.
 
 config.json, tokenizer files, ...     copied from the model directory
 model.safetensors                     or model-00001-of-0000N.safetensors with model.safetensors.index.json
-manifest.json                         version, step, digest of names/shapes/dtypes, size and SHA-256 of every file; written last
+manifest.json                         version, step, digest of names/shapes/dtypes, size and SHA-256 of the files; last
 """
 
 import hashlib
@@ -168,6 +168,8 @@ def _set_dtype(file: Path, manifest: Manifest) -> None:
 def rename_into_place(aside: Path, directory: Path, *, durable: bool) -> None:
     """Rename a finished directory to its final name."""
     if durable:
+        # Files and names before the rename, and the parent after it: a final name means complete, also after a loss
+        # of power.
         for path in [*aside.iterdir(), aside]:
             sync(path)
     if directory.exists():
@@ -195,9 +197,9 @@ def verify(directory: Path) -> SnapshotInfo:
             raise SnapshotBroken(str(path), f"{size} bytes", "no such file")
         if path.stat().st_size != size:
             raise SnapshotBroken(str(path), f"{size} bytes", f"{path.stat().st_size}")
-        found = _hash_file(path)[1]
-        if found != digest:
-            raise SnapshotBroken(str(path), f"SHA-256 {digest}", found)
+        sha256 = _hash_file(path)[1]
+        if sha256 != digest:
+            raise SnapshotBroken(str(path), f"SHA-256 {digest}", sha256)
     return info
 
 
@@ -239,7 +241,6 @@ def _shards(manifest: Manifest, shard_bytes: int) -> list[list[TensorSpec]]:
 
 
 def _write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write tensors one after the other, without a copy of the whole. Returns (bytes, SHA-256)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in specs:
