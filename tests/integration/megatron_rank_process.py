@@ -45,7 +45,7 @@ def run(settings: dict[str, dict[str, object]]) -> int:
         places,
         learner=LearnerConfig(
             optimizer=OptimizerConfig(**settings["optimizer"]),  # type: ignore[arg-type]
-            algorithm=algorithm_of(**settings["algorithm"]),  # type: ignore[arg-type]
+            algorithm=algorithm_of(**settings["algorithm"]),
             hooks=HooksConfig(**settings["hooks"]),  # type: ignore[arg-type]
             **settings["learner"],  # type: ignore[arg-type]
         ),

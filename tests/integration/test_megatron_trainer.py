@@ -576,7 +576,7 @@ def test_the_peak_of_a_device(name: str, peak: float | None) -> None:
 @pytest.mark.parametrize("correction", PRESETS)
 def test_every_correction_trains_and_names_its_metrics(make: Any, correction: str) -> None:
     metrics = _train(make(correction=correction, with_proximal=False)[0])[-1]
-    assert ("offpolicy/tis_weight_mean" in metrics) == (AlgorithmConfig(correction=correction).weight != "none")
+    assert ("offpolicy/tis_weight_mean" in metrics) == (AlgorithmConfig(correction=correction).weight.level != "none")
     assert all(np.isfinite(value) for value in metrics.values())
     assert not undocumented(metrics)
     assert metrics["offpolicy/lag_share/0"] + metrics["offpolicy/lag_share/1"] == pytest.approx(1)
@@ -628,11 +628,11 @@ def test_the_coefficient_of_the_entropy_bonus_adapts_and_goes_on_behind_a_checkp
     policy = build_policy(model_dir, dtype="float32", parallel=here)
     batches = [make_batches(make_samples(vocab=VOCAB, step=step), step=step)[0] for step in (3, 4, 5)]
 
-    def trainer(**settings: float) -> Trainer:
-        algorithm = algorithm_of(entropy={"coef": 0.01}, **settings)  # type: ignore[arg-type]
+    def trainer(**entropy: float) -> Trainer:
+        algorithm = algorithm_of(entropy={"coef": 0.01} | entropy)
         return Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-12), steps=10), algorithm, max_lag=2)
 
-    fixed, low = trainer(), trainer(entropy={"target": 99.0, "delta": 0.25, "coef_max": 0.4})
+    fixed, low = trainer(), trainer(target=99.0, delta=0.25, coef_max=0.4)
     found = [low.train(batch) for batch in batches]
     assert [metrics["train/entropy_coef"] for metrics in found] == [0.01, pytest.approx(0.26), 0.4]
     plain = fixed.train(batches[1])
@@ -641,10 +641,10 @@ def test_the_coefficient_of_the_entropy_bonus_adapts_and_goes_on_behind_a_checkp
     assert found[1]["train/loss"] == pytest.approx(plain["train/loss"] - bonus, abs=1e-4), (
         "the weights stay as they are"
     )
-    again = trainer(entropy={"target": 99.0, "delta": 0.25, "coef_max": 0.4})
+    again = trainer(target=99.0, delta=0.25, coef_max=0.4)
     again.restore(low.numbers)
     assert again.entropy_bonus == low.entropy_bonus and again.train(batches[0])["train/entropy_coef"] == 0.4
-    high = trainer(entropy={"target": 1e-3})
+    high = trainer(target=1e-3)
     assert [high.train(batch)["train/entropy_coef"] for batch in batches] == [0.01, 0, 0]
     again.restore(high.numbers)
     assert again.train(batches[0])["train/entropy_coef"] == 0

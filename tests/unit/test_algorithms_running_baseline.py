@@ -172,9 +172,9 @@ def test_what_goes_with_it_and_what_does_not() -> None:
         ({"gamma": 0.9}, "gamma: not used by advantage rae"),
     ):
         with pytest.raises(ValueError, match=message):
-            algorithm_of(advantage="rae", **changes)  # type: ignore[arg-type]
+            algorithm_of(advantage="rae", **changes)
     for changes in ({"rae": {"decay": 0.9}}, {"rae": {"role": "player"}}):
         with pytest.raises(ValueError, match=r"not used by advantage grpo; want advantage: rae"):
-            algorithm_of(**changes)  # type: ignore[arg-type]
+            algorithm_of(**changes)
     with pytest.raises(ValueError, match="credit: turn needs"):
         LearnerConfig(credit="turn", algorithm=AlgorithmConfig(advantage="rae"))
