@@ -9,7 +9,7 @@ G = groups (in formulas, the size of one group). All estimators have the same si
 response; its advantage is 0. ``members`` chooses its effect on the other samples of its group:
 
     count      its reward (0 for a failure) is in every statistic of the group
-    leave_out  the group consists of the valid samples, as if the sample had never been requested; its reward is ignored, NaN included
+    leave_out  the group consists of the valid samples; its reward is ignored, NaN included
 
 The right choice depends on why samples are missing. Let P be the probability that a response is valid and R its mean
 reward if it is; the mean gradients of ``rloo`` over the valid samples are
@@ -18,7 +18,7 @@ reward if it is; the mean gradients of ``rloo`` over the valid samples are
     missing because of the response (a time-out on long ones), failures worth 0, J = P R, grad J = P grad R + R grad P:
         leave_out    P grad R: the reward of the valid responses; the gradient ignores that fewer of them are valid
         count        P grad R + (1 - P) R grad P: part of the gradient away from failing
-        valid, reward 0, trained    P grad R + R grad P: the whole gradient, so the cure is to train on the partial responses
+        valid, reward 0, trained    P grad R + R grad P: the whole gradient: train on the partial responses
 
 (leave_out: given at least two valid samples; their number in the group is a factor). Mean-centred estimators add the
 factor (G - 1) / G with G the counted members, which differs between groups with missing samples.

@@ -1,7 +1,7 @@
 """Advantages by token, and targets of the value function, from the values of a critic.
 
     rewards of samples, divergence of tokens -> rewards of tokens -+
-    values before the step ----------------------------------------+-> GAE or V-trace -> whitening -> advantages, returns
+    values before the step ----------------------------------------+-> GAE or V-trace -> whitened advantages, returns
 
 Pure functions; T = tokens of a packed row, N = samples (episodes) of the step. The unit is a token sequence: each
 sequence of an episode ends with the episode's reward, at its last trainable token, and the value behind it is 0. That

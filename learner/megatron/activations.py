@@ -4,7 +4,7 @@ share.
     embedding | layers.<i>.attention.qkv, .attention.core, .attention, .mlp.experts, .mlp, layers.<i> (its output) |
 norm | log_probs
 
-    rank: its layers, its tokens, its heads -> whole outputs of the stage (tensor-, context-parallel ranks) -> rank 0: all stages, in order
+    rank: its layers, tokens, heads -> outputs of the stage (tensor-, context-parallel ranks) -> rank 0: all stages
 
 The numbers of the layers are those of the whole model at every layout. ``.mlp.experts`` is 1 where a token is sent to
 an expert, else 0. Shape letters: T = tokens of one prompt, with padding; C = those of this context-parallel rank; H =

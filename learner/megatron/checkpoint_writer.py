@@ -1,6 +1,6 @@
 """Writer of Megatron's distributed checkpoint format that runs in the rank's own process, in two parts.
 
-    StagedSave.save   all ranks together: plan the files, copy this rank's tensors to host memory (or only refer to them)
+    StagedSave.save   all ranks together: plan the files, copy this rank's tensors to host memory, or refer to them
     Staged.write      any thread, no collective: write this rank's file
     Staged.finish     rank 0, with the results of all ranks: write the index (.metadata)
 

@@ -1,6 +1,6 @@
 """The critic: a second model with a value head, its optimizer, and the steps that train it beside the policy.
 
-    rows -> values, forward only -> (advantages and returns: ``token_advantages``) -> for each minibatch: value loss, backward, Adam
+    rows -> values, forward only -> (advantages and returns: ``token_advantages``) -> each minibatch: value loss, Adam
 
 It knows nothing of the policy. Shape letters: T = tokens of a packed micro-batch, C = those of this rank's part of it.
 """

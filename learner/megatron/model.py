@@ -276,7 +276,7 @@ def _data_parallel(
 ) -> DistributedDataParallel:
     """Wrap a chunk. Gradients are scratch memory, because each minibatch sets them to zero first."""
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,  # gradients of many micro-batches and ranks are added up, each much smaller than the sum
+        grad_reduce_in_fp32=True,  # gradients of many micro-batches and ranks are added up, each far below the sum
         overlap_grad_reduce=replicas.overlap_grad_reduce,
         use_distributed_optimizer=replicas.distributed_optimizer,
         overlap_param_gather=replicas.overlap_param_gather,

@@ -1,6 +1,6 @@
 """Rows through the model by Megatron's schedules: one row after the other, or a pipeline of stages (1F1B, interleaved).
 
-    row -> this rank's chunk(s) of the layers -> hidden states -> ``finish`` on the last stage -> loss, result -> backward
+    row -> this rank's chunk(s) of the layers -> hidden states -> ``finish`` on the last stage -> loss -> backward
 
 Knows the policy and the inputs of its model; the loss is a function that it is given.
 """

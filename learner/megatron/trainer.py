@@ -1,7 +1,7 @@
 """The optimizer steps of one StepBatch: micro-batches through Megatron's schedule, the objective, its diagnostics,
 Adam.
 
-    batch -> old and reference log-probs, where needed -> advantages -> for each minibatch: corrections, loss, backward, Adam
+    batch -> old and reference log-probs, where needed -> advantages -> for each minibatch: corrections, loss, Adam
 
 Shape letters: T = tokens of a packed micro-batch, H = hidden size, N = samples of the step on all ranks.
 """

@@ -90,9 +90,8 @@ def _own(path: str) -> type[LocalLayers]:
             "a class with the bases LocalLayers (learner/megatron/bridges/local_layers.py) and one of mbridge's "
             "bridges, in this order"
         )
-        raise ValueError(
-            f"learner.bridge: want {want}, got {path!r}: {getattr(bridge_class, '__mro__', type(bridge_class).__name__)}"
-        )
+        got = getattr(bridge_class, "__mro__", type(bridge_class).__name__)
+        raise ValueError(f"learner.bridge: want {want}, got {path!r}: {got}")
     return bridge_class
 
 
