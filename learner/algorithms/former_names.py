@@ -5,8 +5,8 @@ has the digest that it had then, and records of earlier runs are read by them.
 from collections.abc import Mapping
 from dataclasses import asdict
 from operator import attrgetter
+from typing import Any
 
-from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.algorithms.config import AlgorithmConfig
 
 FORMER: Mapping[str, str] = {
@@ -57,14 +57,14 @@ FORMER: Mapping[str, str] = {
 _SECTIONS = {path.partition(".")[0] for path in FORMER.values()}
 
 
-def flat(algorithm: AlgorithmConfig) -> JsonObject:
+def flat(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """Return the settings by their former names."""
     settings = {name: value for name, value in asdict(algorithm).items() if name not in _SECTIONS}
     settings |= {former: attrgetter(path)(algorithm) for former, path in FORMER.items()}
     return settings | {"ess_lr": bool(algorithm.ess_lr), "ess_lr_base": algorithm.ess_lr or 1.0}
 
 
-def with_sections(settings: JsonMapping) -> JsonObject:
+def with_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a record in their sections, whatever names they had when it was made."""
     if all(former not in settings or isinstance(settings[former], Mapping) for former in FORMER):
         return dict(settings)
