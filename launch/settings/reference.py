@@ -16,22 +16,23 @@ from tidemill.learner.algorithms.config import unset_names
 
 HEAD = """# Configuration reference
 
-Every setting of a run's configuration file: {count} of them, and {entries} of the entries of maps. This page is generated from the code; do
-not edit it:
+Every setting of a run's configuration file: {count} of them, and {entries} of the entries of maps. This page is
+generated from the code; do not edit it:
 
 ```
 tidemill config --reference > docs/configuration.md     # this page
-tidemill config --schema > tidemill.schema.json         # the same as JSON Schema, for completion and checks in an editor
+tidemill config --schema > tidemill.schema.json         # JSON Schema, for completion and checks in an editor
 ```
 
-How values from files, `--set` and the environment combine, the checks before a start, and usual mistakes with their messages:
-[configuring.md](configuring.md). Formulas and choices of the algorithm: [algorithms.md](algorithms.md). An editor with a YAML
-language server finds the schema by the first line of a file: `# yaml-language-server: $schema=tidemill.schema.json`.
+How values from files, `--set` and the environment combine, the checks before a start, and usual mistakes with their
+messages: [configuring.md](configuring.md). Formulas and choices of the algorithm: [algorithms.md](algorithms.md). An
+editor with a YAML language server finds the schema by the first line of a file:
+`# yaml-language-server: $schema=tidemill.schema.json`.
 
-"Allowed" lists the choices and bounds of one key. Settings that contradict each other are refused as well, with the reason. The default
-`preset` means the value of the preset that `learner.algorithm.correction` names.
+"Allowed" lists the choices and bounds of one key. Settings that contradict each other are refused as well, with the
+reason. The default `preset` means the value of the preset that `learner.algorithm.correction` names.
 """
-BEGIN = """Most runs set these and nothing else; `tidemill init` writes a file with them. All others are for a reason, and follow by section."""
+BEGIN = "Most runs set these and nothing else; `tidemill init` writes a file with them. All others follow by section."
 NUMBER_AS_TEXT = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
 """Pattern of numbers that may be text: an editor with YAML 1.1 reads 1e-3 as text, the loader as a number."""
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}

@@ -109,8 +109,8 @@ class DebugConfig:
     none.
     """
     load_rollout: str = ""
-    """Files of ``save_rollout`` to train on, without engines and actors; a name without ``{step}`` is the batch of every
-    step. Empty = none.
+    """Files of ``save_rollout`` to train on, without engines and actors; a name without ``{step}`` is the batch of
+    every step. Empty = none.
     """
     save_train: str = ""
     """File for the training data of each step and rank, with ``{step}`` and ``{rank}`` in its name; empty = none."""
