@@ -22,6 +22,8 @@ from tidemill.launch.run.watch import SILENT_S, RunWatch
 REFRESH_S = 0.5
 PLAIN_EVERY_S = 5.0
 """Seconds between two lines of the plain view."""
+QUIET_S = 30.0
+"""Seconds without a step behind which the plain view names what the processes wait for, and again as often."""
 EVENTS_EVERY_S = 1.0
 """Seconds after which the plain view prints new events."""
 PLOT_HEIGHT = 9
@@ -64,7 +66,7 @@ async def show_live(watch: RunWatch, title: str, console: Console) -> None:
 async def show_plain(watch: RunWatch, console: Console) -> None:
     """Background loop: print events and evaluations once, and a line of progress every few seconds."""
     printed: set[str] = set()
-    printed_step, next_s = -1, 0.0
+    printed_step, next_s, quiet_since_s = -1, 0.0, time.monotonic()
 
     def show(*lines: str) -> None:
         """Print new events, then these lines."""
@@ -78,8 +80,12 @@ async def show_plain(watch: RunWatch, console: Console) -> None:
             show()
             if time.monotonic() >= next_s:
                 next_s = time.monotonic() + PLAIN_EVERY_S
-                if line := _progress_line(watch, printed_step):
+                line = _progress_line(watch, printed_step)
+                if not line and time.monotonic() >= quiet_since_s + QUIET_S:
+                    line = waits(watch)
+                if line:
                     show(f"{watch.elapsed_s:5.0f} s   {line}")
+                    quiet_since_s = time.monotonic()
                 printed_step = printed_step if watch.bus_silence else watch.step
             await asyncio.sleep(EVENTS_EVERY_S)
     finally:
@@ -101,14 +107,14 @@ def evaluations(watch: RunWatch) -> list[str]:
 
 
 def waits(watch: RunWatch) -> str:
-    """Return the phases and troubles of the processes, as shown before the first step is done."""
+    """Return the phases and troubles of the processes, as shown before the first step and when no step comes."""
     if watch.full:
         return f"the bus stores nothing, the run waits: {watch.full}"
     troubles = "; ".join(f"{row.id}: {row.trouble}" for row, _ in watch.rows if row.trouble)
     rows = [f"{row.role} {row.phase}" + (f" ({row.waits_for})" if row.waits_for else "") for row, _ in watch.rows]
     return (
         (f"{troubles}; " if troubles else "")
-        + "starting: "
+        + (f"behind step {watch.step}: " if watch.outcomes else "starting: ")
         + (", ".join(rows) if rows else "no process has sent a heartbeat yet")
     )
 

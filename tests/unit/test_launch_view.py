@@ -148,7 +148,8 @@ def test_trouble_is_shown_before_and_after_the_first_step() -> None:
         console = Console(file=io.StringIO(), width=120, force_terminal=False, color_system=None)
         console.print(picture(watch, "tidemill test"))
         assert "99 of 99 samples failed" in console.file.getvalue()  # type: ignore[attr-defined]
-        assert waits(watch).startswith("actor-0: 99 of 99 samples failed, the last: no judge; starting: ")
+        stage = "behind step 1: " if rewards else "starting: "
+        assert waits(watch).startswith(f"actor-0: 99 of 99 samples failed, the last: no judge; {stage}")
         (event,) = watch.events
         assert "actor-0: 9 of 9 samples failed" in event, "once a process, at the first"
         assert watch.troubles == {"actor-0": "99 of 99 samples failed, the last: no judge"}
@@ -200,6 +201,19 @@ async def test_the_plain_view_prints_an_evaluation_once(monkeypatch: pytest.Monk
     await asyncio.gather(showing, return_exceptions=True)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("evaluation held 0.250") == 1 and "eval held" not in text
+
+
+async def test_the_plain_view_names_what_a_run_waits_for_when_no_step_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for interval in ("EVENTS_EVERY_S", "PLAIN_EVERY_S", "QUIET_S"):
+        monkeypatch.setattr(view, interval, 0.01)
+    watch, console = watch_of([0.5], steps=10), Console(file=io.StringIO(), width=200)
+    watch.rows = [(LiveRow(role="actor", id="actor-0", host="h", pid=1, phase="waiting", waits_for="an engine"), 0.0)]
+    showing = asyncio.create_task(show_plain(watch, console))
+    while console.file.getvalue().count("behind step 1: actor waiting (an engine)") < 2:  # type: ignore[attr-defined]  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    showing.cancel()
+    await asyncio.gather(showing, return_exceptions=True)
+    assert console.file.getvalue().count("step 1/10") == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("size", [(100, 32), (80, 24), (140, 50)])
