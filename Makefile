@@ -62,7 +62,7 @@ arithmetic: setup
 	$(BIN)/tidemill up launch/configs/arithmetic.yaml --fresh $(ARGS)
 	$(BIN)/tidemill up launch/configs/arithmetic_rl.yaml --fresh --from-checkpoint runs/arithmetic/checkpoints/step-300-epoch-1 $(ARGS)
 
-TESTS := tests/net/test_smoke.py tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit
+TESTS := tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit
 
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)
 test test-chaos test-late test-frozen test-net test-net-all test-all test-sglang test-sglang-all test-env test-more: export CUDA_VISIBLE_DEVICES :=
@@ -113,9 +113,9 @@ ON_MACHINES := tests/net/test_run.py tests/net/test_learner_nodes.py tests/net/t
 test-net-all: setup
 	$(BIN)/python -m pytest -s tests/net
 
-test-all: export THOROUGH := 1
+test-all test-sglang-all test-net-all test-env test-gpu test-gpu-logic: export THOROUGH := 1
 test-all: check
-	$(BIN)/python -m pytest -m "not gpu" tests/chaos $(TESTS) $(BESIDE)
+	$(BIN)/python -m pytest -m "not gpu" tests/chaos tests/net/test_smoke.py $(TESTS) $(BESIDE)
 
 # The engine's contract and whole runs on real SGLang servers.
 test-sglang: setup $(SGLANG)/.ready

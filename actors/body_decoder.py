@@ -58,9 +58,8 @@ def known_fields(
     neutral: Mapping[str, tuple[object, ...]],
     where: str = "",
 ) -> JsonObject:
-    """Return the ``known`` fields that are not null: null is the same as an absent field.
-
-    Raises BadRequest for any other field, unless it has one of the values at which it has no effect (``neutral``).
+    """Return the ``known`` fields that are not null, which means absent. Raises BadRequest for any other field, unless
+    it has one of the values at which it has no effect (``neutral``).
     """
     for name, value in body.items():
         if name in known:
@@ -80,9 +79,7 @@ def shortened(value: object) -> str:
 
 
 def _nearest(name: object, names: Sequence[str]) -> str:
-    """Return the end of an error that proposes the name most like ``name``, or else shows them, unless they are
-    many.
-    """
+    """Return the end of an error, which proposes the nearest name, or shows the names unless they are many."""
     nearest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
     if nearest:
         return f"; did you mean {nearest[0]}?"

@@ -29,21 +29,15 @@ class SglangConfig:
     python: str = "python3"
     """Interpreter that has SGLang, usually of an environment of its own."""
     arguments: JsonObject = field(default_factory=dict)
-    """Command-line arguments of the server that have been tried: ``{tp_size: 2, mem_fraction_static: 0.8}``
-    (docs/sglang.md).
-    """
+    """Arguments of the server that have been tried: ``{tp_size: 2, mem_fraction_static: 0.8}`` (docs/sglang.md)."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables set for the server besides the variables of this process."""
     start_timeout_s: PositiveFloat = 900.0
     """Loading a large model takes minutes."""
     silent_s: PositiveFloat = 60.0
-    """Seconds without an answer of its scheduler after which a server counts as dead; must be longer than its longest
-    step.
-    """
+    """Seconds without an answer after which a server counts as dead; must be longer than its longest step."""
     pause: Literal["in_place", "retract"] = "in_place"
-    """Running requests during an update: in_place (their KV cache is kept) | retract (it is computed again with the new
-    weights).
-    """
+    """Running requests during an update: in_place (their KV cache is kept) | retract (it is computed again)."""
     log: str = ""
     """File for the server's output; empty = one in the directory for temporary files."""
 
@@ -79,9 +73,7 @@ class EngineConfig:
     ``TIDEMILL_ENGINE__DEVICES`` instead.
     """
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The engine's log and ``/server_info``
-    have the one in use.
-    """
+    """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU (``/server_info`` has the one in use)."""
     max_running: Annotated[Positive, BASIC] = 64
     """Sequences decoded together."""
     max_context: NotNegative = 0
@@ -103,9 +95,7 @@ class EngineConfig:
 @section
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    """The listener of an actor through which programs of episodes ask the model. Every request needs the key of its
-    episode.
-    """
+    """The listener through which programs of episodes ask the model. Every request needs the key of its episode."""
 
     host: str = "127.0.0.1"
     """Address to listen on; auto = the address of the interface that leads to the bus, 0.0.0.0 = all. Beyond loopback
@@ -121,9 +111,7 @@ class GatewayConfig:
     renderer_options: JsonObject = field(default_factory=dict)
     """Fields of the renderer's config: ``{enable_thinking: false}``, ``{thinking_retention: all}``."""
     untrained_models: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Names in ``model`` of a request with which it is served as it asks, and is context only: of a simulated user, a
-    judge.
-    """
+    """Names in ``model`` of a request that is served, but is context only: of a simulated user, a judge."""
 
     def __post_init__(self) -> None:
         if self.renderer_options and not self.renderer:
@@ -138,9 +126,7 @@ class ScorersConfig:
     enabled: bool = False
     """True = actors send their samples to scorers, which they find on the bus, and load no reward themselves."""
     host: str = "auto"
-    """Address on which a scorer of this machine listens; auto = the address of the interface that leads to the bus,
-    0.0.0.0 = all.
-    """
+    """Address on which a scorer of this machine listens; auto = the interface that leads to the bus, 0.0.0.0 = all."""
     advertise: str = ""
     """Host, or host:port, at which actors reach it, where that is not ``host`` (containers, NAT)."""
 
@@ -163,25 +149,17 @@ class ActorConfig:
     reward_options: JsonObject = field(default_factory=dict)
     """Passed to the reward."""
     reward_parts: RewardParts = field(default_factory=RewardParts)
-    """Instead of ``reward``: named rewards, whose weighted scores are added: ``{NAME: {reward, weight, options,
-    when}}``.
-    """
+    """Instead of ``reward``: rewards whose weighted scores are added, ``{NAME: {reward, weight, options, when}}``."""
     group_reward: str = ""
-    """Reward of all samples of a task at once, by name or import path; it replaces that of ``reward``
-    (docs/rewards.md). Empty = none.
-    """
+    """Reward of all samples of a task at once, by name or import path, instead of ``reward`` (docs/rewards.md)."""
     group_reward_options: JsonObject = field(default_factory=dict)
     """Passed to the reward of groups."""
     group_reward_when: JsonObject = field(default_factory=dict)
-    """Metadata that a row must have for its samples to be scored together; samples of other rows keep their reward.
-    Empty = any.
-    """
+    """Metadata that a row must have for this; samples of other rows keep their reward. Empty = any."""
     reward_timeout_s: PositiveFloat = 30.0
     """Seconds for one call of the reward; the sample is FAILED after it."""
     reward_workers: Positive = 16
-    """Child processes of a plain reward by import path, each with one call at a time. They are started when there is
-    work.
-    """
+    """Child processes of a plain reward by import path, each with one call at a time; they are started on demand."""
     reward_memory_mb: NotNegative = 4096
     """Private memory of each of these processes; 0 = no limit."""
     scorers: ScorersConfig = field(default_factory=ScorersConfig)
@@ -190,20 +168,16 @@ class ActorConfig:
     """Teachers for on-policy distillation by name, ``{NAME: {urls, or model, when}}``: the first one with a ``when``
     that fits a row scores its samples (docs/distillation.md).
     """
-    teacher_top_k: Annotated[NotNegative, Derived("learner.algorithm.distill_top_k"), SkipJsonSchema()] = 0
+    teacher_top_k: Annotated[NotNegative, Derived("learner.algorithm.distill.top_k"), SkipJsonSchema()] = 0
     """Tokens that a teacher lists at each position."""
     teacher_timeout_s: PositiveFloat = 120.0
-    """Seconds to have a sequence scored, the wait for a teacher that is starting or away included; the sample is FAILED
-    after them.
-    """
+    """Seconds to have a sequence scored, a wait for the teacher included; the sample is FAILED after them."""
     teacher_attempts: Positive = 3
     """Failures of a teacher, or answers that are no scores, after which the sample is FAILED."""
     generate_timeout_s: PositiveFloat = 300.0
     """Bound on one response, waiting for the engine included."""
     join_requests: bool = False
-    """Request all responses of a group in one HTTP request: cheaper for short responses, but all arrive when the
-    longest is done.
-    """
+    """Request all responses of a group at once: cheaper for short ones, but all arrive when the longest is done."""
     routed_experts: Annotated[bool, Derived("learner.routing_replay"), SkipJsonSchema()] = False
     """Engines return the experts of each token, which become part of samples."""
     retries: Positive = 3
@@ -211,12 +185,9 @@ class ActorConfig:
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     """Where programs of episodes reach the actor."""
     partials: bool = True
-    """On a drain, store unfinished responses, so that another actor continues them. False = finish all of them first.
-    """
+    """On a drain, store unfinished responses for another actor to continue. False = finish all of them first."""
     drain_finish_s: NotNegativeFloat = 10.0
-    """Seconds to finish responses before that; must be less than ``up.drain_s`` and any other drain limit of this
-    process.
-    """
+    """Seconds to finish responses before that; must be less than ``up.drain_s`` and other drain limits."""
 
     def __post_init__(self) -> None:
         if self.reward and self.reward_parts:

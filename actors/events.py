@@ -1,6 +1,4 @@
-"""Server-sent events as streamed by SGLang and OpenAI's API: one JSON value each, and [DONE] at the end of a complete
-stream.
-"""
+"""Server-sent events of SGLang and OpenAI: one JSON value each, and [DONE] at the end of a complete stream."""
 
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -34,14 +32,12 @@ def data_of(line: bytes) -> bytes | None:
 
 async def data_in(chunks: AsyncIterator[bytes], *, max_line_bytes: int = MAX_LINE_BYTES) -> AsyncIterator[bytes]:
     """Yield the data of each event of a stream, END included. (aiohttp's own reader refuses lines longer than its
-    buffer.)
-
-    Raises ClientPayloadError at a line of more than ``max_line_bytes``, as if the connection had broken.
+    buffer.) Raises ClientPayloadError at a line of more than ``max_line_bytes``, as if the connection had broken.
     """
     unended = b""
     async for chunk in chunks:
-        *whole, unended = (unended + chunk).split(b"\n")
-        for line in whole:
+        *lines, unended = (unended + chunk).split(b"\n")
+        for line in lines:
             if (data := data_of(line)) is not None:
                 yield data
         if len(unended) > max_line_bytes:

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from tidemill.actors.config import ActorConfig, EngineConfig
 from tidemill.actors.errors import NotAllowed
 from tidemill.actors.rollout_settings import DATASET
+from tidemill.bus.wire.json_object import is_number
 from tidemill.rewards.group import ASKING
 from tidemill.rewards.group import TABLE as OF_GROUPS
 from tidemill.rewards.registry import NAMING, TABLE
@@ -39,15 +40,12 @@ _REWARDS = frozenset({"reward", "reward_parts", "group_reward"})
 
 
 def checked(patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the patterns, ``SETTING=VALUE`` each, with ``*`` for anything. Raises ValueError for one that no guarded
-    setting can fit.
-    """
+    """Return the patterns, ``SETTING=VALUE`` with ``*`` for anything. Raises ValueError if no setting fits."""
     for pattern in patterns:
         name, equals, _ = pattern.partition("=")
         if not equals or not any(fnmatchcase(path, name) or name.startswith(f"{path}.") for path in GUARDED):
-            raise ValueError(
-                f"--allow: want SETTING=VALUE (* for anything) with a setting of {', '.join(GUARDED)}, got {pattern!r}"
-            )
+            want = f"SETTING=VALUE (* for anything) with a setting of {', '.join(GUARDED)}"
+            raise ValueError(f"--allow: want {want}, got {pattern!r}")
     return tuple(patterns)
 
 
@@ -59,12 +57,11 @@ def refuse_foreign(
 
     ``changed``: settings, by path, that this machine replaces after the check.
     """
-    no_scorers = any(
-        path == "actor" or path.startswith("actor.scorers") for path in changed
-    )  # the row's setting of them does not count
+    if any(path == "actor" or path.startswith("actor.scorers") for path in changed):
+        row = _without_scorers(row)
     refused = {
         f"{path}={text}": what
-        for path, what, text in _guarded(row if not no_scorers else _without_scorers(row), role)
+        for path, what, text in _guarded(row, role)
         if not any(pattern == f"{path}={text}" or fnmatchcase(f"{path}={text}", pattern) for pattern in allowed)
     }
     if refused:
@@ -73,22 +70,9 @@ def refuse_foreign(
 
 
 def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (path, kind of thing it names, value as text) of every guarded setting of the row that is not always
-    allowed.
-    """
-    rollouts = row.get("rollouts")
-    for name, entry in rollouts.items() if role == "actor" and isinstance(rollouts, Mapping) else ():
-        if isinstance(entry, Mapping) and entry.get("use") == DATASET:  # no actor runs anything for it
-            continue
-        for setting, what in ROLLOUTS.items():
-            if text := entry.get(setting) if isinstance(entry, Mapping) else entry:
-                yield f"rollouts.{name}.{setting}", what, str(text)
-        # Options of a program that ships name tools, environments and harnesses by import path.
-        options = entry.get("options") if isinstance(entry, Mapping) else None
-        for option, given in options.items() if isinstance(options, Mapping) else ():
-            if not isinstance(given, int | float | None):
-                text = given if isinstance(given, str) else json.dumps(given, sort_keys=True, default=str)
-                yield f"rollouts.{name}.options.{option}", "code", text
+    """Yield (path, kind of thing it names, text) of every guarded setting of the row that is not always allowed."""
+    if role == "actor":
+        yield from _guarded_rollouts(row.get("rollouts"))
     for path, what in GUARDED.items():
         section, _, setting = path.partition(".")
         loads = role in _loading_rewards(row) if setting in _REWARDS else role == section
@@ -103,7 +87,26 @@ def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, s
         named = {path: value} if entries is None else {f"{path}.{name}": entry for name, entry in entries}
         for place, entry in named.items():
             if not _harmless(place, entry, default):
-                yield place, what, entry if isinstance(entry, str) else json.dumps(entry, sort_keys=True, default=str)
+                yield place, what, _text_of(entry)
+
+
+def _guarded_rollouts(rollouts: object) -> Iterator[tuple[str, str, str]]:
+    for name, entry in rollouts.items() if isinstance(rollouts, Mapping) else ():
+        is_map = isinstance(entry, Mapping)
+        if is_map and entry.get("use") == DATASET:  # no actor runs anything for it
+            continue
+        for setting, what in ROLLOUTS.items():
+            if text := entry.get(setting) if is_map else entry:
+                yield f"rollouts.{name}.{setting}", what, str(text)
+        # Options of a program that ships name tools, environments and harnesses by import path.
+        options = entry.get("options") if is_map else None
+        for option, value in options.items() if isinstance(options, Mapping) else ():
+            if not isinstance(value, int | float | None):
+                yield f"rollouts.{name}.options.{option}", "code", _text_of(value)
+
+
+def _text_of(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
 
 
 def _without_scorers(row: Mapping[str, object]) -> Mapping[str, object]:
@@ -112,20 +115,17 @@ def _without_scorers(row: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _loading_rewards(row: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the roles whose processes may load the rewards of a run. Actors do so unless ``actor.scorers.enabled`` is
-    exactly true.
-    """
+    """Return the roles that may load the run's rewards: no actors if ``actor.scorers.enabled`` is exactly true."""
     actor = row.get("actor")
     scorers = actor.get("scorers") if isinstance(actor, Mapping) else None
     return ("scorer",) if isinstance(scorers, Mapping) and scorers.get("enabled") is True else ("actor", "scorer")
 
 
 def _harmless(path: str, value: object, default: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     named = value.get("reward") if isinstance(value, Mapping) and path.startswith("actor.reward_parts.") else value
     ours = TABLE.keys() - NAMING
     tables = {"actor.reward": ours, "actor.reward_parts": ours, "actor.group_reward": OF_GROUPS.keys() - ASKING}
     of_the_house = any(
         path.startswith(start) and isinstance(named, str) and named in table for start, table in tables.items()
     )
-    return value is None or value == default or is_number or of_the_house
+    return value is None or value == default or is_number(value) or of_the_house

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import (
     BadRequest,
     CannotTell,
@@ -21,10 +20,8 @@ from tidemill.actors.errors import (
     StaleEpoch,
     UpdateRefused,
 )
-from tidemill.bus.client.addresses import AUTO, LOOPBACK
 from tidemill.bus.http.access import Handler
 from tidemill.bus.http.bodies import body_in, json_in
-from tidemill.bus.http.listener import Listener
 from tidemill.bus.wire.json_object import JsonObject, with_whole_characters
 
 log = logging.getLogger(__name__)
@@ -32,31 +29,26 @@ log = logging.getLogger(__name__)
 NONCE_HEADER = "X-Tidemill-Nonce"
 """Header of an engine's answer to GET /health: the nonce of its live row."""
 BODIES_BYTES = 1 << 30
-"""Maximum number of bytes of request bodies that an engine or a router holds, with the prompts of all requests that
-wait."""
+"""Maximum number of bytes of request bodies that an engine or a router holds, waiting requests included."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A surrogate in JSON, with its other half (an emoji) or without."""
 
 
 @web.middleware
 async def translate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return the handler's response; errors of ``tidemill.actors.errors`` become their status codes, any other
-    exception a 500 with its repr.
-    """
+    """Turn errors of ``tidemill.actors.errors`` into their statuses, and any other exception into a 500."""
     try:
         return await handler(request)
     except BadRequest as error:
         return web.json_response(error_of(str(error), 400), status=400)
     except UpdateRefused as error:
-        return web.json_response({"success": False, "message": str(error), **error_of(str(error), 400)}, status=400)
+        return _command_failed(error, 400)
     except StaleEpoch as error:
-        return web.json_response(
-            {"success": False, "message": str(error), **error_of(str(error), 409), "epoch": error.seen}, status=409
-        )
+        return _command_failed(error, 409, epoch=error.seen)
     except PeerTransferRefused as error:
         return web.json_response(error_of(str(error), 404), status=404)
     except CannotTell as error:
-        return web.json_response({"success": False, "message": str(error), **error_of(str(error), 501)}, status=501)
+        return _command_failed(error, 501)
     except EngineUnavailable as error:
         return web.json_response({**error_of(error.reason, 503), "unavailable": type(error).__name__}, status=503)
     except EngineError as error:
@@ -68,19 +60,20 @@ async def translate(request: web.Request, handler: Handler) -> web.StreamRespons
         return web.json_response(error_of(repr(error), 500), status=500)
 
 
-def body_of(request: web.Request) -> Mapping[str, object]:
-    """Return the body of a request as a map; empty for a request without one.
+def _command_failed(error: EngineError, status: int, **fields: object) -> web.Response:
+    body = {"success": False, "message": str(error), **error_of(str(error), status), **fields}
+    return web.json_response(body, status=status)
 
-    Raises BadRequest unless it is a JSON map.
-    """
+
+def body_of(request: web.Request) -> Mapping[str, object]:
+    """Return the body as a map; empty without one. Raises BadRequest unless it is a JSON map."""
     raw = body_in(request)
     return json_map(raw) if raw else {}
 
 
 def json_map(raw: bytes) -> JsonObject:
-    """Return a body as a map. Raises BadRequest unless it is a JSON map.
-
-    Halves of surrogate pairs are replaced here, for all texts of programs and their tools: they end no episode.
+    """Return a body as a map. Raises BadRequest unless it is a JSON map. Halves of surrogate pairs are replaced here,
+    for all texts of programs and their tools: they end no episode.
     """
     try:
         body = json_in(raw)
@@ -91,26 +84,9 @@ def json_map(raw: bytes) -> JsonObject:
     return with_whole_characters(body) if SURROGATE.search(raw) else body
 
 
-async def listen(listener: Listener, config: EngineConfig, host: str | None, port: int | None) -> str:
-    """Start an engine's listener with its settings and return the URL. An engine without a bus serves this machine
-    only.
-
-    ``host`` and ``port``: used instead of the settings, unless None. Raises ValueError for an address that other
-    machines reach without a key, OSError.
-    """
-    bind = config.host if host is None else host
-    return await listener.start(
-        LOOPBACK if bind == AUTO else bind,
-        config.port if port is None else port,
-        advertise=config.advertise,
-        insecure=config.insecure,
-        name="engine.host",
-    )
-
-
-def done(message: str, **more: object) -> web.Response:
-    """Return HTTP 200 with SGLang's ``success`` and ``message``, and the fields of ``more``."""
-    return web.json_response({"success": True, "message": message, **more})
+def done(message: str, **fields: object) -> web.Response:
+    """Return HTTP 200 with SGLang's ``success`` and ``message``, and further fields."""
+    return web.json_response({"success": True, "message": message, **fields})
 
 
 def error_of(message: str, code: int) -> dict[str, object]:

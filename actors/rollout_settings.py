@@ -40,7 +40,7 @@ _USE = re.compile(
     rf"(?:{PROGRAM}|{OF_SLIME})[A-Za-z_][\w.]*:[A-Za-z_][\w.]*|{OF_VERIFIERS}[A-Za-z_][\w.@/-]*|{OF_OPENENV}(?:http|ws)s?://\S+"
 )
 USES = f"{', '.join([*BUILT_IN, DATASET])}, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL"
-AGAIN = ("restart", "replay", "resume")
+AGAIN = RESTART, REPLAY, RESUME = "restart", "replay", "resume"
 """Ways in which an actor continues an episode that another actor began."""
 MEMORY_MB = 4096
 """Limit of a child where none is set, as that of a reward's process."""
@@ -108,7 +108,7 @@ class RolloutConfig:
     """Time that an actor which drains gives running episodes before it hands them back; null =
     ``actor.drain_finish_s``.
     """
-    again: Annotated[str, OneOf(AGAIN)] = "restart"
+    again: Annotated[str, OneOf(AGAIN)] = RESTART
     """Way to continue an episode after its actor was killed: restart | replay | resume (docs/rollouts.md)."""
     unlogged: Literal["continue", "fail"] | None = None
     """With ``again: replay`` or ``resume``, an episode with an answer that cannot be stored: continue (it goes on
@@ -119,12 +119,11 @@ class RolloutConfig:
     """Limits of an episode: turns, tokens, context, total_tokens, seconds; 0 = none."""
 
     def __post_init__(self) -> None:
-        if self.recorded and (changed := [name for name in _names(self) if name != "use"]):
+        if self.recorded and (changed := _changed_settings(self)):
             raise ValueError(f"{changed[0]}: want use: {DATASET} alone, which has no program and no limits; remove it")
-        if self.unlogged == "fail" and self.again == AGAIN[0]:
-            raise ValueError(
-                f"unlogged: want again: replay or resume with fail, got again: {self.again}, which stores no answers"
-            )
+        if self.unlogged == "fail" and self.again == RESTART:
+            want = "again: replay or resume with fail"
+            raise ValueError(f"unlogged: want {want}, got again: {self.again}, which stores no answers")
         if self.use.startswith(OF_OPENENV) and not isinstance(self.options.get("environment_options", {}), Mapping):
             raise ValueError(f"options.environment_options: want a map, got {self.options['environment_options']!r}")
         if self.taskset:
@@ -133,13 +132,11 @@ class RolloutConfig:
     def _refuse_for_taskset(self) -> None:
         """Raise ValueError for settings that no taskset of verifiers takes."""
         if unknown := sorted(set(self.options) - {"taskset", "agent", "env", "renderer"}):
-            raise ValueError(
-                f"options.{unknown[0]}: no such option with verifiers:TASKSET; there are taskset, agent, env, renderer"
-            )
-        if self.again == "resume":
-            raise ValueError(
-                "again: want restart or replay with verifiers:TASKSET, whose environments have no state, got 'resume'"
-            )
+            options = "there are taskset, agent, env, renderer"
+            raise ValueError(f"options.{unknown[0]}: no such option with verifiers:TASKSET; {options}")
+        if self.again == RESUME:
+            want = "restart or replay with verifiers:TASKSET, whose environments have no state"
+            raise ValueError(f"again: want {want}, got 'resume'")
 
     @property
     def recorded(self) -> bool:
@@ -149,7 +146,7 @@ class RolloutConfig:
     @property
     def needs_log(self) -> bool:
         """True if an episode ends when its log cannot be written."""
-        return self.again == "resume" if self.unlogged is None else self.unlogged == "fail"
+        return self.again == RESUME if self.unlogged is None else self.unlogged == "fail"
 
     @property
     def program(self) -> str:
@@ -186,16 +183,13 @@ class RolloutConfig:
         if self.use.startswith(OF_OPENENV):
             arguments = {"url": self.use.removeprefix(OF_OPENENV), **self.options.get("environment_options", {})}
             return {**self.options, "environment": "openenv", "environment_options": arguments}
-        return (
-            {"generate": self.use.removeprefix(OF_SLIME), **self.options}
-            if self.use.startswith(OF_SLIME)
-            else self.options
-        )
+        generate = {"generate": self.use.removeprefix(OF_SLIME)} if self.use.startswith(OF_SLIME) else {}
+        return {**generate, **self.options}
 
 
-def _names(config: RolloutConfig) -> list[str]:
-    """Return the settings that differ from their defaults."""
-    fields = dataclasses.fields(config)
+def _changed_settings(config: RolloutConfig) -> list[str]:
+    """Return the settings besides ``use`` that differ from their defaults."""
+    fields = [field for field in dataclasses.fields(config) if field.name != "use"]
     defaults = {
         field.name: field.default_factory() if callable(field.default_factory) else field.default for field in fields
     }
@@ -217,28 +211,22 @@ class RolloutPrograms:
 
     def only(self, names: Collection[str]) -> "RolloutPrograms":
         """Return those with these names."""
-        return dataclasses.replace(self, rollouts={name: one for name, one in self.rollouts.items() if name in names})
+        rollouts = {name: rollout for name, rollout in self.rollouts.items() if name in names}
+        return dataclasses.replace(self, rollouts=rollouts)
 
 
 def served(rollouts: Mapping[str, RolloutConfig], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the rollouts that an actor with ``actor.rollouts: names`` serves, single turns by their name. Raises
-    ValueError.
-    """
+    """Return the rollouts that an actor with ``actor.rollouts: names`` serves; single turns too. Raises ValueError."""
     able = (SINGLE_TURN, *(name for name, rollout in rollouts.items() if not rollout.recorded))
     for name in names:
         if name not in able:
-            recorded = "whose samples are the recorded responses of its rows, and no actor makes them"
-            nearest = difflib.get_close_matches(str(name), able, n=1, cutoff=0.5)
-            why = (
-                recorded
-                if name in rollouts
-                else f"did you mean {nearest[0]!r}?"
-                if nearest
-                else "which is none of them"
-            )
-            raise ValueError(
-                f"actor.rollouts: want names in rollouts, or {SINGLE_TURN} ({', '.join(able)}), got {name!r}, {why}"
-            )
+            reason = "which is none of them"
+            if name in rollouts:
+                reason = "whose samples are the recorded responses of its rows, and no actor makes them"
+            elif nearest := difflib.get_close_matches(str(name), able, n=1, cutoff=0.5):
+                reason = f"did you mean {nearest[0]!r}?"
+            want = f"names in rollouts, or {SINGLE_TURN} ({', '.join(able)})"
+            raise ValueError(f"actor.rollouts: want {want}, got {name!r}, {reason}")
     return tuple(name for name in able if name in names) if names else able
 
 

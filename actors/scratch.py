@@ -1,6 +1,4 @@
-"""A directory for data that can be fetched again. Removed when its process ends or, after a kill, when the machine
-makes the next one.
-"""
+"""A directory for data that can be fetched again. Removed when its process ends or, after a kill, by the next one."""
 
 import contextlib
 import fcntl
@@ -14,10 +12,7 @@ _LOCK = ".lock"
 
 
 class Scratch:
-    """``path`` is a directory with nothing but its lock.
-
-    It blocks to remove the directories of killed processes, maybe whole models.
-    """
+    """``path`` is a directory with nothing but its lock. Blocks to remove the directories of killed processes."""
 
     def __init__(self, what: str) -> None:
         prefix = f"tidemill-{what}-"
@@ -27,9 +22,8 @@ class Scratch:
         self._lock = fresh.open("w")
         with contextlib.suppress(OSError):  # on a file system without locks, no directory is removed
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fresh.rename(
-                self.path / _LOCK
-            )  # locked before it has this name: another process finds no lock that is free
+            # Locked before it has this name: another process finds no lock that is free.
+            fresh.rename(self.path / _LOCK)
 
     def close(self) -> None:
         """Remove the directory, and release its lock last. Errors of the file system are ignored."""
@@ -45,9 +39,7 @@ class Scratch:
 
 def _sweep(prefix: str) -> None:
     for directory in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with (
-            contextlib.suppress(OSError),
-            (directory / _LOCK).open("r+") as lock,
-        ):  # no lock: being created; not ours: another user's
+        # No lock: being created; not ours: another user's.
+        with contextlib.suppress(OSError), (directory / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: in use
             shutil.rmtree(directory, ignore_errors=True)

@@ -14,7 +14,6 @@ from tidemill.rewards.part_settings import fits
 
 
 def _server(url: str) -> str:
-    """Return the address of a server without a slash at its end."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -37,22 +36,18 @@ class TeacherConfig:
     urls: Annotated[
         tuple[Server, ...], Strict(False), BeforeValidator(lambda urls: [urls] if isinstance(urls, str) else urls)
     ] = ()
-    """Addresses of its servers, each with SGLang's HTTP API: SGLang, ``tidemill teacher``, or a router before several.
-    """
+    """Addresses of its servers with SGLang's HTTP API: SGLang, ``tidemill teacher``, or a router before several."""
     url: Server | None = None
     """One more of these addresses."""
     model: str = ""
-    """Directory of its model: ``tidemill up`` starts the built-in engine with it on this machine's CPUs, and sets
-    ``urls``.
-    """
+    """Directory of its model: ``tidemill up`` serves it on this machine's CPUs (built-in engine), and sets ``urls``."""
     when: JsonObject = field(default_factory=dict)
     """Metadata that a row must have for this teacher to score its samples; empty = any row."""
 
     def __post_init__(self) -> None:
         if not self.servers and not self.model:
-            raise ValueError(
-                "urls: want urls, of servers that run, or model, a directory that `tidemill up` serves; got neither"
-            )
+            want = "want urls, of servers that run, or model, a directory that `tidemill up` serves"
+            raise ValueError(f"urls: {want}; got neither")
 
     @property
     def servers(self) -> tuple[str, ...]:

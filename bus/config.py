@@ -2,12 +2,14 @@
 
 import ipaddress
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
+from tidemill.bus.errors import Unquotable
 from tidemill.bus.section import Derived, Name, NotNegative, OneOf, Positive, PositiveFloat, section
 
 SINGLE_TURN = "single_turn"
@@ -104,11 +106,10 @@ class BusConfig:
         for name in ("tls_cert", "tls_key", "tls_ca"):
             refuse_odd(name, getattr(self, name))
         if "@" in self.url:
-            raise ValueError(
-                "url: want no user and password in it (other users can read this file); set TIDEMILL_BUS_CREDENTIALS"
-            )
-        if not self.url and not (is_loopback(self.host) or self.auth or self.insecure):
-            raise ValueError(f"host: {self.host} is open to other machines; want auth: true, or insecure: true")
+            want = "no user and password in it (other users can read this file)"
+            raise ValueError(f"url: want {want}; set TIDEMILL_BUS_CREDENTIALS")
+        if not self.url:
+            self._check_open("host", self.host)
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError(f"tls_cert, tls_key: want both or none, got {self.tls_cert!r} and {self.tls_key!r}")
         if self.tls_verify and not (self.tls_ca and self.tls_cert):
@@ -118,24 +119,36 @@ class BusConfig:
         if bool(self.server_name) != bool(self.cluster_listen) or bool(self.server_name) != bool(self.cluster_routes):
             raise ValueError("server_name, cluster_listen, cluster_routes: want all or none")
         if self.replicas > self.cluster and not (self.url or self.server_name):
-            raise ValueError(
-                f"replicas: want at most cluster = {self.cluster}, the servers of the embedded bus, got "
-                f"{self.replicas}; set bus.cluster: 3"
-            )
+            want = f"at most cluster = {self.cluster}, the servers of the embedded bus"
+            raise ValueError(f"replicas: want {want}, got {self.replicas}; set bus.cluster: 3")
         if self.server_name and self.cluster != 1:
             raise ValueError("cluster: want 1 with server_name: this machine has one server of the cluster")
-        if self.server_name and not (is_loopback(self.cluster_listen.rpartition(":")[0]) or self.auth or self.insecure):
-            raise ValueError(
-                f"cluster_listen: {self.cluster_listen} is open to other machines; want auth: true, or insecure: true"
-            )
+        if self.server_name:
+            self._check_open("cluster_listen", self.cluster_listen, self.cluster_listen.rpartition(":")[0])
+
+    def _check_open(self, name: str, address: str, host: str = "") -> None:
+        if not (is_loopback(host or address) or self.auth or self.insecure):
+            raise ValueError(f"{name}: {address} is open to other machines; want auth: true, or insecure: true")
 
 
 def refuse_odd(name: str, text: str) -> None:
     """Raise ValueError for a setting, by its name, that cannot be written."""
     if (odd := UNQUOTABLE.search(text)) is not None:
-        raise ValueError(
-            f"{name}: want a name without control characters, in UTF-8, got {odd[0]!r} in {text!r}; use another name"
-        )
+        got = f"{odd[0]!r} in {text!r}"
+        raise ValueError(f"{name}: want a name without control characters, in UTF-8, got {got}; use another name")
+
+
+def quoted(text: str) -> str:
+    """Return the text as a string of nats-server's configuration, which knows no ``\\uXXXX``. Raises Unquotable."""
+    if (odd := UNQUOTABLE.search(text)) is not None:
+        raise Unquotable(text, odd[0])
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def quoted_list(texts: Iterable[str]) -> str:
+    """Return the texts as a list of strings, on one line."""
+    return f"[{', '.join(map(quoted, texts))}]"
 
 
 def is_loopback(host: str) -> bool:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, dataclass_transform
 from tidemill.bus import exit_codes
 
 _REQUIRED: Any = object()
-"""Default of a field without a default."""
 
 
 @dataclass_transform(eq_default=False)
@@ -16,13 +15,12 @@ class DetailedError(Exception):
     """An error whose class declares its fields like a dataclass, and its text as one ``template``.
 
     ``args`` are the values of the fields in their order, so the error can be pickled. The template may name any
-    attribute, properties
-    included: ``template = "{where}: want {want}, got {got!r}"``.
+    attribute, properties included: ``template = "{where}: want {want}, got {got!r}"``.
     """
 
     template: ClassVar[str] = ""
     _defaults: ClassVar[dict[str, Any]] = {}
-    """Fields in order, with the base classes' first; a field without a default has ``_REQUIRED``."""
+    """Fields in order, with the base classes' first."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -37,9 +35,8 @@ class DetailedError(Exception):
             raise TypeError(f"{type(self).__name__}: want the fields {', '.join(fields)}, got {values}, {named}")
         fields.update(by_place, **named)
         if missing := [name for name, value in fields.items() if value is _REQUIRED]:
-            raise TypeError(
-                f"{type(self).__name__}: want the fields {', '.join(fields)}, got none for {', '.join(missing)}"
-            )
+            got = f"none for {', '.join(missing)}"
+            raise TypeError(f"{type(self).__name__}: want the fields {', '.join(fields)}, got {got}")
         super().__init__(*fields.values())
         self.__dict__.update(fields)
 
@@ -48,8 +45,6 @@ class DetailedError(Exception):
 
 
 class _Attributes:
-    """Attributes of an error, by name, for its template."""
-
     def __init__(self, error: DetailedError) -> None:
         self._error = error
 
@@ -113,9 +108,7 @@ class ServerFailed(DetailedError, BusError):
 
 
 class Unquotable(DetailedError, BusError, ValueError):
-    """A text, such as the path of a directory, with characters that cannot be written into the configuration of
-    nats-server.
-    """
+    """A text with characters that cannot be written into the configuration of nats-server."""
 
     exit_code = exit_codes.CONFIG
     text: str
@@ -135,9 +128,7 @@ class ConfigMismatch(DetailedError, BusError):
 
 
 class WireError(DetailedError, BusError, ValueError):
-    """A message cannot be decoded or breaks an invariant; the error names the field, the expected and the actual
-    value.
-    """
+    """A message cannot be decoded or breaks an invariant."""
 
     field: str
     want: str
@@ -153,8 +144,7 @@ _ROW_CURES = {
     "run.epoch": 'end every learner of the run, then store {"epoch": N} with N above every epoch it had',
     "run.checkpoint": 'store {"directory": PATH, "step": N} of its newest checkpoint',
 }
-"""Cures of rows whose values no process can restore from other records; one of the others is restored by the learner.
-"""
+"""Cures of rows whose values no process can restore from other records; the learner restores all others."""
 
 
 class UnreadableRow(WireError):

@@ -1,9 +1,7 @@
-"""Exit codes of processes, and the last line a process writes about the error that ended it: its parent repeats that
-line.
+"""Exit codes of processes, and the last line of one that an error ended, which its parent repeats.
 
-The line goes to stderr, and into a file in memory (``ReasonFile``): on a full disk a log has no room for it.
-An error class names its code in an attribute ``exit_code``; without one it is CRASHED. Knows no process and no error
-class.
+The line goes to stderr, and into a file in memory (``ReasonFile``): on a full disk a log has no room for it. An error
+class names its code in an attribute ``exit_code``; without one it is CRASHED.
 """
 
 import contextlib
@@ -19,7 +17,6 @@ TAKEN_OVER = 76
 CONFIG = 78
 """Settings or data that no restart can cure (EX_CONFIG of sysexits.h)."""
 FINAL = frozenset({WRONG_USE, TAKEN_OVER, CONFIG})
-"""A process that ends with one of these is not started again."""
 LINE = "error: "
 """Prefix of the last line of a process that ends by an error; the message follows."""
 
@@ -30,9 +27,7 @@ def of(error: BaseException) -> int:
 
 
 def message(error: BaseException) -> str:
-    """Return the first line of the error's message, with its type unless the error names an exit code (then it is one
-    of ours).
-    """
+    """Return the first line of the error's message, with its type unless the error names an exit code."""
     text = (str(error).splitlines() or [""])[0]
     name = type(error).__name__
     return text if hasattr(error, "exit_code") and text else f"{name}: {text}" if text else name
@@ -41,7 +36,7 @@ def message(error: BaseException) -> str:
 def report(error: BaseException, log: logging.Logger) -> int:
     """Write the last line of a process that ends by ``error`` to stderr; return its exit code.
 
-    The traceback goes to ``log`` before, except for errors that the user has to correct: their message is sufficient.
+    The traceback goes to ``log`` before, except for errors that the user has to correct.
     """
     code = of(error)
     if code not in FINAL:
@@ -51,9 +46,7 @@ def report(error: BaseException, log: logging.Logger) -> int:
 
 
 def write_reason(text: str) -> None:
-    """Write the last line of a process that ends, for its parent: to stderr and into the parent's ReasonFile, if it has
-    made one.
-    """
+    """Write the last line of a process that ends to stderr and into its parent's ReasonFile, if there is one."""
     line = f"{LINE}{text}\n"
     sys.stderr.write(line)
     sys.stderr.flush()
@@ -65,9 +58,7 @@ def write_reason(text: str) -> None:
 
 
 class ReasonFile:
-    """A file in memory that a child inherits and writes its last line into. Without such files (not Linux) it stays
-    empty.
-    """
+    """A file in memory that a child inherits and writes its last line into. Outside of Linux it stays empty."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create(_file_name(os.getpid())) if hasattr(os, "memfd_create") else -1
@@ -92,9 +83,7 @@ class ReasonFile:
 
 
 def _file_name(parent: int) -> str:
-    """Return the name of the files that ``parent`` makes: a process writes into no file that it has made for its own
-    children.
-    """
+    """Return the name of ``parent``'s files: a process writes into none that it made for its own children."""
     return f"tidemill-reason-for-{parent}-"
 
 
@@ -109,11 +98,11 @@ def run(work: Callable[[], None], log: logging.Logger) -> int:
 
 def reason(lines: Iterable[str]) -> str:
     """Return the message of the last line written by ``report``; empty when there is none."""
-    found = ""
+    text = ""
     for line in lines:
         if line.startswith(LINE):
-            found = line.removeprefix(LINE).rstrip()
-    return found
+            text = line.removeprefix(LINE).rstrip()
+    return text
 
 
 def how(code: int) -> str:

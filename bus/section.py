@@ -1,8 +1,6 @@
-"""Sections of settings: frozen dataclasses with bounds and choices in their types, which pydantic checks, and one form
-of error for all.
+"""Sections of settings: frozen dataclasses, checked by pydantic, and one form of error for all. Knows no setting.
 
-Knows no setting by name. The JSON Schema of a section, and so the reference, follow from the same types
-(``launch/settings/reference.py``).
+The JSON Schema of a section, and so the reference, follow from its types (``launch/settings/reference.py``).
 """
 
 import dataclasses
@@ -28,8 +26,9 @@ from pydantic import (
 )
 from pydantic_core import ArgsKwargs, CoreSchema, PydanticCustomError, core_schema
 
+from tidemill.bus.errors import DetailedError
+
 SHOWN_CHARACTERS = 120
-"""Maximum length of a value in a message."""
 BASIC = Field(json_schema_extra={"advanced": False})
 """Mark of a setting that most runs set; all others are advanced."""
 IMPORT_PATH = "module:function"
@@ -72,9 +71,7 @@ ShortName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
 
 
 def section(cls: type[Section]) -> type[Section]:
-    """Check the values of a keyword-only dataclass when it is made. Raises ValueError that names each wrong field, want
-    and got.
-    """
+    """Check the values of a keyword-only dataclass when it is made. Raises ValueError naming each wrong field."""
     cls.__pydantic_config__ = _CONFIG  # type: ignore[attr-defined]
 
     def init(self: Any, /, **values: object) -> None:
@@ -89,8 +86,7 @@ def section(cls: type[Section]) -> type[Section]:
 
 
 def read(kind: Any, values: object, where: str = "") -> Any:
-    """Return what plain values, as JSON has them, stand for: a section, or ``Sections`` of a kind. Raises
-    SectionRefused.
+    """Return the section, or ``Sections``, that plain values as JSON has them stand for. Raises SectionRefused.
 
     ``where``: path before the names of settings in errors.
     """
@@ -149,9 +145,7 @@ class Derived:
 
 @functools.cache
 def derived(cls: type, prefix: str = "") -> dict[str, str]:
-    """Return the paths of the derived fields of a section and of those in it, with the setting that each follows
-    from.
-    """
+    """Return the paths of the derived fields of a section, inner ones included: path -> the setting it follows from."""
     result = {}
     for name, kind in typing.get_type_hints(cls, include_extras=True).items():
         marks = typing.get_args(kind) if typing.get_origin(kind) is Annotated else ()
@@ -186,8 +180,8 @@ class Sections(dict[str, Section], Generic[Section]):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         [entry] = typing.get_args(source)
-        made, *marks = typing.get_args(entry) if typing.get_origin(entry) is Annotated else (entry,)
-        named = dict[cls.names, Annotated[(made, BeforeValidator(functools.partial(_made, made)), *marks)]]  # type: ignore[valid-type, name-defined]
+        kind, *marks = typing.get_args(entry) if typing.get_origin(entry) is Annotated else (entry,)
+        named = dict[cls.names, Annotated[(kind, BeforeValidator(functools.partial(_made, kind)), *marks)]]  # type: ignore[valid-type, name-defined]
         return core_schema.no_info_wrap_validator_function(cls._read, handler(named))
 
     @classmethod
@@ -206,14 +200,12 @@ def _fields(entry: Any) -> Any:
     """Return an entry of a map as it is written: one that was made by a call has all its fields."""
     if not dataclasses.is_dataclass(entry) or isinstance(entry, type):
         return entry
-    names = [field.name for field in dataclasses.fields(entry) if field.init]
-    return {name: value for name, value in dataclasses.asdict(entry).items() if name in names}
+    values = dataclasses.asdict(entry)
+    return {field.name: values[field.name] for field in dataclasses.fields(entry) if field.init}
 
 
 def _made(cls: type, value: object, info: ValidationInfo) -> object:
-    """Return a section for a map in a call: pydantic takes maps for sections from JSON alone, where all else is
-    strict.
-    """
+    """Return a section for a map in a call: pydantic takes maps for sections from JSON alone."""
     return cls(**value) if info.mode == "python" and isinstance(value, Mapping) else value
 
 
@@ -235,19 +227,19 @@ class Problem:
     text: str
     """The settings, the value wanted, the one that came, and the cure."""
     unknown: bool = False
-    """True if there is no such setting."""
     place: tuple[int | str, ...] = ()
     """Keys on the way to a value that is wanted as text."""
 
 
-class SectionRefused(ValueError):
+class SectionRefused(DetailedError, ValueError):
     """Values that are no section, with every problem."""
 
-    def __init__(self, problems: tuple[Problem, ...]) -> None:
-        super().__init__(problems)
-        self.problems = problems
+    problems: tuple[Problem, ...]
+    template = "{text}"
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """The problems, one a line."""
         return "\n".join(problem.text for problem in self.problems)
 
 
@@ -264,12 +256,11 @@ def _problems(refused: ValidationError, kind: Any, above: str = "") -> Iterator[
         elif cause == "unexpected_keyword_argument":
             yield Problem((path,), f"{path}: {_unknown(_kind_at(kind, where[:-1]), path)}", unknown=True)
         elif is_key:
-            yield Problem(
-                (path,),
-                f"{path}: want a name like {error.get('ctx', {}).get('pattern', 'text')}, got {shown(error['input'])}",
-            )
+            pattern = error.get("ctx", {}).get("pattern", "text")
+            yield Problem((path,), f"{path}: want a name like {pattern}, got {shown(error['input'])}")
         else:
-            text = f"{path}: want {_want(error, kind)}, got {_got(error)}{_CURES.get(cause, '')}"
+            got = "nothing" if cause == "missing" else shown(error["input"])
+            text = f"{path}: want {_want(error, kind)}, got {got}{_CURES.get(cause, '')}"
             yield Problem((path,), text, place=where if cause == "string_type" else ())
 
 
@@ -294,7 +285,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _direct(refused: ValidationError, cls: type) -> ValueError:
-    """Return the error of a section that is made by a call: that of its own check, if there is one."""
+    """Return the error of a section that is made by a call: of its own check, if there is one."""
     first = refused.errors(include_url=False)[0]
     if first["type"] == "value_error" and not first["loc"]:
         return typing.cast(ValueError, first["ctx"]["error"])
@@ -311,22 +302,17 @@ def _want(error: Any, cls: type) -> str:
     return _KINDS[kind].format(**values) if kind in _KINDS else str(error["msg"])
 
 
-def _got(error: Any) -> str:
-    return "nothing" if error["type"] == "missing" else shown(error["input"])
-
-
 def _listed(names: Iterable[object]) -> str:
-    *others, last = map(str, names)
-    return f"{', '.join(others)} or {last}" if others else last
+    *first, last = map(str, names)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _unknown(kind: Any, path: str) -> str:
     prefix, _, key = path.rpartition(".")
     names = [field.name for field in dataclasses.fields(kind) if field.init]
     near = difflib.get_close_matches(key, names, n=1)
-    return "no such setting" + (
-        f"; did you mean {prefix}{'.' * bool(prefix)}{near[0]}?" if near else f"; there are {', '.join(names)}"
-    )
+    hint = f"did you mean {dotted([prefix, near[0]])}?" if near else f"there are {', '.join(names)}"
+    return f"no such setting; {hint}"
 
 
 def _kind_at(kind: Any, where: Iterable[int | str]) -> Any:

@@ -1,58 +1,48 @@
 """The error tree of the rewards."""
 
 from tidemill.bus import exit_codes
+from tidemill.bus.errors import DetailedError
 
 
 class RewardError(Exception):
     """Something is wrong with a reward."""
 
 
-class UnknownReward(RewardError, ValueError):
+class UnknownReward(DetailedError, RewardError, ValueError):
     """No reward, or other function of its kind, has this name or import path."""
 
     exit_code = exit_codes.CONFIG
-
-    def __init__(self, name: str, reason: str, word: str = "reward") -> None:
-        super().__init__(name, reason, word)
-        self.name, self.reason, self.word = name, reason, word
-
-    def __str__(self) -> str:
-        return f"{self.word} {self.name!r}: {self.reason}"
+    name: str
+    reason: str
+    word: str = "reward"
+    template = "{word} {name!r}: {reason}"
 
 
 class RewardNotImported(UnknownReward):
     """The module of a reward, or of another function of its kind, raised an error while it was imported."""
 
 
-class BadRewardOption(RewardError, ValueError):
+class BadRewardOption(DetailedError, RewardError, ValueError):
     """A reward, or another function of its kind, got an option that it does not take, or lacks one that it needs."""
 
     exit_code = exit_codes.CONFIG
-
-    def __init__(
-        self, reward: str, option: str, reason: str, word: str = "reward", setting: str = "reward_options"
-    ) -> None:
-        super().__init__(reward, option, reason, word, setting)
-        self.reward, self.option, self.reason, self.word, self.setting = reward, option, reason, word, setting
-
-    def __str__(self) -> str:
-        return f"{self.setting}.{self.option}: {self.reason} ({self.word} {self.reward!r})"
+    reward: str
+    option: str
+    reason: str
+    word: str = "reward"
+    setting: str = "reward_options"
+    template = "{setting}.{option}: {reason} ({word} {reward!r})"
 
 
-class RewardFailed(RewardError):
-    """A reward, or another function of its kind, has no result: it returned something else than it may, or too many of
-    its calls hang.
-    """
+class RewardFailed(DetailedError, RewardError):
+    """A reward, or another function of its kind, has no result, or one that it may not have."""
 
-    def __init__(self, reward: str, reason: str, word: str = "reward", *, outside: bool = False) -> None:
-        """``outside``: the cause lies outside of the row (a server that cannot be reached), so that calls for other
-        rows fail, too.
-        """
-        super().__init__(reward, reason, word)
-        self.reward, self.reason, self.word, self.outside = reward, reason, word, outside
-
-    def __str__(self) -> str:
-        return f"{self.word} {self.reward!r}: {self.reason}"
+    reward: str
+    reason: str
+    word: str = "reward"
+    outside: bool = False
+    """The cause lies outside of the row (a server that cannot be reached), so that calls for other rows fail, too."""
+    template = "{word} {reward!r}: {reason}"
 
 
 def is_outside(error: BaseException) -> bool:

@@ -22,7 +22,6 @@ class GroupRequest:
     """All finished responses to a prompt: the argument of a reward of groups."""
 
     samples: tuple[RewardRequest, ...]
-    """The samples, in order of their index."""
     rewards: tuple[Reward, ...] = ()
     """Reward of each sample by ``actor.reward`` or ``actor.reward_parts``; empty without them."""
 
@@ -31,15 +30,13 @@ class GroupRequest:
 
 
 def relative_length(request: GroupRequest, *, weight: float = 1.0, right_at: float = 1.0) -> list[dict[str, float]]:
-    """Add ``weight`` times 0.5 to the shortest and -0.5 to the longest response, in between by sampled tokens; a wrong
-    one gets at most 0.
+    """Add ``weight`` times 0.5 to the shortest and -0.5 to the longest response, in between by sampled tokens.
 
-    A response is right with a reward of at least ``right_at``. Source: Kimi k1.5, 2501.12599, section 2.3.3.
+    A wrong response (with a reward below ``right_at``) gets at most 0. Source: Kimi k1.5, 2501.12599, section 2.3.3.
     """
     if not request.rewards:
-        raise RewardFailed(
-            "relative_length", "want actor.reward: it is added to the reward of each response", GROUP.word
-        )
+        reason = "want actor.reward: it is added to the reward of each response"
+        raise RewardFailed("relative_length", reason, GROUP.word)
     lengths = [sample.sampled_length for sample in request.samples]
     shortest, spread = min(lengths), max(lengths) - min(lengths)
     rewards = []
@@ -55,11 +52,8 @@ TABLE = {
     "relative_length": "tidemill.rewards.group:relative_length",
     "remote": "tidemill.rewards.http.remote:RemoteGroupReward",
 }
-"""Built-in rewards of groups."""
 ASKING = frozenset({"remote"})
-"""Those that ask a server: an actor runs them in a child process, and a configuration from elsewhere is not trusted
-with them.
-"""
+"""They ask a server, so an actor runs them in a child process, and a configuration from elsewhere is not trusted."""
 
 
 # ---- contract
@@ -81,9 +75,7 @@ def _encode(request: GroupRequest) -> bytes:
 
 
 def _decode(fields: JsonMapping) -> GroupRequest:
-    return GroupRequest(
-        samples=tuple(to_request(sample) for sample in fields["samples"]), rewards=tuple(fields["rewards"])
-    )
+    return GroupRequest(samples=tuple(map(to_request, fields["samples"])), rewards=tuple(fields["rewards"]))
 
 
 GROUP = Contract(

@@ -18,7 +18,6 @@ from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import Parts, RewardRequest
 
 Call = tuple[tuple[object, ...], dict[str, object]]
-"""Positional arguments, and named ones."""
 
 
 class SampleStatus(enum.Enum):
@@ -36,9 +35,7 @@ class SlimeArgs(SimpleNamespace):
 
 
 def _slime(request: RewardRequest, options: Mapping[str, object]) -> Call:
-    """Return the arguments of ``--custom-rm-path``: ``(args, sample)``. Source: slime at 624b824a8,
-    ``slime/rollout/rm_hub``.
-    """
+    """Return ``(args, sample)`` of ``--custom-rm-path``. Source: slime at 624b824a8, ``slime/rollout/rm_hub``."""
     sample = SimpleNamespace(
         prompt=request.prompt,
         response=request.response,
@@ -57,10 +54,9 @@ def _slime(request: RewardRequest, options: Mapping[str, object]) -> Call:
 
 
 def _verl(request: RewardRequest, options: Mapping[str, object]) -> Call:
-    """Return the arguments of ``custom_reward_function``: ``(data_source, solution_str, ground_truth, extra_info,
-    **reward_kwargs)``.
+    """Return the arguments of ``custom_reward_function``; ``data_source`` is taken from the metadata.
 
-    ``data_source`` is taken from the metadata. Source: verl at 904e7bf3, ``docs/preparation/reward_function.rst``.
+    Source: verl at 904e7bf3, ``docs/preparation/reward_function.rst``.
     """
     extra = dict(request.metadata)
     named = {"solution_str": request.response, "ground_truth": request.label, "extra_info": extra}
@@ -75,11 +71,11 @@ def _trl(request: RewardRequest, options: Mapping[str, object]) -> Call:
     """
     conversational = not isinstance(request.prompt, str)
     completion: object = [{"role": "assistant", "content": request.response}] if conversational else request.response
-    others = {name: value for name, value in options.items() if name != "label_column"}
+    keywords = {name: value for name, value in options.items() if name != "label_column"}
     columns = {**request.metadata, str(options.get("label_column", "label")): request.label}
     ids = request.tokens[len(request.tokens) - request.response_length :].tolist()
     named = {"prompts": request.prompt, "completions": completion, "completion_ids": ids}
-    return (), {**{name: [value] for name, value in {**columns, **named}.items()}, **others}
+    return (), {**{name: [value] for name, value in {**columns, **named}.items()}, **keywords}
 
 
 SYSTEMS: Mapping[str, Callable[[RewardRequest, Mapping[str, object]], Call]] = {
@@ -149,7 +145,7 @@ def system_of(function: Callable[..., object]) -> str:
         names = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # of some functions in C
         return ""
-    return next((system for known, system in SIGNATURES.items() if names[: len(known)] == known), "")
+    return next((system for first_names, system in SIGNATURES.items() if names[: len(first_names)] == first_names), "")
 
 
 def _number(value: object) -> float | None:

@@ -36,26 +36,24 @@ class RewardRequest:
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     """Prompt and response, [L]."""
     metadata: JsonMapping = field(default_factory=dict)
-    """Metadata of the task."""
     response_length: int = 0
     """Tokens of the response, with the tokens of tools and observations."""
     sampled_length: int = 0
     """Tokens of the response that the model has sampled."""
     num_turns: int = 1
-    """Model calls."""
     transcript: tuple[JsonObject, ...] = ()
     """Messages of the episode, results of tools among them; empty for one call without messages."""
 
 
 Reward = Callable[[RewardRequest], Parts | Awaitable[Parts]]
-"""A plain or an async callable. Its keyword parameters are its options. If it raises, or returns a number that no
-sample may have (outside +-1e6, ``bus/wire/invariants.py``), the sample is FAILED with that reason.
+"""A plain or an async callable, whose keyword parameters are its options.
+
+If it raises, or returns a number that no sample may have (``bus/wire/invariants.py``), the sample is FAILED with that
+reason.
 """
 
 Scorer = Callable[[RewardRequest], Awaitable[float | dict[str, float]]]
-"""A reward as an actor calls it: options bound, always awaitable, result validated.
-
-Raises TimeoutError after its time limit (``tidemill.rewards.scorers.opened``), and RewardFailed for everything else."""
+"""A reward as an actor calls it, with options and a validated result. Raises TimeoutError, else RewardFailed."""
 
 
 def from_request(request: RewardRequest) -> bytes:
@@ -80,9 +78,7 @@ def fields_of(request: RewardRequest) -> JsonObject:
 
 
 def to_request(fields: JsonMapping) -> RewardRequest:
-    """Return the request in the map that ``fields_of`` returned; without the fields of episodes it is a response of one
-    call.
-    """
+    """Return the request in a map of ``fields_of``; without the fields of episodes it is a response of one call."""
     return RewardRequest(
         prompt=fields["prompt"],
         response=fields["response"],
@@ -104,15 +100,12 @@ class Contract:
     word: str
     """Name of the kind in messages: "reward"."""
     options: str
-    """Setting of their options, in messages."""
     argument: str
-    """Name of the first parameter's type, in messages."""
     path: str
     """Import path of this contract: child processes find it by this."""
     table: Mapping[str, str]
-    """Import paths of the built-in functions by name."""
     encode: Callable[[Any], bytes]
-    """Writes an argument as JSON. Raises TypeError, ValueError or RecursionError for values that JSON does not have."""
+    """Writes an argument as JSON. Raises TypeError, ValueError or RecursionError."""
     decode: Callable[[JsonMapping], Any]
     """Returns the argument in the map that ``encode`` has written."""
     checked: Callable[[str, object], Any]

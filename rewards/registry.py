@@ -34,68 +34,58 @@ TABLE = {
     "gsm8k": "tidemill.rewards.builtin.math_rewards:gsm8k",
     "ifeval": "tidemill.rewards.builtin.ifeval:ifeval",
     "judge": "tidemill.rewards.http.judge:Judge",
-    "length": "tidemill.rewards.builtin.lengths:length",
+    "length": "tidemill.rewards.builtin.text:length",
     "math": "tidemill.rewards.builtin.math_rewards:math",
     "math_answer": "tidemill.rewards.builtin.math_answer:math_answer",
-    "overlong": "tidemill.rewards.builtin.lengths:overlong",
+    "overlong": "tidemill.rewards.builtin.text:overlong",
     "math_verify": "tidemill.rewards.builtin.math_symbolic:math_verify",
     "regex": "tidemill.rewards.builtin.text:regex",
     "remote": "tidemill.rewards.http.remote:Remote",
-    "sentence": "tidemill.rewards.builtin.sentence:sentence",
-    "repetition": "tidemill.rewards.builtin.lengths:repetition",
+    "repetition": "tidemill.rewards.builtin.text:repetition",
     "reward_model": "tidemill.rewards.http.reward_model:RewardModel",
+    "sentence": "tidemill.rewards.builtin.sentence:sentence",
 }
 """Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop."""
 
 UNBOUNDED = frozenset({"code", "ifeval", "judge", "math_verify", "regex", "remote", "reward_model"})
-"""Built-in rewards that can take long: an actor runs them in child processes. ``ifeval`` takes time linear in the
-response for each instruction, but the data decides how many instructions a prompt has: ten of them, with a response of
-400,000 characters, took 2 s.
+"""Built-in rewards that can take long, and run in child processes.
+
+``ifeval`` is linear for each instruction, but the data decides how many a prompt has: ten, with a response of 400,000
+characters, took 2 s.
 """
 
 UNBOUNDED_WITH = {"math": "rest"}
-"""Options with which other built-in rewards can take long, too."""
 
 ASKING = frozenset({"judge", "remote", "reward_model"})
 """Built-in rewards that ask a server."""
 NAMING = ASKING | {"code", "sentence"}
-"""Built-in rewards with options that name servers, variables, files or programs: a configuration from elsewhere is not trusted
-with them.
-"""
+"""They name servers, variables, files or programs: a configuration from elsewhere is not trusted with them."""
 SANDBOXED = frozenset({"code"})
-"""Built-in rewards that run programs in a sandbox, which not every machine has: ``obstacle()`` of their modules returns
-why.
-"""
+"""They run programs in a sandbox; ``obstacle()`` of their modules returns why this machine has none."""
 COMPARING = frozenset(
     {"dapo", "deepscaler", "digits", "exact", "f1", "gpqa", "gsm8k", "math", "math_answer", "math_verify"}
 )
-"""Built-in rewards that compare the response with the label, which must be text or a number."""
+"""They compare the response with the label, which must be text or a number."""
 SEVERAL = frozenset({"deepscaler", "exact", "f1", "math", "math_verify"})
-"""Those of them that take a list of labels, too."""
+"""They take a list of labels, too."""
 
 IN_THREAD = "in_thread"
-"""Option of every plain (not async) reward: run it in a thread of its own. Default: true for import paths, false for
-built-in rewards.
-"""
+"""Option of plain (not async) rewards: run in a thread. Default: true for import paths."""
 
 _KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-"""Option types that are checked, with their names in error messages."""
 
 MAX_PARTS = 256
 """Limit of the named numbers of a reward."""
 MAX_THREADS = 256
-"""Limit of concurrent threads per reward. A thread cannot be stopped, so without a limit calls that hang would
-accumulate.
-"""
+"""Limit of threads per reward: a thread cannot be stopped, so calls that hang would accumulate."""
 
 
 def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
     """Return the reward called ``name``, or at the import path ``package.module:function``, with its options bound.
 
-    The scorer raises RewardFailed when the reward raises anything but TimeoutError, and when the result is not a
-    number, or map of numbers, that a sample may have (``bus/wire/invariants.py``). It has no time limit; the caller
-    sets one.
-    Raises UnknownReward or BadRewardOption, which suggest the nearest existing name.
+    The scorer, which has no time limit, raises RewardFailed when the reward raises anything but TimeoutError, and when
+    the result is no number, or map of numbers, that a sample may have (``bus/wire/invariants.py``). Raises
+    UnknownReward or BadRewardOption, which suggest the nearest existing name.
     """
     bound = bind(name, options)
     # A reward of unknown speed must not stop the event loop, in which an actor also renews the leases of its tasks.
@@ -105,7 +95,6 @@ def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
     call: Callable[[RewardRequest], Any] = _Threaded(bound) if in_thread and not bound.is_async else bound
 
     async def score(request: RewardRequest) -> float | dict[str, float]:
-        """Call the reward with its options, and validate its result."""
         with errors_as(
             lambda error: RewardFailed(name, repr_at(error), outside=is_outside(error)),
             but=(RewardFailed, TimeoutError),
@@ -136,9 +125,7 @@ class Bound:
         return self.function(argument, **self.options)
 
     def checked(self, argument: object) -> Any:
-        """Call a plain function; return its checked result. Raises RewardFailed, also for every error of the
-        function.
-        """
+        """Call a plain function; return its checked result. Raises RewardFailed, also for its own errors."""
         with errors_as(lambda error: RewardFailed(self.name, repr_at(error), self.contract.word), but=(RewardFailed,)):
             return self.contract.checked(self.name, self(argument))
 
@@ -163,30 +150,24 @@ def bind(name: str, options: Mapping[str, object] | None = None, contract: Contr
         raise UnknownReward(name, reason)
     own_options = {option: value for option, value in (options or {}).items() if option != IN_THREAD}
     if contract is REWARD and (path := path_in(name)):
-        function_of_system = _find(path, contract)
-        return Bound(
-            name,
-            (AsyncPeerReward if _is_async(function_of_system) else PeerReward)(name, function_of_system, own_options),
-            {},
-            contract,
-        )
+        function = _find(path, contract)
+        kind = AsyncPeerReward if _is_async(function) else PeerReward
+        return Bound(name, kind(name, function, own_options), {}, contract)
     function = _find(name, contract)
     if contract is REWARD and name not in TABLE and not inspect.isclass(function) and (system := system_of(function)):
-        raise UnknownReward(
-            name, f"its parameters are those of a reward of {system}; want {system}:{name}, which calls it so"
-        )
+        reason = f"its parameters are those of a reward of {system}; want {system}:{name}, which calls it so"
+        raise UnknownReward(name, reason)
     if not inspect.isclass(function):
         _check_options(name, function, own_options, contract)
         return Bound(name, function, own_options, contract)
     # A class is made once, with the options, and its instances are called: it may keep a connection or a model.
     _check_options(name, function.__init__, own_options, contract)
     with errors_as(lambda error: BadRewardOption(name, "*", _reason(error), contract.word, contract.options)):
-        made = function(**own_options)
-    if not callable(made):
-        raise UnknownReward(
-            name, f"want a class whose instances can be called with the {contract.argument}", contract.word
-        )
-    return Bound(name, made, {}, contract)
+        instance = function(**own_options)
+    if not callable(instance):
+        reason = f"want a class whose instances can be called with the {contract.argument}"
+        raise UnknownReward(name, reason, contract.word)
+    return Bound(name, instance, {}, contract)
 
 
 def _reason(error: BaseException) -> str:
@@ -202,9 +183,8 @@ def _is_async(function: Callable[..., Any]) -> bool:
 def _find(name: str, contract: Contract) -> Callable[..., Any]:
     table, word = contract.table, contract.word
     if ":" not in name and name not in table:
-        raise UnknownReward(
-            name, f"want one of {sorted(table)}{nearest(name, table)}, or an import path package.module:function", word
-        )
+        want = f"one of {sorted(table)}{nearest(name, table)}, or an import path package.module:function"
+        raise UnknownReward(name, f"want {want}", word)
     try:
         return find_function(table.get(name, name))
     except FunctionRefused as error:
@@ -215,14 +195,12 @@ def _find(name: str, contract: Contract) -> Callable[..., Any]:
 def _check_options(
     name: str, function: Callable[..., object], options: Mapping[str, object], contract: Contract
 ) -> None:
-    """Compare options with the signature: all known, none missing, and of the annotated type if that is in ``_KINDS``
-    or a Literal.
+    """Compare options with the signature: known, complete, and of the annotated type if it is a simple one.
 
     Raises UnknownReward or BadRewardOption.
     """
 
     def refused(option: str, reason: str) -> BadRewardOption:
-        """Return the error for an option."""
         return BadRewardOption(name, option, reason, contract.word, contract.options)
 
     parameters = list(inspect.signature(function).parameters.values())
@@ -232,8 +210,8 @@ def _check_options(
         raise UnknownReward(name, f"want a function whose first parameter is the {contract.argument}", contract.word)
     for option in options:
         if option not in named and not takes_any:
-            known = sorted([*named, *([IN_THREAD] if contract is REWARD else [])])
-            raise refused(option, f"no such option{nearest(option, named)}; there are {known}")
+            options_there = sorted([*named, *([IN_THREAD] if contract is REWARD else [])])
+            raise refused(option, f"no such option{nearest(option, named)}; there are {options_there}")
     for option, parameter in named.items():
         if parameter.default is parameter.empty and option not in options:
             raise refused(option, "missing, and it has no default")
@@ -251,9 +229,7 @@ def _hints(function: Callable[..., object]) -> dict[str, Any]:
 
 
 def _wanted_instead(value: object, kind: Any) -> str:
-    """Return the wanted values in words where this is none of them; empty where it is one, or the annotation is not
-    checked.
-    """
+    """Return the wanted values in words; empty where this is one, or the annotation is not checked."""
     if get_origin(kind) is Literal:
         return "" if value in get_args(kind) else f"one of {', '.join(map(repr, get_args(kind)))}"
     if kind not in _KINDS:
@@ -265,14 +241,13 @@ def _wanted_instead(value: object, kind: Any) -> str:
 
 def checked(name: str, result: object) -> float | dict[str, float]:
     """Return the result of a reward as numbers that a sample may have. Raises RewardFailed."""
+    reward: float | dict[str, float]
     if isinstance(result, Mapping):
         if len(result) > MAX_PARTS:
             raise RewardFailed(name, f"want at most {MAX_PARTS} named numbers, got {len(result)}")
         if unwritable := [part for part in map(str, result) if not part.isprintable()]:
             raise RewardFailed(name, f"want names of printable characters, got {unwritable[0]!r}"[:500])
-        reward: float | dict[str, float] = {
-            str(part): _number(f"{name}.{part}", value) for part, value in result.items()
-        }
+        reward = {str(part): _number(f"{name}.{part}", value) for part, value in result.items()}
     else:
         reward = _number(name, result)
     try:
@@ -305,16 +280,12 @@ REWARD = Contract(
 
 def by_rollout(request: RewardRequest) -> float:
     """Raise RewardFailed: it is asked only for a response that has no reward yet."""
-    raise RewardFailed(
-        BY_ROLLOUT,
-        "the rollout gave the episode no reward; let its program return one, or name a reward for such episodes",
-    )
+    cure = "let its program return one, or name a reward for such episodes"
+    raise RewardFailed(BY_ROLLOUT, f"the rollout gave the episode no reward; {cure}")
 
 
 class _Threaded:
-    """Runs a plain reward in one daemon thread per call: a call that hangs blocks neither the loop, nor other calls,
-    nor the exit.
-    """
+    """Runs a plain reward in a daemon thread per call: one that hangs blocks neither loop, nor others, nor exit."""
 
     def __init__(self, reward: Bound) -> None:
         self._name, self._reward = reward.name, reward
@@ -322,33 +293,24 @@ class _Threaded:
 
     async def __call__(self, request: RewardRequest) -> Parts:
         if self._running >= MAX_THREADS:
-            raise RewardFailed(
-                self._name, f"{self._running} calls are running or hang; no more are started", outside=True
-            )
+            reason = f"{self._running} calls are running or hang; no more are started"
+            raise RewardFailed(self._name, reason, outside=True)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Parts] = loop.create_future()
 
         def finish(result: Any, error: Exception | None) -> None:
-            """Set the result or the error, in the loop's thread."""
             self._running -= 1
-            if future.done():  # cancelled: the caller has stopped waiting
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+            if not future.done():  # else it is cancelled: the caller has stopped waiting
+                future.set_result(result) if error is None else future.set_exception(error)
 
         def work() -> None:
-            """Run the reward, in its own thread."""
-            result: object = None
-            error: Exception | None = None
+            result, error = None, None
             try:
                 result = self._reward(request)
-            except (RewardFailed, TimeoutError) as raised:
-                error = raised
-            except (
-                BaseException
-            ) as raised:  # SystemExit and its like must not end the actor, and a future refuses StopIteration
+            except (RewardFailed, TimeoutError) as failed:
+                error = failed
+            # SystemExit and its like must not end the actor, and a future refuses StopIteration.
+            except BaseException as raised:
                 error = RewardFailed(self._name, repr_at(raised), outside=is_outside(raised))
                 error.__cause__ = raised
             with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the future

@@ -27,12 +27,10 @@ from tidemill.rewards.registry import IN_THREAD, REWARD, TABLE, bind, checked, i
 async def opened(
     name: str, options: Mapping[str, object] | None = None, limits: ProcessLimits | None = None
 ) -> AsyncIterator[Scorer]:
-    """Give the scorer of a reward: a built-in one runs in this process, one by import path in children, with their
-    limits.
+    """Give the scorer of a reward: a built-in one runs here, one by import path in child processes, with their limits.
 
     The option ``in_thread`` keeps a reward by import path in this process. A scorer raises TimeoutError after
-    ``limits.timeout_s``.
-    Raises UnknownReward, BadRewardOption, RewardFailed (the process with the reward could not be started).
+    ``limits.timeout_s``. Raises UnknownReward, BadRewardOption, RewardFailed (no process could be started).
     """
     limits = limits or ProcessLimits()
     if (name in TABLE and not is_unbounded(name, options)) or IN_THREAD in (options or {}):
@@ -46,7 +44,6 @@ async def opened(
 
 def _within(score: Scorer, timeout_s: float) -> Scorer:
     async def bounded(request: RewardRequest) -> float | dict[str, float]:
-        """Score within the limit."""
         async with asyncio.timeout(timeout_s):
             return await score(request)
 
@@ -57,26 +54,22 @@ def _within(score: Scorer, timeout_s: float) -> Scorer:
 async def opened_parts(parts: Sequence[RewardPart], limits: ProcessLimits) -> AsyncIterator[Scorer]:
     """Give the scorer of a sum; each part has its own processes and limits. Raises as ``opened``."""
     async with AsyncExitStack() as stack:
-        yield summed(
-            [(part, await stack.enter_async_context(opened(part.reward, part.options, limits))) for part in parts]
-        )
+        scorers = [await stack.enter_async_context(opened(part.reward, part.options, limits)) for part in parts]
+        yield summed(list(zip(parts, scorers, strict=True)))
 
 
 def summed(scorers: Sequence[tuple[RewardPart, Scorer]]) -> Scorer:
-    """Return a scorer with ``score``, the weighted sum, and the value of each part; a part's own parts are
-    ``part.name``.
+    """Return a scorer with ``score``, the weighted sum, and the value of each part (its own parts as ``part.name``).
 
     It fails when one part fails, and when no part applies.
     """
 
     async def score(request: RewardRequest) -> float | dict[str, float]:
-        """Score all parts that apply, at the same time."""
         applying = [(part, scorer) for part, scorer in scorers if part.applies(request.metadata)]
         if not applying:
             conditions = "; ".join(f"{part.name}: {dict(part.when)}" for part, _ in scorers)
-            raise RewardFailed(
-                "reward_parts", f"no part applies to metadata {dict(request.metadata)!r}; they want {conditions}"[:2000]
-            )
+            reason = f"no part applies to metadata {dict(request.metadata)!r}; they want {conditions}"
+            raise RewardFailed("reward_parts", reason[:2000])
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(_named(part, scorer, request)) for part, scorer in applying]
@@ -110,16 +103,14 @@ GroupScorer = Callable[[GroupRequest], Awaitable[list[Reward]]]
 
 @asynccontextmanager
 async def opened_group(name: str, options: Mapping[str, object], limits: ProcessLimits) -> AsyncIterator[GroupScorer]:
-    """Give the scorer of a reward of groups: a built-in one runs here, one that asks a server, or by import path, in
-    child processes.
+    """Give the scorer of a reward of groups; one by import path, or that asks a server, runs in child processes.
 
-    Raises UnknownReward, BadRewardOption, RewardFailed (the process with the reward could not be started).
+    Raises UnknownReward, BadRewardOption, RewardFailed (no process could be started).
     """
     if name not in ASKING_OF_GROUPS and (name in TABLE_OF_GROUPS or ":" not in name):
         bound = bind(name, options, GROUP)
 
         async def call(request: GroupRequest) -> Any:
-            """Call a built-in reward."""
             return bound.checked(request)
 
         yield _of_all(name, call)
@@ -130,12 +121,10 @@ async def opened_group(name: str, options: Mapping[str, object], limits: Process
 
 def _of_all(name: str, call: Callable[[GroupRequest], Awaitable[list[Reward]]]) -> GroupScorer:
     async def score(request: GroupRequest) -> list[Reward]:
-        """Score, and compare the number of rewards with the number of samples."""
         rewards = await call(request)
         if len(rewards) != len(request.samples):
-            raise RewardFailed(
-                name, f"want {len(request.samples)} rewards, one for each sample, got {len(rewards)}", GROUP.word
-            )
+            want = f"{len(request.samples)} rewards, one for each sample"
+            raise RewardFailed(name, f"want {want}, got {len(rewards)}", GROUP.word)
         return rewards
 
     return score

@@ -18,6 +18,7 @@ import numpy as np
 
 from tests import actor_child
 from tests.forked import Forked
+from tests.waits import until
 from tidemill.actors.config import ActorConfig, EngineConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.authority import Authority
@@ -32,9 +33,15 @@ from tidemill.launch.settings.prepare_config import PrepareConfig
 
 PROMPT = "482="
 LABEL = "284"
-SHAPE = PrepareConfig(
-    count=8, layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=16, vocab_size=97, max_position=256
-)
+SIZES = {
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 16,
+}
+SHAPE = PrepareConfig(count=8, model={**SIZES, "vocab_size": 97, "max_position_embeddings": 256})
 """Shape of the model, with a vocabulary of 97: random weights seldom generate end-of-sequence."""
 
 
@@ -152,8 +159,7 @@ async def settled(bus: Bus) -> None:
 
 async def at_work(built: BuiltinEngine, requests: int) -> None:
     """Return when the engine has this many unfinished requests."""
-    while built.stats()["waiting"] + built.stats()["running"] != requests:  # noqa: ASYNC110 - the engine sends no event
-        await asyncio.sleep(0.005)
+    await until(lambda: built.stats()["waiting"] + built.stats()["running"] == requests, every_s=0.005)
 
 
 @asynccontextmanager

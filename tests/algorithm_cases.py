@@ -6,83 +6,89 @@ from typing import Any
 
 from torch import Tensor
 
+from tests.algorithm_settings import algorithm_of
 from tidemill.learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.kl_settings import KLConfig
 from tidemill.learner.algorithms.objective import LOSS_FUNCTIONS, Tokens
 from tidemill.learner.algorithms.policy_losses import PolicyLoss
 from tidemill.learner.algorithms.presets import PRESETS
+from tidemill.learner.algorithms.sections import KLConfig
 
 KL = KLConfig(coef=0.1)
-ENGINE = {"advantage": "none", "distill_coef": 0.5, "distill_teacher": "engine"}
+ENGINE: dict[str, Any] = {"advantage": "none", "distill": {"coef": 0.5, "teacher": "engine"}}
+
+
+def _listed(loss: str) -> dict[str, Any]:
+    return ENGINE | {"distill": ENGINE["distill"] | {"loss": loss, "top_k": 3}}
+
+
 REFERENCE = "reverse distillation over the reference's tokens"
 RUNNING = "running baseline"
 SHOWN = "demonstrations alone"
 EVERY_TERM = "every term of the loss"
 EVERY_REJECTION = "every rejection"
 CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
-    "distillation over listed tokens": (ENGINE | {"distill_loss": "forward_kl", "distill_top_k": 3}, 2),
+    "distillation over listed tokens": (_listed("forward_kl"), 2),
     **{name: ({"correction": name}, 1) for name in PRESETS},
     **{
         f"{name} in 2 minibatches": ({"correction": name}, 2)
         for name in ("naive", "bypass", "tis", "decoupled", "m2po", "cispo", "gspo")
     },
     **{f"advantage {name}": ({"advantage": name}, 1) for name in ADVANTAGES if name not in ("grpo", "none")},
-    **{f"aggregation {name}": ({"aggregation": name, "entropy_coef": 0.01}, 2) for name in AGGREGATIONS},
+    **{f"aggregation {name}": ({"aggregation": name, "entropy": {"coef": 0.01}}, 2) for name in AGGREGATIONS},
     **{f"kl {name}": ({"kl": KLConfig(coef=0.1, estimator=name)}, 1) for name in KL_ESTIMATORS},
-    "kpop, tight": ({"correction": "kpop", "binary_kl_limit": 0.003}, 1),
-    "geo_mask, loose": ({"correction": "geo_mask", "reject": ("k1 seq_mean 0.9 1.1",)}, 1),
+    "kpop, tight": ({"correction": "kpop", "reject": {"binary_kl": 0.003}}, 1),
+    "geo_mask, loose": ({"correction": "geo_mask", "reject": {"rules": ("k1 seq_mean 0.9 1.1",)}}, 1),
     "kl uncorrected": ({"kl": KLConfig(coef=0.1, estimator="k2", corrected=False)}, 1),
     "kl in the reward, adaptive": ({"kl": KLConfig(reward_coef=0.05, target=0.01, horizon=100)}, 2),
     "kl in the reward of tokens": (
         {"advantage": "reinforce_pp_baseline", "kl": KLConfig(reward_coef=0.05, reward_by="token")},
         1,
     ),
-    "distillation": ({"advantage": "reinforce", "distill_coef": 1.0}, 1),
-    REFERENCE: ({"advantage": "none", "distill_coef": 0.5, "distill_loss": "reverse_kl", "distill_top_k": 3}, 1),
+    "distillation": ({"advantage": "reinforce", "distill": {"coef": 1.0}}, 1),
+    REFERENCE: ({"advantage": "none", "distill": {"coef": 0.5, "loss": "reverse_kl", "top_k": 3}}, 1),
     "distillation from an engine": (ENGINE | {"advantage": "grpo"}, 2),
-    "reverse distillation over listed tokens": (ENGINE | {"distill_loss": "reverse_kl", "distill_top_k": 3}, 1),
+    "reverse distillation over listed tokens": (_listed("reverse_kl"), 1),
     "whitened": ({"whiten": True}, 1),
-    "overlong": ({"overlong_buffer": 6, "overlong_penalty": 0.5}, 1),
-    "dual clip": ({"correction": "bypass", "clip_dual": 1.5}, 1),
-    "lower bound": ({"weight_low": 0.8, "weight_high": 1.2}, 1),
-    "truncate": ({"weight_action": "truncate", "weight_high": 1.1}, 1),
-    "prefix weights": ({"weight": "prefix"}, 1),
-    "geometric weights": ({"weight": "geometric"}, 1),
-    "self-normalised": ({"self_normalise": True, "weight_high": 1.2}, 2),
-    "self-normalised sequences": ({"weight": "sequence", "self_normalise": True}, 1),
-    "rejections": ({"reject": ("k1 token 0.3 3", "k3 seq_mean 0.4", "k2 seq_max 1.5"), "veto": 0.2}, 1),
+    "overlong": ({"overlong": {"buffer": 6, "penalty": 0.5}}, 1),
+    "dual clip": ({"correction": "bypass", "clip": {"dual": 1.5}}, 1),
+    "lower bound": ({"weight": {"low": 0.8, "high": 1.2}}, 1),
+    "truncate": ({"weight": {"action": "truncate", "high": 1.1}}, 1),
+    "prefix weights": ({"weight": {"level": "prefix"}}, 1),
+    "geometric weights": ({"weight": {"level": "geometric"}}, 1),
+    "self-normalised": ({"weight": {"self_normalise": True, "high": 1.2}}, 2),
+    "self-normalised sequences": ({"weight": {"level": "sequence", "self_normalise": True}}, 1),
+    "rejections": ({"reject": {"rules": ("k1 token 0.3 3", "k3 seq_mean 0.4", "k2 seq_max 1.5"), "veto": 0.2}}, 1),
     "top entropy": ({"top_entropy": 0.2}, 2),
-    "ess_lr": ({"ess_lr": True}, 2),
+    "ess_lr": ({"ess_lr": 1.0}, 2),
     SHOWN: ({"correction": "sft"}, 2),
     EVERY_TERM: (
         {
-            **(ENGINE | {"advantage": "grpo", "distill_loss": "forward_kl", "distill_top_k": 3}),
+            **_listed("forward_kl"),
+            "advantage": "grpo",
             "loss": f"{__name__}:reporting",
-            "clip_low": 2e-3,
-            "clip_high": 2e-3,
-            "weight_low": 0.5,
+            "clip": {"low": 2e-3, "high": 2e-3},
+            "weight": {"low": 0.5},
             "sft_coef": 0.5,
             "kl": KL,
-            "entropy_coef": 0.01,
-            "entropy_target": 6.0,
+            "entropy": {"coef": 0.01, "target": 6.0},
             "top_entropy": 0.5,
-            "ess_lr": True,
+            "ess_lr": 1.0,
         },
         2,
     ),
     EVERY_REJECTION: (
         {
             "advantage": "rae",
-            "distill_coef": 0.5,
-            "distill_loss": "reverse_kl",
-            "distill_top_k": 3,
-            "self_normalise": True,
-            "reject": ("k1 token 0.05 20", "k1 seq_mean 0.3 3", "k3 seq_mean 3", "k2 seq_max 10", f"{__name__}:far"),
-            "veto": 0.01,
-            "binary_kl_limit": 0.02,
-            "opsm_threshold": 0.8,
-            "m2_limit": 3.0,
+            "distill": {"coef": 0.5, "loss": "reverse_kl", "top_k": 3},
+            "weight": {"self_normalise": True},
+            "reject": {
+                "rules": ("k1 token 0.05 20", "k1 seq_mean 0.3 3", "k3 seq_mean 3", "k2 seq_max 10", f"{__name__}:far"),
+                "veto": 0.01,
+                "binary_kl": 0.02,
+                "opsm": 0.8,
+            },
+            "m2": {"limit": 3.0},
         },
         2,
     ),
@@ -120,4 +126,4 @@ def far(delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int)
 
 
 def algorithm(name: str) -> AlgorithmConfig:
-    return AlgorithmConfig(**CASES[name][0])
+    return algorithm_of(**CASES[name][0])

@@ -17,8 +17,8 @@ from tidemill.actors.router.token_history import ModelText, TokenHistory
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.data.source import Source
 from tidemill.learner.errors import PromptError
-from tidemill.learner.prompts.responses import RecordedResponse, Recordings
-from tidemill.learner.prompts.rows import PromptRow, recorded_row, row_in, row_tokens
+from tidemill.learner.prompts.responses import RecordedResponse, RecordedRow, Recordings, prompt_tokens
+from tidemill.learner.prompts.rows import PromptRow, row_in
 from tidemill.learner.prompts.tokenizer import Tokenize, model_tokenizer
 
 TEXTS = st.sampled_from(["", "seven", "über 八 😀", " a\n\nb ", '{"x": 1}', "<tool_call>", "é'\"\\"]) | st.text(
@@ -162,7 +162,7 @@ class Paths:
         """Return the ids by way; None = the chat template refuses the messages."""
         row, body = self.row(messages, tools), self.body(messages, tools)
         ways: tuple[Callable[[], Sequence[int]], ...] = (
-            lambda: row_tokens(row(), self.tokenize),
+            lambda: self._prompt_ids(row()),
             lambda: self._before_an_answer(row()),
             lambda: openai_api.prompt_ids(openai_api.parse(body, chat=True), self.model.text, self.model.template)[0],
             lambda: asyncio.run(self.sent(body, TokenHistory(self.model))),
@@ -190,12 +190,14 @@ class Paths:
         made: JsonObject = json.loads(json.dumps(body))
         return made
 
+    def _prompt_ids(self, row: PromptRow) -> Sequence[int]:
+        return prompt_tokens(self.tokenize, row.prompt, row.tools)
+
     def _before_an_answer(self, row: PromptRow) -> list[int]:
         """Return the prompt's ids of a written answer."""
-        answered = PromptRow(
-            number=0, prompt=row.prompt, tools=row.tools, where=row.where, responses=(RecordedResponse(text="seven"),)
-        )
-        (sequence,) = self._recordings.sequences(recorded_row(answered))
+        responses = (RecordedResponse(text="seven"),)
+        answered = RecordedRow(prompt=row.prompt, tools=row.tools, where=row.where, responses=responses)
+        (sequence,) = self._recordings.sequences(answered)
         return [int(token) for token in sequence.prompt_tokens]
 
     async def sent(self, body: JsonObject, history: TokenHistory) -> list[int]:

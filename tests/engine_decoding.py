@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tidemill.actors.serving.builtin import decoder
-from tidemill.actors.serving.builtin.runner import KVSlots
+from tidemill.actors.serving.builtin.runner import DecodeAttention, KVSlots, PrefillAttention
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.builtin.weights import Weights, load_from_directory
 
@@ -21,32 +21,22 @@ def load(model_dir: Path, dtype: torch.dtype = torch.float32) -> Weights:
 
 
 def new_slots(weights: Weights, slots: int) -> KVSlots:
-    shape = weights.shape
-    return KVSlots(
-        num_layers=shape.num_layers,
-        slots=slots,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_length=shape.max_positions,
-        dtype=weights.dtype,
-        device=CPU,
-    )
+    return KVSlots(weights, slots, weights.shape.max_positions)
 
 
 def decode_all(weights: Weights, tokens_BT: torch.Tensor, prefilled: int) -> torch.Tensor:
     """Return scores [B, T, V]: the first tokens in one prefill, the others one by one."""
-    shape, (rows, length) = weights.shape, tokens_BT.shape
+    rows, length = tokens_BT.shape
     slots = new_slots(weights, rows + 2)
     slots.reserve(prefilled)
-    table = decoder.RopeTable(shape.rope, length, head_dim=shape.head_dim, dtype=weights.dtype, device=CPU)
+    table = decoder.RopeTable(weights, length)
     angles = table.at(torch.arange(prefilled)[None])
-    x = decoder.forward(weights, tokens_BT[:, :prefilled], angles, slots.prefilling(0, torch.arange(rows)))
+    x = decoder.forward(weights, tokens_BT[:, :prefilled], angles, PrefillAttention(slots, 0, torch.arange(rows)))
     found = [decoder.logits(weights, x)]
     for position in range(prefilled, length):
         slots.reserve(position + 1)
         positions = torch.full((rows,), position)
-        x = decoder.forward(
-            weights, tokens_BT[:, position, None], table.at(positions[:, None]), slots.decoding(positions, position + 1)
-        )
+        attention = DecodeAttention(slots, positions, position + 1)
+        x = decoder.forward(weights, tokens_BT[:, position, None], table.at(positions[:, None]), attention)
         found.append(decoder.logits(weights, x))
     return torch.cat(found, 1)

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.actors.engines.port import EngineInfo, Generation
-from tidemill.actors.engines.server_pool import EnginePool, ServerStatus
+from tidemill.actors.engines.server_discovery import ServerStatus
+from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.bus.errors import BusError
 from tidemill.bus.wire.messages import Sampling, Span
 
@@ -52,12 +53,14 @@ class ScriptedEngine:
         prompt: Sequence[int] | NDArray[np.int32],
         sampling: Sampling,
         *,
-        id: str = "",
+        request_id: str = "",
         min_version: int = 0,
         timeout_s: float = 300.0,
         begun: Generation | None = None,
     ) -> Generation:
-        self.asked.append((sampling, {"id": id, "min_version": min_version, "timeout_s": timeout_s, "begun": begun}))
+        self.asked.append(
+            (sampling, {"request_id": request_id, "min_version": min_version, "timeout_s": timeout_s, "begun": begun})
+        )
         await asyncio.sleep(0)
         if self.hold is not None:
             await self.hold.wait()
@@ -79,13 +82,11 @@ class ScriptedEngine:
                 raise state
             yield state
 
-    async def abort(self, id: str | None = None) -> None:
-        self.aborted.append(id or "all")
+    async def abort(self, request_id: str | None = None) -> None:
+        self.aborted.append(request_id or "all")
         if self.hold is not None and isinstance(self.answers[0], Generation):
             self.hold.set()
 
-    async def pause(self, mode: str = "in_place") -> None: ...
-    async def resume(self) -> None: ...
     async def healthy(self) -> bool:
         return True
 

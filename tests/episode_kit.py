@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import numpy as np
@@ -14,10 +14,12 @@ from tests.engine_serving import Served, serving
 from tidemill.actors.engines.activity import Activity
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.engines.responses import Responses
-from tidemill.actors.engines.server_pool import EnginePool, UrlDiscovery
+from tidemill.actors.engines.server_discovery import UrlDiscovery
+from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.actors.episodes.gateway import Gateway
 from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
 from tidemill.actors.episodes.rollouts import ProgramRollout
+from tidemill.actors.rollout_settings import RolloutConfig
 from tidemill.actors.router.token_history import ModelText
 from tidemill.actors.text.rendering import Renderer
 from tidemill.bus.client.addresses import HERE, Reach
@@ -126,7 +128,7 @@ async def stage(
     timeout_s: float = 60.0,
     turns: TurnStream | None = None,
     again: str = "restart",
-    needs_log: bool = False,
+    unlogged: Literal["continue", "fail"] = "continue",
     at: Reach = HERE,
     renderer: Renderer | None = None,
     untrained_models: tuple[str, ...] = (),
@@ -140,9 +142,10 @@ async def stage(
         await gateway.start(at)
         programs = InProcess(session, program)
         try:
-            rollout = ProgramRollout(
-                gateway, programs, max_calls_in_flight=max_calls, turns=turns, again=again, needs_log=needs_log
+            config = RolloutConfig(
+                use="agent:own:program", max_calls_in_flight=max_calls, again=again, unlogged=unlogged
             )
+            rollout = ProgramRollout(gateway, programs, config, turns)
             yield Stage(served, engines, responses, gateway, programs, rollout, session)
         finally:
             await gateway.close()

@@ -31,12 +31,12 @@ from tidemill.bus.client.addresses import HERE, Reach
 from tidemill.bus.http.access import Access, RunAccess, TokenAccess
 from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import Keys, RunKeys
-from tidemill.learner.checkpoints.keeper import CheckpointServer
+from tidemill.learner.checkpoints.node_copies import CheckpointServer
 from tidemill.rewards.registry import load
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.store.registry import VersionRegistry
-from tidemill.weightstore.store.snapshot_store import SnapshotStore
+from tidemill.weightstore.store.snapshot_server import SnapshotServer
 from tidemill.weightstore.transport.part_server import PartServer
 
 KEYS = Keys.of("s3cret")
@@ -189,7 +189,7 @@ class _NoVersions:
 @asynccontextmanager
 async def snapshots(model_dir: Path) -> AsyncIterator[Place]:
     directory = model_dir.parent / "snapshots"
-    store = SnapshotStore(directory, cast(VersionRegistry, _NoVersions()), keep=1, model_dir=None, at=FAR, keys=RUN)
+    store = SnapshotServer(directory, cast(VersionRegistry, _NoVersions()), keep=1, model_dir=None, at=FAR, keys=RUN)
     await store.open()
     (directory / "file").write_text("x")
     try:

@@ -104,7 +104,7 @@ class Talk:
             await self.of_ids(client, Chat("", ids=self.made_up()), trained=True)
         return 1.0
 
-    # -- histories ------------------------------------------------------------------------------------------------------
+    # -- histories
 
     def begun(self, agent: str) -> Chat:
         head = [{"role": "system", "content": "Be brief."}] if self.random.random() < 0.3 else []
@@ -164,7 +164,7 @@ class Talk:
             place = self.random.choice(places)
             chat.messages[place] = {**chat.messages[place], "content": self.words()}
 
-    # -- requests -------------------------------------------------------------------------------------------------------
+    # -- requests
 
     async def ask(self, client: Client, chat: Chat) -> None:
         trained = self.random.random() < 0.9

@@ -19,9 +19,10 @@ import torch
 from aiohttp import web
 
 from tests.forked import Forked, piped
+from tests.waits import until
 from tidemill.actors.errors import CannotTell, StaleEpoch, UpdateRefused
 from tidemill.actors.serving.handles import HandleListener
-from tidemill.actors.serving.port import Updates
+from tidemill.actors.serving.updates import Updates
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import connect
@@ -314,8 +315,7 @@ async def serve(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: An
     )
     async with connect(bus_url, run, BusConfig(), name=id, wait_s=START_S) as bus:
         async with HeartbeatPublisher(bus, row, every_s=0.5) as heartbeat:
-            while heartbeat.written_s < 0:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: heartbeat.written_s >= 0)
             ready.send(url)
             await asyncio.Event().wait()
 

@@ -1,7 +1,8 @@
 """Processes of tests, forked from a *template*, which has imported torch, Megatron and our programs: a start takes no
 seconds.
 
-    pytest worker --asks--> template --forks twice--> program (child of the worker) --asks--> its own template --> its children
+    pytest worker --asks--> template --forks twice--> program (child of the worker)
+                                                         --asks--> its own template --> its children
 
 A forked program is what an executed one would be: a child of the process that asked for it, leader of a session, with
 the environment, directory, command line, standard streams and inherited descriptors that were asked for, and no others.
@@ -322,7 +323,9 @@ def preload(more: Sequence[str] = ()) -> None:
         for module in (*PRELOADED, *more):
             importlib.import_module(module)
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
-        finalizer.atexit = False  # torch's take back its operators, at the end of each program: 9,000 of the template's pages were copied
+        # torch's take back its operators, at the end of each program: 9,000 of the template's pages were
+        # copied
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
     gc.enable()

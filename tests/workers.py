@@ -1,7 +1,8 @@
 """Workers of pytest-xdist, forked from one process that has imported torch, Megatron and our programs: these imports
 happen once.
 
-    pytest --starts--> nursery (imports)                       worker (child of the nursery) --forks first--> its template (tests.template)
+    pytest --starts--> nursery (imports)                       worker (child of the nursery)
+                                                                  --forks first--> its template (tests.template)
     pytest --execnet--> interpreter --asks, with its streams--> nursery --forks--> worker
 
 execnet starts a worker as ``INTERPRETER -u -c CODE`` and talks with it over its standard streams; ``python=`` of its

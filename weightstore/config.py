@@ -6,9 +6,9 @@ from typing import Literal
 from tidemill.bus.section import NotNegative, Positive, PositiveFloat, section
 
 SMALL_BUCKET, LARGE_BUCKET, SHARED_BUCKET = 64_000_000, 256_000_000, 4_000_000_000
-"""Sizes of buckets where none is set. Large ones spare requests on a fast transport; over a network of 100 Mbit/s one
-takes 20 s of the 30 that a phase has. Memory of a GPU that engines read takes no memory by the bucket, and an H100
-copies 4 GB of it in 3 ms."""
+"""Sizes of buckets where none is set: large ones spare requests, but one takes 20 s of a phase's 30 at 100 Mbit/s. GPU
+memory that engines read costs no memory by the bucket: an H100 copies 4 GB in 3 ms.
+"""
 
 
 @section
@@ -79,11 +79,9 @@ class WeightsConfig:
         return {"pairs": 1, "all": 1 << 30}.get(self.group) or int(self.group)
 
     def bucket_size(self, *, on_gpu: bool) -> int:
-        """Return the bytes of a bucket for a learner that has a GPU, or none.
+        """Return the bytes of a bucket for a learner with or without a GPU.
 
-        Handles of host memory have small ones on both.
-
-        SGLang reads those from a copy in /dev/shm, which may be small.
+        Handles of host memory have small ones: SGLang reads them from a copy in /dev/shm, which may be small.
         """
         if self.bucket_bytes:
             return self.bucket_bytes

@@ -1,62 +1,57 @@
-"""The error tree of the weightstore. Errors of torch.distributed, HTTP and the file system are translated into these at
-the edge.
+"""The error tree of the weightstore, into which errors of torch.distributed, HTTP and the file system are translated.
 
 A learner that has been replaced meets ``tidemill.bus.errors.Fenced`` here as everywhere.
 """
+
+from collections.abc import Mapping
+
+from tidemill.bus.errors import DetailedError
 
 
 class WeightstoreError(Exception):
     """Something went wrong between the weights of the learner and the weights of an engine."""
 
 
-class BadManifest(WeightstoreError, ValueError):
-    """A tensor that does not match the manifest: where, the wanted value, the value received."""
+class BadManifest(DetailedError, WeightstoreError, ValueError):
+    """A tensor that does not match the manifest."""
 
-    def __init__(self, where: str, want: object, got: object) -> None:
-        super().__init__(where, want, got)
-        self.where, self.want, self.got = where, want, got
-
-    def __str__(self) -> str:
-        return f"{self.where}: want {self.want}, got {self.got}"
+    where: str
+    want: object
+    got: object
+    template = "{where}: want {want}, got {got}"
 
 
-class PeerLost(WeightstoreError):
+class PeerLost(DetailedError, WeightstoreError):
     """The other end of a process group died, hung beyond the deadline, or never came."""
 
-    def __init__(self, group: str, doing: str, reason: str) -> None:
-        super().__init__(group, doing, reason)
-        self.group, self.doing, self.reason = group, doing, reason
-
-    def __str__(self) -> str:
-        return f"group {self.group}: {self.doing}: peer lost: {self.reason}"
+    group: str
+    doing: str
+    reason: str
+    template = "group {group}: {doing}: peer lost: {reason}"
 
 
 class PartLost(PeerLost):
-    """Another rank of the learner, which sends a part of the weights, is gone, too slow, or has failed: no engine's
-    fault."""
+    """A rank of the learner that sends a part of the weights is gone, too slow, or has failed: no engine's fault."""
 
 
-class ReceiverFailed(WeightstoreError):
-    """An engine refused, failed or exceeded the deadline of a phase of a push; ``answered`` = the engine itself
-    reported the error."""
+class ReceiverFailed(DetailedError, WeightstoreError):
+    """An engine refused, failed or exceeded the deadline of a phase of a push."""
 
-    def __init__(self, url: str, phase: str, reason: str, answered: bool = False) -> None:
-        super().__init__(url, phase, reason, answered)
-        self.url, self.phase, self.reason, self.answered = url, phase, reason, answered
+    url: str
+    phase: str
+    reason: str
+    answered: bool = False
+    """The engine itself reported the error."""
+    template = "engine {url}: {phase}: {reason}"
 
-    def __str__(self) -> str:
-        return f"engine {self.url}: {self.phase}: {self.reason}"
 
+class PushFailed(DetailedError, WeightstoreError):
+    """A version that was not published; the head is unchanged."""
 
-class PushFailed(WeightstoreError):
-    """A version that was not published; the head is unchanged.
-
-    ``evicted`` has the engines that failed, and the reasons.
-    """
-
-    def __init__(self, version: int, reason: str, evicted: dict[str, str] | None = None) -> None:
-        super().__init__(version, reason, evicted)
-        self.version, self.reason, self.evicted = version, reason, evicted or {}
+    version: int
+    reason: str
+    evicted: Mapping[str, str]
+    """Engines that failed, and the reasons."""
 
     def __str__(self) -> str:
         engines = "".join(f"; {engine}: {why}" for engine, why in self.evicted.items())
@@ -67,39 +62,32 @@ class PublisherClosed(WeightstoreError):
     """The publisher's thread is not running; the message has the reason."""
 
 
-class SnapshotBroken(WeightstoreError):
+class SnapshotBroken(DetailedError, WeightstoreError):
     """A file of a snapshot is missing, cut short or changed."""
 
-    def __init__(self, file: str, want: object, got: object) -> None:
-        super().__init__(file, want, got)
-        self.file, self.want, self.got = file, want, got
-
-    def __str__(self) -> str:
-        return f"{self.file}: want {self.want}, got {self.got}"
+    file: str
+    want: object
+    got: object
+    template = "{file}: want {want}, got {got}"
 
 
-class SnapshotUnavailable(WeightstoreError):
+class SnapshotUnavailable(DetailedError, WeightstoreError):
     """A snapshot cannot be downloaded: its server has gone, or has removed it."""
 
-    def __init__(self, url: str, reason: str, *, is_connected: bool = True) -> None:
-        """``is_connected``: the server, or some server, has answered."""
-        super().__init__(url, reason)
-        self.url, self.reason, self.is_connected = url, reason, is_connected
-
-    def __str__(self) -> str:
-        return f"snapshot {self.url}: {self.reason}"
+    url: str
+    reason: str
+    is_connected: bool = True
+    """The server, or some server, has answered."""
+    template = "snapshot {url}: {reason}"
 
 
 class SnapshotNotLoaded(WeightstoreError):
     """An engine refused to load a snapshot."""
 
 
-class CatchUpTimeout(WeightstoreError):
+class CatchUpTimeout(DetailedError, WeightstoreError):
     """An engine did not reach the head within its deadline; ``waited_for`` names the step that was not finished."""
 
-    def __init__(self, deadline_s: float, waited_for: str) -> None:
-        super().__init__(deadline_s, waited_for)
-        self.deadline_s, self.waited_for = deadline_s, waited_for
-
-    def __str__(self) -> str:
-        return f"catching up: not done within {self.deadline_s:g} s; waited for {self.waited_for}"
+    deadline_s: float
+    waited_for: str
+    template = "catching up: not done within {deadline_s:g} s; waited for {waited_for}"

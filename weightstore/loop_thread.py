@@ -16,10 +16,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """``start``, then ``submit`` from any thread, and ``close``.
-
-    ``serve`` runs in the loop: it calls ``ready`` and awaits ``closing``.
-    """
+    """``start``, then ``submit`` from any thread, and ``close``. ``serve`` calls ``ready`` and awaits ``closing``."""
 
     def __init__(self, name: str, serve: Callable[[], Coroutine[object, None, None]]) -> None:
         self._name, self._serve = name, serve
@@ -46,10 +43,7 @@ class LoopThread:
             raise self.failure
 
     def submit(self, work: Coroutine[object, None, T]) -> "Future[T]":
-        """Run ``work`` in the loop. The future is cancelled when the thread ends first.
-
-        Raises RuntimeError when it has ended.
-        """
+        """Run ``work`` in the loop. The future is cancelled when the thread ends first; RuntimeError after it."""
         assert self._loop is not None
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -9,13 +9,10 @@ from torch import Tensor
 
 @contextmanager
 def beside(tensor: Tensor) -> Iterator[None]:
-    """Queue the context's work on the GPU of ``tensor`` on a stream of its own, and wait for it at the end.
+    """Queue the context's work on the GPU of ``tensor`` on a stream of its own, and wait for it; nothing on the CPU.
 
-    Nothing on the CPU.
-
-    All threads have the same default stream: work there waits for the steps that the trainer has queued, for a
-    collective among them that waits for another rank, or for the tokens of an engine. What the context reads must be
-    complete before.
+    All threads share the default stream: work there waits for the trainer's steps, for a collective among them that
+    waits for another rank, or for an engine's tokens. What the context reads must be complete before.
     """
     if not tensor.is_cuda:
         yield

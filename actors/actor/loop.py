@@ -4,7 +4,7 @@
 
     TASKS --lease--> group --n x--> engine --> reward --> SAMPLES     (acked when all n are stored)
                        |                          |
-                       |                          |        a teacher, if there is one, scores the tokens beside the reward
+                       |                          |        a teacher, if there is one, scores the tokens, too
                        |                          +-- fails or hangs: a FAILED sample, and the task is reported
                        |                          +-- a reward of groups waits for all n
                        +-- no engine, or drained: the work so far goes into PARTIALS, then a nak returns the task
@@ -23,38 +23,30 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 import numpy as np
 
-from tidemill.actors.actor.single_turn import failed, failed_sample
+from tidemill.actors.actor.sample_scoring import SampleScorer, Scorers
+from tidemill.actors.actor.single_turn import failed_sample
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.activity import Activity
 from tidemill.actors.engines.responses import GenerationFailed, Responses
 from tidemill.actors.engines.server_pool import NoServer
 from tidemill.actors.episodes.port import AlreadyStored, Made, Rollout, Unfinished
-from tidemill.actors.teachers import TeacherFailed, Teachers
 from tidemill.bus.config import SINGLE_TURN
 from tidemill.bus.errors import BusError, WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.episode_turns import Superseded
 from tidemill.bus.streams.tasks import Lease
-from tidemill.bus.system.coroutines import Waiter, first_error
+from tidemill.bus.system.coroutines import Waiter, all_of
 from tidemill.bus.system.failure_log import FailureLog
-from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import Kind, Partial, Sample, Status, Task
-from tidemill.rewards.errors import RewardFailed
-from tidemill.rewards.group import GroupRequest
-from tidemill.rewards.part_settings import fits
-from tidemill.rewards.port import RewardRequest, Scorer
-from tidemill.rewards.scorers import GroupScorer
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
 Queue = tuple[Kind, str]
 """Kind and rollout of tasks."""
 
@@ -90,24 +82,6 @@ class RolloutOutcome:
     """True if another actor makes this sample now."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scorers:
-    """Functions that score samples."""
-
-    score: Scorer | None
-    """Reward of each sample; None = the reward of groups alone."""
-    group_score: GroupScorer | None = None
-    """Reward of whole groups; None = samples alone have one."""
-    teachers: Teachers | None = None
-    """Models that score the tokens of training samples; None = samples need none."""
-    waits_for: Callable[[], str] = lambda: ""
-    """Returns what a reward waits for, in words; empty when it waits for nothing outside of its own process."""
-    stop_waiting: Callable[[], None] = lambda: None
-    """From this call on a reward raises NoServer instead of waiting for a process that computes it."""
-    run: Callable[[], Coroutine[Any, Any, None]] | None = None
-    """Finds those processes, without end, beside the actor; None = there are none."""
-
-
 class Actor:
     """Works on tasks until it is drained. Call ``run`` once."""
 
@@ -115,40 +89,33 @@ class Actor:
         self,
         bus: Bus,
         *,
-        id: str,
+        actor_id: str,
         config: ActorConfig,
         responses: Responses,
         rollouts: Mapping[str, Rollout],
         scorers: Scorers,
         activity: Activity,
     ) -> None:
-        """``rollouts``: by name; the one with the empty name makes the samples of tasks that name none. Tasks of others
-        are left.
-        """
-        self.id = id
-        self._bus, self._config, self._responses, self._activity = bus, config, responses, activity
-        self._score, self._group_score, self._teachers = scorers.score, scorers.group_score, scorers.teachers
-        self._scorer_waits_for, self._stop_waiting_for_scorers = scorers.waits_for, scorers.stop_waiting
-        self._rollouts = dict(rollouts)
+        """``rollouts``: by name; the empty name makes samples of tasks without one. Other tasks are not leased."""
+        self._bus, self._actor_id, self._config, self._activity = bus, actor_id, config, activity
+        self._responses, self._rollouts, self._scorers = responses, dict(rollouts), scorers
+        self._scorer = SampleScorer(config, scorers, activity, self._note_outage)
         self._repeated = FailureLog(logger)
         self._in_flight_of: Counter[str] = Counter()
         """Samples in flight, by rollout."""
         self._changed = Waiter()
-        self._draining = False
+        self._draining = asyncio.Event()
         self._failing: defaultdict[Queue, set[int]] = defaultdict(set)
         """Tasks that failed for a cause outside of their rows since the last one that did not fail, by queue."""
-        self._told_to_drain = asyncio.Event()
         self._idle_since_s = time.monotonic()
 
     async def run(self, draining: asyncio.Event) -> None:
-        """Lease tasks and work on them. Returns when ``draining`` is set and every leased task is done or returned by a
-        nak.
-        """
+        """Lease tasks and work on them until ``draining`` is set and every leased task is done or returned by a nak."""
         async with asyncio.TaskGroup() as work:
-            work.create_task(self._note_drain(draining))
+            work.create_task(self._drain(draining))
             for name in self._rollouts:
                 for kind in Kind:
-                    work.create_task(self._lease(kind, name, work), name=f"lease {kind} {name}".strip())
+                    work.create_task(self._lease_tasks(kind, name, work), name=f"lease {kind} {name}".strip())
 
     @property
     def in_flight(self) -> int:
@@ -157,60 +124,58 @@ class Actor:
 
     def phase(self) -> tuple[str, str]:
         """Return the phase for the live row, and a description of the current wait; empty when there is none."""
-        waits_for = (self._responses.waits_for() or self._scorer_waits_for()) if self.in_flight else ""
-        if self.in_flight and not waits_for and self._bus.samples.stats.waiting_full:
-            waits_for = f"room in SAMPLES ({self._bus.samples.stats.waiting_full} samples wait)"
+        waits_for, waiting_full = "", self._bus.samples.stats.waiting_full
         failing = max(map(len, self._failing.values()), default=0)
-        if not self.in_flight and not self._draining and failing >= FAILURES_IN_A_ROW:
+        if self.in_flight:
+            waits_for = self._responses.waits_for() or self._scorers.waits_for()
+            if not waits_for and waiting_full:
+                waits_for = f"room in SAMPLES ({waiting_full} samples wait)"
+        elif not self._draining.is_set() and failing >= FAILURES_IN_A_ROW:
             waits_for = f"the end of a pause: the last {failing} tasks failed"
-        elif not self.in_flight and not self._draining:
+        elif not self._draining.is_set():
             waits_for = f"a task, for {time.monotonic() - self._idle_since_s:.0f} s"
-        if self._draining:
+        if self._draining.is_set():
             return "draining", waits_for or f"{self.in_flight} samples"
         return ("working" if self._activity.busy else "waiting"), waits_for
 
-    async def _note_drain(self, draining: asyncio.Event) -> None:
+    async def _drain(self, draining: asyncio.Event) -> None:
+        """Wait for the drain. Then work on for ``drain_finish_s``, or a rollout's own time, wait for no scorer any
+        longer, and cut short the unfinished responses.
+
+        Single turns go on for as long as episodes with a longer time do: a cut ends all requests.
+        """
         await draining.wait()
         logger.info("draining in_flight=%d", self.in_flight)
-        self._draining = True
-        self._told_to_drain.set()
+        self._draining.set()
         self._responses.stop_waiting()
         self._changed.wake()
-        await self._finish_or_cut_short()
-
-    async def _finish_or_cut_short(self) -> None:
-        """Work on for ``drain_finish_s``, or a rollout's own time, then wait for no scorer any longer, and cut short
-        what is not finished.
-
-        Single turns go on for as long as episodes with a longer time do: to cut short ends all requests.
-        """
         began_s = asyncio.get_running_loop().time()
         drains_s = {
             name: self._config.drain_finish_s if rollout.drain_s is None else rollout.drain_s
             for name, rollout in self._rollouts.items()
         }
         for drain_s in sorted(set(drains_s.values())):
-            await self._done([name for name, own_s in drains_s.items() if own_s >= drain_s], began_s + drain_s)
+            await self._wait_for([name for name in drains_s if drains_s[name] >= drain_s], began_s + drain_s)
             for name, rollout in self._rollouts.items():
                 if drains_s[name] == drain_s and self._config.partials and self._in_flight_of[name]:
                     logger.info("handing back rollout=%s in_flight=%d", name or SINGLE_TURN, self._in_flight_of[name])
                     rollout.interrupt()
         if not self.in_flight:
             return
-        self._stop_waiting_for_scorers()
+        self._scorers.stop_waiting()
         if self._config.partials:
             logger.info("cutting short the unfinished responses in_flight=%d", self.in_flight)
             await self._responses.cut_short()
 
-    async def _done(self, rollouts: Sequence[str], until_s: float) -> None:
+    async def _wait_for(self, rollouts: Sequence[str], deadline_s: float) -> None:
         """Wait until no samples of these rollouts are in flight, or until this time of the loop's clock."""
         with suppress(TimeoutError):
-            async with asyncio.timeout_at(until_s):
+            async with asyncio.timeout_at(deadline_s):
                 while any(self._in_flight_of[name] for name in rollouts):
                     await self._changed.wait()
 
-    async def _lease(self, kind: Kind, rollout: str, work: asyncio.TaskGroup) -> None:
-        while not self._draining:
+    async def _lease_tasks(self, kind: Kind, rollout: str, work: asyncio.TaskGroup) -> None:
+        while not self._draining.is_set():
             if self.in_flight >= self._config.max_samples_in_flight:
                 await self._changed.wait()
                 continue
@@ -218,21 +183,19 @@ class Actor:
             lease = await self._next_lease(kind, rollout)
             if lease is None:
                 continue
-            if self._draining:
+            if self._draining.is_set():
                 await self._nak(lease, 0.0)
             else:
                 self._add_in_flight(lease.task.rollout, lease.task.group_size)
                 work.create_task(self._work(lease), name=f"task {lease.task.id}")
 
     async def _pause(self, failing: Collection[int]) -> None:
-        """Wait while every task of a queue fails for a cause outside of its row, so that an outage does not use up all
-        prompts at once.
-        """
+        """Wait while every task of a queue fails for a cause outside of its row, or an outage uses up all prompts."""
         excess = len(failing) - FAILURES_IN_A_ROW
         if excess >= 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(FIRST_PAUSE_S * 2 ** min(excess, 20), MAX_PAUSE_S)):
-                    await self._told_to_drain.wait()
+                    await self._draining.wait()
 
     async def _next_lease(self, kind: Kind, rollout: str) -> Lease | None:
         """Wait up to ``LEASE_WAIT_S`` for a task. Returns None when there is none, or no bus."""
@@ -251,12 +214,11 @@ class Actor:
         task = lease.task
         try:
             async with lease.kept():
-                outcomes = await self._group(lease, await self._stored_partials(lease))
+                outcomes = await self._make_group(lease, await self._stored_partials(lease))
                 failures = [outcome.failed for outcome in outcomes if outcome.failed]
                 unfinished = [outcome.unfinished for outcome in outcomes if outcome.unfinished]
-                if any(
-                    outcome.superseded for outcome in outcomes
-                ):  # an ack or nak by this actor would count for the other's lease
+                # An ack or nak by this actor would count for the other actor's lease.
+                if any(outcome.superseded for outcome in outcomes):
                     logger.info("task left to another actor task=%d", task.id)
                     return
                 if failures or unfinished:
@@ -264,10 +226,9 @@ class Actor:
             if failures:
                 await self._fail(lease, f"{len(failures)} of {task.group_size} samples: {failures[0]}")
             elif unfinished:
-                logger.info(
-                    "task returned to the queue task=%d missing=%d reason=%s", task.id, len(unfinished), unfinished[0]
-                )
-                await self._nak(lease, 0.0 if self._draining else NAK_DELAY_S)
+                text = "task returned to the queue task=%d missing=%d reason=%s"
+                logger.info(text, task.id, len(unfinished), unfinished[0])
+                await self._nak(lease, 0.0 if self._draining.is_set() else NAK_DELAY_S)
             else:
                 await lease.ack()
                 self._failing[task.kind, task.rollout].clear()
@@ -294,74 +255,55 @@ class Actor:
             return {}
 
     async def _store_partials(self, outcomes: Sequence[RolloutOutcome]) -> None:
-        """Store the partials for the next actor while the task is still held."""
-        if not self._config.partials:
-            return
-        partials = [replace(outcome.partial, actor=self.id) for outcome in outcomes if outcome.partial is not None]
-        for partial, stored in zip(partials, await asyncio.gather(*map(self._store_partial, partials)), strict=True):
-            self._activity.counters.partials_stored += stored and not partial.sample_seq
+        """Store the partials for the next actor while this actor has the lease."""
+        if self._config.partials:
+            partials = [outcome.partial for outcome in outcomes if outcome.partial is not None]
+            await asyncio.gather(*(self._store_partial(replace(partial, actor=self._actor_id)) for partial in partials))
 
-    async def _store_partial(self, partial: Partial) -> bool:
+    async def _store_partial(self, partial: Partial) -> None:
         try:
-            return await self._bus.partials.store(partial)
+            stored = await self._bus.partials.store(partial)
+            self._activity.counters.partials_stored += stored and not partial.sample_seq
         except WireError:
             logger.exception("invalid partial task=%d index=%d", partial.task, partial.index)
-            return False
 
-    async def _group(self, lease: Lease, partials: dict[int, Partial]) -> list[RolloutOutcome]:
-        """Generate and store the samples of a task concurrently; with a reward of groups they are stored once all are
-        scored.
-        """
-        alone = lease.task.kind is Kind.EVAL and self._score is not None  # an evaluation scores each sample by itself
-        if self._group_score is None or alone or not fits(self._config.group_reward_when, lease.task.metadata):
-            return await self._each(lease, lambda index: self._sample(lease, index, partials.get(index)), counted=True)
-        # Without partials: a finished sample of an earlier actor is in the stream, and cannot be scored with the
-        # others.
+    async def _make_group(self, lease: Lease, partials: dict[int, Partial]) -> list[RolloutOutcome]:
+        """Generate and store the samples of a task concurrently; a reward of groups scores all of them first."""
+        task = lease.task
+        if not self._scorer.scores_together(task):
+            completions = [self._complete_sample(lease, index, partials.get(index)) for index in range(task.group_size)]
+            return await all_of(completions, on_end=lambda: self._add_in_flight(task.rollout, -1))
+        # Without partials: a finished sample of an earlier actor is in the stream, and cannot be scored together with
+        # the samples of this attempt.
         try:
-            made = await self._each(lease, lambda index: self._make(lease, index, None), counted=False)
-            unfinished = [outcome for outcome in made if isinstance(outcome, RolloutOutcome)]
+            results = await all_of(self._make_sample(lease, index, None) for index in range(task.group_size))
+            samples = [result.sample for result in results if isinstance(result, Made)]
+            unfinished = [result for result in results if isinstance(result, RolloutOutcome)]
             if unfinished:
-                return [replace(unfinished[0], partial=None)] * len(made)
+                return [replace(unfinished[0], partial=None)] * len(results)
             try:
-                samples = await self._scored_together(
-                    lease.task, [outcome.sample for outcome in made if isinstance(outcome, Made)]
-                )
+                samples = await self._scorer.score_group(task, samples)
             except NoServer as error:
-                return [RolloutOutcome(unfinished=str(error))] * len(made)
-            return list(await asyncio.gather(*(self._publish(lease.task, sample) for sample in samples)))
+                return [RolloutOutcome(unfinished=str(error))] * len(samples)
+            return await asyncio.gather(*(self._publish(task, sample) for sample in samples))
         finally:
-            self._add_in_flight(lease.task.rollout, -lease.task.group_size)
+            self._add_in_flight(task.rollout, -task.group_size)
 
-    async def _each(
-        self, lease: Lease, make: Callable[[int], Coroutine[Any, Any, Result]], *, counted: bool
-    ) -> list[Result]:
-        """Make every sample of a task concurrently. ``counted``: each counts as done when it is made."""
-        making: list[asyncio.Task[Result]] = []
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index in range(lease.task.group_size):
-                    making.append(group.create_task(make(index), name=f"sample {lease.task.id}.{index}"))
-                    if counted:
-                        making[-1].add_done_callback(lambda _: self._add_in_flight(lease.task.rollout, -1))
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from None
-        return [done.result() for done in making]
-
-    async def _sample(self, lease: Lease, index: int, partial: Partial | None) -> RolloutOutcome:
+    async def _complete_sample(self, lease: Lease, index: int, partial: Partial | None) -> RolloutOutcome:
         """Generate, score and store one sample, if it is missing."""
         if partial is not None and partial.sample_seq:
             self._activity.counters.samples_found += 1
             return RolloutOutcome()
-        made = await self._make(lease, index, partial)
-        if isinstance(made, RolloutOutcome):
-            return made
-        outcome = await self._publish(lease.task, made.sample)
-        if made.stored is not None and outcome.partial is not None:
+        result = await self._make_sample(lease, index, partial)
+        if isinstance(result, RolloutOutcome):
+            return result
+        outcome = await self._publish(lease.task, result.sample)
+        if result.stored is not None and outcome.partial is not None:
             with suppress(Superseded):  # the other actor stores it once more, and it counts once
-                await made.stored(outcome.partial.sample_seq)
+                await result.stored(outcome.partial.sample_seq)
         return outcome
 
-    async def _make(self, lease: Lease, index: int, partial: Partial | None) -> Made | RolloutOutcome:
+    async def _make_sample(self, lease: Lease, index: int, partial: Partial | None) -> Made | RolloutOutcome:
         """Generate and score one sample; return it, FAILED too, or the outcome of one that is not to be stored."""
         task, counters = lease.task, self._activity.counters
         try:
@@ -369,8 +311,7 @@ class Actor:
             made = await self._rollouts[task.rollout].sample(task, index, lease.attempt, partial, first=first)
             counters.tokens_generated += made.sample.response_length
             counters.partials_continued += made.continued
-            made = replace(made, sample=await self._judged(task, made))
-            check_sample(made.sample)
+            return replace(made, sample=await self._scorer.score(task, made))
         except Unfinished as error:
             counters.turns_redone += error.turns
             if error.turns:
@@ -386,21 +327,15 @@ class Actor:
         except GenerationFailed as error:
             if error.outside:
                 self._note_outage(task)
-            made = Made(sample=failed_sample(task, index, lease.attempt, str(error)))
-        except WireError as error:  # of what the engine has returned
+            return Made(sample=failed_sample(task, index, lease.attempt, str(error)))
+        except WireError as error:  # the tokens of the engines are no valid sample
             self._note_outage(task)
-            made = Made(sample=self._invalid(lease.task, index, lease.attempt, error))
-        return made
-
-    def _invalid(self, task: Task, index: int, attempt: str, error: WireError) -> Sample:
-        self._repeated(
-            "sample invalid", f"task={task.id} index={index} error={error}", level=logging.ERROR, error=error
-        )
-        return failed_sample(task, index, attempt, f"invalid sample: {error}")
+            text = f"task={task.id} index={index} error={error}"
+            self._repeated("sample invalid", text, level=logging.ERROR, error=error)
+            return Made(sample=failed_sample(task, index, lease.attempt, f"invalid sample: {error}"))
 
     async def _publish(self, task: Task, sample: Sample) -> RolloutOutcome:
-        """Store a sample."""
-        sample = replace(sample, actor=self.id, created_s=time.time())
+        sample = replace(sample, actor=self._actor_id, created_s=time.time())
         seq = await self._bus.samples.publish(sample)
         self._activity.counters.samples_published += 1
         if sample.status is not Status.FAILED:
@@ -408,87 +343,6 @@ class Actor:
         reason = str(sample.metadata["error"])
         self._activity.failed(reason)
         return RolloutOutcome(failed=reason)
-
-    async def _scored_together(self, task: Task, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples of a whole group with their rewards; if one has failed, or the reward does, all are
-        FAILED.
-        """
-        assert self._group_score is not None
-        if broken := [sample for sample in samples if sample.status is Status.FAILED]:
-            reason = f"sample {broken[0].index} of its group: {broken[0].metadata['error']}"
-            return [sample if sample in broken else failed(sample, reason) for sample in samples]
-        rewards = tuple(sample.reward for sample in samples) if self._score is not None else ()
-        request = GroupRequest(samples=tuple(_request_of(task, sample) for sample in samples), rewards=rewards)
-        try:
-            with self._activity:
-                found = await self._group_score(request)
-        except TimeoutError:
-            reason = f"no result within {self._config.reward_timeout_s:g} s"
-        except RewardFailed as error:
-            reason = error.reason
-            if error.outside:
-                self._note_outage(task)
-        else:
-            return [replace(sample, reward=reward) for sample, reward in zip(samples, found, strict=True)]
-        self._repeated("group reward failed", f"task={task.id} error={reason}")
-        return [failed(sample, f"group reward {self._config.group_reward!r}: {reason}") for sample in samples]
-
-    async def _judged(self, task: Task, made: Made) -> Sample:
-        """Return the sample with its reward and, for training, the scores of its teacher; FAILED with the reason if one
-        of them fails.
-        """
-        if self._teachers is None or task.kind is not Kind.TRAIN:
-            return await self._scored(task, made)
-        try:
-            async with asyncio.TaskGroup() as group:
-                scoring = group.create_task(self._scored(task, made))
-                teaching = group.create_task(self._taught(self._teachers, task, made.sample))
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from None
-        sample, taught = scoring.result(), teaching.result()
-        if sample.status is Status.FAILED or taught.status is Status.FAILED:
-            return sample if sample.status is Status.FAILED else taught
-        return replace(
-            sample,
-            teacher_log_probs=taught.teacher_log_probs,
-            teacher_top_ids=taught.teacher_top_ids,
-            teacher_top_log_probs=taught.teacher_top_log_probs,
-        )
-
-    async def _taught(self, teachers: Teachers, task: Task, sample: Sample) -> Sample:
-        """Return the sample with the scores of its teacher, or FAILED with the reason; its tokens stay either way."""
-        try:
-            check_sample(sample)  # its sizes are used
-            with self._activity:
-                return await teachers.score(sample, task.metadata)
-        except TeacherFailed as error:
-            if error.outside:
-                self._note_outage(task)
-            self._activity.counters.teacher_failures += 1
-            self._repeated("teacher failed", f"task={sample.task} index={sample.index} error={error}")
-            return failed(sample, str(error))
-
-    async def _scored(self, task: Task, made: Made) -> Sample:
-        """Return the sample with its reward, or FAILED with the reason; its tokens stay either way."""
-        sample = made.sample
-        if made.scored or self._score is None:
-            return sample
-        request = _request_of(task, sample)
-        begin = time.monotonic()
-        try:
-            with self._activity:
-                reward = await self._score(request)
-        except TimeoutError:
-            return self._unscored(sample, f"no result within {self._config.reward_timeout_s:g} s")
-        except RewardFailed as error:
-            if error.outside:
-                self._note_outage(task)
-            return self._unscored(sample, error.reason, error.__cause__ or error)
-        return replace(sample, reward=reward, timings=replace(sample.timings, reward_s=time.monotonic() - begin))
-
-    def _unscored(self, sample: Sample, reason: str, error: BaseException | None = None) -> Sample:
-        self._repeated("reward failed", f"task={sample.task} index={sample.index} error={reason}", error=error)
-        return failed(sample, f"reward {self._config.reward or 'reward_parts'!r}: {reason}")
 
     def _note_outage(self, task: Task) -> None:
         """Register a task that fails for a cause outside of its row."""
@@ -499,7 +353,7 @@ class Actor:
     async def _fail(self, lease: Lease, reason: str) -> None:
         self._repeated("task failed", f"task={lease.task.id} deliveries={lease.deliveries} reason={reason}")
         try:
-            await lease.fail(reason, actor=self.id)
+            await lease.fail(reason, actor=self._actor_id)
         except BusError as error:
             logger.warning("failure not reported task=%d error=%s", lease.task.id, error)
 
@@ -515,21 +369,6 @@ class Actor:
         if not self.in_flight:
             self._idle_since_s = time.monotonic()
         self._changed.wake()
-
-
-def _request_of(task: Task, sample: Sample) -> RewardRequest:
-    return RewardRequest(
-        prompt=task.prompt,
-        response=sample.response,
-        label=task.label,
-        status=sample.status,
-        tokens=sample.tokens,
-        metadata=task.metadata,
-        response_length=sample.response_length,
-        sampled_length=int(np.count_nonzero(sample.loss_mask)),
-        num_turns=1 if sample.turns is None else len(sample.turns.tokens),
-        transcript=sample.transcript,
-    )
 
 
 def _finished_partial(task: Task, index: int, attempt: str, seq: int) -> Partial:

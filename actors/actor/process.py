@@ -6,7 +6,8 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 
-from tidemill.actors.actor.loop import Actor, Scorers
+from tidemill.actors.actor.loop import Actor
+from tidemill.actors.actor.sample_scoring import Scorers
 from tidemill.actors.actor.single_turn import SingleTurn
 from tidemill.actors.config import ActorConfig, GatewayConfig
 from tidemill.actors.engines.activity import Activity
@@ -15,7 +16,8 @@ from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.engines.membership import config_of_run, connected, default_id, first_row, section
 from tidemill.actors.engines.port import Engine
 from tidemill.actors.engines.responses import Responses
-from tidemill.actors.engines.server_pool import BusDiscovery, EnginePool, UrlDiscovery
+from tidemill.actors.engines.server_discovery import BusDiscovery, UrlDiscovery
+from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.actors.episodes.port import Rollout
 from tidemill.actors.errors import ActorRefused, BadRow
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms, served
@@ -29,7 +31,6 @@ from tidemill.bus.liveness.keys import api_keys
 from tidemill.bus.section import Sections, read
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.bus.wire.rows import LiveRow
 from tidemill.bus.wire.subjects import refused
 
 UPDATE_EVERY_S = 1.0
@@ -57,35 +58,28 @@ async def run_actor(
     naks its tasks. Raises BusUnavailable when there is no bus within five minutes, NotFound when there is no config
     within five minutes, BadRow, NotAllowed, UnknownReward, BadRewardOption, RewardFailed, ActorRefused.
     """
-    id = actor_id or default_id()
+    actor_id = actor_id or default_id()
     if actor_config is None or bus_config is None:
         # A connection of its own, for this read: the settings of the next one are a section of the row.
         async with AsyncExitStack() as stack:
-            bus = await connected(stack, bus_url, run, bus_config or BusConfig(), name=f"actor {id}", draining=draining)
-            config = None if bus is None else await config_of_run(bus, draining, role="actor", id=id, allowed=allowed)
+            bus = await connected(
+                stack, bus_url, run, bus_config or BusConfig(), name=f"actor {actor_id}", draining=draining
+            )
+            config = (
+                None if bus is None else await config_of_run(bus, draining, role="actor", id=actor_id, allowed=allowed)
+            )
         if config is None:
             return
         actor_config = actor_config or section(config, "actor", ActorConfig)
         bus_config = bus_config or section(config, "bus", BusConfig)
         rollouts = rollouts or programs_in(config)
     async with AsyncExitStack() as stack:
-        bus = await connected(stack, bus_url, run, bus_config, name=f"actor {id}", draining=draining)
+        bus = await connected(stack, bus_url, run, bus_config, name=f"actor {actor_id}", draining=draining)
         if bus is not None:
-            await _work(
-                bus,
-                id,
-                actor_config,
-                rollouts,
-                draining,
-                engine
-                or partial(
-                    HttpEngine,
-                    join=actor_config.join_requests,
-                    keys=api_keys(bus),
-                    routed_experts=actor_config.routed_experts,
-                ),
-                await asyncio.to_thread(reach_of_gateway, actor_config.gateway, bus_url),
-            )
+            join, experts = actor_config.join_requests, actor_config.routed_experts
+            engine = engine or partial(HttpEngine, join=join, keys=api_keys(bus), routed_experts=experts)
+            gateway_reach = await asyncio.to_thread(reach_of_gateway, actor_config.gateway, bus_url)
+            await _work(bus, actor_id, actor_config, rollouts, draining, engine, gateway_reach)
 
 
 def reach_of_gateway(config: GatewayConfig, bus_url: str) -> Reach:
@@ -99,28 +93,28 @@ def reach_of_gateway(config: GatewayConfig, bus_url: str) -> Reach:
         raise BadRow(str(error)) from None
 
 
-def programs_in(found: JsonMapping) -> RolloutPrograms:
+def programs_in(config: JsonMapping) -> RolloutPrograms:
     """Return the rollouts of a run's config. Raises BadRow."""
     try:
-        rollouts = read(Sections[RolloutConfig], found.get("rollouts") or {}, "rollouts")
+        rollouts = read(Sections[RolloutConfig], config.get("rollouts") or {}, "rollouts")
     except (ValueError, AttributeError) as error:
         raise BadRow(str(error)) from None
-    return RolloutPrograms(rollouts=rollouts, model=str((found.get("model") or {}).get("path", "")))
+    return RolloutPrograms(rollouts=rollouts, model=str((config.get("model") or {}).get("path", "")))
 
 
 async def _work(
     bus: Bus,
-    id: str,
+    actor_id: str,
     config: ActorConfig,
     programs: RolloutPrograms | None,
     draining: asyncio.Event,
     engine: Callable[[str], Engine],
-    at: Reach,
+    gateway_reach: Reach,
 ) -> None:
+    """Open what the actor needs, and run it beside the loops that keep its live row up to date."""
     activity = Activity()
-    engines = EnginePool(
-        UrlDiscovery(config.engines, engine) if config.engines else BusDiscovery(LiveView(bus)), engine
-    )
+    discovery = UrlDiscovery(config.engines, engine) if config.engines else BusDiscovery(LiveView(bus))
+    engines = EnginePool(discovery, engine)
     responses = Responses(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
     async with AsyncExitStack() as stack:
         scorers = await _open_scorers(stack, config, bus)
@@ -129,13 +123,30 @@ async def _work(
         if programs.programs:
             from tidemill.actors.episodes.rollouts import open_rollouts  # its tokenizer is not needed for single turns
 
-            opening = open_rollouts(programs, responses, bus.turns, at, config.gateway, activity.tool_hung)
+            opening = open_rollouts(programs, responses, bus.turns, gateway_reach, config.gateway, activity.tool_hung)
             rollouts |= await stack.enter_async_context(opening)
         actor = Actor(
-            bus, id=id, config=config, responses=responses, rollouts=rollouts, scorers=scorers, activity=activity
+            bus,
+            actor_id=actor_id,
+            config=config,
+            responses=responses,
+            rollouts=rollouts,
+            scorers=scorers,
+            activity=activity,
         )
-        row = replace(first_row("actor", id), rollouts=names)
-        await _act(bus, row, actor, activity, engines, scorers, draining)
+        row = replace(first_row("actor", actor_id), rollouts=names)
+        heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, row))
+        async with asyncio.TaskGroup() as loops:
+            tasks = [
+                loops.create_task(engines.run(), name="engines"),
+                loops.create_task(_update_heartbeat(heartbeat, actor, activity, engines), name="live row"),
+                loops.create_task(_watch_refusal(bus, actor_id), name="refusal"),
+            ]
+            if scorers.run is not None:
+                tasks.append(loops.create_task(scorers.run(), name="scorers"))
+            await actor.run(draining)
+            for task in tasks:
+                task.cancel()
 
 
 def _served(programs: RolloutPrograms | None, config: ActorConfig) -> tuple[RolloutPrograms, tuple[str, ...]]:
@@ -168,43 +179,20 @@ async def _open_scorers(stack: AsyncExitStack, config: ActorConfig, bus: Bus) ->
     )
 
 
-async def _act(
-    bus: Bus,
-    row: LiveRow,
-    actor: Actor,
-    activity: Activity,
-    engines: EnginePool,
-    scorers: Scorers,
-    draining: asyncio.Event,
-) -> None:
-    async with HeartbeatPublisher(bus, row) as heartbeat:
-        async with asyncio.TaskGroup() as beside:
-            discovering = beside.create_task(engines.run(), name="engines")
-            publishing = beside.create_task(_update_heartbeat(heartbeat, actor, activity, engines), name="live row")
-            watching = beside.create_task(_watch_refusal(bus, row.id), name="refusal")
-            finding = [beside.create_task(scorers.run(), name="scorers")] if scorers.run is not None else []
-            await actor.run(draining)
-            for task in (discovering, publishing, watching, *finding):
-                task.cancel()
-
-
-async def _watch_refusal(bus: Bus, id: str) -> None:
-    """Raise ActorRefused when the learner refuses this actor; a row from before the start refers to an earlier process
-    of this name.
-    """
+async def _watch_refusal(bus: Bus, actor_id: str) -> None:
+    """Raise ActorRefused when the learner refuses this actor. A row from before the start is of an earlier process."""
     before: int | None = None
-    async for row in bus.rows("run").watch(refused(id), REFUSAL_EVERY_S):
+    async for row in bus.rows("run").watch(refused(actor_id), REFUSAL_EVERY_S):
         revision = 0 if row is None else row[1]
         if before is None:
             before = revision
         elif row is not None and revision > before:
-            raise ActorRefused(id, int(row[0].get("invalid", 0)), str(row[0].get("reason", "")))
+            raise ActorRefused(actor_id, int(row[0].get("invalid", 0)), str(row[0].get("reason", "")))
 
 
 async def _update_heartbeat(
     heartbeat: HeartbeatPublisher, actor: Actor, activity: Activity, engines: EnginePool
 ) -> None:
-    """Keep the live row up to date."""
     while True:
         phase, waits_for = actor.phase()
         load = {**activity.load(), "in_flight": float(actor.in_flight)}

@@ -3,6 +3,7 @@
 Knows responses and the shape of a sample; not where tasks come from or where samples go.
 """
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -35,29 +36,26 @@ class SingleTurn:
 
         Raises GenerationFailed, Unfinished.
         """
-        fit = partial if partial is not None and fits(partial, task, index) else None
         prompt = Prompt(
             name=f"{task.id}.{index}.{attempt}",
             tokens=task.prompt_tokens,
             sampling=seeded(task.sampling, index),
             min_version=task.min_version,
-            begun=None if fit is None else _begun(fit),
-            timings=Timings()
-            if fit is None
-            else Timings(queued_s=fit.timings.queued_s, generating_s=fit.timings.generating_s),
         )
+        continued = partial is not None and fits(partial, task, index)
+        if partial is not None and continued:
+            timings = Timings(queued_s=partial.timings.queued_s, generating_s=partial.timings.generating_s)
+            prompt = replace(prompt, begun=_begun(partial), timings=timings)
+        sample_of = functools.partial(_sample_of, task, index, attempt)
         try:
-            response = await self._responses.generate(
-                prompt, lambda response: check_sample(_of_response(task, index, attempt, response))
-            )
+            response = await self._responses.generate(prompt, lambda response: check_sample(sample_of(response)))
         except BadRequest as error:
             raise GenerationFailed(str(error)) from error
         except Interrupted as error:
             begun = error.begun
-            raise Unfinished(
-                error.reason, None if begun is None else _partial(task, index, attempt, begun, error.timings)
-            ) from error
-        return Made(sample=_of_response(task, index, attempt, response), continued=fit is not None)
+            unfinished = None if begun is None else _partial(task, index, attempt, begun, error.timings)
+            raise Unfinished(error.reason, unfinished) from error
+        return Made(sample=sample_of(response), continued=continued)
 
     def interrupt(self) -> None:
         """Do nothing: a single turn ends with its request."""
@@ -86,7 +84,6 @@ def _begun(partial: Partial) -> Generation:
 
 
 def _partial(task: Task, index: int, attempt: str, begun: Generation, timings: Timings) -> Partial:
-    """Return the unfinished response as a partial."""
     return Partial(
         run=task.run,
         task=task.id,
@@ -121,7 +118,7 @@ def failed_sample(task: Task, index: int, attempt: str, reason: str) -> Sample:
     return failed(_sample(task, index, attempt, nothing, engine="", timings=Timings()), reason)
 
 
-def _of_response(task: Task, index: int, attempt: str, response: EngineResponse) -> Sample:
+def _sample_of(task: Task, index: int, attempt: str, response: EngineResponse) -> Sample:
     return _sample(task, index, attempt, response.generation, engine=response.engine, timings=response.timings)
 
 

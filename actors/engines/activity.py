@@ -44,33 +44,29 @@ class Activity:
     def __init__(self) -> None:
         self.counters = RolloutCounters()
         self._began_s = time.monotonic()
-        self._busy = 0
+        self.busy = 0
+        """Number of requests and rewards that run now."""
         self._last_failure = ""
         self._last_hung = ""
         self._idle_s = 0.0
         self._idle_since_s = self._began_s
 
     def __enter__(self) -> Self:
-        if not self._busy:
+        if not self.busy:
             self._idle_s += time.monotonic() - self._idle_since_s
-        self._busy += 1
+        self.busy += 1
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._busy -= 1
-        if not self._busy:
+        self.busy -= 1
+        if not self.busy:
             self._idle_since_s = time.monotonic()
-
-    @property
-    def busy(self) -> int:
-        """Number of requests and rewards that run now."""
-        return self._busy
 
     @property
     def waiting_share(self) -> float:
         """Share of wall time since the start without generation or scoring: 0 = always busy, 1 = never."""
         now = time.monotonic()
-        idle_s = self._idle_s + (0.0 if self._busy else now - self._idle_since_s)
+        idle_s = self._idle_s + (0.0 if self.busy else now - self._idle_since_s)
         return idle_s / max(now - self._began_s, 1e-9)
 
     def failed(self, reason: str) -> None:
@@ -86,15 +82,13 @@ class Activity:
     @property
     def trouble(self) -> str:
         """Summary of the failures and of the calls that hang, for the live row; empty while there are none."""
-        failures, published, hung = (
-            self.counters.failures,
-            self.counters.samples_published,
-            self.counters.tool_calls_hung,
-        )
-        failed = f"{failures} of {published} samples failed, the last: {self._last_failure}" if failures else ""
-        return "; ".join(
-            filter(None, (failed, f"{hung} calls of tools hung, the last: {self._last_hung}" if hung else ""))
-        )
+        counters, texts = self.counters, []
+        if counters.failures:
+            share = f"{counters.failures} of {counters.samples_published}"
+            texts.append(f"{share} samples failed, the last: {self._last_failure}")
+        if counters.tool_calls_hung:
+            texts.append(f"{counters.tool_calls_hung} calls of tools hung, the last: {self._last_hung}")
+        return "; ".join(texts)
 
     def load(self) -> dict[str, float]:
         """Return the counters and the waiting share for the live row."""

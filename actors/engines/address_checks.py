@@ -1,7 +1,7 @@
 """Verification of engines' advertised addresses: another process calls each and expects the nonce of its live row back.
 
     engine   row: address, nonce      GET /health -> header with the nonce, in every phase
-    witness  row: reached             nonce -> the error; empty = the nonce came back. The learner and every router are witnesses.
+    witness  row: reached             nonce -> the error; empty = the nonce came back; the learner and every router
     actors   row: reached             only the engines that have failed them several times in a row
 
 An address is believed once a witness has got the nonce there: a name that resolves to another machine, a port that
@@ -24,7 +24,7 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import LiveRow
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 ROLES = ("learner", "router")
 """Roles of the processes that call every engine."""
@@ -85,14 +85,11 @@ class AddressChecker:
                 try:
                     rows = {row.nonce: row for row in await view.alive("engine") if row.nonce and row.address}
                 except BusError as error:  # the engines known so far stay
-                    log.debug("engines not read error=%s", error)
+                    logger.debug("engines not read error=%s", error)
                 else:
                     self._called = {nonce: self._called.get(nonce) or _Called() for nonce in rows}
-                    due = [
-                        row
-                        for row in rows.values()
-                        if self._called[row.nonce].due_s <= asyncio.get_running_loop().time()
-                    ]
+                    now = asyncio.get_running_loop().time()
+                    due = [row for row in rows.values() if self._called[row.nonce].due_s <= now]
                     await asyncio.gather(*(self._call(session, slots, row) for row in due))
                     self._report()
                 await asyncio.sleep(LOOK_EVERY_S)
@@ -105,7 +102,7 @@ class AddressChecker:
         called.note(error, asyncio.get_running_loop().time())
         if bool(called.error) != bool(before):
             text = "engine unreachable" if called.error else "engine reachable again"
-            log.warning("%s id=%s address=%s error=%s", text, row.id, row.address, called.error or before)
+            logger.warning("%s id=%s address=%s error=%s", text, row.id, row.address, called.error or before)
 
     def _report(self) -> None:
         errors = {nonce: called.error for nonce, called in self._called.items() if called.error}
@@ -145,9 +142,7 @@ def verified(nonce: str, rows: Iterable[LiveRow]) -> bool:
 
 
 def failing(pool: EnginePool) -> dict[str, str]:
-    """Return ``reached`` of a process that calls engines only with its requests: nonce -> the last of several errors in
-    a row.
-    """
+    """Return ``reached`` of a process that makes no calls of its own: nonce -> the last of several errors in a row."""
     named = [entry for entry in pool.overview() if entry["nonce"] and entry["failures"] >= MAX_MISSES]
     return {entry["nonce"]: entry["error"][:MAX_CHARACTERS] for entry in named[:MAX_NAMED]}
 
@@ -167,13 +162,13 @@ class OwnAddress:
             try:
                 rows = [row for role in ROLES for row in await self._view.alive(role)]
             except BusError as error:
-                log.debug("witnesses not read error=%s", error)
+                logger.debug("witnesses not read error=%s", error)
             else:
                 is_verified = verified(self._nonce, rows)
                 errors = unreachable(self._nonce, rows)
                 trouble = "; ".join([*errors, CURE]) if errors else ""
                 if bool(trouble) != bool(self.trouble):  # the texts of connections that fail in turn are no events
-                    log.warning("%s", trouble or "reachable again")
+                    logger.warning("%s", trouble or "reachable again")
                 if trouble != self.trouble:
                     self.trouble = trouble
                     changed()

@@ -45,9 +45,9 @@ def host_name() -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname().partition(".")[0])
 
 
-def first_row(role: str, id: str) -> LiveRow:
+def first_row(role: str, process_id: str) -> LiveRow:
     """Return the live row of a process that starts."""
-    return LiveRow(role=role, id=id, host=socket.gethostname(), pid=os.getpid(), phase="starting")
+    return LiveRow(role=role, id=process_id, host=socket.gethostname(), pid=os.getpid(), phase="starting")
 
 
 async def connected(
@@ -107,9 +107,7 @@ async def config_of_run(
 
 
 def section(config: JsonObject, name: str, kind: type[Config]) -> Config:
-    """Return the dataclass ``kind`` made from a section of the config. Raises BadRow naming an unknown key or a wrong
-    value.
-    """
+    """Return a section of the config as ``kind``. Raises BadRow naming an unknown key or a wrong value."""
     try:
         return cast(Config, read(kind, config.get(name) or {}, name))
     except ValueError as error:

@@ -1,6 +1,4 @@
-"""An inference engine as an actor sees it: token ids in; tokens, log-probs and versions out. Adapters:
-``engine_client.py``.
-"""
+"""An inference engine as an actor sees it: token ids in; tokens, log-probs, versions out. Adapter: ``HttpEngine``."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +9,9 @@ from numpy.typing import NDArray
 
 from tidemill.bus.wire.messages import Sampling, Span
 from tidemill.bus.wire.routed_experts import RoutedExperts
+
+FINISHED = ("stop", "length")
+"""Finish reasons of a complete response. A response with any other reason is unfinished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ class Engine(Protocol):
         prompt: Sequence[int] | NDArray[np.int32],
         sampling: Sampling,
         *,
-        id: str = "",
+        request_id: str = "",
         min_version: int = 0,
         timeout_s: float = 300.0,
         begun: Generation | None = None,
@@ -91,9 +92,9 @@ class Engine(Protocol):
         """Return one complete response. Requests with the same prompt that are sent together may share its computation.
 
         A weight update meanwhile neither ends nor delays it; its tokens then have several spans. ``finish`` is "abort"
-        when the request was aborted: an unfinished response, no error. ``id`` must be unique among unfinished requests;
-        empty = the adapter chooses. ``begun``: an unfinished response to the same prompt, of any engine; it is
-        continued, and the result includes it. With the seed and the weights it was begun with, the built-in engine
+        when the request was aborted: an unfinished response, no error. ``request_id`` must be unique among unfinished
+        requests; empty = the adapter chooses. ``begun``: an unfinished response to the same prompt, of any engine; it
+        is continued, and the result includes it. With the seed and the weights it was begun with, the built-in engine
         samples the tokens that it would have sampled without the interruption. Raises VersionUnavailable when no
         version >= ``min_version`` is served within ``timeout_s``.
         """
@@ -104,7 +105,7 @@ class Engine(Protocol):
         prompt: Sequence[int] | NDArray[np.int32],
         sampling: Sampling,
         *,
-        id: str = "",
+        request_id: str = "",
         min_version: int = 0,
         timeout_s: float = 300.0,
         begun: Generation | None = None,
@@ -115,18 +116,8 @@ class Engine(Protocol):
         """
         ...
 
-    async def abort(self, id: str | None = None) -> None:
+    async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all (None); they return their tokens so far. Unknown ids are ignored."""
-        ...
-
-    async def pause(self, mode: str = "in_place") -> None:
-        """Stop decoding; requests sent meanwhile wait. ``in_place`` keeps the running requests, ``retract`` computes
-        their KV cache again later, ``abort`` ends them.
-        """
-        ...
-
-    async def resume(self) -> None:
-        """Resume decoding."""
         ...
 
     async def healthy(self) -> bool:

@@ -9,14 +9,14 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypedDict, TypeVar
 
 from tidemill.actors.engines.port import Engine
+from tidemill.actors.engines.server_discovery import ANSWER_S, Discovery, ServerStatus
 from tidemill.actors.errors import EngineError, ServerFault, VersionUnavailable
-from tidemill.bus.errors import BusError
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.errors import BusError, DetailedError
 from tidemill.bus.system.coroutines import Waiter
 
 logger = logging.getLogger(__name__)
@@ -26,12 +26,8 @@ POLL_S = 1.0
 POLL_WAITING_S = 0.1
 """Seconds between two reads while a request waits (at max_lag 0 every step waits for the new version) and no change is
 notified."""
-ANSWER_S = 5.0
-"""Time limit in seconds of an engine's health check, and of a read of the states that is waited for."""
 QUARANTINE_S = (0.5, 10.0)
 """Seconds without requests after the first failure in a row, doubled with each further one; and their bound."""
-
-
 GONE = "gone"
 """Remark of a server that is known no longer."""
 GONE_S = 5.0
@@ -39,77 +35,13 @@ GONE_S = 5.0
 written again."""
 
 
-class NoServer(EngineError):
+class NoServer(DetailedError, EngineError):
     """No suitable engine was found in time; the request was not made."""
 
-    def __init__(self, wanted: str, waited_s: float) -> None:
-        super().__init__(wanted, waited_s)
-        self.wanted, self.waited_s = wanted, waited_s
-
-    def __str__(self) -> str:
-        return f"waited {self.waited_s:.1f} s for {self.wanted}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerStatus:
-    """Observed state of an engine or scorer."""
-
-    url: str
-    id: str
-    serving: bool
-    version: int
-    remark: str = ""
-    """Reason for which it does not serve; else empty."""
-    process: str = ""
-    """Identity of the process that is now at this URL; empty = unknown."""
-    nonce: str = ""
-    """Nonce of its live row; empty = unknown."""
-
-
-class Discovery(Protocol):
-    """Discovery of servers."""
-
-    async def discover(self) -> list[ServerStatus]:
-        """Return all servers, serving or not. Raises only BusError."""
-        ...
-
-    def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-        """While entered, ``wake`` is called when a server has changed. Some changes may be missed."""
-        ...
-
-    async def close(self) -> None:
-        """Close the clients."""
-        ...
-
-
-class BusDiscovery:
-    """Discovers servers of a role by their live rows on the bus."""
-
-    def __init__(self, view: LiveView, role: str = "engine") -> None:
-        self._view, self._role = view, role
-
-    async def discover(self) -> list[ServerStatus]:
-        """Return the servers with a live row that has an address; a row's phase is the remark."""
-        return [
-            ServerStatus(
-                url=row.address,
-                id=row.id,
-                serving=row.phase == "serving",
-                version=row.version,
-                remark=row.phase,
-                process=f"{row.host} {row.id} {row.pid}",
-                nonce=row.nonce,
-            )
-            for row in await self._view.alive(self._role)
-            if row.address
-        ]
-
-    def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-        """Call ``wake`` when a live row of the role changes."""
-        return self._view.on_change(self._role, wake)
-
-    async def close(self) -> None:
-        pass
+    server: str
+    """The server, in words."""
+    waited_s: float
+    template = "waited {waited_s:.1f} s for {server}"
 
 
 class Closing(Protocol):
@@ -141,6 +73,11 @@ class Pooled(Generic[Client]):
     """Monotonic time since which it is known no longer."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its process is no more: known no longer for ``GONE_S``, or another one is at its address."""
+
+    @property
+    def usable(self) -> bool:
+        """True if it serves, and is not in quarantine."""
+        return self.status.serving and self.quarantined_until <= time.monotonic()
 
     def remark(self, min_version: int) -> str:
         """Return why the server is not chosen for a request of ``min_version``, given that it is not."""
@@ -204,22 +141,21 @@ class ServerPool(Generic[Client]):
     async def _watch(self, stack: AsyncExitStack) -> None:
         """Read the states at once when a server changes while a request waits for one."""
 
-        def wake() -> None:
-            """Start a read of the states, if a request waits."""
-            if self._waiting:
-                self._refresh_now.wake()
-
         try:
-            await stack.enter_async_context(self._discovery.watch(wake))
+            await stack.enter_async_context(self._discovery.watch(self._refresh_waiting))
         except BusError as error:
             logger.warning("cannot subscribe to changes of %ss, polling only error=%s", self.noun, error)
+
+    def _refresh_waiting(self) -> None:
+        if self._waiting:
+            self._refresh_now.wake()
 
     @asynccontextmanager
     async def acquire(
         self, *, min_version: int = 0, timeout_s: float, avoid: str = "", prefer: str = ""
     ) -> AsyncIterator[tuple[str, Client]]:
-        """Yield (id, client) of a server that serves ``min_version`` or newer: the id ``avoid`` only if there is no
-        other, ``prefer`` if possible, else the one with the fewest requests.
+        """Yield (id, client) of a server that serves ``min_version`` or newer, with the fewest requests: ``prefer`` if
+        possible, ``avoid`` only if there is no other (ids).
 
         A ServerFault that leaves the block puts the server into quarantine (not when only its version is too old).
         Raises NoServer when there is none within ``timeout_s``, or none at once after ``give_up``.
@@ -244,17 +180,17 @@ class ServerPool(Generic[Client]):
         for entry in [entry for entry in self._entries.values() if entry.client is client]:
             await entry.gone.wait()
 
-    def process_of(self, id: str) -> str:
+    def process_of(self, server_id: str) -> str:
         """Return the identity of a server's process, as last observed; empty = not known."""
-        return next((entry.status.process for entry in self._entries.values() if entry.status.id == id), "")
+        return next((entry.status.process for entry in self._entries.values() if entry.status.id == server_id), "")
 
     async def refresh(self) -> None:
         """Read the servers' states at once and return when they are known. Raises TimeoutError after ``ANSWER_S``."""
         async with asyncio.timeout(ANSWER_S):
             for _ in range(2):  # the first may have begun before this call
-                seen = self._reads
+                reads = self._reads
                 self._refresh_now.wake()
-                while self._reads == seen:
+                while self._reads == reads:
                     await self._changed.wait()
 
     def give_up(self) -> None:
@@ -267,9 +203,8 @@ class ServerPool(Generic[Client]):
         if not self._waiting:
             return ""
         min_version, since = min(self._waiting.values(), key=lambda waiting: waiting[1])
-        return (
-            f"{self._describe(min_version)}, for {time.monotonic() - since:.0f} s ({len(self._waiting)} samples wait)"
-        )
+        waited_s = time.monotonic() - since
+        return f"{self._describe(min_version)}, for {waited_s:.0f} s ({len(self._waiting)} samples wait)"
 
     async def _wait(self, min_version: int, timeout_s: float, avoid: str, prefer: str) -> Pooled[Client]:
         begin = time.monotonic()
@@ -288,17 +223,11 @@ class ServerPool(Generic[Client]):
             self._waiting.pop(ticket, None)
 
     def _best(self, min_version: int, avoid: str, prefer: str) -> Pooled[Client] | None:
-        now = time.monotonic()
-        able = [
-            entry
-            for entry in self._entries.values()
-            if entry.status.serving and entry.status.version >= min_version and entry.quarantined_until <= now
-        ]
+        able = [entry for entry in self._entries.values() if entry.usable and entry.status.version >= min_version]
 
         def rank(entry: Pooled[Client]) -> tuple[bool, bool, int, int, str]:
-            """Return the sort key of a server, the best one first."""
-            id = entry.status.id
-            return id == avoid, id != prefer, entry.in_flight, entry.chosen if self._in_turn else 0, id
+            name = entry.status.id
+            return name == avoid, name != prefer, entry.in_flight, entry.chosen if self._in_turn else 0, name
 
         return min(able, key=rank, default=None)
 
@@ -306,15 +235,14 @@ class ServerPool(Generic[Client]):
         """Return the seconds until the next server leaves quarantine; about ``POLL_S`` when none is in it."""
         now = time.monotonic()
         ends = [entry.quarantined_until - now for entry in self._entries.values() if entry.quarantined_until > now]
-        return (
-            min(ends, default=POLL_S) + 0.001
-        )  # a little later, so that the quarantine is over when the waiter looks again
+        # A little later, so that the quarantine is over when the waiter looks again.
+        return min(ends, default=POLL_S) + 0.001
 
     def _describe(self, min_version: int) -> str:
-        known = ", ".join(f"{entry.status.id}: {entry.remark(min_version)}" for entry in self._entries.values())
-        return f"{self._wanted(min_version)} ({known or 'none known'})"
+        remarks = ", ".join(f"{entry.status.id}: {entry.remark(min_version)}" for entry in self._entries.values())
+        return f"{self._describe_server(min_version)} ({remarks or 'none known'})"
 
-    def _wanted(self, min_version: int) -> str:
+    def _describe_server(self, min_version: int) -> str:
         """Return the server that a request waits for, in words."""
         return f"a {self.noun}"
 
@@ -327,26 +255,19 @@ class ServerPool(Generic[Client]):
         entry.failures += 1
         entry.error = str(error)
         entry.quarantined_until = now + pause_s
-        logger.warning(
-            "%s quarantined id=%s pause_s=%.1f failures=%d error=%s",
-            self.noun,
-            entry.status.id,
-            pause_s,
-            entry.failures,
-            error,
-        )
+        text = "%s quarantined id=%s pause_s=%.1f failures=%d error=%s"
+        logger.warning(text, self.noun, entry.status.id, pause_s, entry.failures, error)
 
     async def _update(self, statuses: Sequence[ServerStatus]) -> None:
         """Apply the observed states. A server that serves again after it did not leaves quarantine."""
-        seen = {status.url: status for status in statuses}
+        status_of = {status.url: status for status in statuses}
         # A server with requests in flight stays, as they use its client.
-        gone = [url for url, entry in self._entries.items() if url not in seen and not entry.in_flight]
-        for entry in [
-            self._entries.pop(url) for url in gone
-        ]:  # all at once, or one might be chosen while another is closed
+        gone = [url for url, entry in self._entries.items() if url not in status_of and not entry.in_flight]
+        # Popped all at once, or one might be chosen while another is closed.
+        for entry in [self._entries.pop(url) for url in gone]:
             await entry.client.close()
         for url, entry in self._entries.items():
-            status = seen.get(url) or replace(entry.status, serving=False, remark=GONE)
+            status = status_of.get(url) or replace(entry.status, serving=False, remark=GONE)
             if status.serving and not entry.status.serving:
                 entry.failures, entry.quarantined_until = 0, 0.0
             if status.process != entry.status.process and status.process and entry.status.process:
@@ -358,40 +279,10 @@ class ServerPool(Generic[Client]):
                 entry.gone = asyncio.Event()
             elif entry.missing_since_s is not None and time.monotonic() - entry.missing_since_s >= GONE_S:
                 entry.gone.set()
-        for url, status in seen.items():
+        for url, status in status_of.items():
             if url not in self._entries:
                 self._entries[url] = Pooled(client=self._client(url), status=status)
         self._changed.wake()
-
-
-class UrlDiscovery:
-    """Checks the health of the engines at given URLs."""
-
-    def __init__(self, urls: Sequence[str], engine: Callable[[str], Engine]) -> None:
-        self._engines = {url: engine(url) for url in urls}
-
-    async def discover(self) -> list[ServerStatus]:
-        """Return one status per URL, from health checks made at the same time, in ``ANSWER_S`` seconds at most."""
-        return list(await asyncio.gather(*(self._check(url, engine) for url, engine in self._engines.items())))
-
-    def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-        """Return a context that never calls ``wake``: engines at fixed URLs announce no changes."""
-        return nullcontext()
-
-    async def close(self) -> None:
-        """Close the clients of the health checks."""
-        for engine in self._engines.values():
-            await engine.close()
-
-    async def _check(self, url: str, engine: Engine) -> ServerStatus:
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                serving, info = await engine.healthy(), await engine.info()
-        except (EngineError, TimeoutError) as error:
-            return ServerStatus(url=url, id=url, serving=False, version=-1, remark=str(error) or "no answer")
-        return ServerStatus(
-            url=url, id=url, serving=serving, version=info.version, remark="" if serving else "not healthy"
-        )
 
 
 class EngineOverview(TypedDict):
@@ -416,22 +307,21 @@ class EnginePool(ServerPool[Engine]):
     noun = "engine"
 
     def overview(self) -> list[EngineOverview]:
-        """Return the state of each engine, for status answers and totals."""
-        now = time.monotonic()
+        """Return the state of each engine."""
         return [
             {
                 "url": entry.status.url,
                 "id": entry.status.id,
-                "serving": entry.status.serving and entry.quarantined_until <= now,
+                "serving": entry.usable,
                 "version": entry.status.version,
                 "in_flight": entry.in_flight,
                 "failures": entry.failures,
-                "remark": entry.remark(0) if not entry.status.serving or entry.quarantined_until > now else "",
+                "remark": "" if entry.usable else entry.remark(0),
                 "nonce": entry.status.nonce,
                 "error": entry.error if entry.failures else "",
             }
             for entry in self._entries.values()
         ]
 
-    def _wanted(self, min_version: int) -> str:
+    def _describe_server(self, min_version: int) -> str:
         return f"an engine that serves version {min_version} or newer"

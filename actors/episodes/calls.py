@@ -1,7 +1,9 @@
 """A model call with its answer, and that answer as JSON: SGLang's, and of ``/inference/v1/generate``, by which training
-clients ask.
+clients ask. Turns of an earlier attempt become the history of an episode.
 """
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +16,8 @@ from tidemill.actors.episodes.turn_log import StoredTurn
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.http_api import json_map
 from tidemill.actors.router.exchange import Answer, Handler, Request
+from tidemill.actors.router.token_history import ModelText, TokenHistory
+from tidemill.actors.router.tree import TokenPiece
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 
@@ -29,35 +33,37 @@ class AnsweredCall:
     """The answer of an earlier attempt that it was given; None = it is new."""
 
 
-def answer_of(called: AnsweredCall, id: str, place: int = 0) -> JsonObject:
+def answer_of(call: AnsweredCall, answer_id: str, place: int = 0) -> JsonObject:
     """Return SGLang's JSON of a response, whole or unfinished."""
-    made = called.response.generation
-    tokens = made.tokens.tolist()
+    generation = call.response.generation
+    tokens = generation.tokens.tolist()
     return {
         "index": place,
-        "text": made.text,
+        "text": generation.text,
         "output_ids": tokens,
         "meta_info": {
-            "id": id,
-            "turn": called.output.id,
-            "finish_reason": None if made.finish is None else {"type": made.finish, "matched": made.matched},
-            "prompt_tokens": len(called.prompt),
+            "id": answer_id,
+            "turn": call.output.id,
+            "finish_reason": None
+            if generation.finish is None
+            else {"type": generation.finish, "matched": generation.matched},
+            "prompt_tokens": len(call.prompt),
             "completion_tokens": len(tokens),
-            "cached_tokens": made.cached_tokens,
-            "weight_version": str(made.version),
-            "weight_versions": _versions(made),
+            "cached_tokens": generation.cached_tokens,
+            "weight_version": str(generation.version),
+            "weight_versions": _versions(generation),
             "output_token_logprobs": [
-                [value, token, None] for value, token in zip(made.log_probs.tolist(), tokens, strict=True)
+                [value, token, None] for value, token in zip(generation.log_probs.tolist(), tokens, strict=True)
             ],
         },
     }
 
 
-def _versions(made: Generation) -> list[JsonObject]:
+def _versions(generation: Generation) -> list[JsonObject]:
     """Return the spans of a response with their places in it."""
     versions: list[JsonObject] = []
     begin = 0
-    for span in made.spans:
+    for span in generation.spans:
         end = begin + span.num_tokens
         versions.append({"version": str(span.version), "start": begin, "end": end})
         begin = end
@@ -99,3 +105,34 @@ def _choice(answer: JsonMapping, place: int) -> JsonObject:
         "finish_reason": meta["finish_reason"]["type"],
         "logprobs": {"content": content},
     }
+
+
+def remember_restored(history: TokenHistory, model: ModelText, turns: Sequence[StoredTurn]) -> None:
+    """Remember turns of an earlier life, in order, as the pieces that it had, so that their texts give the very ids
+    again.
+
+    A prompt need not begin with the ids of the turn before: the end token that closed a response is not in its text.
+    """
+    texts: defaultdict[str, list[list[TokenPiece]]] = defaultdict(list)
+    """Texts of the turns so far, by agent."""
+    for turn in turns:
+        record = turn.record
+        pieces, behind = _longest_beginning(turn.prompt.tolist(), texts[record.agent])
+        if behind:
+            pieces.append(TokenPiece(text=model.text.decode(behind, skip_special=False), tokens=tuple(behind)))
+        call = AnsweredCall(turn.prompt, turn.output(record.id), turn.response(), turn)
+        texts[record.agent].append(history.remember(pieces, answer_of(call, record.id), record.agent))
+
+
+def _longest_beginning(ids: list[int], texts: list[list[TokenPiece]]) -> tuple[list[TokenPiece], list[int]]:
+    """Return the longest beginning of ``ids`` that begins a text in whole pieces, and the ids behind it."""
+    best, longest = list[TokenPiece](), 0
+    for pieces in reversed(texts):
+        end, count = 0, 0
+        while count < len(pieces) and ids[end : end + len(pieces[count].tokens)] == [*pieces[count].tokens]:
+            end, count = end + len(pieces[count].tokens), count + 1
+        if end > longest:
+            best, longest = pieces[:count], end
+        if count == len(pieces):  # the usual case: behind the newest turn
+            break
+    return [*best], ids[longest:]

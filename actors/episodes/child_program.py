@@ -5,8 +5,8 @@ Started as ``PYTHON child_program.py DESCRIPTOR``; the descriptor is a socket wi
 (big-endian) and a JSON map, as ``bus/processes/connection.py`` has them. Two requests:
 
     {"load": {"use": "MODULE:NAME", "options": {...}, "path": [...], "alone": bool, "resumes": bool, "memory_mb": int,
-              "limits": {"cpu_s": int, "open_files": int, "file_mb": int}}}                    result {"tools": [NAME]}
-    {"base_url": URL, "api_key": KEY, "task": {...}}, an episode                               result {"value": ...} or {"fault": NUMBER}
+              "limits": {"cpu_s": int, "open_files": int, "file_mb": int}}}      result {"tools": [NAME]}
+    {"base_url": URL, "api_key": KEY, "task": {...}}, an episode       result {"value": ...} or {"fault": NUMBER}
 
 and two notes, "hung" (a call of a tool that hangs) and "lost" (output that could not be written, once for a process).
 
@@ -49,13 +49,15 @@ OUT_OF_MEMORY = "another episode used up the memory of their process, which was 
 _LENGTH = struct.Struct(">I")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIMITS = {
+    "memory_mb": ("RLIMIT_DATA", 1 << 20, 0),
     "cpu_s": ("RLIMIT_CPU", 1, 1),
     "open_files": ("RLIMIT_NOFILE", 1, 0),
     "file_mb": ("RLIMIT_FSIZE", 1 << 20, 0),
 }
-"""Limits of a process by setting: the kernel's name, the unit, and what its hard limit has beyond the soft one, whose
-signal names it.
+"""Limits of a process by setting: the kernel's name, the unit, and the excess of the hard limit over the soft one. The
+signal of the soft one names the limit; the kernel ends the process at its processor time, at the others a call fails.
 """
+_WANT_NO_LIMIT = "rollouts.NAME.{}: want 0 (no limit) on this machine"
 
 
 class PolicyFault(Exception):
@@ -67,18 +69,14 @@ class PolicyFault(Exception):
 
 
 class LossyOutput(io.FileIO):
-    """Standard output or error: text that a full disk or a closed pipe refuses is lost, and no error of the program
-    that prints it.
-    """
+    """Standard output or error, which loses text that a full disk or a closed pipe refuses, without an error."""
 
     def __init__(self, descriptor: int, report_lost: Callable[[str], None]) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self._report_lost = report_lost
 
     def write(self, data: Any) -> int:
-        """Write what can be written; all of it counts as written, because a buffer would keep the rest and fail
-        again.
-        """
+        """Write as much as possible; all of it counts as written: a buffer would keep the rest and fail again."""
         try:
             return super().write(data) or len(data)
         except OSError as error:
@@ -102,52 +100,35 @@ def arrange(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def limit_memory(memory_mb: int) -> None:
-    """Limit the private memory of this process, and of each that it starts; 0 = no limit. Raises OSError where no limit
-    is held.
-    """
-    if not memory_mb:
-        return
-    want = "rollouts.NAME.memory_mb: want 0 (no limit) on this machine"
+def limit(name: str, value: int) -> None:
+    """Limit one resource of this process, and of each that it starts. Raises OSError where the limit is refused."""
+    kind, unit, slack = _LIMITS[name]
     try:
         resource = importlib.import_module("resource")
-        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        most = min([memory_mb << 20, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)])
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        number = getattr(resource, kind)
+        soft, hard = resource.getrlimit(number)
+        amount = value * unit
+        if name == "memory_mb" and soft != resource.RLIM_INFINITY:
+            amount = min(amount, soft)
+        if hard == resource.RLIM_INFINITY:
+            hard = amount + slack
+        resource.setrlimit(number, (min(amount, hard), min(amount + slack, hard)))
     except (ImportError, AttributeError, OSError, ValueError) as error:
-        raise OSError(f"{want}, which refuses the limit {memory_mb}: {error}") from None
+        raise OSError(f"{_WANT_NO_LIMIT.format(name)}, which refuses the limit {value}: {error}") from None
+
+
+def limit_memory(memory_mb: int) -> None:
+    """Limit private memory. Raises OSError where the limit is refused, or not held."""
+    limit("memory_mb", memory_mb)
     try:
         mmap.mmap(-1, memory_mb << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, MemoryError, OverflowError):
         return
-    raise OSError(
-        f"{want}, which does not hold the limit {memory_mb}: its RLIMIT_DATA leaves out mapped memory, as "
-        "before Linux 4.7"
-    )
+    reason = "its RLIMIT_DATA leaves out mapped memory, as before Linux 4.7"
+    raise OSError(f"{_WANT_NO_LIMIT.format('memory_mb')}, which does not hold the limit {memory_mb}: {reason}")
 
 
-def limit_others(limits: dict[str, int]) -> None:
-    """Limit processor time, open files and sizes of files of this process, and of each that it starts. Raises OSError
-    where one is refused.
-
-    The kernel ends the process at its processor time; at the others a call fails.
-    """
-    for name, value in limits.items():
-        kind, unit, slack = _LIMITS[name]
-        try:
-            resource = importlib.import_module("resource")
-            number = getattr(resource, kind)
-            _, hard = resource.getrlimit(number)
-            most = value * unit if hard == resource.RLIM_INFINITY else min(value * unit, hard)
-            resource.setrlimit(
-                number, (most, most + slack if hard == resource.RLIM_INFINITY else min(most + slack, hard))
-            )
-        except (ImportError, AttributeError, OSError, ValueError) as error:
-            want = f"rollouts.NAME.{name}: want 0 (no limit) on this machine"
-            raise OSError(f"{want}, which refuses the limit {value}: {error}") from None
-
-
-def imported(module: str) -> Any:
+def import_module(module: str) -> Any:
     """Import a module by its name, or a file under the file's name."""
     if not module.endswith(".py"):
         return importlib.import_module(module)
@@ -173,13 +154,15 @@ class LoadedProgram(NamedTuple):
 
 def load(request: dict[str, Any]) -> LoadedProgram:
     """Return the program. Raises whatever the user's module raises."""
-    limit_memory(request["memory_mb"])
-    limit_others(request["limits"])
+    if request["memory_mb"]:
+        limit_memory(request["memory_mb"])
+    for name, value in request["limits"].items():
+        limit(name, value)
     for entry in request["path"]:
         if entry not in sys.path:
             sys.path.append(entry)
     module, _, name = request["use"].rpartition(":")
-    target = imported(module)
+    target = import_module(module)
     for part in name.split("."):
         target = getattr(target, part)
     options = request["options"]
@@ -193,10 +176,8 @@ def load(request: dict[str, Any]) -> LoadedProgram:
             raise TypeError("again: resume wants a class with a method resume(data, state, **extra)")
         return LoadedProgram(run, resume, {}, [str(name) for name in getattr(program, "chat_tools", ())])
     if request["resumes"] or not callable(target):
-        raise TypeError(
-            f"want a class{' with again: resume' if request['resumes'] else ' or a function'}, got "
-            f"{type(target).__name__}"
-        )
+        want = "a class with again: resume" if request["resumes"] else "a class or a function"
+        raise TypeError(f"want {want}, got {type(target).__name__}")
     return LoadedProgram(target, None, options, [])
 
 
@@ -208,11 +189,8 @@ def accepted(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, A
         return extra
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return extra
-    names = {
-        parameter.name
-        for parameter in parameters
-        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    }
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = {parameter.name for parameter in parameters if parameter.kind in by_name}
     return {name: value for name, value in extra.items() if name in names}
 
 
@@ -220,9 +198,7 @@ def number(value: Any, where: str) -> float:
     """Return a finite number as a float. Raises TypeError, ValueError."""
     if hasattr(value, "item") and not isinstance(value, (int, float)):
         value = value.item()  # numpy and torch scalars
-    if isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)):  # bool is an int
         raise TypeError(f"{where}: want a number, a map of numbers or None, got {type(value).__name__}")
     if not math.isfinite(value):
         raise ValueError(f"{where}: want a finite number, got {value!r}")
@@ -231,14 +207,12 @@ def number(value: Any, where: str) -> float:
 
 def result_of(value: Any) -> float | dict[str, float] | None:
     """Return a result as it is sent. Raises TypeError, ValueError, OverflowError."""
-    if value is None:
-        return None
-    if isinstance(value, dict):
-        for name in value:
-            if not isinstance(name, str):
-                raise TypeError(f"result: want texts as names of rewards, got {name!r}")
-        return {name: number(part, f"result[{name!r}]") for name, part in value.items()}
-    return number(value, "result")
+    if not isinstance(value, dict):
+        return None if value is None else number(value, "result")
+    for name in value:
+        if not isinstance(name, str):
+            raise TypeError(f"result: want texts as names of rewards, got {name!r}")
+    return {name: number(part, f"result[{name!r}]") for name, part in value.items()}
 
 
 def reason_of(error: BaseException) -> str:
@@ -259,9 +233,7 @@ class EpisodeServer:
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self.writer = writer
-        self.run: Callable[..., Any] = print
-        self.resume: Callable[..., Any] | None = None
-        self.options: dict[str, Any] = {}
+        self.program: LoadedProgram
         self.alone = False
         self.memory_mb = 0
         self.running: dict[int, asyncio.Future[None]] = {}
@@ -272,11 +244,10 @@ class EpisodeServer:
         """Send one message; a result that is too large, or has values that JSON lacks, is a failure of its call."""
         try:
             body = json.dumps(message, allow_nan=False).encode()
+            if len(body) > MAX_RESULT_BYTES:
+                raise ValueError(f"result: want at most {MAX_RESULT_BYTES} bytes, got {len(body)}")
         except ValueError as error:
             body = json.dumps({"id": message["id"], "failed": str(error)}).encode()
-        if len(body) > MAX_RESULT_BYTES:
-            text = f"result: want at most {MAX_RESULT_BYTES} bytes, got {len(body)}"
-            body = json.dumps({"id": message["id"], "failed": text}).encode()
         self.writer.write(_LENGTH.pack(len(body)) + body)
 
     def take(self, message: dict[str, Any]) -> None:
@@ -294,13 +265,12 @@ class EpisodeServer:
         """Import the program, and return the answer."""
         self.memory_mb, self.alone = request["memory_mb"], request["alone"]
         try:
-            loaded = load(request)
+            self.program = load(request)
         except MemoryError as error:
             return {"failed": self.out_of_memory(error)}
         except BaseException as error:  # the module is the user's, and may raise anything
             return {"failed": reason_of(error)}
-        self.run, self.resume, self.options = loaded.run, loaded.resume, loaded.options
-        return {"result": {"tools": loaded.tools}}
+        return {"result": {"tools": self.program.tools}}
 
     def report_hung(self, text: str) -> None:
         """Report a call that hangs, to the actor's log and status row."""
@@ -331,12 +301,8 @@ class EpisodeServer:
 
     def out_of_memory(self, error: MemoryError) -> str:
         """Return the reason of an episode, or an import, that needs more memory than there is."""
-        limit = (
-            f"want at most {self.memory_mb} MB of private memory (rollouts.NAME.memory_mb)"
-            if self.memory_mb
-            else "no memory is left"
-        )
-        return f"{limit}: {reason_of(error)}"
+        bound = f"want at most {self.memory_mb} MB of private memory (rollouts.NAME.memory_mb)"
+        return f"{bound if self.memory_mb else 'no memory is left'}: {reason_of(error)}"
 
     def fault(self, error: BaseException) -> dict[str, Any]:
         """Return the answer for a PolicyFault, of this file or of a class of that name."""
@@ -347,20 +313,15 @@ class EpisodeServer:
 
     async def call(self, request: dict[str, Any]) -> Any:
         """Return the program's result."""
-        extra = {
-            "base_url": request["base_url"],
-            "api_key": request["api_key"],
-            "http_client": self.client(),
-            "saves": self.resume is not None,
-        }
+        program, url, key = self.program, request["base_url"], request["api_key"]
+        extra = {"base_url": url, "api_key": key, "http_client": self.client(), "saves": program.resume is not None}
         if self.alone:  # variables belong to the process, not to an episode
-            root = request["base_url"].rsplit("/v1", 1)[0]
-            os.environ.update(OPENAI_BASE_URL=request["base_url"], OPENAI_API_KEY=request["api_key"])
-            os.environ.update(ANTHROPIC_BASE_URL=root, ANTHROPIC_API_KEY=request["api_key"])
-        run, data = self.run, dict(request["task"])
-        if self.resume is not None and "state" in data:
-            run, extra["state"] = self.resume, data.pop("state")
-        arguments = {**self.options, **accepted(run, extra)}
+            os.environ.update(OPENAI_BASE_URL=url, OPENAI_API_KEY=key)
+            os.environ.update(ANTHROPIC_BASE_URL=url.rsplit("/v1", 1)[0], ANTHROPIC_API_KEY=key)
+        run, data = program.run, dict(request["task"])
+        if program.resume is not None and "state" in data:
+            run, extra["state"] = program.resume, data.pop("state")
+        arguments = {**program.options, **accepted(run, extra)}
         if inspect.iscoroutinefunction(run):
             return await run(data, **arguments)
         result = await in_thread(run, data, arguments)
@@ -382,25 +343,16 @@ async def in_thread(function: Callable[..., Any], data: Any, arguments: dict[str
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
-    def settle(error: BaseException | None, value: Any) -> None:
-        """Settle the future in the loop's thread."""
-        if done.done():
-            return
-        if error is None:
-            done.set_result(value)
-        elif isinstance(error, StopIteration):
-            done.set_exception(RuntimeError("StopIteration"))
-        else:
-            done.set_exception(error)
-
     def work() -> None:
-        """Call the function."""
-        value, error = None, None
+        """Call the function, and settle the future in the loop's thread."""
         try:
             value = function(data, **arguments)
-        except BaseException as raised:
-            error = raised
-        loop.call_soon_threadsafe(settle, error, value)
+        except StopIteration:  # no future takes it
+            loop.call_soon_threadsafe(done.set_exception, RuntimeError("StopIteration"))
+        except BaseException as error:
+            loop.call_soon_threadsafe(done.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(done.set_result, value)
 
     threading.Thread(target=work, daemon=True).start()
     # A thread cannot be stopped: a cancelled episode has ended when its function has, or when the actor ends this
@@ -440,9 +392,8 @@ async def serve(connection: socket.socket) -> None:
 def main() -> None:
     """Serve the socket of the descriptor in the arguments."""
     arrange(int(sys.argv[2]))
-    module = types.ModuleType("tidemill_rollout")
-    module.__dict__["PolicyFault"] = PolicyFault
-    sys.modules["tidemill_rollout"] = module
+    sys.modules["tidemill_rollout"] = types.ModuleType("tidemill_rollout")
+    sys.modules["tidemill_rollout"].__dict__["PolicyFault"] = PolicyFault
     sys.path[0] = os.getcwd()  # the program is there, or on PYTHONPATH, and not beside this file
     connection = socket.socket(fileno=int(sys.argv[1]))
     sys.argv[:] = sys.argv[:1]

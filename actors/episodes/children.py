@@ -2,9 +2,8 @@
 
     episode --> child with a free place, or a new one (up to ``processes``) --> result, checked again
                     |
-                    +-- ended, wrote rubbish, ran out of memory, has too many calls that hang, or went on after a
-cancel: it is killed
-                        with all below it, and its episodes fail
+                    +-- ended, wrote rubbish, ran out of memory, has too many calls that hang, or went on
+                        after a cancel: it is killed with all below it, and its episodes fail
 
 A child has no credentials: it knows the gateway's address and the key of its episode.
 """
@@ -13,20 +12,19 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
+from tidemill.actors.rollout_settings import RESUME, RolloutConfig
 from tidemill.bus.processes.connection import START_S, ChildCallFailed, ChildConnection
 from tidemill.bus.processes.limits import environment, kill_tree
 from tidemill.bus.system.coroutines import Waiter
@@ -34,7 +32,7 @@ from tidemill.bus.system.failure_log import FailureLog
 from tidemill.bus.system.functions import present_name
 from tidemill.bus.system.proxies import without_proxy
 from tidemill.bus.wire.invariants import MAX_REWARD
-from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -47,27 +45,8 @@ RESTART_S = 5.0
 """Seconds after a failed start in which episodes fail at once, with the same reason."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChildBounds:
-    """Number of a rollout's children, and the limits of each; 0 = no limit."""
-
-    processes: int = 4
-    episodes_per_child: int = 8
-    memory_mb: int = 0
-    """Private memory."""
-    cpu_s: int = 0
-    open_files: int = 0
-    file_mb: int = 0
-    kill_after_s: float = 2.0
-    """Time that an episode has to end after it was cancelled, before its child is killed."""
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """Limits of a process besides memory, by setting, as the child reads them."""
-        return {name: value for name in ("cpu_s", "open_files", "file_mb") if (value := getattr(self, name))}
-
-
-BOUNDS = ChildBounds()
+KILL_AFTER_S = 2.0
+"""Seconds that an episode has to end after it was cancelled, before its child is killed."""
 
 
 @dataclass(slots=True)
@@ -84,15 +63,15 @@ class ChildCounters:
     """Calls of tools that had no result in time, and still ran."""
 
 
-class _ProgramProcess:
+@dataclass(slots=True, eq=False)
+class _Child:
     """A process with the program."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.calls: ChildConnection
-        """Its load, then its episodes."""
-        self.ending = False
-        """True once it takes no more episodes."""
+    process: asyncio.subprocess.Process
+    connection: ChildConnection = field(init=False)
+    """Its calls: the load, then episodes."""
+    ending: bool = False
+    """True once it takes no more episodes."""
 
 
 class Children:
@@ -100,29 +79,24 @@ class Children:
 
     def __init__(
         self,
-        use: str,
+        config: RolloutConfig,
         *,
-        options: JsonMapping,
-        python: str = "",
-        bounds: ChildBounds = BOUNDS,
-        resumes: bool = False,
+        model: str = "",
         gateway_host: str = "",
         note_hung: Callable[[str], None] = lambda text: None,
+        kill_after_s: float = KILL_AFTER_S,
     ) -> None:
-        """``use``: ``MODULE:NAME`` of the program. ``python``: its interpreter; empty = this process's.
-
-        ``resumes``: the program must have a method ``resume``. ``gateway_host``: it is reached without a proxy, as
-        loopback is.
+        """``model``: directory of the model. ``gateway_host``: it is reached without a proxy, as loopback is.
 
         ``note_hung``: called with the description of each call of a tool that hangs.
         """
-        self._use, self._options, self._python, self._resumes = use, dict(options), python, resumes
-        self._bounds, self._note_hung, self._gateway_host = bounds, note_hung, gateway_host
+        self._config, self._use, self._options = config, config.program, config.arguments(model)
+        self._gateway_host, self._note_hung, self._kill_after_s = gateway_host, note_hung, kill_after_s
         self._repeated = FailureLog(logger)
         self.counters = ChildCounters()
         self.chat_tools: tuple[str, ...] = ()
         """Tools that the loaded program offers in chats, which the model's chat template must write."""
-        self._children: list[_ProgramProcess] = []
+        self._children: list[_Child] = []
         self._ends: set[asyncio.Task[None]] = set()
         self._changed = Waiter()
         self._starting = asyncio.Lock()
@@ -131,9 +105,7 @@ class Children:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for child in list(self._children):
             self._end(child, "the actor ends")
         if self._ends:
@@ -150,12 +122,12 @@ class Children:
 
         A child whose process ends while it loads, as one that is killed does, is started again.
         """
-        for left in reversed(range(LOADS)):
+        for attempt in range(1, LOADS + 1):
             try:
-                await self._free()
+                await self._free_child()
                 return
             except ProgramFailed as error:
-                if not (error.ended and left):
+                if not error.ended or attempt == LOADS:
                     raise
                 logger.warning("rollout program not loaded use=%s error=%s", self._use, error.reason)
                 self._refused = ""
@@ -172,43 +144,34 @@ class Children:
             raise ProgramFailed(f"want values that JSON has in prompt, label and metadata: {error}") from None
         self.counters.episodes += 1
         blocked = f"another episode, {episode}, did not end when it was cancelled, and their process was killed"
+        has_run = False
         try:
-            child = await self._ready()
-            try:
-                return _result(await child.calls.call(request, cancel_s=self._bounds.kill_after_s, blocked=blocked))
-            except ChildCallFailed as error:
-                raise ProgramFailed(error.reason, ended=error.ended) from None
-            finally:
-                self._changed.wake()
-        except ProgramFailed:
+            child = await self._free_child()
+            has_run = True
+            return _result(await child.connection.call(request, cancel_s=self._kill_after_s, blocked=blocked))
+        except (ProgramFailed, ChildCallFailed) as error:
             self.counters.failed += 1
-            raise
+            # Where no child could be started, the program has not run, and no turn is void.
+            raise ProgramFailed(error.reason, ended=error.ended or not has_run) from None
+        finally:
+            self._changed.wake()
 
-    async def _ready(self) -> _ProgramProcess:
-        """Return a child with room for an episode. Raises ProgramFailed, which voids no turns: the program has not
-        run.
-        """
-        try:
-            return await self._free()
-        except ProgramFailed as error:
-            raise ProgramFailed(error.reason, ended=True) from None
-
-    async def _free(self) -> _ProgramProcess:
+    async def _free_child(self) -> _Child:
         """Return a child with room for an episode. Raises ProgramFailed."""
         while True:
-            able = [child for child in self._children if len(child.calls) < self._bounds.episodes_per_child]
-            if able:
-                return min(able, key=lambda child: len(child.calls))
-            if len(self._children) < self._bounds.processes and not self._starting.locked():
+            free = [child for child in self._children if len(child.connection) < self._config.episodes_per_child]
+            if free:
+                return min(free, key=lambda child: len(child.connection))
+            if len(self._children) < self._config.processes and not self._starting.locked():
                 async with self._starting:
-                    return await self._start()
+                    return await self._add_child()
             await self._changed.wait()
 
-    async def _start(self) -> _ProgramProcess:
+    async def _add_child(self) -> _Child:
         if self._refused and time.monotonic() < self._refused_s + RESTART_S:
             raise ProgramFailed(self._refused)
         try:
-            child = await self._started()
+            child = await self._start_child()
         except ProgramFailed as error:
             self._refused, self._refused_s = error.reason, time.monotonic()
             raise
@@ -218,10 +181,10 @@ class Children:
         self._children.append(child)
         return child
 
-    async def _started(self) -> _ProgramProcess:
+    async def _start_child(self) -> _Child:
         """Start a process and wait until it has loaded the program. Raises ProgramFailed."""
         ours, theirs = socket.socketpair()
-        python = self._python or sys.executable
+        python = self._config.python or sys.executable
         try:
             process = await asyncio.create_subprocess_exec(
                 *(python, str(PROGRAM), str(theirs.fileno()), str(os.getpid())),
@@ -235,8 +198,8 @@ class Children:
             raise ProgramFailed(f"rollouts.NAME.python: cannot start {python!r}: {error}") from None
         finally:
             theirs.close()
-        child = _ProgramProcess(process)
-        child.calls = ChildConnection(
+        child = _Child(process)
+        child.connection = ChildConnection(
             process.pid,
             lambda _, reason: self._kill(child, reason),
             closed=lambda _: self._end(child, ""),
@@ -246,11 +209,11 @@ class Children:
         self.counters.started += 1
         try:
             async with asyncio.timeout(START_S):
-                await child.calls.open(ours)
-                loaded = await child.calls.call(json.dumps(self._load_request()).encode())
+                await child.connection.open(ours)
+                description = await child.connection.call(json.dumps(self._load_request()).encode())
         except TimeoutError:
             self._kill(child, f"{self._use}: not imported within {START_S:g} s")
-            raise ProgramFailed(child.calls.ended) from None
+            raise ProgramFailed(child.connection.ended) from None
         except ChildCallFailed as error:
             self._kill(child, "not loaded")
             present = present_name(self._use.partition(":")[0])
@@ -259,16 +222,25 @@ class Children:
         except BaseException:
             self._kill(child, "not loaded")
             raise
-        tools = loaded.get("tools") if isinstance(loaded, dict) else None
+        tools = description.get("tools") if isinstance(description, dict) else None
         self.chat_tools = tuple(map(str, tools)) if isinstance(tools, list) else ()
         logger.info("rollout program loaded use=%s pid=%d python=%s", self._use, process.pid, python)
         return child
 
     def _load_request(self) -> JsonObject:
-        path = [] if self._python else [entry or os.getcwd() for entry in sys.path]
-        how = {"path": path, "alone": self._bounds.episodes_per_child == 1, "resumes": self._resumes}
-        limits = {"memory_mb": self._bounds.memory_mb, "limits": self._bounds.limits}
-        return {"load": {"use": self._use, "options": self._options, **how, **limits}}
+        config = self._config
+        limits = {name: value for name in ("cpu_s", "open_files", "file_mb") if (value := getattr(config, name))}
+        return {
+            "load": {
+                "use": self._use,
+                "options": self._options,
+                "path": [] if config.python else [entry or os.getcwd() for entry in sys.path],
+                "alone": config.episodes_per_child == 1,
+                "resumes": config.again == RESUME,
+                "memory_mb": config.memory_mb,
+                "limits": limits,
+            }
+        }
 
     def _log_note(self, pid: int, kind: str, text: str) -> None:
         if kind == "hung":
@@ -278,41 +250,37 @@ class Children:
         elif kind == "lost":
             self._repeated("output of a rollout program is lost", f"use={self._use} pid={pid} {text}")
 
-    def _kill(self, child: _ProgramProcess, reason: str) -> None:
+    def _kill(self, child: _Child, reason: str) -> None:
         self.counters.killed += not child.ending
         self._end(child, reason)
 
-    def _end(self, child: _ProgramProcess, reason: str) -> None:
-        """Take no more results of a child, fail its episodes, and end its processes. Without a reason it has ended by
-        itself.
-        """
+    def _end(self, child: _Child, reason: str) -> None:
+        """Take no more results of a child, fail its episodes, end its processes; no ``reason`` = it ended itself."""
         if child.ending:
             return
         child.ending = True
         if reason:
-            child.calls.end(reason)
+            child.connection.end(reason)
         with contextlib.suppress(ValueError):
             self._children.remove(child)
         self._changed.wake()
-        end = asyncio.create_task(self._ended(child), name=f"end of rollout child {child.process.pid}")
+        end = asyncio.create_task(self._end_process(child), name=f"end of rollout child {child.process.pid}")
         self._ends.add(end)
         end.add_done_callback(self._ends.discard)
 
-    async def _ended(self, child: _ProgramProcess) -> None:
+    async def _end_process(self, child: _Child) -> None:
         reason = "its child process ended"
-        if not child.calls.ended:
+        if not child.connection.ended:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STATUS_S):
-                    reason = f"its child process ended: {_how(await child.process.wait())}"
-        child.calls.end(reason)
+                    reason = f"its child process ended: {_end_of(await child.process.wait())}"
+        child.connection.end(reason)
         await asyncio.to_thread(kill_tree, child.process.pid, alive=child.process.returncode is None)
         await child.process.wait()
 
 
 def _result(message: object) -> EpisodeResult:
-    """Return the result of a call. Raises ProgramFailed: user's code can write to the child's end, so nothing is taken
-    for granted.
-    """
+    """Return the checked result of a call: user's code can write to the child's end. Raises ProgramFailed."""
     if not isinstance(message, dict):
         raise ProgramFailed(f"result: want a map, got {str(message)[:80]}")
     if "fault" in message:
@@ -326,17 +294,14 @@ def _result(message: object) -> EpisodeResult:
 
 
 def _number(value: object, where: str) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or abs(value) > MAX_REWARD
-    ):
+    # Not NaN, either: it fails every comparison.
+    if not is_number(value) or not abs(value) <= MAX_REWARD:
         raise ProgramFailed(f"{where}: want a finite number within +-{MAX_REWARD:g}, got {str(value)[:80]}")
     return float(value)
 
 
-def _how(status: int) -> str:
+def _end_of(status: int) -> str:
+    """Return in words how a process has ended."""
     if status >= 0:
         return f"exit code {status}"
     limit = " (its processor time, rollouts.NAME.cpu_s)" if -status == signal.SIGXCPU else ""

@@ -1,13 +1,11 @@
-"""One episode under way: its task, its clock, its recorded turns, its budget, its messages, and how it ends. Knows no
-HTTP, no process.
-"""
+"""One episode: its task, clock, recorded turns, budget, messages and end. Knows no HTTP and no process."""
 
 import asyncio
 import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +23,7 @@ from tidemill.bus.config import RUN_NAME
 from tidemill.bus.wire.chat_messages import chat_messages
 from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.invariants import MAX_REWARD
-from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject, is_integer, is_number
 from tidemill.bus.wire.messages import Sampling, Task
 
 
@@ -71,18 +69,14 @@ MAX_BYTES = 256_000
 
 
 def messages_of(body: bytes, path: str, answer: str) -> tuple[JsonObject, ...]:
-    """Return the messages of a request that has been answered, and the answer; without messages the prompt, if it is
-    text.
-    """
+    """Return the messages of an answered request, and the answer; without messages the prompt, if it is text."""
     request: JsonMapping = json_map(body) if body else {}
     if path in DIALECTS:
         request = DIALECTS[path].chat_of(request)
     messages = request.get("messages") if path in DIALECTS or path.endswith("/chat/completions") else None
     if not isinstance(messages, list):
-        prompt = next(
-            (request[name] for name in ("prompt", "text", "input") if isinstance(request.get(name), str)), None
-        )
-        messages = [] if prompt is None else [{"role": "user", "content": prompt}]
+        texts = [request[name] for name in ("prompt", "text", "input") if isinstance(request.get(name), str)]
+        messages = [{"role": "user", "content": text} for text in texts[:1]]
     return bounded([*(chat_messages(messages) if messages else []), {"role": "assistant", "content": answer}])
 
 
@@ -92,13 +86,13 @@ def bounded(messages: list[JsonObject], max_bytes: int = MAX_BYTES) -> tuple[Jso
     if sum(sizes) <= max_bytes:
         return tuple(messages)
     head, tail = 0, len(messages)
-    left = max_bytes
+    room = max_bytes
     while head < tail:
         take_head = head <= len(messages) - tail
         place = head if take_head else tail - 1
-        if sizes[place] > left:
+        if sizes[place] > room:
             break
-        left -= sizes[place]
+        room -= sizes[place]
         head, tail = (head + 1, tail) if take_head else (head, tail - 1)
     remark: JsonObject = {"role": "note", "content": f"{tail - head} messages left out: longer than {max_bytes} bytes"}
     return (*messages[:head], remark, *messages[tail:])
@@ -169,8 +163,7 @@ class Episode:
     cut_by_length: bool = False
     """True if the answer with ``text`` was cut by ``max_new_tokens`` of the task, as a single turn is."""
     show: Callable[[], tuple[JsonObject, ...]] = tuple
-    """Returns the messages of the call that gave ``text``, its answer included. AnsweredCall once, as only the last
-    call is shown.
+    """Returns the messages of the call that gave ``text``, its answer included. Called once, for the last call alone.
     """
     queued_s: float = 0.0
     generating_s: float = 0.0
@@ -184,7 +177,8 @@ class Episode:
     """Set when it cannot go on."""
     began_s: float = field(default_factory=time.monotonic)
     _reserved: _Reserved = field(default_factory=_Reserved)
-    _asked: Counter[bytes] = field(default_factory=Counter)
+    _num_calls: Counter[bytes] = field(default_factory=Counter)
+    """Calls by the digest of their prompt."""
     _turns: dict[str, int] = field(default_factory=dict)
     """Number of a turn by its id."""
     sampling: Sampling = field(init=False)
@@ -225,9 +219,9 @@ class Episode:
         # sequence of its own.
         growth = len(prompt) if self._reserved.calls else self.recorder.growth(prompt)
         room = {
-            "tokens": _left(limits.tokens, self.recorder.sampled_tokens + self._reserved.tokens),
-            "context": _left(limits.context, len(prompt)),
-            "total_tokens": _left(
+            "tokens": _room(limits.tokens, self.recorder.sampled_tokens + self._reserved.tokens),
+            "context": _room(limits.context, len(prompt)),
+            "total_tokens": _room(
                 limits.total_tokens, self.recorder.total_tokens + self._reserved.total_tokens + growth
             ),
         }
@@ -239,12 +233,8 @@ class Episode:
         self._reserved.tokens += max_new_tokens
         self._reserved.total_tokens += growth + max_new_tokens
         try:
-            yield ReservedCall(
-                max_new_tokens=max_new_tokens,
-                limit=limit,
-                seed=self._seed(prompt),
-                begin_s=time.monotonic() - self.began_s,
-            )
+            begin_s = time.monotonic() - self.began_s
+            yield ReservedCall(max_new_tokens=max_new_tokens, limit=limit, seed=self._seed(prompt), begin_s=begin_s)
         finally:
             self._reserved.calls -= 1
             self._reserved.tokens -= max_new_tokens
@@ -259,9 +249,9 @@ class Episode:
         async with self.log.lock:
             number = len(self.recorder)
             if stored is not None:
-                self.log.noted(number, stored)
+                self.log.note_number(number, stored)
             elif self.log.stores:
-                await self.log.turn(number, *self.recorder.behind(prompt), output, response)
+                await self.log.store_turn(number, *self.recorder.behind(prompt), output, response)
             self._turns[output.id] = self.recorder.record(prompt, output)
         self.engine = response.engine
         self._answer(output, response.generation.text)
@@ -284,9 +274,9 @@ class Episode:
         for turn in self.log.restored:
             parent, context = self.recorder.behind(turn.prompt)
             output = turn.output(turn.record.id)
-            self.log.noted(len(self.recorder), turn)
+            self.log.note_number(len(self.recorder), turn)
             number = self.recorder.record(turn.prompt, output)
-            self._asked[digest(turn.prompt)] += 1
+            self._num_calls[digest(turn.prompt)] += 1
             self.engine = turn.record.engine
             self.began_s = min(self.began_s, time.monotonic() - output.begin_s - output.seconds)  # its clock goes on
             if not self._answer(output, turn.record.text):
@@ -322,52 +312,43 @@ class Episode:
 
     def reward_turn(self, turn: object, reward: object) -> None:
         """Give a turn, by id or number, its reward; null = the last one that is trained. Raises BadRequest."""
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
+        if not is_number(reward) or not abs(reward) <= MAX_REWARD:
             raise BadRequest(f"reward: want a number within +-{MAX_REWARD:g}, got {reward!r}")
         self.turn_rewards[self.turn(turn)] = float(reward)
 
     def turn(self, turn: object) -> int:
-        """Return the number of a turn, by id or number; null = the last one that is trained. Raises BadRequest where
-        there is none.
-        """
+        """Return the number of a turn, by id or number; null = the last trained one. Raises BadRequest without one."""
         count = len(self.recorder)
         if turn is None and self.recorder.last_trained >= 0:
             return self.recorder.last_trained
         if isinstance(turn, str) and turn in self._turns:
             return self._turns[turn]
-        if isinstance(turn, int) and not isinstance(turn, bool) and 0 <= turn < count:
+        if is_integer(turn) and 0 <= turn < count:
             return turn
         raise BadRequest(f"turn: want the id of an answer, or a number below {count}, got {turn!r}")
 
-    def turn_ids(self, names: Sequence[str]) -> bool:
-        """Return whether all of these are ids of turns; False for none at all."""
-        return bool(names) and all(name in self._turns for name in names)
+    def has_turn(self, turn_id: str) -> bool:
+        """Return whether a turn has this id."""
+        return turn_id in self._turns
 
-    def _refusal(self, limit: str, what: str) -> Spent:
+    def _refusal(self, limit: str, amount: str) -> Spent:
         self.spent = self.spent or limit
-        return Spent(
-            f"the budget of this episode is spent: {limit} ({what}); a rollout's budget is set by rollouts.NAME.budget"
-        )
+        cure = "a rollout's budget is set by rollouts.NAME.budget"
+        return Spent(f"the budget of this episode is spent: {limit} ({amount}); {cure}")
 
     def _seed(self, prompt: NDArray[np.int32]) -> int | None:
-        """Return the seed of a turn: of the member's, its prompt and how often it was asked, so that no order of calls
-        changes it.
-        """
+        """Return a digest of the member's seed, the prompt and its number of calls: no order of calls changes it."""
         seed = self.sampling.seed
         if seed is None:
             return None
         ids = digest(prompt)
-        self._asked[ids] += 1
-        mixed = hashlib.blake2b(f"{seed}.{self._asked[ids]}.".encode() + ids, digest_size=8).digest()
+        self._num_calls[ids] += 1
+        mixed = hashlib.blake2b(f"{seed}.{self._num_calls[ids]}.".encode() + ids, digest_size=8).digest()
         return int.from_bytes(mixed, "little") % SEEDS
 
 
-_WHAT: Mapping[str, str] = {
-    "tokens": "sampled tokens",
-    "context": "tokens of one sequence",
-    "total_tokens": "tokens of all sequences",
-}
+_WHAT = {"tokens": "sampled tokens", "context": "tokens of one sequence", "total_tokens": "tokens of all sequences"}
 
 
-def _left(limit: int, used: int) -> int:
+def _room(limit: int, used: int) -> int:
     return limit - used if limit else NO_LIMIT

@@ -1,10 +1,10 @@
 """The listener through which programs of episodes ask the model: OpenAI's paths and SGLang's, a key for each episode.
 
-    http://127.0.0.1:PORT/e/KEY/v1/chat/completions      or without /e/KEY, and the key as Authorization: Bearer KEY, as x-api-key,
-                                                               or as the user: http://KEY@127.0.0.1:PORT/...
+    http://127.0.0.1:PORT/e/KEY/v1/chat/completions      or without /e/KEY, and the key as Authorization: Bearer KEY,
+                                                         as x-api-key, or as the user: http://KEY@127.0.0.1:PORT/...
 
 A turn is recorded before the last byte of its answer is sent. The answer to a client that has gone is kept for its next
-identical request; of a stream that a client has cut the tokens that were sent are a turn.
+identical request. Where a client cuts a stream, the tokens that were sent are a turn.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import json
 import logging
 import secrets
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,10 +23,9 @@ from typing import Any
 from aiohttp import BasicAuth, web
 
 from tidemill.actors.engines.responses import GenerationFailed, Interrupted, Responses
-from tidemill.actors.episodes.calls import INFERENCE_PATH, AnsweredCall, answer_of, inference_answer
+from tidemill.actors.episodes.calls import INFERENCE_PATH, inference_answer, remember_restored
 from tidemill.actors.episodes.episode import Episode, Spent, messages_of
 from tidemill.actors.episodes.model_calls import ModelCalls
-from tidemill.actors.episodes.turn_log import StoredTurn
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.events import DATA
 from tidemill.actors.http_api import json_map
@@ -35,14 +34,13 @@ from tidemill.actors.router.chats import Chats, RenderedChats
 from tidemill.actors.router.dialects import DIALECTS
 from tidemill.actors.router.exchange import EVENTS, JSON, SESSION_HEADERS, Request
 from tidemill.actors.router.token_history import ModelText, TokenHistory
-from tidemill.actors.router.tree import TokenPiece
 from tidemill.actors.text.rendering import Renderer
 from tidemill.bus.client.addresses import HERE, Reach
 from tidemill.bus.http.access import Route, Rule
 from tidemill.bus.http.bodies import body_in
 from tidemill.bus.http.listener import Listener
 from tidemill.bus.streams.episode_turns import NotStored, Superseded
-from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Timings
 
 logger = logging.getLogger(__name__)
@@ -57,9 +55,8 @@ HISTORY_TEXT = 1 << 24
 KEY_PATH = "/e/"
 _NO_RETRY = {"x-should-retry": "false"}
 """Clients of OpenAI repeat some errors by themselves, unless an answer forbids it."""
-_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"} | {
-    path: one.id for path, one in DIALECTS.items()
-}
+_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
+_PREFIX |= {path: dialect.id for path, dialect in DIALECTS.items()}
 """Beginning of an answer's id by path."""
 
 
@@ -74,25 +71,24 @@ class _WholeAnswer:
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
-    """An episode that may be asked for."""
+class _OpenEpisode:
+    """An episode whose key is valid."""
 
     episode: Episode
     history: TokenHistory
     slots: asyncio.Semaphore
     prefix: str = field(default_factory=lambda: secrets.token_hex(8))
     """Beginning of the ids of its answers."""
-    answers: int = 0
-    """Answers so far."""
+    num_answers: int = 0
     running: set[asyncio.Task[_WholeAnswer]] = field(default_factory=set)
-    left: dict[bytes, list[asyncio.Task[_WholeAnswer]]] = field(default_factory=dict)
+    abandoned: defaultdict[bytes, list[asyncio.Task[_WholeAnswer]]] = field(default_factory=lambda: defaultdict(list))
     """Answers to clients that have gone, by request."""
     streams: set[asyncio.Task[web.StreamResponse]] = field(default_factory=set)
 
     def next_id(self) -> str:
         """Return an id that no other answer has."""
-        self.answers += 1
-        return f"{self.prefix}{self.answers:08x}"
+        self.num_answers += 1
+        return f"{self.prefix}{self.num_answers:08x}"
 
 
 class Gateway:
@@ -105,25 +101,19 @@ class Gateway:
         renderer: Renderer | None = None,
         untrained_models: Collection[str] = (),
     ) -> None:
-        """``renderer``: None = chats are written by the model's chat template. ``untrained_models``: calls for these
-        are context.
-        """
-        self._model, self._responses, self._renderer, self._untrained_models = (
-            model,
-            responses,
-            renderer,
-            untrained_models,
-        )
-        self._open: dict[str, _Open] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
-        self.listener = Listener(
-            {"* /{path:.*}": Route.request(self._handle)}, _EpisodeKeys(self._admitted), shutdown_s=1.0
-        )
+        """``renderer``: None = the model's chat template. ``untrained_models``: calls for these are context."""
+        self._model, self._responses = model, responses
+        self._renderer, self._untrained_models = renderer, untrained_models
+        self._episodes: dict[str, _OpenEpisode] = {}
+        """Open episodes by key."""
+        self._ended_keys: OrderedDict[str, None] = OrderedDict()
+        routes = {"* /{path:.*}": Route.request(self._handle)}
+        self.listener = Listener(routes, _EpisodeKeys(self._admit), shutdown_s=1.0)
         self.url = ""
 
-    async def start(self, at: Reach = HERE) -> str:
+    async def start(self, reach: Reach = HERE) -> str:
         """Listen, and return the URL. Raises OSError."""
-        self.url = await self.listener.start(at.bind, 0, advertise=at.advertised, name="actor.gateway.host")
+        self.url = await self.listener.start(reach.bind, 0, advertise=reach.advertised, name="actor.gateway.host")
         return self.url
 
     async def close(self) -> None:
@@ -131,28 +121,26 @@ class Gateway:
         await self.listener.close()
 
     @asynccontextmanager
-    async def opened(self, episode: Episode, *, max_calls_in_flight: int) -> AsyncIterator[str]:
-        """Yield the key of an episode. Behind the block its calls are ended, its streams are recorded, and the key is
-        refused.
-        """
+    async def opened(self, episode: Episode, max_calls_in_flight: int) -> AsyncIterator[str]:
+        """Yield the key of an episode. Afterwards its calls are ended, its streams recorded, and the key refused."""
         key = secrets.token_hex(16)
         history = TokenHistory(self._model, HISTORY_TEXT, self._chats(episode), episode.task.chat_template_args)
         episode.restore(lambda ids: self._model.text.decode(ids.tolist(), skip_special=False))
         remember_restored(history, self._model, episode.log.restored)
-        open = _Open(episode, history, asyncio.Semaphore(max_calls_in_flight))
-        self._open[key] = open
+        open_episode = _OpenEpisode(episode, history, asyncio.Semaphore(max_calls_in_flight))
+        self._episodes[key] = open_episode
         try:
             yield key
         finally:
-            del self._open[key]
-            self._ended[key] = None
-            if len(self._ended) > ENDED_KEYS:
-                self._ended.popitem(last=False)
-            for call in open.running:
+            del self._episodes[key]
+            self._ended_keys[key] = None
+            if len(self._ended_keys) > ENDED_KEYS:
+                self._ended_keys.popitem(last=False)
+            for call in open_episode.running:
                 call.cancel()
-            for stream in open.streams:
+            for stream in open_episode.streams:
                 _cut(stream)
-            await asyncio.gather(*open.streams, return_exceptions=True)
+            await asyncio.gather(*open_episode.streams, return_exceptions=True)
 
     def _chats(self, episode: Episode) -> Chats | None:
         """Return the chats of an episode; None = the model's chat template writes them."""
@@ -161,175 +149,150 @@ class Gateway:
         stops = episode.sampling.stop_token_ids
         return RenderedChats(self._renderer, HISTORY_TEXT, stop_token_ids=stops, malformed=episode.note_malformed)
 
-    def _admitted(self, http_request: web.Request) -> tuple[_Open, str]:
-        """Return the episode whose key a request has, and the path behind the key. Raises HTTPUnauthorized, or HTTPGone
-        behind its end.
-        """
+    def _admit(self, http_request: web.Request) -> tuple[_OpenEpisode, str]:
+        """Return the episode of a request's key, and the path behind it. Raises HTTPUnauthorized, HTTPGone."""
         key, path = _key(http_request)
-        open = self._open.get(key)
-        if open is not None:
-            return open, path
-        if key in self._ended:
+        if key in self._episodes:
+            return self._episodes[key], path
+        if key in self._ended_keys:
             raise _refusal(web.HTTPGone, "this episode has ended")
         raise _refusal(web.HTTPUnauthorized, "want the key of an episode: /e/KEY/... or Authorization: Bearer KEY")
 
     async def _handle(self, http_request: web.Request) -> web.StreamResponse:
-        open, path = self._admitted(http_request)  # again: the episode may have ended while the body arrived
-        body = body_in(http_request)
+        opened, path = self._admit(http_request)  # again: the episode may have ended while the body arrived
+        episode, body = opened.episode, body_in(http_request)
         try:
-            if path == "/reward":
-                return self._reward(open.episode, body)
-            if path == "/truncated":
-                open.episode.end_at(json_map(body).get("limit"))
-                return web.json_response({"success": True})
-            if path == "/state":
-                return await self._state(open.episode, body)
-            if _streams(open.episode, path, body):
-                return await self._stream(open, http_request, path, body)
-            made = await self._made(open, http_request, path, body)
-            if made.status == HTTPStatus.OK:
-                delivering = _deliver(open.episode, made, body, path)
+            if path in ("/reward", "/truncated", "/state"):
+                return await _note(episode, path, json_map(body))
+            if _streams(episode, path, body):
+                return await self._stream(opened, http_request, path, body)
+            answer = await self._answer(opened, http_request, path, body)
+            if answer.status == HTTPStatus.OK:
+                delivery = _deliver(episode, answer, body, path)
                 # To the end, also when the client goes: a stored answer must be recorded. Where nothing is stored,
                 # nothing is waited for.
-                await (asyncio.shield(delivering) if open.episode.log.stores else delivering)
+                await (asyncio.shield(delivery) if episode.log.stores else delivery)
             else:
-                open.episode.refused = made.content[:500].decode(errors="replace")
+                episode.refused = answer.content[:500].decode(errors="replace")
         except _ENDS as error:
-            return _refused(open.episode, error)
-        made.calls.held.close()
-        return web.Response(
-            body=made.content, status=made.status, headers={"Content-Type": made.content_type, **_NO_RETRY}
-        )
+            return _refused(episode, error)
+        answer.calls.room.close()
+        headers = {"Content-Type": answer.content_type, **_NO_RETRY}
+        return web.Response(body=answer.content, status=answer.status, headers=headers)
 
-    async def _stream(self, open: _Open, http_request: web.Request, path: str, body: bytes) -> web.StreamResponse:
+    async def _stream(
+        self, opened: _OpenEpisode, http_request: web.Request, path: str, body: bytes
+    ) -> web.StreamResponse:
         """Answer with a stream, which is cut when its client hangs up or the episode ends."""
-        streaming = asyncio.get_running_loop().create_task(self._streaming(open, http_request, path, body))
-        open.streams.add(streaming)
-        streaming.add_done_callback(open.streams.discard)
-        streaming.add_done_callback(_seen)
+        streaming = asyncio.ensure_future(self._send_events(opened, http_request, path, body))
+        opened.streams.add(streaming)
+        streaming.add_done_callback(opened.streams.discard)
+        streaming.add_done_callback(_log_error)
         try:
             return await asyncio.shield(streaming)
         except asyncio.CancelledError:
             _cut(streaming)
             raise
 
-    async def _streaming(self, open: _Open, http_request: web.Request, path: str, body: bytes) -> web.StreamResponse:
-        """Send the events as they are made. Raises as ``_answer`` does, before the first one; later errors are
-        events.
-        """
+    async def _send_events(
+        self, opened: _OpenEpisode, http_request: web.Request, path: str, body: bytes
+    ) -> web.StreamResponse:
+        """Send the events as they are made. Raises as ``_new_answer`` before the first one; later errors are events."""
         response = web.StreamResponse(headers={"Content-Type": EVENTS, "Cache-Control": "no-cache", **_NO_RETRY})
-        request, calls = self._asked(open, http_request, path, body, streams=True)
+        episode = opened.episode
+        request, calls = self._calls_of(opened, http_request, path, body, streams=True)
         try:
-            async with open.slots, await open.history(request, calls) as answer:
+            async with opened.slots, await opened.history(request, calls) as answer:
                 if calls.stream is None:
                     content = await answer.read()
                     if answer.status != HTTPStatus.OK:
-                        open.episode.refused = content[:500].decode(errors="replace")
+                        episode.refused = content[:500].decode(errors="replace")
                     return web.Response(body=content, status=answer.status, headers={"Content-Type": JSON, **_NO_RETRY})
-                open.episode.refused = ""
+                episode.refused = ""
                 await response.prepare(http_request)
                 async for chunk in answer.chunks:
                     await response.write(chunk)
                     calls.stream.sent()
         except _ENDS as error:
-            refusal = _refused(open.episode, error)
+            refusal = _refused(episode, error)
             if not response.prepared:
                 return refusal
-            await response.write(
-                (b"event: error\n" if path in DIALECTS else b"") + DATA + bytes(refusal.body or b"") + b"\n\n"
-            )  # type: ignore[arg-type]
+            assert isinstance(refusal.body, bytes)
+            await response.write((b"event: error\n" if path in DIALECTS else b"") + DATA + refusal.body + b"\n\n")
         finally:
             if calls.stream is not None:
                 await calls.stream.end()
-                if calls.stream.recorded and calls.answers_for(open.episode):
-                    open.episode.show = partial(messages_of, body, path, open.episode.text)
-            calls.held.close()
+                if calls.stream.recorded and calls.answers_for(episode):
+                    episode.show = partial(messages_of, body, path, episode.text)
+            calls.room.close()
         return response
 
-    async def _made(self, open: _Open, http_request: web.Request, path: str, body: bytes) -> _WholeAnswer:
-        """Return the answer: one that the same request left behind, or a new one, which goes on without its client."""
-        digest = hashlib.blake2b(
-            repr((path, http_request.headers.get(SESSION_HEADERS[0], ""))).encode() + body
-        ).digest()
-        left = open.left.get(digest, [])
-        call = (
-            left.pop() if left else asyncio.get_running_loop().create_task(self._answer(open, http_request, path, body))
-        )
-        open.running.add(call)
-        call.add_done_callback(open.running.discard)
-        call.add_done_callback(_seen)
+    async def _answer(self, opened: _OpenEpisode, http_request: web.Request, path: str, body: bytes) -> _WholeAnswer:
+        """Return the answer that an earlier client of the same request abandoned, or else a new one."""
+        session = http_request.headers.get(SESSION_HEADERS[0], "")
+        digest = hashlib.blake2b(repr((path, session)).encode() + body).digest()
+        if opened.abandoned.get(digest):
+            call = opened.abandoned[digest].pop()
+        else:
+            call = asyncio.ensure_future(self._new_answer(opened, http_request, path, body))
+        opened.running.add(call)
+        call.add_done_callback(opened.running.discard)
+        call.add_done_callback(_log_error)
         try:
-            made = await asyncio.shield(call)
+            answer = await asyncio.shield(call)
             if http_request.transport is None or http_request.transport.is_closing():
                 raise ConnectionResetError("the program has hung up")
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ConnectionResetError):
             if call.cancelled():
                 raise Interrupted("the episode has ended", None, Timings()) from None
-            open.left.setdefault(digest, []).append(call)
+            opened.abandoned[digest].append(call)
             raise
-        except ConnectionResetError:
-            open.left.setdefault(digest, []).append(call)
-            raise
-        return made
+        return answer
 
-    async def _answer(self, open: _Open, http_request: web.Request, path: str, body: bytes) -> _WholeAnswer:
+    async def _new_answer(
+        self, opened: _OpenEpisode, http_request: web.Request, path: str, body: bytes
+    ) -> _WholeAnswer:
         """Return a new answer. Raises BadRequest, GenerationFailed, Interrupted."""
-        request, calls = self._asked(open, http_request, path, body, streams=False)
+        request, calls = self._calls_of(opened, http_request, path, body, streams=False)
+        answer_request = inference_answer if path == INFERENCE_PATH else opened.history
         try:
-            async with open.slots:
-                if path == INFERENCE_PATH:
-                    answer = await inference_answer(request, calls)
-                else:
-                    answer = await open.history(request, calls)
-                async with answer:
-                    return _WholeAnswer(
-                        answer.status,
-                        answer.headers.get("Content-Type", "application/json"),
-                        await answer.read(),
-                        calls,
-                    )
+            async with opened.slots, await answer_request(request, calls) as answer:
+                return _WholeAnswer(answer.status, answer.headers.get("Content-Type", JSON), await answer.read(), calls)
         except BaseException:
-            calls.held.close()
+            calls.room.close()
             raise
 
-    def _asked(
-        self, open: _Open, http_request: web.Request, path: str, body: bytes, *, streams: bool
+    def _calls_of(
+        self, opened: _OpenEpisode, http_request: web.Request, path: str, body: bytes, *, streams: bool
     ) -> tuple[Request, ModelCalls]:
-        """Return a request with the handler of its model calls."""
-        id = open.next_id()
+        """Return a request with the handler of its model calls. Raises BadRequest."""
+        request_id, headers = opened.next_id(), http_request.headers
+        names_model = bool(self._untrained_models) and b'"model"' in body
+        is_untrained = names_model and json_map(body).get("model") in self._untrained_models
         calls = ModelCalls(
-            open.episode,
+            opened.episode,
             self._responses,
             max_context=self._model.max_context,
-            name=_PREFIX.get(path, "") + id,
+            name=_PREFIX.get(path, "") + request_id,
             model=self._model.name,
-            agent=next((http_request.headers[name] for name in SESSION_HEADERS if name in http_request.headers), "")[
-                :64
-            ],
-            trained=http_request.headers.get(TRAIN_HEADER, "1").strip() != "0" and not self._names_untrained(body),
+            agent=next((headers[name] for name in SESSION_HEADERS if name in headers), "")[:64],
+            trained=headers.get(TRAIN_HEADER, "1").strip() != "0" and not is_untrained,
             streams=streams,
         )
-        return Request(method=http_request.method, path=path, headers={}, body=body, id=id), calls
+        return Request(method=http_request.method, path=path, headers={}, body=body, id=request_id), calls
 
-    def _names_untrained(self, body: bytes) -> bool:
-        """Return whether a request names one of ``untrained_models``. Raises BadRequest."""
-        return (
-            bool(self._untrained_models)
-            and b'"model"' in body
-            and json_map(body).get("model") in self._untrained_models
-        )
 
-    def _reward(self, episode: Episode, body: bytes) -> web.Response:
-        fields = json_map(body)
+async def _note(episode: Episode, path: str, fields: JsonMapping) -> web.Response:
+    """Note a turn's reward, the limit or the state of an episode. Raises BadRequest, Superseded, NotStored."""
+    if path == "/reward":
         episode.reward_turn(fields.get("turn"), fields.get("reward"))
-        return web.json_response({"success": True})
-
-    async def _state(self, episode: Episode, body: bytes) -> web.Response:
-        fields = json_map(body)
-        if "state" not in fields:
-            raise BadRequest('want a map with "state"')
+    elif path == "/truncated":
+        episode.end_at(fields.get("limit"))
+    elif "state" not in fields:
+        raise BadRequest('want a map with "state"')
+    else:
         await episode.save(fields["state"])
-        return web.json_response({"success": True})
+    return web.json_response({"success": True})
 
 
 class _EpisodeKeys:
@@ -337,8 +300,8 @@ class _EpisodeKeys:
 
     guarded, is_public = True, False
 
-    def __init__(self, admitted: Callable[[web.Request], object]) -> None:
-        self._admitted = admitted
+    def __init__(self, admit: Callable[[web.Request], object]) -> None:
+        self._admit = admit
 
     def key(self, rule: Rule) -> str:
         """Return the key in words."""
@@ -346,7 +309,7 @@ class _EpisodeKeys:
 
     async def check(self, request: web.Request, rule: Rule) -> None:
         """Raise an HTTPError for a request without the key."""
-        self._admitted(request)
+        self._admit(request)
 
 
 _ENDS = (BadRequest, Interrupted, GenerationFailed, Superseded, NotStored)
@@ -378,9 +341,7 @@ def _refused(episode: Episode, error: Exception) -> web.Response:
 
 
 def _streams(episode: Episode, path: str, body: bytes) -> bool:
-    """Return whether a request is answered as the tokens are made: it asks for a stream, and its turns need not be
-    stored before.
-    """
+    """Return whether the answer is sent while tokens are made: a stream, whose turns need not be stored first."""
     if b'"stream"' not in body or path == INFERENCE_PATH or episode.log.stores or episode.log.pending:
         return False
     return json_map(body).get("stream") is True
@@ -392,45 +353,13 @@ def _cut(streaming: asyncio.Task[web.StreamResponse]) -> None:
         streaming.cancel()
 
 
-async def _deliver(episode: Episode, made: _WholeAnswer, body: bytes, path: str) -> None:
+async def _deliver(episode: Episode, answer: _WholeAnswer, body: bytes, path: str) -> None:
     """Store and record the turns of an answer, right before it is sent. Raises Superseded, NotStored."""
     episode.refused = ""
-    for called in made.calls.outputs:
-        await episode.record(called.prompt, called.output, called.response, called.stored)
-    if made.calls.outputs and made.calls.answers_for(episode):
+    for call in answer.calls.outputs:
+        await episode.record(call.prompt, call.output, call.response, call.stored)
+    if answer.calls.outputs and answer.calls.answers_for(episode):
         episode.show = partial(messages_of, body, path, episode.text)
-
-
-def remember_restored(history: TokenHistory, model: ModelText, turns: Sequence[StoredTurn]) -> None:
-    """Remember turns of an earlier life, in order, as the pieces that it had, so that their texts give the very ids
-    again.
-
-    A prompt need not begin with the ids of the turn before: the end token that closed a response is not in its text.
-    """
-    known: defaultdict[str, list[list[TokenPiece]]] = defaultdict(list)
-    for turn in turns:
-        made = turn.record
-        pieces, behind = _begun(turn.prompt.tolist(), known[made.agent])
-        if behind:
-            pieces.append(TokenPiece(text=model.text.decode(behind, skip_special=False), tokens=tuple(behind)))
-        called = AnsweredCall(turn.prompt, turn.output(made.id), turn.response(), turn)
-        known[made.agent].append(history.remember(pieces, answer_of(called, made.id), made.agent))
-
-
-def _begun(ids: list[int], known: list[list[TokenPiece]]) -> tuple[list[TokenPiece], list[int]]:
-    """Return the longest beginning of ``ids`` that is the beginning of a known text in whole pieces, and the ids behind
-    it.
-    """
-    best, longest = list[TokenPiece](), 0
-    for pieces in reversed(known):
-        end, count = 0, 0
-        while count < len(pieces) and ids[end : end + len(pieces[count].tokens)] == [*pieces[count].tokens]:
-            end, count = end + len(pieces[count].tokens), count + 1
-        if end > longest:
-            best, longest = pieces[:count], end
-        if count == len(pieces):  # the usual case: behind the newest turn
-            break
-    return [*best], ids[longest:]
 
 
 def _key(http_request: web.Request) -> tuple[str, str]:
@@ -438,15 +367,16 @@ def _key(http_request: web.Request) -> tuple[str, str]:
     if http_request.path.startswith(KEY_PATH):
         key, _, path = http_request.path.removeprefix(KEY_PATH).partition("/")
         return key, f"/{path}"
-    scheme, _, token = http_request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() == "basic":  # the user in http://KEY@HOST:PORT
+    authorization, key = http_request.headers.get("Authorization", ""), http_request.headers.get("x-api-key", "")
+    scheme, _, token = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        key = token.strip()
+    elif scheme.lower() == "basic":  # the user in http://KEY@HOST:PORT
         try:
-            return BasicAuth.decode(http_request.headers["Authorization"]).login, http_request.path
+            key = BasicAuth.decode(authorization).login
         except ValueError:
-            return "", http_request.path
-    return (
-        token.strip() if scheme.lower() == "bearer" else http_request.headers.get("x-api-key", "")
-    ), http_request.path
+            key = ""
+    return key, http_request.path
 
 
 def _error(message: str, status: int, code: str | None = None) -> web.Response:
@@ -464,7 +394,7 @@ def _content(message: str, status: int, code: str | None = None) -> JsonObject:
     return content
 
 
-def _seen(call: asyncio.Task[Any]) -> None:
+def _log_error(call: asyncio.Task[Any]) -> None:
     """Log the error of a call after its client has gone: it has no other receiver."""
     if not call.cancelled() and (error := call.exception()) is not None:
         logger.debug("model call ended error=%s", error)

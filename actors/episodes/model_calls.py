@@ -9,7 +9,6 @@ distribution in a way that no task has (grammars, biases) is refused, because th
 model's.
 """
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import ExitStack
@@ -23,23 +22,23 @@ from numpy.typing import NDArray
 
 from tidemill.actors.engines.responses import EngineResponse, Prompt, Responses
 from tidemill.actors.episodes.calls import AnsweredCall, answer_of
-from tidemill.actors.episodes.episode import Episode, ReservedCall
+from tidemill.actors.episodes.episode import LENGTH, Episode, ReservedCall
 from tidemill.actors.episodes.recorder import TurnOutput
 from tidemill.actors.episodes.streamed_calls import CUT, StreamedCalls, StreamedTurn
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.generate_body import sampling_params
 from tidemill.actors.router.exchange import Answer, Request
 from tidemill.bus.errors import WireError
-from tidemill.bus.system.coroutines import first_error
+from tidemill.bus.system.coroutines import all_of
 from tidemill.bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
-from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject, is_integer, is_number
 from tidemill.bus.wire.messages import Kind, Sampling
 
 Number = TypeVar("Number", int, float)
 
 MAX_CALLS = 64
 """Maximum number of responses to one request of a program."""
-OF_TASK = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+OF_TASK = ("temperature", "top_p", "top_k")
 """Sampling parameters that are the task's."""
 PENALTIES = {"min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
 """Parameters that no task has, with the value at which they do nothing: another one is overridden."""
@@ -59,7 +58,7 @@ REFUSED = (
 
 
 class ModelCalls:
-    """The calls of one request: a ``Handler``. Leave ``held`` when the outputs are recorded, or will never be."""
+    """The calls of one request: a ``Handler``. Close ``room`` when the outputs are recorded, or will never be."""
 
     def __init__(
         self,
@@ -80,7 +79,8 @@ class ModelCalls:
         """
         self._episode, self._responses, self._max_context = episode, responses, max_context
         self._name, self._model, self._agent, self._trained, self._streams = name, model, agent, trained, streams
-        self.held = ExitStack()
+        self.room = ExitStack()
+        """Room of the calls in the episode's budget."""
         self.outputs: list[AnsweredCall] = []
         """Each call, by place; none of a stream."""
         self.stream: StreamedCalls | None = None
@@ -97,30 +97,18 @@ class ModelCalls:
         if request.path != "/generate":
             raise BadRequest(f"{request.path}: not a path of this gateway")
         body = request.json()
-        prompts, params, many = _read(body)
-        asked = [*zip(prompts, params, strict=True)]
+        calls, many = _read_calls(body)
         streamed = body.get("stream") is True
         if streamed and self._streams:
-            self.stream = StreamedCalls([partial(self._grown, *call) for call in asked], self._record, request.id)
+            streams = [partial(self._stream_call, *call) for call in calls]
+            self.stream = StreamedCalls(streams, self._record, request.id)
             await self.stream.begin()
             return Answer.of_states(HTTPStatus.OK, self.stream.states())
-        self.outputs = [await self._call(*asked[0], 0)] if len(asked) == 1 else await self._all(asked)
+        self.outputs = await all_of(self._call(*call, place) for place, call in enumerate(calls))
         answers = [answer_of(call, request.id, place) for place, call in enumerate(self.outputs)]
         if streamed:
-            return Answer.of_states(HTTPStatus.OK, _whole(answers))
+            return Answer.of_states(HTTPStatus.OK, _states_of(answers))
         return Answer.of(HTTPStatus.OK, answers if many else answers[0])
-
-    async def _all(self, asked: list[tuple[NDArray[np.int32], JsonMapping]]) -> list[AnsweredCall]:
-        """Make the calls together. Raises as a call does: of several errors the first."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                calls = [
-                    group.create_task(self._call(*prompt_and_parameters, place))
-                    for place, prompt_and_parameters in enumerate(asked)
-                ]
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from None
-        return [call.result() for call in calls]
 
     def _models(self) -> JsonObject:
         limit = self._episode.budget.context
@@ -130,78 +118,77 @@ class ModelCalls:
 
     async def _call(self, prompt: NDArray[np.int32], parameters: JsonMapping, place: int) -> AnsweredCall:
         episode = self._episode
-        call, sampling = self._begun(prompt, parameters, self.held)
-        stored = episode.log.stored(prompt, at_most=call.max_new_tokens, trained=self._trained)
+        reserved, sampling = self._reserve(prompt, parameters, self.room)
+        stored = episode.log.take_stored(prompt, at_most=reserved.max_new_tokens, trained=self._trained)
         if stored is not None:
-            output = replace(
-                stored.output(self._id(place)), begin_s=call.begin_s, seconds=0.0
-            )  # of this attempt, as its tools
-            called = AnsweredCall(prompt, output, stored.response(), stored)
+            # The times of this attempt, as its tools have them.
+            output = replace(stored.output(self._turn_id(place)), begin_s=reserved.begin_s, seconds=0.0)
+            answered = AnsweredCall(prompt, output, stored.response(), stored)
         else:
-            called = self._called(call, prompt, place, await self._generated(call, prompt, sampling, place))
-        self._note_spent(call, called)
-        return called
+            response = await self._generate(prompt, sampling, place)
+            answered = self._answered(reserved, prompt, place, response)
+        self._note_spent(reserved, answered)
+        return answered
 
-    async def _grown(self, prompt: NDArray[np.int32], parameters: JsonMapping, turn: StreamedTurn) -> AnsweredCall:
-        """Make the call of a streamed turn."""
-        call, sampling = self._begun(prompt, parameters, turn.room)
-        turn.cut = partial(self._cut, call, prompt, turn.place)
-        called = self._called(
-            call, prompt, turn.place, await self._generated(call, prompt, sampling, turn.place, turn.grow)
-        )
-        self._note_spent(call, called)
-        return called
+    async def _stream_call(
+        self, prompt: NDArray[np.int32], parameters: JsonMapping, turn: StreamedTurn
+    ) -> AnsweredCall:
+        reserved, sampling = self._reserve(prompt, parameters, turn.room)
+        turn.cut = partial(self._cut, reserved, prompt, turn.place)
+        response = await self._generate(prompt, sampling, turn.place, turn.grow)
+        answered = self._answered(reserved, prompt, turn.place, response)
+        self._note_spent(reserved, answered)
+        return answered
 
-    def _begun(
+    def _reserve(
         self, prompt: NDArray[np.int32], parameters: JsonMapping, room: ExitStack
     ) -> tuple[ReservedCall, Sampling]:
-        """Return the room of a call, which is kept until ``room`` is left, and its sampling. Raises BadRequest."""
-        sampling = _sampling(self._episode.sampling, parameters, self._own if self._trained else None)
+        """Return the room of a call, which is kept until ``room`` is closed, and its sampling. Raises BadRequest."""
+        sampling = _sampling(self._episode.sampling, parameters, self._note_overridden if self._trained else None)
         call = room.enter_context(self._episode.call(prompt, sampling.max_new_tokens, max_context=self._max_context))
         return call, replace(sampling, max_new_tokens=call.max_new_tokens, seed=call.seed)
 
-    async def _generated(
+    async def _generate(
         self,
-        call: ReservedCall,
         prompt: NDArray[np.int32],
         sampling: Sampling,
         place: int,
         grown: Callable[[EngineResponse], None] | None = None,
     ) -> EngineResponse:
         episode = self._episode
-        asked = Prompt(
+        request = Prompt(
             name=f"{episode.name}.{self._name}.{place}",
             tokens=prompt,
             sampling=sampling,
             min_version=episode.task.min_version,
             prefer=episode.engine,
         )
-        return await self._responses.generate(asked, _accept, episode.clock.stopped, grown)
+        return await self._responses.generate(request, _accept, episode.clock.stopped, grown)
 
-    def _note_spent(self, call: ReservedCall, called: AnsweredCall) -> None:
+    def _note_spent(self, reserved: ReservedCall, answered: AnsweredCall) -> None:
         """Note a budget that has cut a response short."""
-        if call.limit and called.response.generation.finish == "length":
-            self._episode.spent = self._episode.spent or call.limit
+        if reserved.limit and answered.response.generation.finish == LENGTH:
+            self._episode.spent = self._episode.spent or reserved.limit
 
-    async def _record(self, called: AnsweredCall) -> None:
-        await self._episode.record(called.prompt, called.output, called.response)
+    def _note_overridden(self, parameter: str) -> None:
+        self._episode.overridden[parameter] += 1
 
-    def _cut(self, call: ReservedCall, prompt: NDArray[np.int32], place: int, response: EngineResponse) -> AnsweredCall:
+    async def _record(self, call: AnsweredCall) -> None:
+        await self._episode.record(call.prompt, call.output, call.response)
+
+    def _cut(
+        self, reserved: ReservedCall, prompt: NDArray[np.int32], place: int, response: EngineResponse
+    ) -> AnsweredCall:
         """Return an unfinished response as a turn."""
         seconds = response.timings.queued_s + response.timings.generating_s  # up to the last token that was sent
-        return self._called(call, prompt, place, response, finish=CUT, seconds=seconds)
+        return self._answered(reserved, prompt, place, response, finish=CUT, seconds=seconds)
 
-    def _id(self, place: int) -> str:
-        """Return the name of a turn."""
+    def _turn_id(self, place: int) -> str:
         return self._name if not place else f"{self._name}.{place}"
 
-    def _own(self, name: str) -> None:
-        """Count a parameter that is overridden."""
-        self._episode.overridden[name] += 1
-
-    def _called(
+    def _answered(
         self,
-        call: ReservedCall,
+        reserved: ReservedCall,
         prompt: NDArray[np.int32],
         place: int,
         response: EngineResponse,
@@ -210,25 +197,24 @@ class ModelCalls:
         seconds: float | None = None,
     ) -> AnsweredCall:
         """Return a response as a turn. ``seconds``: of its call; None = it ends now."""
-        made = response.generation
+        generation = response.generation
+        # Nothing replays the experts of an evaluation.
         output = TurnOutput(
-            tokens=made.tokens,
-            log_probs=made.log_probs,
-            spans=made.spans,
-            id=self._id(place),
-            finish=finish or made.finish or "",
+            tokens=generation.tokens,
+            log_probs=generation.log_probs,
+            spans=generation.spans,
+            id=self._turn_id(place),
+            finish=finish or generation.finish or "",
             agent=self._agent,
-            begin_s=call.begin_s,
-            seconds=time.monotonic() - self._episode.began_s - call.begin_s if seconds is None else seconds,
+            begin_s=reserved.begin_s,
+            seconds=time.monotonic() - self._episode.began_s - reserved.begin_s if seconds is None else seconds,
             trained=self._trained,
-            routed_experts=made.routed_experts
-            if self._episode.task.kind is Kind.TRAIN
-            else None,  # nothing replays an evaluation
+            routed_experts=generation.routed_experts if self._episode.task.kind is Kind.TRAIN else None,
         )
         return AnsweredCall(prompt, output, response, None)
 
 
-async def _whole(answers: list[JsonObject]) -> AsyncGenerator[JsonMapping, None]:
+async def _states_of(answers: list[JsonObject]) -> AsyncGenerator[JsonMapping, None]:
     """Yield the states of a stream that is sent when it is whole."""
     for answer in answers:
         yield answer
@@ -242,26 +228,26 @@ def _accept(response: EngineResponse) -> None:
         raise WireError(f"rollout_log_probs[{wrong[0]}]", f"{MIN_LOG_PROB:g} to 0", float(log_probs[wrong[0]]))
 
 
-def _read(body: JsonMapping) -> tuple[list[NDArray[np.int32]], list[JsonMapping], bool]:
-    """Return prompts, sampling parameters of each, and whether the answer is a list. Raises BadRequest."""
+def _read_calls(body: JsonMapping) -> tuple[list[tuple[NDArray[np.int32], JsonMapping]], bool]:
+    """Return prompt and sampling parameters of each call, and whether the answer is a list. Raises BadRequest."""
     input_ids = body.get("input_ids")
     many = isinstance(input_ids, list) and bool(input_ids) and isinstance(input_ids[0], list)
     prompts = [_prompt(ids) for ids in (input_ids if many else [input_ids])]  # type: ignore[union-attr]
-    asked = body.get("sampling_params")
-    params = asked if isinstance(asked, list) else [asked] * len(prompts)
+    sampling = body.get("sampling_params")
+    params = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
     if len(params) != len(prompts):
         raise BadRequest(f"sampling_params: want one for each of {len(prompts)} prompts, got {len(params)}")
-    repeated: list[tuple[NDArray[np.int32], JsonMapping]] = []
+    calls: list[tuple[NDArray[np.int32], JsonMapping]] = []
     for prompt, parameters in zip(prompts, params, strict=True):
         if parameters is not None and not isinstance(parameters, Mapping):
             raise BadRequest(f"sampling_params: want a map, got {parameters!r}")
         count = (parameters or {}).get("n") or 1
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_CALLS:
+        if not is_integer(count) or not 1 <= count <= MAX_CALLS:
             raise BadRequest(f"sampling_params.n: want 1 .. {MAX_CALLS}, got {count!r}")
-        repeated += [(prompt, parameters or {})] * count
-    if len(repeated) > MAX_CALLS:
-        raise BadRequest(f"want at most {MAX_CALLS} responses to a request, got {len(repeated)}")
-    return [prompt for prompt, _ in repeated], [parameters for _, parameters in repeated], many or len(repeated) > 1
+        calls += [(prompt, parameters or {})] * count
+    if len(calls) > MAX_CALLS:
+        raise BadRequest(f"want at most {MAX_CALLS} responses to a request, got {len(calls)}")
+    return calls, many or len(calls) > 1
 
 
 def _prompt(ids: object) -> NDArray[np.int32]:
@@ -273,16 +259,12 @@ def _prompt(ids: object) -> NDArray[np.int32]:
 
 
 def _whole_numbers(ids: list[object]) -> bool:
-    """Return whether all are numbers that int32 can hold, none negative; a bool is none. One pass in C each: prompts
-    are long.
-    """
+    """Return whether all are numbers >= 0 of int32, and no bool. One pass in C each: prompts are long."""
     return set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < 2**31  # type: ignore[type-var, operator]
 
 
 def _sampling(task: Sampling, parameters: JsonMapping, overridden: Callable[[str], None] | None) -> Sampling:
-    """Return the sampling of a call: the task's, with the limits that a program may set. ``overridden``: None = all as
-    asked.
-    """
+    """Return the task's sampling with the limits that a program may set. ``overridden``: None = all as asked."""
     for name in REFUSED:
         if parameters.get(name) not in (None, False, 0, [], {}, ""):
             reason = "it would change the distribution that is trained on"
@@ -315,11 +297,8 @@ def _number(parameters: JsonMapping, name: str, kind: type[Number], least: Numbe
     value = parameters.get(name)
     if value is None:
         return default
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int if kind is int else int | float)
-        or not least <= value <= 1e9
-    ):
+    is_kind = is_integer(value) if kind is int else is_number(value)
+    if not is_kind or not least <= value <= 1e9:
         raise BadRequest(f"sampling_params.{name}: want a number >= {least}, got {value!r}")
     return kind(value)
 

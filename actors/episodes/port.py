@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from tidemill.bus.errors import DetailedError
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Partial, Sample, Task
 
@@ -21,24 +22,21 @@ class Made:
     """To be called with the sequence of the sample once it is stored. Raises Superseded."""
 
 
-class Unfinished(Exception):
+class Unfinished(DetailedError):
     """There is no sample, for a reason outside the task: no engine was found, or this process is leaving."""
 
-    def __init__(self, reason: str, partial: Partial | None = None, *, turns: int = 0) -> None:
-        """``turns``: number of turns that are not stored, and are generated again."""
-        super().__init__(reason, partial)
-        self.reason, self.partial, self.turns = reason, partial, turns
-
-    def __str__(self) -> str:
-        return self.reason
+    reason: str
+    partial: Partial | None = None
+    turns: int = 0
+    """Number of turns that are not stored, and are generated again."""
+    template = "{reason}"
 
 
-class AlreadyStored(Exception):
+class AlreadyStored(DetailedError):
     """An earlier actor has made the sample, and stored it as sequence ``seq`` of SAMPLES."""
 
-    def __init__(self, seq: int) -> None:
-        super().__init__(seq)
-        self.seq = seq
+    seq: int
+    template = "stored as sequence {seq} of SAMPLES"
 
 
 class Rollout(Protocol):
@@ -74,16 +72,13 @@ class EpisodeResult:
     """Reward of an episode that ended by a fault of the policy (``PolicyFault``); None = it did not."""
 
 
-class ProgramFailed(Exception):
+class ProgramFailed(DetailedError):
     """A program raised, returned something that is no result, could not be loaded, or its process ended."""
 
-    def __init__(self, reason: str, *, ended: bool = False) -> None:
-        """``ended``: its process did, or was not started, so that the episode's turns are as good as before."""
-        super().__init__(reason)
-        self.reason, self.ended = reason, ended
-
-    def __str__(self) -> str:
-        return self.reason
+    reason: str
+    ended: bool = False
+    """True if its process ended, or was not started: the episode's turns are as good as before."""
+    template = "{reason}"
 
 
 class Programs(Protocol):

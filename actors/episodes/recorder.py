@@ -12,7 +12,6 @@ Shape letters: P = tokens of a prompt, R = tokens of an output or of a response 
 layers with experts, K = experts of a token.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,9 +26,7 @@ EXTENDS, FORKS, BEGINS = "extends", "forks", "begins"
 of the same prompt), and with a context that no recorded turn begins.
 """
 UNTRAINED = ("asked", "log_probs", "empty")
-"""Reasons for which a turn is context only: it was asked for so; log-probs are missing or out of range; it has no
-output.
-"""
+"""Reasons for which a turn is context only: it was asked for so; log-probs are missing or out of range; no output."""
 _ID_BYTES = 4
 
 
@@ -67,9 +64,7 @@ class Sequences:
     numbers: tuple[int, ...]
     """Number of each of ``turns`` in the recorder."""
     routed_experts: RoutedExperts | None
-    """Experts of all tokens, [sum of L, E, K], each by the first turn that had the token as an input; None = no turn
-    has any.
-    """
+    """Experts of all tokens, [sum of L, E, K], by the first turn with the token as an input; None = no turn has any."""
 
     @property
     def response_length(self) -> int:
@@ -81,16 +76,16 @@ class Sequences:
 class _TurnNode:
     """A turn, or the root (number -1, no ids)."""
 
-    number: int
-    parent: "_TurnNode | None"
-    context: bytes
+    number: int = -1
+    parent: "_TurnNode | None" = None
+    context: bytes = b""
     """Ids of the prompt beyond the parent's end."""
-    output: TurnOutput | None
-    ids: bytes
+    output: TurnOutput | None = None
+    ids: bytes = b""
     """Context and output."""
-    end: int
+    end: int = 0
     """Bytes of the path from the root to its end."""
-    trained: bool
+    trained: bool = False
     experts: RoutedExperts | None = None
     """Experts of the parent's last token and of the turn's own, [1 + own, E, K]; behind the root without the former."""
     children: list["_TurnNode"] = field(default_factory=list)
@@ -100,7 +95,7 @@ class TurnRecorder:
     """The turns of one episode."""
 
     def __init__(self) -> None:
-        self._root = _TurnNode(-1, None, b"", None, b"", 0, trained=False)
+        self._root = _TurnNode()
         self._nodes: list[_TurnNode] = []
         self.branched = dict.fromkeys((FORKS, BEGINS), 0)
         """Trained turns behind the first one that do not extend an output, by their place in the tree."""
@@ -125,19 +120,25 @@ class TurnRecorder:
         number of tokens.
         """
         _check(prompt, output)
-        ids = _bytes(prompt)
+        ids = _encode_ids(prompt)
         parent = self._parent(ids)
-        context, sampled = ids[parent.end :], _bytes(output.tokens)
+        context, sampled = ids[parent.end :], _encode_ids(output.tokens)
         reason = _untrained(output)
         if reason:
             self.untrained[reason] += 1
         experts = output.routed_experts
-        if (
-            experts is not None
-        ):  # the parent's last token became an input with this turn; the tokens before it have their own
+        if experts is not None:
+            # The parent's last token became an input with this turn; the tokens before it have their own experts.
             experts = experts[max(0, parent.end // _ID_BYTES - 1) :].copy()
         node = _TurnNode(
-            len(self._nodes), parent, context, output, context + sampled, len(ids) + len(sampled), not reason, experts
+            number=len(self._nodes),
+            parent=parent,
+            context=context,
+            output=output,
+            ids=context + sampled,
+            end=len(ids) + len(sampled),
+            trained=not reason,
+            experts=experts,
         )
         place = BEGINS if parent is self._root else FORKS if parent.children else EXTENDS
         if not reason:
@@ -152,44 +153,36 @@ class TurnRecorder:
 
     def behind(self, prompt: NDArray[np.int32]) -> tuple[int, NDArray[np.int32]]:
         """Return the number of a prompt's parent, -1 = none, and the ids of the prompt beyond the parent's end."""
-        parent = self._parent(_bytes(prompt))
+        parent = self._parent(_encode_ids(prompt))
         return parent.number, prompt[parent.end // _ID_BYTES :]
 
     def growth(self, prompt: NDArray[np.int32]) -> int:
         """Return the tokens that a turn with this prompt adds to ``total_tokens`` besides its output."""
-        parent = self._parent(_bytes(prompt))
+        parent = self._parent(_encode_ids(prompt))
         return len(prompt) if parent is self._root or parent.children else len(prompt) - parent.end // _ID_BYTES
 
     def _parent(self, prompt: bytes) -> _TurnNode:
-        """Return the deepest node whose path is a prefix of the prompt, the newest of equals; the root if there is
-        none.
-        """
+        """Return the deepest node whose path is a prefix of the prompt, the newest of equals; else the root."""
         best, reached = self._root, [self._root]
         while reached:
-            here = reached.pop()
-            if (here.end, here.number) > (best.end, best.number):
-                best = here
+            node = reached.pop()
+            best = max(best, node, key=lambda node: (node.end, node.number))
             # More than one child matches where outputs are equal, or one is a beginning of another.
-            for child in here.children:
-                if prompt.startswith(child.ids, here.end):
-                    reached.append(child)
+            reached += [child for child in node.children if prompt.startswith(child.ids, node.end)]
         return best
 
-    def export(self, seen: Sequence[int] | None = None, *, ended_s: float = 0.0) -> Sequences:
+    def export(self, *, ended_s: float = 0.0) -> Sequences:
         """Return the sequences: one for every turn without a turn behind it that still has something to train, in order
         of first turns.
 
-        A turn is trained by the first sequence that has it; later ones have it in their context. ``seen``: numbers of
-        the turns that the finished life of the episode has been given, of which alone sequences are made; None = all. A
-        turn whose parent is not among them is still behind its ids: they are context. ``ended_s``: seconds of the
-        episode at its end, for the time of tools behind the last turn.
+        A turn is trained by the first sequence that has it; later ones have it in their context. ``ended_s``: seconds
+        of the episode at its end, for the time of tools behind the last turn.
         Raises ValueError when no turn is to be trained: there is nothing to make a sample of.
         """
-        numbers = range(len(self._nodes)) if seen is None else sorted(set(seen))
-        chosen = {number for number in numbers if self._nodes[number].trained}
-        if not chosen:
+        trained = [node for node in self._nodes if node.trained]
+        if not trained:
             raise ValueError("episode: want a turn with sampled tokens and their log-probs, got none")
-        return _Export().of([self._nodes[number] for number in sorted(chosen)], self.tools_s(ended_s)[1])
+        return _Export().sequences_of(trained, self.tools_s(ended_s)[1])
 
     def tools_s(self, ended_s: float) -> tuple[float, list[float]]:
         """Return the seconds without a model call under way: those before the first call, and those behind each turn.
@@ -222,28 +215,23 @@ class _Export:
         self._length = 0
         self._experts: list[RoutedExperts | int] = []
 
-    def of(self, chosen: list[_TurnNode], tools_s: list[float]) -> Sequences:
-        """Return the sequences that train these turns, which are in order of delivery. ``tools_s``: of each recorded
-        turn.
-        """
+    def sequences_of(self, trained: list[_TurnNode], tools_s: list[float]) -> Sequences:
+        """Return the sequences that train these turns, in order of delivery. ``tools_s``: of each recorded turn."""
         claimed: set[int] = set()
-        wanted = {node.number for node in chosen}
-        for leaf in _leaves(chosen):
+        for leaf in _leaves(trained):
             path = _down_to(leaf)
             # The turns claimed before are a beginning of the path, so they never lie inside a response region.
-            first = next(
-                place for place, node in enumerate(path) if node.number in wanted and node.number not in claimed
-            )
-            self._sequence(path, first, wanted)
+            first = next(place for place, node in enumerate(path) if node.trained and node.number not in claimed)
+            self._add_sequence(path, first)
             claimed |= {node.number for node in path}
         order = sorted(self._at)
-        outputs = [node.output for node in chosen if node.output is not None]
+        outputs = [node.output for node in trained if node.output is not None]
         turns = Turns(
             at=np.array([self._at[number] for number in order], np.int32),
             tokens=np.array([len(output.tokens) for output in outputs], np.int32),
             begin_s=np.array([output.begin_s for output in outputs], np.float32),
             seconds=np.array([output.seconds for output in outputs], np.float32),
-            tools_s=np.array([tools_s[node.number] for node in chosen], np.float32),
+            tools_s=np.array([tools_s[node.number] for node in trained], np.float32),
             id=tuple(output.id for output in outputs),
             finish=tuple(output.finish for output in outputs),
             agent=tuple(output.agent for output in outputs),
@@ -259,36 +247,26 @@ class _Export:
             routed_experts=_joined(self._experts),
         )
 
-    def _sequence(self, path: list[_TurnNode], first: int, wanted: set[int]) -> None:
+    def _add_sequence(self, path: list[_TurnNode], first: int) -> None:
         """Add the sequence of a path that is trained from turn ``path[first]`` on."""
         begin = self._length
-        for place, node in enumerate(path[first:]):
-            output = node.output
+        for place, node in enumerate(path[first:], first):
+            output, num_outside = node.output, len(node.context) // _ID_BYTES
             assert output is not None, "only the root has no output, and it is on no path"
-            if place:
-                self._outside(len(node.context) // _ID_BYTES, _reader(path[first + place :]))
-            if node.number not in wanted:
-                self._context_of(output)
-                continue
-            assert output.log_probs is not None
-            self._at[node.number] = self._length
-            self._add(output.log_probs.astype(np.float32), 1)
+            if place > first and num_outside:
+                # Ids of the environment have the version of the turn that read them.
+                self._add(np.zeros(num_outside, np.float32), 0)
+                self._spans.append(Span(version=_reader(path[place:]), num_tokens=num_outside))
+            if node.trained:
+                assert output.log_probs is not None
+                self._at[node.number] = self._length
+                self._add(output.log_probs.astype(np.float32), 1)
+            elif len(output.tokens):  # context, under the versions that made it
+                self._add(np.zeros(len(output.tokens), np.float32), 0)
             self._spans += output.spans
         self._tokens += [node.ids for node in path]
         self._experts += [_experts_of(node, path[place + 1 :]) for place, node in enumerate(path)]
         self._sizes.append(SequenceSize(path[-1].end // _ID_BYTES, self._length - begin))
-
-    def _context_of(self, output: TurnOutput) -> None:
-        """Add an output that is not trained, under the versions that made it."""
-        if len(output.tokens):
-            self._add(np.zeros(len(output.tokens), np.float32), 0)
-            self._spans += output.spans
-
-    def _outside(self, length: int, version: int) -> None:
-        """Add ids of the environment, which have the version of the turn that read them."""
-        if length:
-            self._add(np.zeros(length, np.float32), 0)
-            self._spans.append(Span(version=version, num_tokens=length))
 
     def _add(self, log_probs: NDArray[np.float32], mask: int) -> None:
         self._log_probs.append(log_probs)
@@ -301,62 +279,53 @@ def _experts_of(node: _TurnNode, behind: list[_TurnNode]) -> RoutedExperts | int
 
     Its last token became an input with the next turn that has tokens.
     """
-    length, own = len(node.ids) // _ID_BYTES, node.experts
-    after = next((one.experts for one in behind if one.ids), None)
+    length, experts = len(node.ids) // _ID_BYTES, node.experts
+    after = next((turn.experts for turn in behind if turn.ids), None)
     if not length:
         return 0
     if after is None:
-        return length if own is None else own[len(own) - length :]
-    before = _unknown(length - 1, after) if own is None else own[len(own) - length : -1]
+        return length if experts is None else experts[len(experts) - length :]
+    before = _unknown(length - 1, after) if experts is None else experts[len(experts) - length : -1]
     return np.concatenate([before, after[:1]])
 
 
 def _joined(parts: list[RoutedExperts | int]) -> RoutedExperts | None:
-    """Return the experts of all tokens in one array, with unknown rows for parts that are numbers of tokens; None =
-    there are none.
-    """
-    known = next((part for part in parts if not isinstance(part, int)), None)
-    if known is None:
+    """Return the experts of all tokens in one array; a part that is a number of tokens is unknown. None = none."""
+    like = next((part for part in parts if not isinstance(part, int)), None)
+    if like is None:
         return None
-    return np.concatenate([_unknown(part, known) if isinstance(part, int) else part for part in parts])
+    return np.concatenate([_unknown(part, like) if isinstance(part, int) else part for part in parts])
 
 
 def _unknown(length: int, like: RoutedExperts) -> RoutedExperts:
     return np.full((length, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
 
 
-def _leaves(chosen: list[_TurnNode]) -> list[_TurnNode]:
-    """Return the nodes of ``chosen`` without another of them below, in order of the first turn that each is the first
-    to train.
-    """
+def _leaves(trained: list[_TurnNode]) -> list[_TurnNode]:
+    """Return the nodes without another one of ``trained`` below, ordered by the first turn that each trains."""
     above: set[int] = set()
-    for node in chosen:
-        here = node.parent
-        while here is not None and here.number not in above and here.number >= 0:
-            above.add(here.number)
-            here = here.parent
-    ends = [node for node in chosen if node.number not in above]
-    return sorted(ends, key=lambda end: tuple(node.number for node in _down_to(end)))
+    for node in trained:
+        parent = node.parent
+        while parent is not None and parent.number not in above:  # stops where another path was: linear in the turns
+            above.add(parent.number)
+            parent = parent.parent
+    leaves = [node for node in trained if node.number not in above]
+    return sorted(leaves, key=lambda leaf: [turn.number for turn in _down_to(leaf)])
 
 
 def _down_to(node: _TurnNode) -> list[_TurnNode]:
-    """Return the turns from the first of the path to ``node``."""
-    path = []
-    here: _TurnNode | None = node
-    while here is not None and here.number >= 0:
-        path.append(here)
-        here = here.parent
+    path = [node]
+    while (parent := path[-1].parent) is not None and parent.number >= 0:
+        path.append(parent)
     return path[::-1]
 
 
 def _reader(path: list[_TurnNode]) -> int:
-    """Return the version that read the context of the first turn of a path, which is the version of its first output
-    with a token.
-    """
+    """Return the version that read the context of a path's first turn: the version of its first output with a token."""
     return next(node.output.spans[0].version for node in path if node.output is not None and node.output.spans)
 
 
-def _bytes(ids: NDArray[np.int32]) -> bytes:
+def _encode_ids(ids: NDArray[np.int32]) -> bytes:
     return np.ascontiguousarray(ids, "<i4").tobytes()
 
 
@@ -380,5 +349,5 @@ def _check(prompt: NDArray[np.int32], output: TurnOutput) -> None:
         raise ValueError(f"spans: want to cover {length} ids, got {covered}")
     if output.routed_experts is not None and len(output.routed_experts) != len(prompt) + length:
         raise ValueError(
-            f"routed_experts: want those of {len(prompt) + length} tokens, got {len(output.routed_experts)}"
+            f"routed_experts: want experts of {len(prompt) + length} tokens, got {len(output.routed_experts)}"
         )

@@ -6,22 +6,24 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from tidemill.actors.config import GatewayConfig
 from tidemill.actors.engines.responses import GenerationFailed, Responses
-from tidemill.actors.episodes.children import ChildBounds, Children
+from tidemill.actors.episodes.children import Children
 from tidemill.actors.episodes.episode import LENGTH, Episode
 from tidemill.actors.episodes.gateway import KEY_PATH, Gateway
 from tidemill.actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Programs, Unfinished
-from tidemill.actors.episodes.turn_log import MAX_IDS, RESTART, RESUME, TurnLog
+from tidemill.actors.episodes.turn_log import MAX_IDS, TurnLog
 from tidemill.actors.errors import BadRow, NoRenderer
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
 from tidemill.actors.router.token_history import ModelText
 from tidemill.actors.text.rendering import Renderer
 from tidemill.bus.client.addresses import HERE, Reach
 from tidemill.bus.streams.episode_turns import NotStored, Superseded, TurnStream
+from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.invariants import MAX_REWARD
 from tidemill.bus.wire.messages import Partial, Sample, Status, Task, Timings
 
@@ -34,52 +36,37 @@ class ProgramRollout:
     """A ``Rollout`` with samples made by a program in child processes, which asks the model through the gateway."""
 
     def __init__(
-        self,
-        gateway: Gateway,
-        programs: Programs,
-        *,
-        max_calls_in_flight: int,
-        turns: TurnStream | None = None,
-        again: str = RESTART,
-        needs_log: bool = False,
-        drain_s: float | None = None,
+        self, gateway: Gateway, programs: Programs, config: RolloutConfig, turns: TurnStream | None = None
     ) -> None:
-        """``max_calls_in_flight``: model calls of one episode at once; others wait.
-
-        ``turns``: where episodes are logged; None = nowhere. ``again``: how an episode goes on that another actor
-        began.
-        ``needs_log``: an episode ends when its log cannot be written. ``drain_s``: how long episodes may go on when the
-        actor drains; None = as the actor's settings have it.
-        """
-        self.drain_s = drain_s
-        self._gateway, self._programs, self._max_calls = gateway, programs, max_calls_in_flight
-        self._turns, self._again, self._needs_log = turns, again, needs_log
-        self._open: set[Episode] = set()
+        """``turns``: where episodes are logged; None = nowhere."""
+        self.drain_s = config.drain_s
+        self._gateway, self._programs, self._config, self._turns = gateway, programs, config, turns
+        self._episodes: set[Episode] = set()
+        """Episodes under way."""
         self._leaving = False
 
     def interrupt(self) -> None:
         """Hand back the episodes that are under way, wherever they are. From now on none is begun."""
         self._leaving = True
-        for episode in self._open:
+        for episode in self._episodes:
             episode.stop(handed_back=LEAVING)
 
     async def sample(
         self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True
     ) -> Made:
-        """Run the program for sample ``index`` of a task. Raises GenerationFailed, Unfinished, AlreadyStored,
-        Superseded.
-        """
+        """Run the program for sample ``index``. Raises GenerationFailed, Unfinished, AlreadyStored, Superseded."""
         self._check_staying()
-        episode = Episode(task, index, attempt, log=await self._taken(task, index, attempt, first=first))
+        episode = Episode(task, index, attempt, log=await self._take_log(task, index, attempt, first=first))
         if episode.log.sample_seq:
             raise AlreadyStored(episode.log.sample_seq)
-        self._check_staying()  # ``interrupt`` has not seen this episode
-        self._open.add(episode)
+        self._check_staying()  # ``interrupt`` does not know this episode yet
+        self._episodes.add(episode)
         continued = bool(episode.log.pending or episode.log.restored)
         try:
-            async with self._gateway.opened(episode, max_calls_in_flight=self._max_calls) as key:
+            async with self._gateway.opened(episode, self._config.max_calls_in_flight) as key:
                 result = await self._run(episode, key)
-            made = _made(episode, result)
+            sample, scored = _sample_of(episode, result)
+            check_sample(sample)
         except Unfinished as error:
             raise Unfinished(error.reason, turns=len(episode.recorder) - episode.log.num_stored) from None
         except GenerationFailed:
@@ -87,48 +74,42 @@ class ProgramRollout:
                 await episode.log.failed()
             raise
         finally:
-            self._open.discard(episode)
-        return replace(made, stored=episode.log.ended, continued=continued)
+            self._episodes.discard(episode)
+        return Made(sample=sample, scored=scored, stored=episode.log.end, continued=continued)
 
     def _check_staying(self) -> None:
         if self._leaving:
             raise Unfinished(LEAVING)
 
-    async def _taken(self, task: Task, index: int, attempt: str, *, first: bool) -> TurnLog:
-        """Return the log of a sample, with what earlier attempts stored. Raises Superseded; GenerationFailed or
-        Unfinished without one.
-        """
+    async def _take_log(self, task: Task, index: int, attempt: str, *, first: bool) -> TurnLog:
+        """Return the sample's log with its stored turns. Raises Superseded, GenerationFailed, Unfinished."""
         if self._turns is None:
             return TurnLog(None)
         try:
-            records, log = await self._turns.take(task.id, index, attempt, first=first, needed=self._needs_log)
+            records, log = await self._turns.take(task.id, index, attempt, first=first, needed=self._config.needs_log)
         except NotStored as error:
             if error.lasting:
                 raise GenerationFailed(str(error)) from None
             raise Unfinished(str(error)) from None
-        turn_log = TurnLog(log, records, again=self._again)
-        if self._needs_log and not turn_log.whole:
+        turn_log = TurnLog(log, records, again=self._config.again)
+        if self._config.needs_log and turn_log.cut_off:
             raise GenerationFailed(
                 f"the episode's log (TURNS): want at most {MAX_IDS} token ids of all turns with their contexts"
             )
         if records and not turn_log.sample_seq:
             logger.info(
                 "episode goes on task=%d index=%d again=%s turns=%d behind=%d",
-                *(task.id, index, self._again, turn_log.pending, len(turn_log.restored)),
+                *(task.id, index, self._config.again, turn_log.pending, len(turn_log.restored)),
             )
         return turn_log
 
     async def _run(self, episode: Episode, key: str) -> EpisodeResult:
         """Return the program's result. Raises GenerationFailed, Unfinished."""
-        running = asyncio.get_running_loop().create_task(
-            self._programs.run(
-                episode.name, base_url=f"{self._gateway.url}{KEY_PATH}{key}/v1", api_key=key, task=_described(episode)
-            )
+        url, seconds = f"{self._gateway.url}{KEY_PATH}{key}/v1", episode.budget.seconds
+        running = asyncio.ensure_future(
+            self._programs.run(episode.name, base_url=url, api_key=key, task=_input_of(episode))
         )
-        ends = [
-            asyncio.get_running_loop().create_task(episode.stopped.wait()),
-            asyncio.get_running_loop().create_task(episode.clock.reaches(episode.budget.seconds)),
-        ]
+        ends = [asyncio.ensure_future(episode.stopped.wait()), asyncio.ensure_future(episode.clock.reaches(seconds))]
         try:
             await asyncio.wait([running, *ends], return_when=asyncio.FIRST_COMPLETED)
             if episode.superseded:
@@ -138,9 +119,7 @@ class ProgramRollout:
             if episode.failed:
                 raise GenerationFailed(episode.failed.removeprefix("generation: "), outside=True)
             if not running.done():
-                raise GenerationFailed(
-                    f"the episode is not done within {episode.budget.seconds:g} s (rollouts.NAME.budget.seconds)"
-                )
+                raise GenerationFailed(f"the episode is not done within {seconds:g} s (rollouts.NAME.budget.seconds)")
             return running.result()
         except ProgramFailed as error:
             episode.keeps_turns = error.ended
@@ -155,7 +134,7 @@ class ProgramRollout:
                 await running
 
 
-def _described(episode: Episode) -> dict[str, object]:
+def _input_of(episode: Episode) -> dict[str, object]:
     """Return the program's input: its task, and the stored state from which it resumes."""
     task, state, sampling = episode.task, episode.log.state, episode.sampling
     return {
@@ -179,8 +158,8 @@ def _described(episode: Episode) -> dict[str, object]:
     }
 
 
-def _made(episode: Episode, result: EpisodeResult) -> Made:
-    """Return the sample of an episode that has ended. Raises GenerationFailed when nothing can be trained."""
+def _sample_of(episode: Episode, result: EpisodeResult) -> tuple[Sample, bool]:
+    """Return an ended episode's sample, and whether it has its reward. Raises GenerationFailed."""
     try:
         ended_s = time.monotonic() - episode.began_s
         exported = episode.recorder.export(ended_s=ended_s)
@@ -189,16 +168,12 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
     before_s, behind_s = episode.recorder.tools_s(ended_s)
     reward, turn_rewards = _rewards(episode, result)
     by_number = {number: place for place, number in enumerate(exported.numbers)}
-    lost = [turn for turn in turn_rewards if turn not in by_number]
-    if lost:
-        raise GenerationFailed(
-            f"the reward of turn {lost[0]} has no trained turn: it has no sampled token, or was asked without training"
-        )
-    turns = replace(
-        exported.turns, rewards=tuple(sorted((by_number[turn], value) for turn, value in turn_rewards.items()))
-    )
+    untrained = [turn for turn in turn_rewards if turn not in by_number]
+    if untrained:
+        reason = "has no trained turn: it has no sampled token, or was asked without training"
+        raise GenerationFailed(f"the reward of turn {untrained[0]} {reason}")
+    rewards = tuple(sorted((by_number[turn], value) for turn, value in turn_rewards.items()))
     task, finish_reason = episode.task, _finish_reason(episode, result)
-    scored = reward is not None
     sample = Sample(
         run=task.run,
         task=task.id,
@@ -223,17 +198,15 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
         finish_reason=finish_reason,
         rollout=task.rollout,
         sequences=exported.sequences if len(exported.sequences) > 1 else (),
-        turns=turns,
+        turns=replace(exported.turns, rewards=rewards),
         transcript=episode.show(),
         routed_experts=exported.routed_experts,
     )
-    return Made(sample=sample, scored=scored)
+    return sample, reward is not None
 
 
 def _finish_reason(episode: Episode, result: EpisodeResult) -> str:
-    """Return the limit that has ended an episode or cut its last answer; ``stop`` without one, and for a fault of the
-    policy.
-    """
+    """Return the limit that ended an episode or cut its last answer; else, and for a fault of the policy, ``stop``."""
     limit = episode.spent or episode.cut
     if limit:
         return f"budget.{limit}"
@@ -241,18 +214,16 @@ def _finish_reason(episode: Episode, result: EpisodeResult) -> str:
 
 
 def _rewards(episode: Episode, result: EpisodeResult) -> tuple[float | dict[str, float] | None, dict[int, float]]:
-    """Return the reward of the episode, None = the actor's reward gives it, and rewards of turns by number. Raises
-    GenerationFailed.
-    """
+    """Return the episode's reward, None = the actor scores it, and rewards of turns. Raises GenerationFailed."""
     turns, value = dict(episode.turn_rewards), result.value
     if result.fault is not None:
         return result.fault, turns
     if isinstance(value, Mapping):
-        ids = [name for name in value if episode.turn_ids([name])]
+        ids = [name for name in value if episode.has_turn(name)]
         if ids and len(ids) < len(value):
-            other = next(name for name in value if name not in ids)
+            part = next(name for name in value if name not in ids)
             raise GenerationFailed(
-                f"reward: want parts, or turns by id, got both: {ids[0]!r} is a turn, {other!r} is none"
+                f"reward: want parts, or turns by id, got both: {ids[0]!r} is a turn, {part!r} is none"
             )
         if not ids:
             return dict(value), turns
@@ -269,20 +240,15 @@ def _rewards(episode: Episode, result: EpisodeResult) -> tuple[float | dict[str,
 
 
 def _remarks(episode: Episode) -> dict[str, object]:
-    """Return remarks for viewers and for the learner's metrics, on the sampling, the calls and the places of the
-    turns.
-    """
+    """Return remarks on the sampling, the calls and the places of the turns, for viewers and the learner's metrics."""
     recorder = episode.recorder
-    return {
-        **({"branched_turns": dict(recorder.branched)} if any(recorder.branched.values()) else {}),
-        **(
-            {"untrained_turns": untrained}
-            if (untrained := {why: n for why, n in recorder.untrained.items() if n})
-            else {}
-        ),
-        **({"overridden_sampling": sorted(episode.overridden)} if episode.overridden else {}),
-        **({"malformed_calls": episode.malformed_calls} if episode.malformed_calls else {}),
+    remarks = {
+        "branched_turns": dict(recorder.branched) if any(recorder.branched.values()) else {},
+        "untrained_turns": {why: count for why, count in recorder.untrained.items() if count},
+        "overridden_sampling": sorted(episode.overridden),
+        "malformed_calls": episode.malformed_calls,
     }
+    return {name: remark for name, remark in remarks.items() if remark}
 
 
 @asynccontextmanager
@@ -290,18 +256,17 @@ async def open_rollouts(
     programs: RolloutPrograms,
     responses: Responses,
     turns: TurnStream | None = None,
-    at: Reach = HERE,
+    reach: Reach = HERE,
     gateway_config: GatewayConfig | None = None,
     note_hung: Callable[[str], None] = lambda text: None,
 ) -> AsyncIterator[dict[str, ProgramRollout]]:
     """Give the rollouts by name. Every program is loaded once, in a child that stays.
 
-    ``turns``: where their episodes are logged; ``at``: where programs ask; ``gateway_config``: its renderer, and calls
-    that are context;
-    ``note_hung``: called for each call of a tool that hangs.
+    ``turns``: where their episodes are logged; ``reach``: address of the gateway; ``note_hung``: called for each call
+    of a tool that hangs.
 
-    Raises BadRow for a program that cannot be loaded, for a model that is not on this machine, for an address that is
-    not, and for a renderer that cannot be used.
+    Raises BadRow for a program that cannot be loaded, for a model or an address that is not of this machine, and for a
+    renderer that cannot be used.
     """
     try:
         text = ModelText.read(programs.model, "model.path")
@@ -311,49 +276,26 @@ async def open_rollouts(
         config = gateway_config or GatewayConfig()
         gateway = Gateway(text, responses, await _renderer(config, programs.model, text), config.untrained_models)
         try:
-            await gateway.start(at)
+            await gateway.start(reach)
         except OSError as error:
-            raise BadRow(f"actor.gateway.host: want an address of this machine, got {at.bind}: {error}") from None
+            raise BadRow(f"actor.gateway.host: want an address of this machine, got {reach.bind}: {error}") from None
         stack.push_async_callback(gateway.close)
         rollouts = {}
         for name, rollout in programs.programs.items():
-            children = await stack.enter_async_context(_children(name, rollout, programs.model, gateway.url, note_hung))
+            note = partial(_note_hung, note_hung, name)
+            host = urlsplit(gateway.url).hostname or ""
+            children = Children(rollout, model=programs.model, gateway_host=host, note_hung=note)
+            await stack.enter_async_context(children)
             try:
                 await children.load()
             except ProgramFailed as error:
                 raise BadRow(f"rollouts.{name}.use: {error.reason}") from None
-            rollouts[name] = ProgramRollout(
-                gateway,
-                children,
-                max_calls_in_flight=rollout.max_calls_in_flight,
-                turns=turns,
-                again=rollout.again,
-                needs_log=rollout.needs_log,
-                drain_s=rollout.drain_s,
-            )
+            rollouts[name] = ProgramRollout(gateway, children, rollout, turns)
         yield rollouts
 
 
-def _children(
-    name: str, config: RolloutConfig, model: str, gateway_url: str, note_hung: Callable[[str], None]
-) -> Children:
-    bounds = ChildBounds(
-        processes=config.processes,
-        episodes_per_child=config.episodes_per_child,
-        memory_mb=config.memory_mb,
-        cpu_s=config.cpu_s,
-        open_files=config.open_files,
-        file_mb=config.file_mb,
-    )
-    return Children(
-        config.program,
-        options=config.arguments(model),
-        python=config.python,
-        bounds=bounds,
-        resumes=config.again == RESUME,
-        gateway_host=urlsplit(gateway_url).hostname or "",
-        note_hung=lambda text: note_hung(f"rollouts.{name}: {text}"),
-    )
+def _note_hung(note_hung: Callable[[str], None], rollout: str, text: str) -> None:
+    note_hung(f"rollouts.{rollout}: {text}")
 
 
 async def _renderer(config: GatewayConfig, model: str, text: ModelText) -> Renderer | None:

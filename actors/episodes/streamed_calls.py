@@ -1,8 +1,8 @@
 """The model calls of a streamed request: states as the engines make them, and turns of the tokens that were sent.
 
-engines -> newest state of each response -> states -> client       states in between are skipped while the client is slower
+engines -> newest state of each response -> states -> client    a slower client skips states
                       the whole response -> recorded, then its last state is sent
-                              client gone -> recorded up to the last token sent, finish: cut
+                             client gone -> recorded up to the last token sent, finish: cut
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import numpy as np
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.responses import EngineResponse
 from tidemill.actors.episodes.calls import AnsweredCall, answer_of
+from tidemill.bus.system.coroutines import to_the_end
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Timings
 
@@ -53,9 +54,11 @@ Call = Callable[[StreamedTurn], Awaitable[AnsweredCall]]
 class StreamedCalls:
     """The calls of one request. ``begin``, then ``states`` to the end or not, and always ``end``."""
 
-    def __init__(self, calls: Sequence[Call], record: Callable[[AnsweredCall], Awaitable[None]], id: str) -> None:
-        """``record`` records a turn. ``id``: the answer's."""
-        self._calls, self._record, self._id = calls, record, id
+    def __init__(
+        self, calls: Sequence[Call], record: Callable[[AnsweredCall], Awaitable[None]], answer_id: str
+    ) -> None:
+        """``record`` records a turn."""
+        self._calls, self._record, self._answer_id = calls, record, answer_id
         self._changed = asyncio.Event()
         self._turns = [StreamedTurn(place, self._changed.set) for place in range(len(calls))]
         self._tasks: list[asyncio.Task[AnsweredCall]] = []
@@ -75,25 +78,23 @@ class StreamedCalls:
         self._raise_failed()
 
     async def states(self) -> AsyncGenerator[JsonMapping, None]:
-        """Yield SGLang's JSON of each response as it grows: an empty one, any number of larger ones, the whole. Raises
-        as a call does.
-        """
-        left = dict(enumerate(self._turns))
+        """Yield SGLang's JSON of each response as it grows: empty, larger ones, the whole. Raises as a call does."""
+        pending = list(self._turns)
         for turn in self._turns:
             yield self._state(turn, None)
-        while left:
+        while pending:
             self._changed.clear()
             self._raise_failed()
-            for place, turn in list(left.items()):
-                if self._tasks[place].done():
-                    called = self._tasks[place].result()
-                    await self._recorded(turn, called)
-                    del left[place]
-                    yield answer_of(called, self._id, place)
+            for turn in list(pending):
+                if self._tasks[turn.place].done():
+                    call = self._tasks[turn.place].result()
+                    await self._record_turn(turn, call)
+                    pending.remove(turn)
+                    yield answer_of(call, self._answer_id, turn.place)
                 elif turn.newest is not None and turn.newest is not turn.yielded:
                     turn.yielded, self._current = turn.newest, turn
                     yield self._state(turn, turn.yielded)
-            if left:
+            if pending:
                 await self._changed.wait()
 
     def sent(self) -> None:
@@ -112,15 +113,7 @@ class StreamedCalls:
 
         A client that hangs up is an error of the next write, and right after it a cancellation.
         """
-        ending, cancelled = asyncio.ensure_future(self._end()), None
-        while not ending.done():
-            try:
-                await asyncio.wait({ending})
-            except asyncio.CancelledError as error:
-                cancelled = error
-        ending.result()
-        if cancelled is not None:
-            raise cancelled
+        await to_the_end(self._end())
 
     async def _end(self) -> None:
         for task in self._tasks:
@@ -128,25 +121,24 @@ class StreamedCalls:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for turn in self._turns:
             if turn.sent is not None and turn.cut is not None:
-                await self._recorded(turn, turn.cut(turn.sent))
+                await self._record_turn(turn, turn.cut(turn.sent))
             turn.room.close()
 
-    async def _recorded(self, turn: StreamedTurn, called: AnsweredCall) -> None:
+    async def _record_turn(self, turn: StreamedTurn, call: AnsweredCall) -> None:
         """Record a turn, once, also when this is cancelled meanwhile."""
 
         async def record() -> None:
-            """Record, unless that was done."""
             async with self._recording:
                 if not turn.recorded:
                     turn.recorded = True
-                    await self._record(called)
+                    await self._record(call)
                     turn.room.close()
 
         await asyncio.shield(asyncio.ensure_future(record()))
 
     def _state(self, turn: StreamedTurn, response: EngineResponse | None) -> JsonMapping:
         assert turn.cut is not None, "the call has begun"
-        return answer_of(turn.cut(response if response is not None else _EMPTY), self._id, turn.place)
+        return answer_of(turn.cut(response if response is not None else _EMPTY), self._answer_id, turn.place)
 
     def _raise_failed(self) -> None:
         for task in self._tasks:

@@ -3,7 +3,7 @@
 ::
 
     restart   the program runs from the start, with new answers
-    replay    the program runs from the start; a request with a prompt that has a stored answer gets that answer, each once
+    replay    the program runs from the start; a prompt with a stored answer gets that answer, each once
     resume    the program goes on behind its last state; answers behind that state are given out again
 """
 
@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.responses import EngineResponse
 from tidemill.actors.episodes.recorder import TurnOutput
-from tidemill.actors.rollout_settings import AGAIN
+from tidemill.actors.rollout_settings import RESTART, RESUME
 from tidemill.bus.streams.episode_turns import EpisodeLog
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Timings
 from tidemill.bus.wire.turn_records import TurnKind, TurnRecord
 
-RESTART, REPLAY, RESUME = AGAIN
 MAX_IDS = 1 << 26
 """Maximum number of token ids of all sequences that are read from a log; an episode begins anew behind those."""
 
@@ -38,36 +37,36 @@ class StoredTurn:
     """[P]."""
     record: TurnRecord
 
-    def output(self, id: str) -> TurnOutput:
+    def output(self, turn_id: str) -> TurnOutput:
         """Return its answer, under the name of the turn."""
-        made = self.record
+        record = self.record
         return TurnOutput(
-            tokens=made.tokens,
-            log_probs=made.log_probs,
-            spans=made.spans,
-            id=id,
-            finish=made.finish,
-            agent=made.agent,
-            begin_s=made.begin_s,
-            seconds=made.seconds,
-            trained=made.trained,
+            tokens=record.tokens,
+            log_probs=record.log_probs,
+            spans=record.spans,
+            id=turn_id,
+            finish=record.finish,
+            agent=record.agent,
+            begin_s=record.begin_s,
+            seconds=record.seconds,
+            trained=record.trained,
         )
 
     def response(self) -> EngineResponse:
         """Return the answer as an engine's."""
-        made = self.record
+        record = self.record
         generation = Generation(
-            id=made.id,
-            tokens=made.tokens,
-            log_probs=made.log_probs,
-            spans=made.spans,
-            finish=made.finish,
-            matched=made.matched,
-            text=made.text,
+            id=record.id,
+            tokens=record.tokens,
+            log_probs=record.log_probs,
+            spans=record.spans,
+            finish=record.finish,
+            matched=record.matched,
+            text=record.text,
             prompt_tokens=len(self.prompt),
             cached_tokens=len(self.prompt),
         )
-        return EngineResponse(generation=generation, engine=made.engine, timings=Timings())
+        return EngineResponse(generation=generation, engine=record.engine, timings=Timings())
 
 
 class TurnLog:
@@ -78,16 +77,14 @@ class TurnLog:
         self._log, self._keeps = log, again != RESTART
         self.resumes = again == RESUME
         self.lock = asyncio.Lock()
-        """Held by the caller of ``turn`` and ``save``, also while a turn is recorded, so that both are in the same
-        order.
-        """
+        """Held by the caller of ``store_turn`` and ``save`` until a turn is recorded: both have the same order."""
         self.sample_seq = 0
         """Sequence of the sample, where it is stored already."""
         self._count = 0
         self._numbers: dict[int, int] = {}
         """Number of a turn in the log, by its number in the recorder."""
-        self.whole = True
-        """False if the log has more than ``MAX_IDS``, and its last turns are not given out."""
+        self.cut_off = False
+        """True if the log has more than ``MAX_IDS``, and its last turns are not given out."""
         self.restored: list[StoredTurn] = []
         """Turns in front of the state, in order."""
         self.state: TurnRecord | None = None
@@ -110,18 +107,18 @@ class TurnLog:
         return sum(len(turns) for turns in self._pending.values())
 
     def _read(self, records: Sequence[TurnRecord]) -> None:
-        whole: dict[int, NDArray[np.int32]] = {-1: np.zeros(0, np.int32)}
+        paths: dict[int, NDArray[np.int32]] = {-1: np.zeros(0, np.int32)}
         turns: dict[int, StoredTurn] = {}
         ids = 0
         for record in records:
-            if record.kind is TurnKind.TURN and record.parent in whole:
-                ids += len(whole[record.parent]) + len(record.context) + len(record.tokens)
+            if record.kind is TurnKind.TURN and record.parent in paths:
+                ids += len(paths[record.parent]) + len(record.context) + len(record.tokens)
                 if ids > MAX_IDS:
-                    self.whole = False
+                    self.cut_off = True
                     break
                 self._count = max(self._count, record.number + 1)
-                turn = StoredTurn(np.concatenate([whole[record.parent], record.context]), record)
-                whole[record.number] = np.concatenate([turn.prompt, record.tokens])
+                turn = StoredTurn(np.concatenate([paths[record.parent], record.context]), record)
+                paths[record.number] = np.concatenate([turn.prompt, record.tokens])
                 turns[record.number] = turn
             elif record.kind is TurnKind.FAILED:
                 turns, self.state = {}, None
@@ -136,20 +133,18 @@ class TurnLog:
                 if number not in front:
                     self._pending[digest(turn.prompt)].append(turn)
 
-    def stored(self, prompt: NDArray[np.int32], *, at_most: int, trained: bool) -> StoredTurn | None:
-        """Take the stored answer to a prompt, [P], of at most so many tokens; None = there is none, or it has been
-        given out.
-        """
+    def take_stored(self, prompt: NDArray[np.int32], *, at_most: int, trained: bool) -> StoredTurn | None:
+        """Take the stored answer to a prompt, [P], of at most so many tokens, once; None = there is none."""
         waiting = self._pending.get(digest(prompt))
         if waiting and len(waiting[0].record.tokens) <= at_most and waiting[0].record.trained is trained:
             return waiting.popleft()
         return None
 
-    def noted(self, number: int, turn: StoredTurn) -> None:
+    def note_number(self, number: int, turn: StoredTurn) -> None:
         """Note that a stored turn has this number in the recorder."""
         self._numbers[number] = turn.record.number
 
-    async def turn(
+    async def store_turn(
         self, number: int, parent: int, context: NDArray[np.int32], output: TurnOutput, response: EngineResponse
     ) -> None:
         """Store a turn that the recorder will have as ``number``, behind ``parent``. Raises Superseded, NotStored."""
@@ -178,9 +173,7 @@ class TurnLog:
         self._count += 1
 
     async def save(self, state: JsonObject, ids: Mapping[str, int], rewards: Mapping[int, float]) -> None:
-        """Store the program's state behind the turns with these names, all that are recorded. Raises Superseded,
-        NotStored.
-        """
+        """Store the program's state behind all recorded turns, by their names. Raises Superseded, NotStored."""
         if self._log is not None and self._log.kept:
             await self._log.append(
                 TurnKind.STATE,
@@ -196,7 +189,7 @@ class TurnLog:
             async with self.lock:
                 await self._log.append(TurnKind.FAILED)
 
-    async def ended(self, sample_seq: int) -> None:
+    async def end(self, sample_seq: int) -> None:
         """Store that the sample is stored. Raises Superseded."""
         if self._log is not None:
             async with self.lock:

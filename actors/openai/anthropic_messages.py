@@ -46,12 +46,12 @@ def chat_of(body: JsonMapping) -> JsonObject:
 def message_of(answer: JsonMapping, body: JsonMapping) -> JsonObject:
     """Return the message for a whole chat completion. ``body``: the request."""
     (choice,) = answer["choices"]
-    made = choice["message"]
+    message = choice["message"]
     content: list[JsonObject] = []
-    if made.get("reasoning_content") and _thinks(body):
-        content.append({"type": "thinking", "thinking": made["reasoning_content"], "signature": ""})
-    content += [{"type": "text", "text": made["content"]}] if made.get("content") else []
-    content += [_tool_use(call) for call in made.get("tool_calls") or ()]
+    if message.get("reasoning_content") and _thinks(body):
+        content.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
+    content += [{"type": "text", "text": message["content"]}] if message.get("content") else []
+    content += [_tool_use(call) for call in message.get("tool_calls") or ()]
     return {**_head(answer), "content": content, **_stop(choice), "usage": _usage(answer["usage"])}
 
 
@@ -74,19 +74,17 @@ class MessageEvents:
             self._counts = _usage(chunk["usage"])
         for choice in chunk["choices"]:
             delta = choice["delta"]
-            if delta.get("reasoning_content") and self._thinks:
-                yield from self._thought(delta["reasoning_content"])
+            if delta.get("reasoning_content") and self._thinks:  # it comes as a whole
+                thought = delta["reasoning_content"]
+                deltas = [{"type": "thinking_delta", "thinking": thought}, {"type": "signature_delta", "signature": ""}]
+                yield from self._block({"type": "thinking", "thinking": "", "signature": ""}, *deltas)
             if delta.get("content"):
                 if not self._open:
                     yield self._start({"type": "text", "text": ""})
-                    self._open = True
                 yield self._delta({"type": "text_delta", "text": delta["content"]})
             for call in delta.get("tool_calls") or ():
-                yield from self._end()
-                yield self._start({**_tool_use(call), "input": {}})
-                self._open = True
-                yield self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
-                yield from self._end()
+                arguments = {"type": "input_json_delta", "partial_json": call["function"]["arguments"]}
+                yield from self._block({**_tool_use(call), "input": {}}, arguments)
             if choice.get("finish_reason") is not None:
                 self._stop = _stop(choice)
 
@@ -96,16 +94,15 @@ class MessageEvents:
         yield {"type": "message_delta", "delta": self._stop, "usage": self._counts}
         yield {"type": "message_stop"}
 
-    def _thought(self, text: str) -> Iterator[JsonObject]:
-        """Yield the events of the model's reasoning, which comes as a whole."""
+    def _block(self, block: JsonObject, *deltas: JsonObject) -> Iterator[JsonObject]:
+        """Yield the events of a whole block, and of the end of an open one."""
         yield from self._end()
-        yield self._start({"type": "thinking", "thinking": "", "signature": ""})
-        self._open = True
-        yield self._delta({"type": "thinking_delta", "thinking": text})
-        yield self._delta({"type": "signature_delta", "signature": ""})
+        yield self._start(block)
+        yield from map(self._delta, deltas)
         yield from self._end()
 
     def _start(self, block: JsonObject) -> JsonObject:
+        self._open = True
         return {"type": "content_block_start", "index": self._places, "content_block": block}
 
     def _delta(self, delta: JsonObject) -> JsonObject:
@@ -118,9 +115,7 @@ class MessageEvents:
 
 
 def _thinks(body: JsonMapping) -> bool:
-    """Return whether the client wants the model's reasoning: one that does not ask for it may take the first block for
-    the text.
-    """
+    """Return whether the client wants the reasoning. Others may take the first block for the text."""
     match body.get("thinking"):
         case {"type": "enabled" | "adaptive"}:
             return True
@@ -128,8 +123,8 @@ def _thinks(body: JsonMapping) -> bool:
 
 
 def _head(answer: JsonMapping) -> JsonObject:
-    id = ID + str(answer["id"]).removeprefix("chatcmpl-")
-    return {"id": id, "type": "message", "role": "assistant", "model": answer["model"]}
+    message_id = ID + str(answer["id"]).removeprefix("chatcmpl-")
+    return {"id": message_id, "type": "message", "role": "assistant", "model": answer["model"]}
 
 
 def _stop(choice: JsonMapping) -> JsonObject:
@@ -164,14 +159,10 @@ def _tools(tools: object) -> list[JsonObject]:
         raise BadRequest(f"tools: want a list, got {tools!r}")
     functions = []
     for place, tool in enumerate(tools):
-        if (
-            not isinstance(tool, Mapping)
-            or tool.get("type", "custom") != "custom"
-            or not isinstance(tool.get("name"), str)
-        ):
-            raise BadRequest(
-                f'tools[{place}]: want {{"name": ..., "input_schema": ...}}, a tool that the client runs, got {tool!r}'
-            )
+        is_custom = isinstance(tool, Mapping) and tool.get("type", "custom") == "custom"
+        if not is_custom or not isinstance(tool.get("name"), str):
+            want = 'want {"name": ..., "input_schema": ...}, a tool that the client runs'
+            raise BadRequest(f"tools[{place}]: {want}, got {tool!r}")
         function: JsonObject = {"name": tool["name"], "parameters": tool.get("input_schema") or {}}
         if tool.get("description"):
             function["description"] = tool["description"]
@@ -194,13 +185,12 @@ def _messages(messages: object) -> list[JsonObject]:
     return [turn for place, message in enumerate(messages) for turn in _chat_messages(message, f"messages[{place}]")]
 
 
-def _chat_messages(given: object, where: str) -> list[JsonObject]:
-    """Return a message as messages of a chat: results of tools are messages of their own, in front of the user's
-    text.
-    """
-    if not isinstance(given, Mapping) or given.get("role") not in ("user", "assistant"):
-        raise BadRequest(f'{where}: want {{"role": "user" or "assistant", "content": ...}}, got {given!r}')
-    role, content = given["role"], given.get("content")
+def _chat_messages(message: object, where: str) -> list[JsonObject]:
+    """Return a message as messages of a chat: each result of a tool is one of its own, before the user's text."""
+    if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
+        raise BadRequest(f'{where}: want {{"role": "user" or "assistant", "content": ...}}, got {message!r}')
+    role, content = message["role"], message.get("content")
+    is_reply = role == "assistant"
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list) or not content:
@@ -211,31 +201,22 @@ def _chat_messages(given: object, where: str) -> list[JsonObject]:
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
-            case {"type": "thinking", "thinking": str(text)} if role == "assistant":
+            case {"type": "thinking", "thinking": str(text)} if is_reply:
                 thoughts.append(text)
-            case {"type": "redacted_thinking"} if role == "assistant":
+            case {"type": "redacted_thinking"} if is_reply:
                 pass
-            case {"type": "tool_use", "id": str(id), "name": str(name), "input": Mapping() as arguments} if (
-                role == "assistant"
+            case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": Mapping() as arguments} if (
+                is_reply
             ):
-                calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
-            case {"type": "tool_result", "tool_use_id": str(id)} if role == "user":
-                results.append(
-                    {
-                        "role": "tool",
-                        "tool_call_id": id,
-                        "content": content_text(block.get("content") or "", f"{at}.content"),
-                    }
-                )
+                calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+            case {"type": "tool_result", "tool_use_id": str(call_id)} if not is_reply:
+                result = content_text(block.get("content") or "", f"{at}.content")
+                results.append({"role": "tool", "tool_call_id": call_id, "content": result})
             case _:
-                raise BadRequest(
-                    f"{at}: want a block of type text, thinking, tool_use (assistant) or tool_result (user), "
-                    f"got {block!r}"
-                )
-    if role == "assistant":
-        extras = {
-            **({"reasoning_content": "".join(thoughts)} if thoughts else {}),
-            **({"tool_calls": calls} if calls else {}),
-        }
-        return [{"role": role, "content": "".join(texts), **extras}]
+                want = "want a block of type text, thinking, tool_use (assistant) or tool_result (user)"
+                raise BadRequest(f"{at}: {want}, got {block!r}")
+    if is_reply:
+        reply: JsonObject = {"role": role, "content": "".join(texts)}
+        reply |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
+        return [reply | ({"tool_calls": calls} if calls else {})]
     return [*results, *([{"role": role, "content": "".join(texts)}] if texts else [])]

@@ -1,5 +1,4 @@
-"""Translation of OpenAI's requests into bodies of /generate, and of the answers back. Pure: knows no HTTP and no
-engine.
+"""Translation of OpenAI's requests into bodies of /generate. Pure: knows no HTTP and no engine.
 
     {"messages": [...], "max_tokens": 9}  ->  ParsedRequest    ->  {"input_ids": [...], "sampling_params": {...}}
     {"choices": [...], "usage": {...}}    <-  ResponseBuilder  <-  {"output_ids": [...], "meta_info": {...}}
@@ -9,10 +8,10 @@ ignore_eos, rid, min_version, chat_template_kwargs, add_generation_prompt, retur
 versions with each choice), and return_tokens_as_token_ids.
 """
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from tidemill.actors.generate_body import Positive
 from tidemill.actors.generate_body import Text as NonEmpty
 from tidemill.actors.text import tool_calls
 from tidemill.actors.text.text import Text
-from tidemill.actors.text.tool_calls import ChatTemplate, ParsedReply, ToolCall
+from tidemill.actors.text.tool_calls import ChatTemplate, ParsedReply
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.chat_messages import TEXTS, chat_messages, chat_tools, text_of
 from tidemill.bus.wire.episode_limits import OF_TEMPLATE
@@ -45,19 +44,11 @@ SAMPLING = {
     "max_completion_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
     **{
-        same: same
-        for same in (
-            "top_k",
-            "stop_token_ids",
-            "ignore_eos",
-            "skip_special_tokens",
-            "frequency_penalty",
-            "presence_penalty",
+        name: name
+        for name in (
+            *("top_k", "stop_token_ids", "ignore_eos", "skip_special_tokens", "frequency_penalty", "presence_penalty"),
+            *("min_p", "repetition_penalty", "logit_bias", "no_stop_trim", "regex", "ebnf", "stop_regex"),
         )
-    },
-    **{
-        same: same
-        for same in ("min_p", "repetition_penalty", "logit_bias", "no_stop_trim", "regex", "ebnf", "stop_regex")
     },
 }
 """Name in OpenAI's API, or the common one -> SGLang's name."""
@@ -68,13 +59,9 @@ PASSED_ON = ("rid", "min_version", "min_version_timeout_s")
 COMMON = {
     *SAMPLING,
     *PASSED_ON,
-    "model",
-    "stream",
-    "stream_options",
-    "logprobs",
-    "return_token_ids",
-    "response_format",
-} | {"return_tokens_as_token_ids"}
+    *("model", "stream", "stream_options", "logprobs", "response_format"),
+    *("return_token_ids", "return_tokens_as_token_ids"),
+}
 OF_CHAT = {"messages", "tools", "tool_choice", "top_logprobs", "chat_template_kwargs", "add_generation_prompt"}
 OF_COMPLETION = {"prompt", "echo", "suffix", "best_of"}
 WITHOUT_EFFECT = {
@@ -89,8 +76,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "tool_choice": (None, "none", "auto"),
 }
 """Unsupported fields, with the values at which they have no effect."""
-INCOMPLETE = "\ufffd"
-"""Character that tokenizers put for bytes which are no complete character."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +96,7 @@ class ParsedRequest:
     """True when a streamed answer ends with the token counts."""
     logprobs: bool
     token_ids: bool
-    """True when each choice has token ids, log-probs and versions, and an answer that is not streamed the ids of the
-    prompt.
-    """
+    """True when each choice has token ids, log-probs and versions; a whole answer also has the prompt's ids."""
     tokens_as_ids: bool
     """True when tokens with log-probs are named ``token_id:ID``, not by their text."""
 
@@ -124,26 +107,21 @@ class ParsedRequest:
 
     def stopping_at(self, token_ids: Sequence[int]) -> "ParsedRequest":
         """Return the request with further ``stop_token_ids``."""
-        asked = self.sampling.get("stop_token_ids") or []
-        if not token_ids or not isinstance(
-            asked, list
-        ):  # a value that is no list is refused where the others are validated
+        stop_ids = self.sampling.get("stop_token_ids") or []
+        if not token_ids or not isinstance(stop_ids, list):  # the engine refuses a value that is no list
             return self
-        added = [token for token in token_ids if token not in asked]
-        return replace(self, sampling={**self.sampling, "stop_token_ids": [*asked, *added]})
+        added = [token for token in token_ids if token not in stop_ids]
+        return replace(self, sampling={**self.sampling, "stop_token_ids": [*stop_ids, *added]})
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_context: int) -> JsonObject:
-        """Return the body of /generate; a chat without ``max_tokens`` may fill the ``max_context`` tokens of the
-        model.
-        """
+        """Return the body of /generate; a chat without ``max_tokens`` may fill the model's ``max_context``."""
         params = dict(self.sampling)
         if params.get("max_new_tokens") is None:
             longest = max(map(len, prompts))
             params["max_new_tokens"] = max(1, max_context - longest) if self.chat else COMPLETION_TOKENS
         ids, samplings = [list(prompt) for prompt in prompts], None
-        if self.n > 1 and isinstance(
-            seed := params.get("sampling_seed"), int
-        ):  # else a server might return one response n times
+        seed = params.get("sampling_seed")
+        if self.n > 1 and isinstance(seed, int):  # else a server might return one response n times
             samplings = [{**params, "n": 1, "sampling_seed": seed + place} for _ in ids for place in range(self.n)]
             ids = [prompt for prompt in ids for _ in range(self.n)]
         return {
@@ -187,19 +165,16 @@ class _CompletionFields(_OwnFields, kw_only=True):
     def __post_init__(self) -> None:
         """Raise ValueError for log-probs of other tokens, and for responses that are thrown away."""
         if self.logprobs not in (None, 0) and self.logprobs is not True:
-            raise ValueError(
-                f"logprobs: only log-probs of the sampled tokens are supported; want 0, got {self.logprobs!r}"
-            )
+            reason = "only log-probs of the sampled tokens are supported; want 0"
+            raise ValueError(f"logprobs: {reason}, got {self.logprobs!r}")
         if self.best_of not in (None, self.n):
             raise ValueError(f"best_of: not supported; want n ({self.n}), got {self.best_of!r}")
 
 
 def parse(body: JsonMapping, *, chat: bool) -> ParsedRequest:
-    """Return a request with OpenAI's own fields validated; the engine validates the fields that become SGLang's. Raises
-    BadRequest.
-    """
-    known = COMMON | WITHOUT_EFFECT | (OF_CHAT if chat else OF_COMPLETION)
-    fields = known_fields(body, known - NEUTRAL.keys(), {name: NEUTRAL[name] for name in known & NEUTRAL.keys()})
+    """Return a request with OpenAI's own fields validated; the engine validates the others. Raises BadRequest."""
+    names = COMMON | WITHOUT_EFFECT | (OF_CHAT if chat else OF_COMPLETION)
+    fields = known_fields(body, names - NEUTRAL.keys(), {name: NEUTRAL[name] for name in names & NEUTRAL.keys()})
     checked = decode(fields, _ChatFields) if chat else decode(fields, _CompletionFields)
     parsed: JsonObject = {
         "chat": chat,
@@ -214,7 +189,9 @@ def parse(body: JsonMapping, *, chat: bool) -> ParsedRequest:
     }
     if isinstance(checked, _ChatFields):
         template = _template(checked, body.get("tool_choice"))
-        parsed |= {"messages": _messages(checked.messages), "logprobs": checked.logprobs, "template": template}
+        with _wire_errors_refused():
+            messages = tuple(chat_messages(checked.messages))
+        parsed |= {"messages": messages, "logprobs": checked.logprobs, "template": template}
     else:
         parsed |= {
             "prompts": _prompts(checked.prompt),
@@ -224,298 +201,65 @@ def parse(body: JsonMapping, *, chat: bool) -> ParsedRequest:
 
 
 def chat_text(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
-    """Return the prompt of a chat as text. Raises BadRequest without a template, and for messages that the template
-    rejects.
-    """
+    """Return the prompt of a chat as text. Raises BadRequest without a template, or when it rejects the messages."""
     if template is None:
         raise BadRequest("messages: the model directory has no chat template; use /v1/completions")
     return template.render(parsed.messages, **parsed.template)
 
 
 def reader(parsed: ParsedRequest, template: ChatTemplate | None) -> ReadReply | None:
-    """Return the function that reads a response; None = all of it is content: no tools in the request, or an unknown
-    format of calls.
-    """
+    """Return the function that reads a response; None = all of it is content (no tools, or an unknown format)."""
     form = template.form_of_calls if template is not None and parsed.template.get("tools") else None
     return None if form is None else lambda _, text, finished: tool_calls.read(text, form, finished=finished)
 
 
 def prompt_ids(parsed: ParsedRequest, text: Text | None, template: ChatTemplate | None) -> list[list[int]]:
-    """Return the prompts as token ids. Raises BadRequest for text that cannot be tokenized, and for messages that the
-    template rejects.
-    """
+    """Return the prompts as token ids. Raises BadRequest for text or messages that cannot be converted."""
     if parsed.chat:
         if text is None:
             raise BadRequest("messages: the model directory has no tokenizer.json; use /v1/completions with token ids")
         return [text.encode(chat_text(parsed, template), add_special=False)]
-    if text is None and any(isinstance(prompt, str) for prompt in parsed.prompts):
-        raise BadRequest("prompt: the model directory has no tokenizer.json; send token ids")
-    return [
-        text.encode(prompt) if isinstance(prompt, str) and text is not None else list(prompt)
-        for prompt in parsed.prompts
-    ]  # type: ignore[arg-type]
+    prompts = []
+    for prompt in parsed.prompts:
+        if isinstance(prompt, str):
+            if text is None:
+                raise BadRequest("prompt: the model directory has no tokenizer.json; send token ids")
+            prompt = text.encode(prompt)
+        prompts.append(prompt)
+    return prompts
 
 
 def error(message: str, status: int) -> JsonObject:
-    """Return an error in OpenAI's format. For status 400 a field at the beginning of ``message`` is its ``param``, by
-    OpenAI's name.
-    """
+    """Return an error in OpenAI's format. Of status 400 a field at the beginning of ``message`` is the ``param``."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
-    where, found, what = message.partition(":")
+    where, colon, what = message.partition(":")
     if where.startswith("sampling_params."):
         where = OPENAIS.get(where.removeprefix("sampling_params."), where)
     where = re.sub(r"^input_ids\b", "prompt", where)
-    named = found and status == 400 and re.fullmatch(r"[\w.\[\]]+", where)
-    return {"error": {"message": where + found + what, "type": kind, "param": where if named else None, "code": status}}
+    named = colon and status == 400 and re.fullmatch(r"[\w.\[\]]+", where)
+    return {"error": {"message": where + colon + what, "type": kind, "param": where if named else None, "code": status}}
 
 
-class ResponseBuilder:
-    """Builder of one answer. Responses are numbered by place: all of the first prompt, then all of the second, ..."""
-
-    def __init__(
-        self,
-        parsed: ParsedRequest,
-        *,
-        id: str,
-        model: str,
-        created: int,
-        piece: Callable[[int], str] | None,
-        read: ReadReply | None = None,
-    ) -> None:
-        """``created``: Unix time, s. ``piece``: function from a token to its text; None = no tokenizer. ``read``: the
-        result of ``reader``.
-
-        ``read`` is called once for each finished response.
-        """
-        self._request, self._id, self._piece, self._read = parsed, id, piece, read
-        kind = "chat.completion" if parsed.chat else "text_completion"
-        self._head = {
-            "id": f"{'chatcmpl' if parsed.chat else 'cmpl'}-{id}",
-            "created": created,
-            "model": parsed.model or model,
-        }
-        self._whole, self._part = kind, f"{kind}.chunk" if parsed.chat else kind
-        self._shown: dict[int, int] = {}
-        """Place -> number of characters streamed."""
-        self._called: dict[int, int] = {}
-        """Place -> number of calls streamed."""
-        self._counted: dict[int, int] = {}
-        """Place -> number of tokens streamed."""
-        self._offsets: dict[int, int] = {}
-        """Place -> number of characters of the tokens with log-probs sent."""
-        self._metas: dict[int, JsonMapping] = {}
-        self._replies: dict[int, ParsedReply] = {}
-        """Place -> content and calls of a finished response."""
-
-    def whole(self, answers: Sequence[JsonMapping]) -> JsonObject:
-        """Return the answer to a request that is not streamed. ``answers``: SGLang's JSON of all responses, by
-        place.
-        """
-        choices = []
-        for place, answer in enumerate(answers):
-            self._metas[place] = answer["meta_info"]
-            answer = {**answer, "index": place}
-            choice: JsonObject = {"index": place}
-            choice |= {"message": self.message(answer)} if self._request.chat else {"text": _text(answer)}
-            finish = self._finish(answer, bool(choice.get("message", {}).get("tool_calls")))
-            choice |= {
-                "logprobs": self._logprobs(answer, 0),
-                "finish_reason": finish,
-                **_matched(answer),
-                **self._extras(answer, 0),
-            }
-            choices.append(choice)
-        return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage()}
-
-    def message(self, answer: JsonMapping) -> JsonObject:
-        """Return the assistant's message of a finished chat: content, reasoning and tool calls."""
-        reply = self._reply(answer, _text(answer), finished=True)
-        message: JsonObject = {"role": "assistant", "content": reply.content}
-        if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
-        if reply.calls:
-            message["content"] = reply.content or None
-            message["tool_calls"] = [
-                self._call(call, answer.get("index", 0), number) for number, call in enumerate(reply.calls)
-            ]
-        return message
-
-    def parts(self, answer: JsonMapping) -> Iterator[JsonObject]:
-        """Yield the chunks for the new part of a streamed state, which has the whole response so far."""
-        place = answer.get("index", 0)
-        first = place not in self._shown
-        self._metas[place] = answer["meta_info"]
-        if first and self._request.chat:
-            yield self._chunk(place, {"delta": {"role": "assistant", "content": ""}}, None)
-        text, ended, counted = _text(answer), _finish(answer) is not None, self._counted.get(place, 0)
-        reply = self._reply(answer, text if ended else text[: _settled(text, self._stops())], finished=ended)
-        shown, called = self._shown.get(place, 0), self._called.get(place, 0)
-        new, calls = reply.content[shown:], reply.calls[called:]
-        self._shown[place], self._called[place] = max(shown, len(reply.content)), len(reply.calls)
-        if not new and not calls and not ended:
-            return
-        self._counted[place] = len(answer["output_ids"])
-        delta: JsonObject = (
-            {"reasoning_content": reply.reasoning} if reply.reasoning else {}
-        )  # read at the end of a response alone
-        delta |= {"content": new} if new else {}
-        if calls:
-            delta["tool_calls"] = [
-                {"index": number, **self._call(call, place, number)} for number, call in enumerate(calls, called)
-            ]
-        content = {"delta": delta} if self._request.chat else {"text": new}
-        finish = self._finish(answer, bool(reply.calls))
-        extras = {**(_matched(answer) if ended else {}), **self._extras(answer, counted)}
-        yield self._chunk(place, {**content, "logprobs": self._logprobs(answer, counted), **extras}, finish)
-
-    def shown(self, answer: JsonMapping) -> str:
-        """Return the text of a streamed state that its chunks so far have; empty where it was not sent as it is (a call
-        of a tool).
-        """
-        place = answer.get("index", 0)
-        shown = _text(answer)[: self._shown.get(place, 0)]
-        return "" if self._called.get(place) or self._reply(answer, shown, finished=False).content != shown else shown
-
-    def last(self) -> Iterator[JsonObject]:
-        """Yield the chunks that follow when all responses have ended."""
-        if self._request.usage:
-            yield {**self._head, "object": self._part, "choices": [], "usage": self._usage()}
-
-    def _chunk(self, place: int, what: JsonObject, finish: str | None) -> JsonObject:
-        choice = {"index": place, "logprobs": None, **what, "finish_reason": finish}
-        return {**self._head, "object": self._part, "choices": [choice]}
-
-    def _reply(self, answer: JsonMapping, text: str, *, finished: bool) -> ParsedReply:
-        if self._read is None:
-            return ParsedReply(text, ())
-        if not finished:
-            return self._read(answer, text, False)
-        place = answer.get("index", 0)
-        if place not in self._replies:
-            self._replies[place] = self._read(answer, text, True)
-        return self._replies[place]
-
-    def _call(self, call: ToolCall, place: int, number: int) -> JsonObject:
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"id": call.id or f"call_{self._id}_{place}_{number}", "type": "function", "function": function}
-
-    def _finish(self, answer: JsonMapping, called: bool) -> str | None:
-        finish = _finish(answer)
-        return "tool_calls" if called and finish == "stop" else finish
-
-    def _stops(self) -> Sequence[str]:
-        stop = self._request.sampling.get("stop") or ()
-        return (stop,) if isinstance(stop, str) else stop
-
-    def _usage(self) -> JsonObject:
-        """Return the token counts. A prompt counts once, however many responses it has."""
-        metas = list(self._metas.values())
-        prompts = [
-            meta.get("prompt_tokens") or 0 for place, meta in self._metas.items() if place % self._request.n == 0
-        ]
-        completion, cached = (
-            sum(meta["completion_tokens"] for meta in metas),
-            sum(meta.get("cached_tokens") or 0 for meta in metas),
-        )
-        return {
-            "prompt_tokens": sum(prompts),
-            "completion_tokens": completion,
-            "total_tokens": sum(prompts) + completion,
-            "prompt_tokens_details": {"cached_tokens": min(cached, sum(prompts))},
-        }
-
-    def _logprobs(self, answer: JsonMapping, since: int) -> JsonObject | None:
-        if not self._request.logprobs:
-            return None
-        place, entries = answer.get("index", 0), answer["meta_info"]["output_token_logprobs"][since:]
-        piece = None if self._request.tokens_as_ids else self._piece
-        pieces = [piece(entry[1]) if piece is not None else f"token_id:{entry[1]}" for entry in entries]
-        values = [entry[0] for entry in entries]
-        if self._request.chat:
-            named = zip(pieces, values, strict=True)
-            return {
-                "content": [
-                    {"token": piece, "logprob": value, "bytes": _bytes(piece), "top_logprobs": []}
-                    for piece, value in named
-                ]
-            }
-        ends = list(itertools.accumulate(map(len, pieces), initial=self._offsets.get(place, 0)))
-        self._offsets[place] = ends[-1]
-        return {"tokens": pieces, "token_logprobs": values, "top_logprobs": None, "text_offset": ends[:-1]}
-
-    def _extras(self, answer: JsonMapping, since: int) -> JsonObject:
-        if not self._request.token_ids:
-            return {}
-        meta = answer["meta_info"]
-        return {
-            "token_ids": answer["output_ids"][since:],
-            "token_logprobs": [entry[0] for entry in meta["output_token_logprobs"]][since:],
-            "weight_versions": meta.get("weight_versions") or [],
-        }
-
-
-def _text(answer: JsonMapping) -> str:
-    return str(answer.get("text") or "")
-
-
-def _finish(answer: JsonMapping) -> str | None:
-    finish = answer["meta_info"].get("finish_reason")
-    return None if finish is None else str(finish["type"])
-
-
-def _matched(answer: JsonMapping) -> JsonObject:
-    """Return the stop string or token id that ended a response, by SGLang's name for it; nothing where there is
-    none.
-    """
-    matched = (answer["meta_info"].get("finish_reason") or {}).get("matched")
-    return {} if matched is None else {"matched_stop": matched}
-
-
-def _bytes(piece: str) -> list[int] | None:
-    """Return the bytes of a token's text; None for a token that is a part of a character."""
-    return None if INCOMPLETE in piece else list(piece.encode())
-
-
-def _settled(text: str, stops: Sequence[str]) -> int:
-    """Return the number of characters of an unfinished text that are final: no part of a character or of a stop
-    string.
-    """
-    text = text.rstrip(INCOMPLETE)
-    num_held = 0
-    for stop in stops:
-        if (found := text.find(stop)) >= 0:
-            return found
-        num_held = max(
-            num_held,
-            next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0),
-        )
-    return len(text) - num_held
-
-
-def _messages(messages: object) -> tuple[JsonMapping, ...]:
+@contextmanager
+def _wire_errors_refused() -> Iterator[None]:
     try:
-        return tuple(chat_messages(messages))
+        yield
     except WireError as error:
         raise BadRequest(str(error)) from None
 
 
 def content_text(content: object, where: str, kinds: Mapping[str, str] = TEXTS) -> str:
     """Return the text of a content, which is text or text parts of these kinds. Raises BadRequest."""
-    try:
+    with _wire_errors_refused():
         return text_of(content, where, kinds)
-    except WireError as error:
-        raise BadRequest(str(error)) from None
 
 
 def _template(fields: _ChatFields, tool_choice: object) -> JsonObject:
     if reserved := OF_TEMPLATE & fields.chat_template_kwargs.keys():
-        raise BadRequest(
-            f"chat_template_kwargs: want only arguments of the template, got {', '.join(sorted(reserved))}"
-        )
-    try:
+        names = ", ".join(sorted(reserved))
+        raise BadRequest(f"chat_template_kwargs: want only arguments of the template, got {names}")
+    with _wire_errors_refused():
         tools = chat_tools(fields.tools)
-    except WireError as error:
-        raise BadRequest(str(error)) from None
     return {
         **fields.chat_template_kwargs,
         "tools": tools if tools and tool_choice != "none" else None,
@@ -524,7 +268,6 @@ def _template(fields: _ChatFields, tool_choice: object) -> JsonObject:
 
 
 def _grammar(response_format: object) -> dict[str, str]:
-    """Return the sampling parameters that constrain a response to JSON."""
     match response_format:
         case None | {"type": "text"}:
             return {}
@@ -532,19 +275,18 @@ def _grammar(response_format: object) -> dict[str, str]:
             return {"json_schema": '{"type": "object"}'}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return {"json_schema": json.dumps(schema)}
-    wanted = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
-    raise BadRequest(f"response_format: want {wanted}, got {response_format!r}")
+    want = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+    raise BadRequest(f"response_format: want {want}, got {response_format!r}")
 
 
 def _prompts(prompt: object) -> tuple[str | list[int], ...]:
-    """Return the prompts, given as a string, a list of strings, token ids, or lists of token ids."""
     if isinstance(prompt, str):
         return (prompt,)
     if isinstance(prompt, list) and prompt:
-        if all(isinstance(each, str) for each in prompt):
+        if all(isinstance(item, str) for item in prompt):
             return tuple(prompt)
         if all(type(token) is int for token in prompt):
             return (prompt,)
-        if all(isinstance(each, list) and each for each in prompt):
+        if all(isinstance(item, list) and item for item in prompt):
             return tuple(prompt)
     raise BadRequest(f"prompt: want text, a list of texts, token ids or lists of token ids, got {prompt!r}")

@@ -63,10 +63,10 @@ def chat_of(body: JsonMapping) -> JsonObject:
 def response_of(answer: JsonMapping, body: JsonMapping) -> JsonObject:
     """Return the response for a whole chat completion. ``body``: the request."""
     (choice,) = answer["choices"]
-    made = choice["message"]
-    output = [_reasoning(answer["id"], made["reasoning_content"])] if made.get("reasoning_content") else []
-    output += [_message(answer["id"], made["content"], len(output))] if made.get("content") else []
-    output += [_function_call(call) for call in made.get("tool_calls") or ()]
+    message = choice["message"]
+    output = [_reasoning(answer["id"], message["reasoning_content"])] if message.get("reasoning_content") else []
+    output += [_message(answer["id"], message["content"], len(output))] if message.get("content") else []
+    output += [_function_call(call) for call in message.get("tool_calls") or ()]
     return _response(answer, body, output, choice["finish_reason"], answer["usage"])
 
 
@@ -107,18 +107,15 @@ class ResponseEvents:
         response = _response(self._head, self._body, self._output, self._finish, self._usage or None)
         yield self._event(f"response.{response['status']}", response=response)
 
-    def _event(self, type: str, **fields: object) -> JsonObject:
+    def _event(self, kind: str, **fields: object) -> JsonObject:
         self._number += 1
-        return {"type": type, "sequence_number": self._number - 1, **fields}
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
 
     def _grow(self, text: str) -> Iterator[JsonObject]:
-        place = len(self._output)
-        item = _message(str(self._head["id"]), "", place)
-        at = {"item_id": item["id"], "output_index": place, "content_index": 0}
+        item = _message(str(self._head["id"]), "", len(self._output))
+        at = self._place(item)
         if not self._text:
-            yield self._event(
-                "response.output_item.added", output_index=place, item={**item, "content": [], "status": "in_progress"}
-            )
+            yield self._added({**item, "content": []})
             yield self._event("response.content_part.added", **at, part=item["content"][0])
         self._text += text
         yield self._event("response.output_text.delta", **at, delta=text, logprobs=[])
@@ -126,40 +123,42 @@ class ResponseEvents:
     def _end(self) -> Iterator[JsonObject]:
         if not self._text:
             return
-        place = len(self._output)
-        item = _message(str(self._head["id"]), self._text, place)
-        at = {"item_id": item["id"], "output_index": place, "content_index": 0}
+        item = _message(str(self._head["id"]), self._text, len(self._output))
+        at = self._place(item)
         yield self._event("response.output_text.done", **at, text=self._text, logprobs=[])
         yield self._event("response.content_part.done", **at, part=item["content"][0])
-        yield self._event("response.output_item.done", output_index=place, item=item)
-        self._output.append(item)
+        yield self._done(item)
         self._text = ""
 
     def _thought(self, text: str) -> Iterator[JsonObject]:
         """Yield the events of the model's reasoning, which comes as a whole."""
-        place, item = len(self._output), _reasoning(str(self._head["id"]), text)
-        at = {"item_id": item["id"], "output_index": place, "content_index": 0}
-        (part,) = item["content"]
-        yield self._event(
-            "response.output_item.added", output_index=place, item={**item, "content": [], "status": "in_progress"}
-        )
+        item = _reasoning(str(self._head["id"]), text)
+        at, (part,) = self._place(item), item["content"]
+        yield self._added({**item, "content": []})
         yield self._event("response.content_part.added", **at, part={**part, "text": ""})
         yield self._event("response.reasoning_text.delta", **at, delta=text)
         yield self._event("response.reasoning_text.done", **at, text=text)
         yield self._event("response.content_part.done", **at, part=part)
-        yield self._event("response.output_item.done", output_index=place, item=item)
-        self._output.append(item)
+        yield self._done(item)
 
     def _called(self, item: JsonObject) -> Iterator[JsonObject]:
-        place = len(self._output)
-        at = {"item_id": item["id"], "output_index": place}
-        yield self._event(
-            "response.output_item.added", output_index=place, item={**item, "arguments": "", "status": "in_progress"}
-        )
+        at = {"item_id": item["id"], "output_index": len(self._output)}
+        yield self._added({**item, "arguments": ""})
         yield self._event("response.function_call_arguments.delta", **at, delta=item["arguments"])
         yield self._event("response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"])
-        yield self._event("response.output_item.done", output_index=place, item=item)
+        yield self._done(item)
+
+    def _place(self, item: JsonObject) -> JsonObject:
+        """Return the fields that name the only part of the item that is open."""
+        return {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
+
+    def _added(self, item: JsonObject) -> JsonObject:
+        item = {**item, "status": "in_progress"}
+        return self._event("response.output_item.added", output_index=len(self._output), item=item)
+
+    def _done(self, item: JsonObject) -> JsonObject:
         self._output.append(item)
+        return self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
 
 def _response(
@@ -201,14 +200,14 @@ def _usage(usage: JsonMapping) -> JsonObject:
     }
 
 
-def _message(id: str, text: str, place: int) -> JsonObject:
+def _message(chat_id: str, text: str, place: int) -> JsonObject:
     content = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    name = f"msg_{id.removeprefix('chatcmpl-')}_{place}"
+    name = f"msg_{chat_id.removeprefix('chatcmpl-')}_{place}"
     return {"id": name, "type": "message", "role": "assistant", "status": "completed", "content": [content]}
 
 
-def _reasoning(id: str, text: str) -> JsonObject:
-    name = f"rs_{id.removeprefix('chatcmpl-')}"
+def _reasoning(chat_id: str, text: str) -> JsonObject:
+    name = f"rs_{chat_id.removeprefix('chatcmpl-')}"
     return {
         "id": name,
         "type": "reasoning",
@@ -236,9 +235,8 @@ def _tools(tools: object) -> list[JsonObject]:
     functions = []
     for place, tool in enumerate(tools):
         if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-            raise BadRequest(
-                f'tools[{place}]: want {{"type": "function", "name": ..., "parameters": ...}}, got {tool!r}'
-            )
+            want = 'want {"type": "function", "name": ..., "parameters": ...}'
+            raise BadRequest(f"tools[{place}]: {want}, got {tool!r}")
         function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
         functions.append({"type": "function", "function": function})
     return functions
@@ -255,20 +253,17 @@ def _form(text: object) -> JsonObject | None:
             return {"type": "json_schema", "json_schema": {"schema": schema}}
         case {"verbosity": _, **more} if not more:
             return None
-    raise BadRequest(
-        f'text: want {{"format": {{"type": "text"}}}}, json_object, or json_schema with a schema, got {text!r}'
-    )
+    want = 'want {"format": {"type": "text"}}, json_object, or json_schema with a schema'
+    raise BadRequest(f"text: {want}, got {text!r}")
 
 
 def _messages(items: object) -> list[JsonObject]:
-    """Return items as the messages of a chat; reasoning of the model, a text and the calls that follow it are one
-    message.
-    """
+    """Return items as messages of a chat. Reasoning, a text and the calls that follow it are one message."""
     if isinstance(items, str) and items:
         return [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:
         raise BadRequest(f"input: want text or a list of at least one item, got {items!r}")
-    found: list[JsonObject] = []
+    messages: list[JsonObject] = []
     thought = ""
     for place, item in enumerate(items):
         where = f"input[{place}]"
@@ -276,21 +271,21 @@ def _messages(items: object) -> list[JsonObject]:
             thought += content_text(item.get("content") or "", f"{where}.content", _THOUGHTS)
             continue
         message = _of_item(item, where)
-        before = found[-1] if found else {}
+        before = messages[-1] if messages else {}
         if not thought and message["role"] == "assistant" == before.get("role") and message.get("tool_calls"):
             before.setdefault("tool_calls", []).extend(message["tool_calls"])
         else:
             if thought and message["role"] == "assistant":
                 message["reasoning_content"] = thought
             elif thought:  # an answer that ended within it
-                found.append(_thought(thought))
-            found.append(message)
+                messages.append(_thought(thought))
+            messages.append(message)
         thought = ""
     if thought:
-        found.append(_thought(thought))
-    if not found:
+        messages.append(_thought(thought))
+    if not messages:
         raise BadRequest("input: want at least one message, got reasoning alone")
-    return found
+    return messages
 
 
 def _thought(text: str) -> JsonObject:
@@ -299,11 +294,11 @@ def _thought(text: str) -> JsonObject:
 
 def _of_item(item: object, where: str) -> JsonObject:
     match item:
-        case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
-            call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
+            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
-        case {"type": "function_call_output", "call_id": str(id), "output": output}:
-            return {"role": "tool", "tool_call_id": id, "content": content_text(output, f"{where}.output")}
+        case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
+            return {"role": "tool", "tool_call_id": call_id, "content": content_text(output, f"{where}.output")}
     if isinstance(item, Mapping) and item.get("type", "message") == "message":
         role = item.get("role")
         if isinstance(role, str) and role in _ROLES:

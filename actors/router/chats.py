@@ -20,7 +20,7 @@ from tidemill.actors.errors import BadRequest
 from tidemill.actors.openai import openai_api
 from tidemill.actors.openai.openai_api import ParsedRequest, ReadReply
 from tidemill.actors.router.state_streams import sampled_piece
-from tidemill.actors.router.tree import TokenPiece
+from tidemill.actors.router.tree import TokenPiece, ids_of
 from tidemill.actors.text.rendering import Renderer
 from tidemill.actors.text.text import beside_loop, size_of
 from tidemill.actors.text.tool_calls import ChatTemplate, ParsedReply
@@ -46,9 +46,7 @@ class ToolCallCache:
             self._size -= len(oldest)
 
     def with_original_text(self, messages: Sequence[Mapping[str, object]]) -> tuple[Mapping[str, object], ...]:
-        """Return the messages. A message that the client sent back unchanged has the original text and no
-        ``tool_calls``.
-        """
+        """Return the messages. One that came back unchanged gets its original text, without ``tool_calls``."""
         return tuple(map(self._original, messages))
 
     def _original(self, message: JsonMapping) -> Mapping[str, object]:
@@ -87,7 +85,7 @@ class AskedChat:
     @property
     def ids(self) -> list[int]:
         """Token ids of the prompt."""
-        return _ids(self.pieces)
+        return ids_of(self.pieces)
 
 
 class Chats(Protocol):
@@ -102,11 +100,11 @@ class Chats(Protocol):
         """Return a chat with its prompt. Raises BadRequest."""
         ...
 
-    def reader(self, asked: AskedChat) -> ReadReply | None:
+    def reader(self, chat: AskedChat) -> ReadReply | None:
         """Return the function that reads the responses; None = all of them is content."""
         ...
 
-    def remember(self, asked: AskedChat, answer: JsonMapping, message: JsonMapping) -> None:
+    def remember(self, chat: AskedChat, answer: JsonMapping, message: JsonMapping) -> None:
         """Remember a finished response. ``message``: as it is sent to the client."""
         ...
 
@@ -119,24 +117,19 @@ class TemplateChats:
     def __init__(
         self, template: ChatTemplate | None, pieces: Callable[..., Awaitable[list[TokenPiece]]], max_text: int
     ) -> None:
-        """``pieces``: the method of the history.
-
-        ``max_text``: maximum number of characters kept of responses with tool calls.
-        """
+        """``pieces``: the method of the history. ``max_text``: maximum number of characters kept."""
         self._template, self._pieces = template, pieces
         self._cache = ToolCallCache(max_text)
 
     async def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
-        """See ``Chats``."""
         original = replace(parsed, messages=self._cache.with_original_text(parsed.messages))
         text = await beside_loop(size_of(original.messages), lambda: openai_api.chat_text(original, self._template))
         return AskedChat(parsed=parsed, pieces=await self._pieces(text, session, add_special=False))
 
-    def reader(self, asked: AskedChat) -> ReadReply | None:
-        """See ``Chats``."""
-        return openai_api.reader(asked.parsed, self._template)
+    def reader(self, chat: AskedChat) -> ReadReply | None:
+        return openai_api.reader(chat.parsed, self._template)
 
-    def remember(self, asked: AskedChat, answer: JsonMapping, message: JsonMapping) -> None:
+    def remember(self, chat: AskedChat, answer: JsonMapping, message: JsonMapping) -> None:
         """See ``Chats``: of a response with calls its text, which the template would render differently."""
         self._cache.remember(message, str(answer.get("text") or ""))
 
@@ -153,10 +146,8 @@ class _Turn:
 
 
 class RenderedChats:
-    """Chats by a renderer. A chat that begins with one that was answered here begins with its very ids.
-
-    An answer that comes back is the one that was sent when its content and calls are the same, and its reasoning is the
-    same or left out: many clients drop it.
+    """Chats by a renderer. A chat that begins with one that was answered here begins with its very ids. An answer
+    counts as the same with the same content and calls, and the same reasoning or none: many clients drop it.
     """
 
     def __init__(
@@ -167,15 +158,11 @@ class RenderedChats:
         stop_token_ids: Sequence[int] = (),
         malformed: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """``stop_token_ids``: besides the renderer's.
-
-        ``malformed`` is called with the number of calls that cannot be read.
-        """
+        """``stop_token_ids``: besides the renderer's. ``malformed`` gets the number of calls that cannot be read."""
         self._renderer, self._max_tokens, self._malformed = renderer, max_tokens, malformed
         self.stop_token_ids = tuple(dict.fromkeys([*stop_token_ids, *renderer.stop_token_ids]))
         self._turns: OrderedDict[bytes, dict[str, _Turn]] = OrderedDict()
-        """Turns by digest of their chat without the last reasoning, then by that, the newest last; the oldest chat
-        first."""
+        """Turns by digest of their chat without the last reasoning, then by reasoning; the oldest chat first."""
         self._num_tokens = 0
 
     async def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
@@ -186,18 +173,17 @@ class RenderedChats:
         except RecursionError:
             raise BadRequest("messages: want values that are less deep") from None
         if turn is not None:
-            known, following = turn, messages[count:]
-            pieces = await beside_loop(size_of(following), lambda: self._continued(known, following, arguments))
+            last_turn, following = turn, messages[count:]
+            pieces = await beside_loop(size_of(following), lambda: self._continued(last_turn, following, arguments))
             if pieces is not None:
-                return AskedChat(
-                    parsed=parsed, pieces=pieces, key=key, num_known=len(_ids([*turn.prompt, turn.output]))
-                )
+                num_known = len(ids_of([*turn.prompt, turn.output]))
+                return AskedChat(parsed=parsed, pieces=pieces, key=key, num_known=num_known)
         ids = await beside_loop(size_of(messages), lambda: self._renderer.prompt(messages, arguments))
         return AskedChat(parsed=parsed, pieces=[TokenPiece(text="", tokens=tuple(ids))], key=key)
 
-    def reader(self, asked: AskedChat) -> ReadReply | None:
+    def reader(self, chat: AskedChat) -> ReadReply | None:
         """See ``Chats``. A response is read as a whole, when it has ended."""
-        prompt, arguments = asked.ids, asked.parsed.template
+        prompt, arguments = chat.ids, chat.parsed.template
 
         def read(answer: JsonMapping, text: str, finished: bool) -> ParsedReply:
             if not finished:
@@ -210,17 +196,17 @@ class RenderedChats:
 
         return read
 
-    def remember(self, asked: AskedChat, answer: JsonMapping, message: JsonMapping) -> None:
+    def remember(self, chat: AskedChat, answer: JsonMapping, message: JsonMapping) -> None:
         """See ``Chats``. A response without log-probs is left out."""
         if (sampled := sampled_piece(answer)) is None:
             return
-        bare, reasoning = _digest(asked.key, comparable(message)), str(message.get("reasoning_content") or "")
-        num_new = len(asked.ids) + len(sampled.tokens) - asked.num_known
-        same = self._turns.setdefault(bare, {})
+        bare, reasoning = _digest(chat.key, comparable(message)), str(message.get("reasoning_content") or "")
+        num_new = len(chat.ids) + len(sampled.tokens) - chat.num_known
+        turns = self._turns.setdefault(bare, {})
         self._turns.move_to_end(bare)
-        if reasoning in same:
-            self._num_tokens -= same.pop(reasoning).num_new
-        same[reasoning] = _Turn(prompt=asked.pieces, output=sampled, reasoning=reasoning, num_new=num_new)
+        if reasoning in turns:
+            self._num_tokens -= turns.pop(reasoning).num_new
+        turns[reasoning] = _Turn(prompt=chat.pieces, output=sampled, reasoning=reasoning, num_new=num_new)
         self._num_tokens += num_new
         while self._num_tokens > self._max_tokens and len(self._turns) > 1:
             _, oldest = self._turns.popitem(last=False)
@@ -232,7 +218,7 @@ class RenderedChats:
         """Return a turn and the messages that follow it as pieces; None where the whole chat is to be rendered."""
         if not arguments["add_generation_prompt"]:
             return None if following else [*turn.prompt, turn.output]
-        prompt, output = _ids(turn.prompt), turn.output.tokens
+        prompt, output = ids_of(turn.prompt), turn.output.tokens
         ids = self._renderer.next_prompt(prompt, output, following, arguments)
         if ids is None:
             return None
@@ -255,10 +241,10 @@ class RenderedChats:
 
     def _known(self, bare: bytes, reasoning: object) -> _Turn | None:
         """Return the turn of a message with this reasoning; where the client has left it out, the newest."""
-        same = self._turns.get(bare, {})
+        turns = self._turns.get(bare, {})
         if not reasoning:
-            return next(reversed(same.values()), None)
-        return same.get(reasoning) if isinstance(reasoning, str) else None
+            return next(reversed(turns.values()), None)
+        return turns.get(reasoning) if isinstance(reasoning, str) else None
 
 
 def _without(reply: ParsedReply, stop: str) -> ParsedReply:
@@ -271,9 +257,4 @@ def _without(reply: ParsedReply, stop: str) -> ParsedReply:
 
 
 def _digest(before: bytes, value: object) -> bytes:
-    """Return the digest of a JSON value behind others."""
     return hashlib.blake2b(before + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
-
-
-def _ids(pieces: Sequence[TokenPiece]) -> list[int]:
-    return [token for piece in pieces for token in piece.tokens]

@@ -18,16 +18,13 @@ class RouterConfig:
     advertise: str = ""
     """Host, or host:port, at which other processes reach it, where that is not ``host``."""
     insecure: bool = False
-    """Answer requests of other machines without a key; without a bus, obey ``/add_worker`` and ``/remove_worker``
-    without one, too.
-    """
+    """Answer other machines without a key; without a bus, obey ``/add_worker`` and ``/remove_worker`` too."""
     port: int = 0
     """0 = any free one."""
     workers: tuple[str, ...] = ()
     """URLs of engines known from the start, besides those on the bus."""
     middleware: tuple[str, ...] = ()
-    """``package.module:factory`` each, the first one outermost; ``factory(config)`` returns an
-    ``tidemill.actors.router.exchange.Middleware``."""
+    """``package.module:factory`` each, outermost first; ``factory(config)`` returns a ``exchange.Middleware``."""
     model: str = ""
     """Directory of the model with the tokenizer and the chat template that the middleware uses."""
     timeout_s: PositiveFloat = 3600.0
@@ -47,14 +44,11 @@ class RouterConfig:
     health_failures: Positive = 3
     """Health checks in a row without an answer after which an engine gets no requests until it answers again."""
     max_sessions: Positive = 100_000
-    """Maximum number of sessions for which the engine is remembered; the sessions unused for longest are evicted first.
-    """
+    """Maximum number of sessions with a remembered engine; the sessions unused for longest are evicted first."""
     max_text: Positive = 64 << 20
     """Maximum number of characters and tokens of prompts and responses that the token-exact middleware remembers."""
     paths: tuple[str, ...] = ()
-    """Further paths that are forwarded, for a middleware or an engine with more requests; a part in braces stands for
-    any name.
-    """
+    """Further paths that are forwarded, for a middleware or other engines; a part in braces stands for any name."""
     max_body_bytes: Positive = 64 << 20
     """Maximum size in bytes of a request's body."""
 
@@ -67,16 +61,13 @@ class RouterConfig:
 
 
 def check_url(url: object) -> str:
-    """Return an engine's URL without a slash at its end. Raises ValueError unless it is an http or https URL with a
-    host.
-    """
+    """Return an engine's URL without a slash at its end. Raises ValueError unless it is http or https, with a host."""
     try:
         parts = urlsplit(url if isinstance(url, str) else "")
-        well = (
-            parts.scheme in ("http", "https") and parts.hostname and parts.hostname.encode("idna") and parts.port != 0
-        )
+        name = (parts.hostname or "").encode("idna")
+        is_valid = parts.scheme in ("http", "https") and name and parts.port != 0
     except ValueError:  # no port, no address in brackets, a part of the name that is empty or too long
-        well = False
-    if not isinstance(url, str) or not well or not url.isprintable() or " " in url:
+        is_valid = False
+    if not isinstance(url, str) or not is_valid or not url.isprintable() or " " in url:
         raise ValueError(f"worker: want a URL like http://host:port, got {url!r}")
     return url.rstrip("/")

@@ -56,7 +56,7 @@ DIALECTS = {
         chat_of=anthropic_messages.chat_of,
         whole_of=anthropic_messages.message_of,
         events=anthropic_messages.MessageEvents,
-        error=lambda found: {"type": "error", **found},
+        error=lambda error: {"type": "error", **error},
     ),
     "/v1/responses": Dialect(
         id=responses_api.ID,

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
-from tidemill.actors.engines.server_pool import BusDiscovery, ServerStatus
+from tidemill.actors.engines.server_discovery import BusDiscovery, ServerStatus
 from tidemill.actors.errors import EngineError, EngineUnavailable
 from tidemill.actors.router.config import RouterConfig
 from tidemill.bus.errors import BusError
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 READ_S = 1.0
 """Time limit in seconds of one read from the bus. After it, the last known rows and the health checks are used."""
 Ask = Callable[[str, str], Awaitable[int]]
-"""Function that returns the version served at a URL by the process with a nonce (empty = any). Raises NotServing when
-another process is there, or the engine reports that it does not serve, EngineError when there is no answer.
+"""Function that returns the version served at a URL by the process with a nonce (empty = any). Raises NotServing for
+another process, or one that does not serve, EngineError without an answer.
 """
 
 
@@ -45,8 +45,7 @@ class WorkerDiscovery:
         self._config, self._ask = config, ask
         self._by_hand: dict[str, None] = dict.fromkeys(config.workers)
         self._removed: dict[str, str] = {}
-        """Engines removed by hand: URL -> process, until it is added again or has another process. Its row may
-        disappear and return."""
+        """Engines removed by hand: URL -> process, until added again or in another process. A row may come back."""
         self._on_bus = BusDiscovery(view) if view is not None else None
         self._rows: dict[str, ServerStatus] = {}
         """Last known rows by URL."""
@@ -62,44 +61,37 @@ class WorkerDiscovery:
 
     def remove(self, url: str) -> bool:
         """Send an engine no more requests, wherever it is known from. Returns False when it is not known."""
-        known = url in self.urls()
+        is_known = url in self.urls()
         self._by_hand.pop(url, None)
-        if known:
+        if is_known:
             self._removed[url] = self._rows[url].process if url in self._rows else ""
             self._health.pop(url, None)
-        return known
+        return is_known
 
     def urls(self) -> list[str]:
         """Return the URLs of all known engines."""
         return [url for url in dict.fromkeys([*self._by_hand, *self._rows]) if url not in self._removed]
 
     async def discover(self) -> list[ServerStatus]:
-        """Return the engines on the bus and those added by hand, without those removed, each with the result of its
-        last health checks.
-
-        Raises no BusError: without the bus the last known rows are used.
+        """Return the engines on the bus and those added by hand, without removed ones, by their last health checks.
+        Without the bus the last known rows are used.
         """
         if self._on_bus is not None:
             try:
                 async with asyncio.timeout(READ_S):
-                    self._rows = {seen.url.rstrip("/"): seen for seen in await self._on_bus.discover()}
-            except (
-                BusError,
-                TimeoutError,
-            ) as error:  # the last known rows are still the best guess, and the checks go on
+                    self._rows = {row.url.rstrip("/"): row for row in await self._on_bus.discover()}
+            # The last known rows are still the best guess, and the checks go on.
+            except (BusError, TimeoutError) as error:
                 log.debug("live rows of engines not read error=%s", error or "time-out")
         self._removed = {url: process for url, process in self._removed.items() if not self._another(url, process)}
         return [self._status(url) for url in self.urls()]
 
     def _another(self, url: str, process: str) -> bool:
-        """Return whether another process than this one is at a URL."""
         return bool(process) and url in self._rows and self._rows[url].process != process
 
     @asynccontextmanager
     async def watch(self, wake: Callable[[], None]) -> AsyncIterator[None]:
-        """While entered, ``wake`` is called when an engine's row changes, or when it begins or ceases to serve by its
-        health checks.
-        """
+        """While entered, call ``wake`` when an engine's row changes, or it begins or ceases to serve by its checks."""
         self._wake = wake
         on_bus: AbstractAsyncContextManager[None] = nullcontext() if self._on_bus is None else self._on_bus.watch(wake)
         async with on_bus:
@@ -130,12 +122,8 @@ class WorkerDiscovery:
         except (EngineError, TimeoutError) as error:
             health.failures += 1
             if health.failures == self._config.health_failures:
-                log.warning(
-                    "worker quarantined url=%s checks without an answer=%d error=%s",
-                    url,
-                    health.failures,
-                    error or "time-out",
-                )
+                reason = error or "time-out"
+                log.warning("worker quarantined url=%s unanswered checks=%d error=%s", url, health.failures, reason)
         if self._serves(health) != before:
             log.info("worker url=%s serves=%s", url, not before)
             self._wake()
@@ -147,15 +135,8 @@ class WorkerDiscovery:
         row, health = self._rows.get(url), self._health.get(url, _Health())
         remark = f"{health.failures} health checks without an answer" if health.failures else health.reason
         if row is None:
-            version = max(health.version, 0)
-            return ServerStatus(
-                url=url, id=url, serving=self._serves(health), version=version, remark=remark or "not checked yet"
-            )
-        well = health.failures < self._config.health_failures and not health.reason
-        return ServerStatus(
-            url=url,
-            id=row.id,
-            serving=row.serving and well,
-            version=row.version,
-            remark=row.remark if not row.serving else remark,
-        )
+            serves, version, remark = self._serves(health), max(health.version, 0), remark or "not checked yet"
+            return ServerStatus(url=url, id=url, serving=serves, version=version, remark=remark)
+        serves = row.serving and health.failures < self._config.health_failures and not health.reason
+        remark = remark if row.serving else row.remark
+        return ServerStatus(url=url, id=row.id, serving=serves, version=row.version, remark=remark)

@@ -77,10 +77,7 @@ class Request:
 
 
 class Answer:
-    """Status, headers, and chunks that can be read once.
-
-    One that was made in this process has its content as a value, too.
-    """
+    """Status, headers, and chunks that can be read once. Content made in this process is kept as a value, too."""
 
     def __init__(
         self, status: int, headers: Mapping[str, str], chunks: AsyncIterator[bytes], held: AsyncExitStack | None = None
@@ -95,20 +92,18 @@ class Answer:
     @classmethod
     def of(cls, status: int, content: object) -> "Answer":
         """Return an answer with a JSON body."""
-        return cls(status, {"Content-Type": JSON}, _encoded(content))._of(content)
+        answer = cls(status, {"Content-Type": JSON}, _encoded(content))
+        answer._content = content
+        return answer
 
     @classmethod
     def of_states(cls, status: int, states: AsyncGenerator[JsonMapping, None]) -> "Answer":
         """Return a stream of these events, with [DONE] at its end. Leaving it closes ``states``."""
-        held = AsyncExitStack()
-        held.push_async_callback(states.aclose)
-        answer = cls(status, {"Content-Type": EVENTS}, _events(states), held)
+        resources = AsyncExitStack()
+        resources.push_async_callback(states.aclose)
+        answer = cls(status, {"Content-Type": EVENTS}, _events(states), resources)
         answer.states = states
         return answer
-
-    def _of(self, content: object) -> "Answer":
-        self._content = content
-        return self
 
     @property
     def streamed(self) -> bool:
@@ -126,20 +121,19 @@ class Answer:
     def with_(self, chunks: AsyncIterator[bytes] | bytes) -> "Answer":
         """Return the same answer with other content. It takes over the resources: leaving it releases the engine."""
         headers = {name: value for name, value in self.headers.items() if name.lower() != "content-length"}
-        held = self._held.pop_all()
+        resources = self._held.pop_all()
         if isinstance(chunks, AsyncGenerator):
-            held.push_async_callback(chunks.aclose)  # before its source is released
-        return Answer(self.status, headers, _once(chunks) if isinstance(chunks, bytes) else chunks, held)
+            resources.push_async_callback(chunks.aclose)  # before its source is released
+        return Answer(self.status, headers, once(chunks) if isinstance(chunks, bytes) else chunks, resources)
 
     def with_content(self, content: object) -> "Answer":
         """Return the same answer with another JSON body. It takes over the resources."""
-        return self.with_(_encoded(content))._of(content)
+        answer = self.with_(_encoded(content))
+        answer._content = content
+        return answer
 
     def with_states(self, states: AsyncGenerator[JsonMapping, None]) -> "Answer":
-        """Return the same answer as a stream of other events.
-
-        It takes over the resources, and leaving it closes ``states``.
-        """
+        """Return the answer as a stream of other events, with its resources. Leaving it closes ``states``."""
         answer = self.with_(_events(states))
         answer._held.push_async_callback(states.aclose)
         answer.states = states
@@ -166,11 +160,7 @@ def wrapped(handler: Handler, middleware: list[Middleware]) -> Handler:
 
 
 def _around(layer: Middleware, inner: Handler) -> Handler:
-    async def handle(request: Request) -> Answer:
-        """Return the middleware's answer; ``inner`` is the handler that it calls."""
-        return await layer(request, inner)
-
-    return handle
+    return lambda request: layer(request, inner)
 
 
 def refusal(status: int, message: str, kind: str) -> Answer:
@@ -178,7 +168,8 @@ def refusal(status: int, message: str, kind: str) -> Answer:
     return Answer.of(status, {"error": {"message": message, "type": kind, "param": None, "code": status}})
 
 
-async def _once(content: bytes) -> AsyncIterator[bytes]:
+async def once(content: bytes) -> AsyncIterator[bytes]:
+    """Yield the content as one chunk."""
     yield content
 
 

@@ -23,36 +23,27 @@ import aiohttp
 from yarl import URL
 
 from tidemill.actors.engines.engine_client import HttpEngine
-from tidemill.actors.engines.port import Engine
 from tidemill.actors.engines.server_pool import EnginePool, NoServer
 from tidemill.actors.errors import EngineError, EngineGone, EngineUnavailable, VersionUnavailable
 from tidemill.actors.http_api import NONCE_HEADER
 from tidemill.actors.router.config import RouterConfig
 from tidemill.actors.router.discovery import NotServing
-from tidemill.actors.router.exchange import REQUEST_HEADER, SESSION_HEADERS, Answer, Request, refusal
+from tidemill.actors.router.exchange import REQUEST_HEADER, SESSION_HEADERS, Answer, Request, once, refusal
 from tidemill.bus.http.client import content_of, open_session
 from tidemill.bus.liveness.keys import RunKeys
 
 GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions")
 """Paths of generations."""
 NOT_FORWARDED = frozenset(
-    (
-        *(
-            "host",
-            "content-length",
-            "connection",
-            "keep-alive",
-            "transfer-encoding",
-            "upgrade",
-            "te",
-            "trailer",
-            "expect",
-        ),
-        *("proxy-authenticate", "proxy-authorization", "accept-encoding"),
+    [
+        *("host", "content-length", "connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer"),
+        *("expect", "proxy-authenticate", "proxy-authorization", "accept-encoding"),
         *(name.lower() for name in SESSION_HEADERS),
-    )
+    ]
 )
 """Headers of one connection, and the headers that this module sets itself."""
+NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL)
+"""Errors of a request that was never sent."""
 UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 MAX_INFO_BYTES = 1 << 20
 """Size of the largest /model_info that is read."""
@@ -65,15 +56,10 @@ class NotSent(EngineUnavailable):
 
 
 class EngineRefused(EngineUnavailable):
-    """The engine answered 503."""
+    """The engine answered 503; the client gets this answer."""
 
-    def __init__(self, engine: str, headers: Mapping[str, str], body: bytes) -> None:
-        super().__init__(engine, body[:500].decode(errors="replace"))
-        self.headers, self.body = headers, body
-
-    def answer(self) -> Answer:
-        """Return the engine's own refusal, for the client."""
-        return Answer(UNAVAILABLE, self.headers, _once(self.body))
+    headers: Mapping[str, str]
+    body: bytes
 
 
 class EngineRefusedVersion(EngineRefused, VersionUnavailable):
@@ -124,7 +110,7 @@ class Forwarder:
     async def handle(self, request: Request) -> Answer:
         """Return the engine's answer, or an error with the reason why there is none."""
         deadline, avoid = time.monotonic() + self._config.timeout_s, ""
-        for left in range(self._config.retries, -1, -1):
+        for attempts_left in range(self._config.retries, -1, -1):
             try:
                 return await self._attempt(request, deadline, avoid)
             except NoServer as error:
@@ -132,10 +118,10 @@ class Forwarder:
             except RequestTimeout as error:
                 return refusal(504, str(error), "timeout")
             except EngineUnavailable as error:
-                if left == 0 or not _repeatable(request, error):
-                    return (
-                        error.answer() if isinstance(error, EngineRefused) else refusal(502, str(error), "bad_gateway")
-                    )
+                if attempts_left == 0 or not _repeatable(request, error):
+                    if isinstance(error, EngineRefused):
+                        return Answer(UNAVAILABLE, error.headers, once(error.body))
+                    return refusal(502, str(error), "bad_gateway")
                 avoid = error.engine
         raise AssertionError("the last attempt returns")
 
@@ -145,7 +131,7 @@ class Forwarder:
         wait_s = min(config.wait_s, deadline - time.monotonic())
         min_version = request.field("min_version")
         async with AsyncExitStack() as stack:
-            id, engine = await stack.enter_async_context(
+            engine_id, engine = await stack.enter_async_context(
                 self._engines.acquire(
                     min_version=min_version if isinstance(min_version, int) else 0,
                     timeout_s=wait_s,
@@ -153,26 +139,22 @@ class Forwarder:
                     prefer=self.sessions.engine(request.session),
                 )
             )
-            response = await self._open(stack, request, id, _url(engine), deadline)
-            self.sessions.note(request.session, id)
-            return Answer(
-                response.status, _passed_on(response.headers), self._chunks(response, id, deadline), stack.pop_all()
-            )
+            assert isinstance(engine, HttpEngine)
+            response = await self._open(stack, request, engine_id, engine.url, deadline)
+            self.sessions.note(request.session, engine_id)
+            chunks = self._chunks(response, engine_id, deadline)
+            return Answer(response.status, _passed_on(response.headers), chunks, stack.pop_all())
 
     async def _open(
-        self, stack: AsyncExitStack, request: Request, id: str, url: str, deadline: float
+        self, stack: AsyncExitStack, request: Request, engine_id: str, url: str, deadline: float
     ) -> aiohttp.ClientResponse:
-        """Send the request and return the response with its headers.
-
-        Raises NotSent, EngineRefused, EngineGone, RequestTimeout.
-        """
+        """Send the request. Raises NotSent, EngineRefused, EngineGone, RequestTimeout."""
         # Encoded here, so that the engine sees exactly this path: nothing in it is read as a query or as a step to a
         # parent path.
         where = URL(url + quote(request.path) + (f"?{request.query}" if request.query else ""), encoded=True)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in NOT_FORWARDED}
-        if (
-            self._keys is not None
-        ):  # the client's key was checked here; without keys of a run, engines added by hand may require it
+        if self._keys is not None:
+            # The client's key was checked here. Without keys of a run, engines added by hand may require it.
             headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
             headers |= await self._keys.headers(admin=False)
         headers["Accept-Encoding"] = "identity"  # chunks are passed on unchanged, each at once
@@ -184,30 +166,25 @@ class Forwarder:
                     )
                 )
                 if response.status == UNAVAILABLE:
-                    raise _refused(id, response, await response.content.read(MAX_REFUSAL_BYTES))
+                    raise _refused(engine_id, response, await response.content.read(MAX_REFUSAL_BYTES))
                 return response
-        except (
-            aiohttp.ClientConnectorError,
-            aiohttp.ConnectionTimeoutError,
-            aiohttp.InvalidURL,
-            UnicodeError,
-        ) as error:
-            raise NotSent(id, f"{type(error).__name__}: {error}") from error
+        except (*NO_CONNECTION, UnicodeError) as error:
+            raise NotSent(engine_id, f"{type(error).__name__}: {error}") from error
         except TimeoutError as error:
-            raise RequestTimeout(f"engine {id}: no answer within {self._config.timeout_s:g} s") from error
+            raise RequestTimeout(f"engine {engine_id}: no answer within {self._config.timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineGone(id, f"{type(error).__name__}: {error}") from error
+            raise EngineGone(engine_id, f"{type(error).__name__}: {error}") from error
 
-    async def _chunks(self, response: aiohttp.ClientResponse, id: str, deadline: float) -> AsyncIterator[bytes]:
+    async def _chunks(self, response: aiohttp.ClientResponse, engine_id: str, deadline: float) -> AsyncIterator[bytes]:
         """Yield the chunks as they arrive. Raises EngineGone when the connection breaks, RequestTimeout."""
         while True:
             try:
                 async with asyncio.timeout(min(self._config.idle_s, deadline - time.monotonic())):
                     chunk = await response.content.readany()
             except TimeoutError as error:
-                raise RequestTimeout(f"engine {id}: no further data within the time limit") from error
+                raise RequestTimeout(f"engine {engine_id}: no further data within the time limit") from error
             except (aiohttp.ClientError, OSError) as error:
-                raise EngineGone(id, f"{type(error).__name__}: {error}") from error
+                raise EngineGone(engine_id, f"{type(error).__name__}: {error}") from error
             if not chunk:
                 return
             yield chunk
@@ -220,9 +197,8 @@ class Asker:
         self._session, self._keys = session, keys
 
     async def __call__(self, url: str, nonce: str = "") -> int:
-        """Return the served version; 0 if it is not reported as a number. Raises NotServing, EngineUnavailable.
-
-        ``nonce``: from the engine's live row, which the answer must have; empty = unknown.
+        """Return the served version; 0 if it is not reported as a number. ``nonce``: from the engine's live row, which
+        the answer must have; empty = unknown. Raises NotServing, EngineUnavailable.
         """
         try:
             async with self._session.get(url + "/health") as response:
@@ -232,20 +208,12 @@ class Asker:
                     raise NotServing(url, f"/health: HTTP {response.status}")
             headers = {} if self._keys is None else await self._keys.headers(admin=False)
             async with self._session.get(url + "/model_info", headers=headers) as response:
-                info = (
-                    json.loads(await content_of(response.content, MAX_INFO_BYTES))
-                    if response.status == HTTPStatus.OK
-                    else {}
-                )
+                is_ok = response.status == HTTPStatus.OK
+                info = json.loads(await content_of(response.content, MAX_INFO_BYTES)) if is_ok else {}
                 version = info.get("weight_version")
         except (aiohttp.ClientError, OSError, ValueError, AttributeError, RecursionError) as error:
             raise EngineUnavailable(url, f"{type(error).__name__}: {error}") from error
         return int(version) if isinstance(version, str) and version.isdecimal() else 0
-
-
-def _url(engine: Engine) -> str:
-    assert isinstance(engine, HttpEngine)
-    return engine.url
 
 
 def _repeatable(request: Request, error: EngineUnavailable) -> bool:
@@ -255,18 +223,10 @@ def _repeatable(request: Request, error: EngineUnavailable) -> bool:
     return named or (isinstance(error, EngineRefused) and request.path in GENERATING)
 
 
-def _refused(id: str, response: aiohttp.ClientResponse, body: bytes) -> EngineRefused:
+def _refused(engine_id: str, response: aiohttp.ClientResponse, body: bytes) -> EngineRefused:
     kind = EngineRefusedVersion if b'"VersionUnavailable"' in body else EngineRefused
-    return kind(id, _passed_on(response.headers), body)
+    return kind(engine_id, body[:500].decode(errors="replace"), _passed_on(response.headers), body)
 
 
 def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in headers.items()
-        if name.lower() not in NOT_FORWARDED and name.lower() not in ("date", "server")
-    }
-
-
-async def _once(content: bytes) -> AsyncIterator[bytes]:
-    yield content
+    return {name: value for name, value in headers.items() if name.lower() not in {*NOT_FORWARDED, "date", "server"}}

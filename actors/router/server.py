@@ -53,24 +53,10 @@ UPDATE_EVERY_S = 1.0
 
 _NAME = r"\w[\w.-]*"
 FORWARDED = (
-    *(
-        "/generate",
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-    ),
-    *("/v1/embeddings", "/encode", "/classify", "/v1/classify", "/v1/score", "/v1/rerank", "/retrieve_from_text"),
-    *(
-        "/tokenize",
-        "/detokenize",
-        "/v1/tokenize",
-        "/v1/detokenize",
-        "/v1/models",
-        f"/v1/models/{{model:{_NAME}(/{_NAME})?}}",
-        "/v1/loads",
-    ),
+    *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/messages/count_tokens", "/v1/embeddings", "/encode", "/classify", "/v1/classify", "/v1/score", "/v1/rerank"),
+    *("/retrieve_from_text", "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/v1/models"),
+    *(f"/v1/models/{{model:{_NAME}(/{_NAME})?}}", "/v1/loads"),
     *("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/health_generate"),
 )
 """Paths of requests of SGLang, OpenAI and Anthropic, and of ``TokenHistory``. ``RouterConfig.paths`` adds others."""
@@ -82,10 +68,7 @@ class RouterServer:
     """The server of a router. Call ``start``, and ``close`` at the end."""
 
     def __init__(self, config: RouterConfig, view: LiveView | None = None, keys: RunKeys | None = None) -> None:
-        """``keys``: keys of the run, required of clients and sent to engines.
-
-        Raises ValueError for a middleware that does not exist.
-        """
+        """``keys``: keys of the run, required of clients and sent to engines. Raises FunctionRefused."""
         self._config, self._view, self._keys = config, view, keys
         self._middleware = [load_middleware(path, config) for path in config.middleware]
         self._works: list[asyncio.Task[None]] = []
@@ -95,7 +78,7 @@ class RouterServer:
             "POST /remove_worker": Route.command(self._remove),
             "GET /list_workers": Route.request(self._list),
             "POST /abort_request": Route.request(self._abort),
-            **{f"* {path}": Route.request(self._pass_on) for path in (*FORWARDED, *config.paths)},
+            **{f"* {path}": Route.request(self._forward) for path in (*FORWARDED, *config.paths)},
             "* /{path:.*}": Route.request(self._refuse),
         }
         self._access = RunAccess(keys, unguarded=config.insecure)
@@ -104,10 +87,7 @@ class RouterServer:
         self.url, self._draining = "", False
 
     async def start(self) -> str:
-        """Start discovery and listen; return the URL.
-
-        Raises ValueError for an address that other machines reach without a key, OSError.
-        """
+        """Start discovery and listen. Raises OSError, ValueError for an address that others reach without a key."""
         config = self._config
         self._session = open_session(total_s=config.health_timeout_s)
         self.discovery = WorkerDiscovery(config, Asker(self._session, self._keys), self._view)
@@ -153,16 +133,12 @@ class RouterServer:
         return sum(engine["in_flight"] for engine in self.engines.overview())
 
     # -- its own paths
-    # --------------------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
         serving = 0 if self._draining else sum(engine["serving"] for engine in self.engines.overview())
-        body = {
-            "status": "ok" if serving else "no engine serves",
-            "serving": serving,
-            "workers": len(self.discovery.urls()),
-        }
-        return web.json_response(body, status=200 if serving else 503)
+        status, code = ("ok", 200) if serving else ("no engine serves", 503)
+        body = {"status": status, "serving": serving, "workers": len(self.discovery.urls())}
+        return web.json_response(body, status=code)
 
     async def _add(self, request: web.Request) -> web.Response:
         await self.discovery.add(await _worker_in(request))
@@ -172,9 +148,8 @@ class RouterServer:
     async def _remove(self, request: web.Request) -> web.Response:
         url = await _worker_in(request)
         if not self.discovery.remove(url):
-            raise BadRequest(
-                f"url: want one of {', '.join(self.discovery.urls()) or 'no URL: there is no worker'}, got {url!r}"
-            )
+            urls = ", ".join(self.discovery.urls()) or "no URL: there is no worker"
+            raise BadRequest(f"url: want one of {urls}, got {url!r}")
         await self._refresh()
         return web.json_response({"status": "success", "worker_urls": self._loads()})
 
@@ -184,14 +159,14 @@ class RouterServer:
 
     async def _list(self, request: web.Request) -> web.Response:
         urls = self.discovery.urls()
-        seen = {engine["url"]: engine for engine in self.engines.overview()}
+        engines = {engine["url"]: engine for engine in self.engines.overview()}
         unseen = {"id": "", "serving": False, "version": -1, "in_flight": 0, "failures": 0, "remark": "not checked yet"}
-        workers = [seen.get(url, {"url": url, **unseen}) for url in urls]
+        workers = [engines.get(url, {"url": url, **unseen}) for url in urls]
         return web.json_response({"urls": urls, "workers": workers, "sessions": len(self.forwarder.sessions)})
 
     def _loads(self) -> dict[str, int]:
-        seen = {engine["url"]: engine["in_flight"] for engine in self.engines.overview()}
-        return {url: seen.get(url, 0) for url in self.discovery.urls()}
+        in_flight = {engine["url"]: engine["in_flight"] for engine in self.engines.overview()}
+        return {url: in_flight.get(url, 0) for url in self.discovery.urls()}
 
     async def _abort(self, request: web.Request) -> web.Response:
         """Send the abort to all engines: the router does not know which of them has the request."""
@@ -208,68 +183,57 @@ class RouterServer:
         try:
             async with self._session.post(url + "/abort_request", json=body, headers=headers) as response:
                 return response.status == 200
-        except (
-            aiohttp.ClientError,
-            OSError,
-            TimeoutError,
-            ValueError,
-        ) as error:  # ValueError: the address in a row is no URL
+        # ValueError: the address in a row is no URL.
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             log.info("abort did not reach url=%s error=%s", url, error)
             return False
 
     # -- forwarding
-    # -----------------------------------------------------------------------------------------------------
 
-    async def _pass_on(self, given: web.Request) -> web.StreamResponse:
+    async def _forward(self, incoming: web.Request) -> web.StreamResponse:
         if self._draining:
-            return await self._give(given, refusal(503, "the router is draining", "no_available_workers"))
-        request = _request(given, body_in(given))
+            return await self._send(incoming, refusal(503, "the router is draining", "no_available_workers"))
+        request = _request(incoming, body_in(incoming))
         try:
             answer = await self._handle(request)
         except EngineError as error:
             if isinstance(error, BadRequest):
                 raise
             answer = refusal(502, str(error), "bad_gateway")
-        return await self._give(given, answer)
+        return await self._send(incoming, answer)
 
-    async def _refuse(self, given: web.Request) -> web.StreamResponse:
+    async def _refuse(self, incoming: web.Request) -> web.StreamResponse:
         where = "a command goes to one engine directly; for a path of requests start the router with --path PATH"
-        return await self._give(given, refusal(404, f"{given.path}: not forwarded; {where}", "not_found"))
+        return await self._send(incoming, refusal(404, f"{incoming.path}: not forwarded; {where}", "not_found"))
 
-    async def _give(self, given: web.Request, answer: Answer) -> web.StreamResponse:
-        """Send the answer chunk by chunk.
-
-        When the engine breaks off, so does this: the client must not accept half an answer.
-        """
+    async def _send(self, incoming: web.Request, answer: Answer) -> web.StreamResponse:
+        """Send the answer chunk by chunk. When the engine breaks off, so does this: half an answer is no answer."""
         headers = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_HEADERS}
         response = web.StreamResponse(status=answer.status, headers=headers)
         try:
             async with answer:
-                await response.prepare(given)
+                await response.prepare(incoming)
                 async for chunk in answer.chunks:
                     async with asyncio.timeout(self._config.idle_s):
                         await response.write(chunk)
         except (EngineError, TimeoutError) as error:
-            log.warning("answer broken off path=%s error=%s", given.path, error or "the client does not read")
+            log.warning("answer broken off path=%s error=%s", incoming.path, error or "the client does not read")
             raise ConnectionResetError("answer broken off") from error  # the client sees that the answer is incomplete
         await response.write_eof()
         return response
 
 
 def load_middleware(path: str, config: RouterConfig) -> Middleware:
-    """Return the result of ``package.module:factory``, called with the settings. Raises FunctionRefused when it does
-    not exist.
-    """
+    """Return the result of ``package.module:factory``, called with the settings. Raises FunctionRefused."""
     factory: Callable[[RouterConfig], Middleware] = find_function(path, "middleware", want="package.module:factory")
     return factory(config)
 
 
-def _request(given: web.Request, body: bytes) -> Request:
+def _request(incoming: web.Request, body: bytes) -> Request:
     """Return the request with its session, taken out of header or body: engines do not receive it."""
-    request = Request(
-        method=given.method, path=given.path, query=given.rel_url.raw_query_string, headers=given.headers, body=body
-    )
-    session = next((given.headers[name] for name in SESSION_HEADERS if given.headers.get(name)), "")
+    method, path, query = incoming.method, incoming.path, incoming.rel_url.raw_query_string
+    request = Request(method=method, path=path, query=query, headers=incoming.headers, body=body)
+    session = next((incoming.headers[name] for name in SESSION_HEADERS if incoming.headers.get(name)), "")
     if f'"{SESSION_FIELD}"'.encode() in body and SESSION_FIELD in (fields := request.map):
         named = fields.pop(SESSION_FIELD)
         request, session = request.with_body(fields), session or str(named or "")
@@ -285,34 +249,32 @@ async def _worker_in(request: web.Request) -> str:
 
 
 async def run_router(
-    config: RouterConfig, bus_url: str, run: str, id: str, draining: asyncio.Event, *, drain_s: float
+    config: RouterConfig, bus_url: str, run: str, router_id: str, draining: asyncio.Event, *, drain_s: float
 ) -> None:
     """Serve until ``draining`` is set. Without ``bus_url`` the router knows only the engines added by hand, and no
-    keys.
-
-    Raises BusUnavailable when there is no bus within five minutes, ValueError for a middleware that does not exist.
+    keys. Raises BusUnavailable without a bus for five minutes, FunctionRefused for a middleware.
     """
     async with AsyncExitStack() as stack:
         bus, view, heartbeat, keys = None, None, None, None
         if bus_url:
-            bus = await connected(stack, bus_url, run, BusConfig(), name=f"router {id}".strip(), draining=draining)
+            bus = await connected(
+                stack, bus_url, run, BusConfig(), name=f"router {router_id}".strip(), draining=draining
+            )
             if bus is None:
                 return
             view, keys = LiveView(bus), admin_keys(bus)
-            heartbeat = await stack.enter_async_context(
-                HeartbeatPublisher(bus, first_row("router", id or default_id()))
-            )
+            row = first_row("router", router_id or default_id())
+            heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, row))
             route = await asyncio.to_thread(route_to, bus_url)
-            at = reach(
-                config.host, config.advertise, replace(route, is_here=True), name="router.host"
-            )  # it may serve this machine alone
+            route = replace(route, is_here=True)  # it may serve this machine alone
+            at = reach(config.host, config.advertise, route, name="router.host")
             config = replace(config, host=at.bind, advertise=at.advertised)
         router = RouterServer(config, view, keys)
         url = await router.start()
         log.info("listening url=%s", url)
         try:
-            witness = [] if bus is None or heartbeat is None else [AddressChecker(bus, heartbeat).run()]
-            await first_of(_update_heartbeat(router, heartbeat), router.failed(), *witness, draining.wait())
+            checks = [] if bus is None or heartbeat is None else [AddressChecker(bus, heartbeat).run()]
+            await first_of(_update_heartbeat(router, heartbeat), router.failed(), *checks, draining.wait())
         finally:
             await router.close(drain_s)
 
@@ -322,14 +284,8 @@ async def _update_heartbeat(router: RouterServer, heartbeat: HeartbeatPublisher 
         if heartbeat is not None:
             engines = router.engines.overview()
             serving = sum(engine["serving"] for engine in engines)
-            load = {
-                "workers": len(engines),
-                "serving": serving,
-                "in_flight": router.in_flight,
-                "sessions": len(router.forwarder.sessions),
-            }
-            phase = "serving" if serving else "waiting"
-            heartbeat.update(
-                phase=phase, waits_for="" if serving else "an engine that serves", address=router.url, load=load
-            )
+            load = {"workers": len(engines), "serving": serving}
+            load |= {"in_flight": router.in_flight, "sessions": len(router.forwarder.sessions)}
+            phase, waits_for = ("serving", "") if serving else ("waiting", "an engine that serves")
+            heartbeat.update(phase=phase, waits_for=waits_for, address=router.url, load=load)
         await asyncio.sleep(UPDATE_EVERY_S)

@@ -10,9 +10,7 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 
 class SentStates:
-    """The states of a stream that its client was sent, each response to be remembered once: whole, or as far as the
-    client has it.
-    """
+    """The states of a stream as its client was sent them. Each response is remembered once, as far as it was sent."""
 
     def __init__(self, remember: Callable[[int, JsonMapping], None], decode: Callable[[list[int]], str]) -> None:
         """``remember`` is called with the place of a response and its state."""
@@ -74,10 +72,7 @@ async def states_in(chunks: AsyncIterator[bytes]) -> AsyncGenerator[JsonMapping,
 
 
 def state_in(line: bytes) -> JsonObject | None:
-    """Return the response state in an event; None for an event without one ([DONE], an error).
-
-    Raises EngineError for no JSON.
-    """
+    """Return the response state in an event; None without one ([DONE], an error). Raises EngineError for no JSON."""
     if (data := data_of(line)) is None or not data.startswith(b"{"):
         return None
     state = _decoded(data)

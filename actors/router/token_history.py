@@ -22,12 +22,13 @@ from pathlib import Path
 
 from tidemill.actors.errors import BadRequest, EngineError
 from tidemill.actors.openai import openai_api
+from tidemill.actors.openai.openai_answers import ResponseBuilder
 from tidemill.actors.router.chats import AskedChat, Chats, TemplateChats
 from tidemill.actors.router.config import RouterConfig
 from tidemill.actors.router.dialects import DIALECTS
 from tidemill.actors.router.exchange import Answer, Handler, Request
 from tidemill.actors.router.state_streams import SentStates, sampled_piece, state_in, states_in
-from tidemill.actors.router.tree import TokenPiece, TokenTree, columns
+from tidemill.actors.router.tree import TokenPiece, TokenTree, columns, ids_of
 from tidemill.actors.text.text import Text
 from tidemill.actors.text.tool_calls import ChatTemplate
 from tidemill.bus.wire.json_object import JsonMapping
@@ -69,20 +70,15 @@ class TokenHistory:
         chats: Chats | None = None,
         template_args: JsonMapping | None = None,
     ) -> None:
-        """Raises ValueError for a model directory without a tokenizer.json. ``max_text``: where the model is not that
-        of a router.
-
-        ``chats``: None = those of the model's chat template. ``template_args``: those of requests that do not name
-        them.
+        """``max_text``: unless it is a router's. ``chats``: None = by the model's chat template. ``template_args``: of
+        requests that do not name them. Raises ValueError for a model directory without a tokenizer.json.
         """
         if isinstance(model, RouterConfig):
-            found, max_text = ModelText.read(model.model, "router.model"), model.max_text
-        else:
-            found = model
-        self._text, self._model, self._max_context = found.text, found.name, found.max_context
+            max_text, model = model.max_text, ModelText.read(model.model, "router.model")
+        self._text, self._model, self._max_context = model.text, model.name, model.max_context
         self._engine_context, self._engine_context_until_s = 0, float("-inf")
         self.tree = TokenTree(max_text)
-        self._chats = chats or TemplateChats(found.template, self.pieces, max_text)
+        self._chats = chats or TemplateChats(model.template, self.pieces, max_text)
         self._template_args = dict(template_args or {})
 
     async def __call__(self, request: Request, handler: Handler) -> Answer:
@@ -93,27 +89,21 @@ class TokenHistory:
             **dict.fromkeys(DIALECTS, self._translated),
             "/retrieve_from_text": self._retrieve,
         }
-        answering = paths.get(request.path)
-        if request.method != "POST" or answering is None:
-            return await handler(request)
-        return await answering(request, handler)
+        answer = paths.get(request.path)
+        return await handler(request) if request.method != "POST" or answer is None else await answer(request, handler)
 
     async def pieces(self, text: str, session: str = "", *, add_special: bool = True) -> list[TokenPiece]:
-        """Return a text as its remembered pieces and, tokenised, the rest.
-
-        Raises BadRequest for text that has no tokens.
-        """
-        known, end = self.tree.find(text, session)
-        if end == len(text) and known:
-            return known
+        """Return a text as its remembered pieces and, tokenised, the rest. Raises BadRequest."""
+        remembered, end = self.tree.find(text, session)
+        if end == len(text) and remembered:
+            return remembered
         try:
             ids = await self._text.encoded(text[end:], add_special=add_special and end == 0)
         except ValueError as error:
             raise BadRequest(str(error)) from None
-        return [*known, TokenPiece(text=text[end:], tokens=tuple(ids))]
+        return [*remembered, TokenPiece(text=text[end:], tokens=tuple(ids))]
 
     # -- /generate
-    # ------------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: Request, handler: Handler) -> Answer:
         body = request.json()
@@ -121,16 +111,14 @@ class TokenHistory:
         if text is None:
             return await handler(replace(request, value=body))
         texts = text if isinstance(text, list) else [text]
-        if not texts or not all(isinstance(each, str) for each in texts):
+        if not texts or not all(isinstance(prompt, str) for prompt in texts):
             raise BadRequest(f"text: want a string or a list of strings, got {text!r}")
-        prompts = [await self.pieces(each, request.session) for each in texts]
+        prompts = [await self.pieces(prompt, request.session) for prompt in texts]
         owners = _Owners(prompts, body.get("sampling_params"))
-        ids = [_ids(prompt) for prompt in prompts]
+        ids = [ids_of(prompt) for prompt in prompts]
         # The log-probs are remembered with the tokens, so they are requested even if the client does not want them.
-        changed = request.with_body(
-            {**body, "input_ids": ids if isinstance(text, list) else ids[0], "return_logprob": True}
-        )
-        answer = await handler(changed)
+        body |= {"input_ids": ids if isinstance(text, list) else ids[0], "return_logprob": True}
+        answer = await handler(request.with_body(body))
         async with answer:
             if answer.status != 200:
                 return answer.with_(answer.chunks)
@@ -183,72 +171,63 @@ class TokenHistory:
     def remember(
         self, prompt: Sequence[TokenPiece], answer: Mapping[str, object], session: str = ""
     ) -> list[TokenPiece]:
-        """Remember a prompt with its finished response, and return the pieces of both; a response without ids and
-        log-probs is left out.
-        """
-        whole = [*prompt, *self._sampled(answer)]
-        self.tree.remember(whole, session)
-        return whole
+        """Remember a prompt with its finished response, unless that lacks ids or log-probs. Returns their pieces."""
+        pieces = [*prompt, *self._sampled(answer)]
+        self.tree.remember(pieces, session)
+        return pieces
 
     def _sampled(self, answer: JsonMapping) -> list[TokenPiece]:
-        """Return up to two pieces: the visible text, and the ending that the client may append (``<|im_end|>``, a stop
-        string).
-        """
-        if (whole := sampled_piece(answer)) is None:
+        """Return up to two pieces: the visible text, and the ending that the client may append (a stop string)."""
+        if (sampled := sampled_piece(answer)) is None:
             return []
-        ids, matched = list(whole.tokens), (answer["meta_info"].get("finish_reason") or {}).get("matched")
-        cut, seen, tail = self._cut(ids, str(answer.get("text") or ""), matched)
-        if cut and not seen:  # ids without visible text belong to the text that is visible
-            cut, seen, tail = len(ids), tail, ""
-        pieces = [_part(whole, seen, slice(cut))] if cut else []
-        return [*pieces, _part(whole, tail, slice(cut, None))] if cut < len(ids) else pieces
+        ids, matched = list(sampled.tokens), (answer["meta_info"].get("finish_reason") or {}).get("matched")
+        cut, visible, tail = self._cut(ids, str(answer.get("text") or ""), matched)
+        if cut and not visible:  # ids without visible text belong to the text that is visible
+            cut, visible, tail = len(ids), tail, ""
+        pieces = [_part(sampled, visible, slice(cut))] if cut else []
+        return [*pieces, _part(sampled, tail, slice(cut, None))] if cut < len(ids) else pieces
 
-    def _cut(self, ids: list[int], seen: str, matched: object) -> tuple[int, str, str]:
+    def _cut(self, ids: list[int], visible: str, matched: object) -> tuple[int, str, str]:
         """Return (number of visible tokens, their text, the text of the others)."""
         if isinstance(matched, int) and ids[-1] == matched:
-            return len(ids) - 1, seen, self._text.decode(ids[-1:], skip_special=False)
-        whole = self._text.decode(ids)
-        if not isinstance(matched, str) or whole == seen:
-            return len(ids), seen, ""
+            return len(ids) - 1, visible, self._text.decode(ids[-1:], skip_special=False)
+        text = self._text.decode(ids)
+        if not isinstance(matched, str) or text == visible:
+            return len(ids), visible, ""
         cut = len(ids)
-        while cut and not seen.startswith(self._text.decode(ids[:cut])):
+        while cut and not visible.startswith(self._text.decode(ids[:cut])):
             cut -= 1
         shown = self._text.decode(ids[:cut])
-        return cut, shown, whole[len(shown) :]
+        return cut, shown, text[len(shown) :]
 
     # -- OpenAI's paths
-    # -------------------------------------------------------------------------------------------------
 
     async def _openai(self, request: Request, handler: Handler) -> Answer:
-        asked = None
+        chat = None
         try:
             parsed = openai_api.parse(request.json(), chat=request.path == "/v1/chat/completions")
             if parsed.chat:
                 parsed = parsed.stopping_at(self._chats.stop_token_ids)
-                asked = await self._ask(parsed, request.session)
-            prompts = (
-                [await self._prompt(each, request.session) for each in parsed.prompts]
-                if asked is None
-                else [list(asked.pieces)]
-            )
+                chat = await self._ask(parsed, request.session)
+                prompts = [list(chat.pieces)]
+            else:
+                prompts = [await self._prompt(prompt, request.session) for prompt in parsed.prompts]
         except BadRequest as error:
             return Answer.of(400, openai_api.error(str(error), 400))
         owners = _Owners(prompts, parsed.sampling)
-        context = (
-            await self._context(request, handler)
-            if parsed.chat and "max_new_tokens" not in parsed.sampling
-            else self._max_context
-        )
+        context: int | Answer = self._max_context
+        if parsed.chat and "max_new_tokens" not in parsed.sampling:
+            context = await self._context(request, handler)
         if isinstance(context, Answer):
             return context
-        generate = parsed.generate([_ids(prompt) for prompt in prompts], max_context=context)
-        builder = openai_api.ResponseBuilder(
+        generate = parsed.generate([ids_of(prompt) for prompt in prompts], max_context=context)
+        builder = ResponseBuilder(
             parsed,
-            id=request.id or secrets.token_hex(12),
+            chat_id=request.id or secrets.token_hex(12),
             model=self._model,
             created=int(time.time()),
             piece=lambda token: self._text.decode([token], skip_special=False),
-            read=None if asked is None else self._chats.reader(asked),
+            read=None if chat is None else self._chats.reader(chat),
         )
         answer = await handler(request.with_body(generate, "/generate"))
         async with answer:
@@ -256,21 +235,19 @@ class TokenHistory:
                 return await _refused(answer)
             if answer.streamed:
                 states = answer.states if answer.states is not None else states_in(answer.chunks)
-                return answer.with_states(self._openai_events(states, builder, owners, request.session, asked))
-            read = await answer.json()
-            answers = read if isinstance(read, list) else [read]
-            self._note(answers, owners, request.session)
-            for place, each in enumerate(answers):
-                self._note_chat(asked, {**each, "index": place}, builder)
-            whole = builder.whole(answers) | ({"prompt_token_ids": _ids(prompts[0])} if parsed.token_ids else {})
-            return answer.with_content(whole)
+                return answer.with_states(self._openai_events(states, builder, owners, request.session, chat))
+            reply = await answer.json()
+            replies = reply if isinstance(reply, list) else [reply]
+            self._note(replies, owners, request.session)
+            for place, reply in enumerate(replies):
+                self._note_chat(chat, {**reply, "index": place}, builder)
+            prompt_ids = {"prompt_token_ids": ids_of(prompts[0])} if parsed.token_ids else {}
+            return answer.with_content(builder.whole(replies) | prompt_ids)
 
     async def _ask(self, parsed: openai_api.ParsedRequest, session: str) -> AskedChat:
-        """Return a chat with its prompt. Raises BadRequest."""
         return await self._chats.ask(replace(parsed, template={**self._template_args, **parsed.template}), session)
 
     async def _translated(self, request: Request, handler: Handler) -> Answer:
-        """Answer a request of another API by a chat completion."""
         dialect, body = DIALECTS[request.path], request.json()
         try:
             chat = dialect.chat_of(body)
@@ -284,9 +261,7 @@ class TokenHistory:
             return answer.with_content(dialect.whole_of(reply, body) if answer.status == 200 else dialect.error(reply))
 
     async def _context(self, request: Request, handler: Handler) -> int | Answer:
-        """Return the context length of an engine in tokens, which may be less than its model's; an Answer when no
-        engine serves.
-        """
+        """Return the context length of an engine, maybe less than its model's; an Answer when no engine serves."""
         if time.monotonic() < self._engine_context_until_s:
             return self._engine_context
         answer = await handler(replace(request, method="GET", path="/v1/models", query="", body=b"", value=None))
@@ -303,50 +278,45 @@ class TokenHistory:
         return length
 
     async def _prompt(self, prompt: str | list[int], session: str) -> list[TokenPiece]:
-        return (
-            await self.pieces(prompt, session)
-            if isinstance(prompt, str)
-            else [TokenPiece(text="", tokens=tuple(prompt))]
-        )
+        if isinstance(prompt, str):
+            return await self.pieces(prompt, session)
+        return [TokenPiece(text="", tokens=tuple(prompt))]
 
     async def _openai_events(
         self,
         states: AsyncGenerator[JsonMapping, None],
-        builder: openai_api.ResponseBuilder,
+        builder: ResponseBuilder,
         owners: "_Owners",
         session: str,
-        asked: AskedChat | None,
+        chat: AskedChat | None,
     ) -> AsyncGenerator[JsonMapping, None]:
-        """Yield the chunks. Raises EngineError for states that end before each response has its last one, or an error
-        is sent instead.
-        """
-        sent, open = self._sent(owners, session), set(range(owners.count))
+        """Yield the chunks. Raises EngineError when the states end before each response has its last one."""
+        sent, unfinished = self._sent(owners, session), set(range(owners.count))
         try:
             async with aclosing(states):
                 async for state in states:
                     if "error" in state:
-                        open.clear()
+                        unfinished.clear()
                         yield state
                         continue
                     if sent.take(state):
-                        open.discard(state.get("index", 0))
-                        self._note_chat(asked, state, builder)
+                        unfinished.discard(state.get("index", 0))
+                        self._note_chat(chat, state, builder)
                     for part in builder.parts(state):
                         yield part
                         sent.seen(state, builder.shown(state))
         finally:
             sent.note_cut()
-        if open:
-            raise EngineError(f"the engine's stream ended, and {len(open)} of its responses had not")
+        if unfinished:
+            raise EngineError(f"the engine's stream ended, and {len(unfinished)} of its responses had not")
         for part in builder.last():
             yield part
 
-    def _note_chat(self, asked: AskedChat | None, answer: JsonMapping, builder: openai_api.ResponseBuilder) -> None:
-        if asked is not None:
-            self._chats.remember(asked, answer, builder.message(answer))
+    def _note_chat(self, chat: AskedChat | None, answer: JsonMapping, builder: ResponseBuilder) -> None:
+        if chat is not None:
+            self._chats.remember(chat, answer, builder.message(answer))
 
     # -- /retrieve_from_text
-    # --------------------------------------------------------------------------------------------
 
     async def _retrieve(self, request: Request, handler: Handler) -> Answer:
         """Return tokens, log-probs and versions of ``text``, or of ``messages`` as the template renders them."""
@@ -355,56 +325,36 @@ class TokenHistory:
         if text is None and "messages" in body:
             body.setdefault("add_generation_prompt", False)
             pieces = list((await self._ask(openai_api.parse(body, chat=True), request.session)).pieces)
-            seen = all(piece.text for piece in pieces)  # a renderer makes ids, not text
-            text = (
-                "".join(piece.text for piece in pieces) if seen else self._text.decode(_ids(pieces), skip_special=False)
-            )
+            if all(piece.text for piece in pieces):
+                text = "".join(piece.text for piece in pieces)
+            else:  # a renderer makes ids, not text
+                text = self._text.decode(ids_of(pieces), skip_special=False)
         elif not isinstance(text, str):
             raise BadRequest(f"text: want a string, got {text!r}")
         else:
             pieces = await self.pieces(text, request.session) if text else []
-        values = list(columns(pieces))
-        tokens, log_probs, versions, mask = (
-            (list(column) for column in zip(*values, strict=True)) if values else ([], [], [], [])
-        )
-        return Answer.of(
-            200,
-            {
-                "tokens": tokens,
-                "response": text,
-                "loss_mask": mask,
-                "token_length": len(tokens),
-                "loss_mask_length": len(mask),
-                "rollout_logp": log_probs,
-                "versions": versions,
-            },
-        )
+        rows = list(columns(pieces))
+        tokens, log_probs, versions, mask = map(list, zip(*rows, strict=True)) if rows else ([], [], [], [])
+        content = {"tokens": tokens, "response": text, "loss_mask": mask, "token_length": len(tokens)}
+        content |= {"loss_mask_length": len(mask), "rollout_logp": log_probs, "versions": versions}
+        return Answer.of(200, content)
 
 
 def _part(piece: TokenPiece, text: str, tokens: slice) -> TokenPiece:
-    """Return the tokens of a piece at some places, with their text."""
     return TokenPiece(
         text=text, tokens=piece.tokens[tokens], log_probs=piece.log_probs[tokens], versions=piece.versions[tokens]
     )
 
 
-def _ids(pieces: Sequence[TokenPiece]) -> list[int]:
-    return [token for piece in pieces for token in piece.tokens]
-
-
 class _Owners:
-    """Prompts by response: ``n`` responses of the first, ``n`` of the second, ...
-
-    A large ``n`` costs nothing here: engines refuse it.
-    """
+    """Prompts by response: ``n`` of the first prompt, ``n`` of the second, ... Engines refuse a large ``n``."""
 
     def __init__(self, prompts: Sequence[list[TokenPiece]], params: object) -> None:
         samplings = params if isinstance(params, list) else [params] * len(prompts)
         counts = [sampling.get("n") or 1 if isinstance(sampling, Mapping) else 1 for sampling in samplings]
         self._prompts = prompts
-        self._ends = list(
-            itertools.accumulate(count if isinstance(count, int) and count > 0 else 1 for count in counts)
-        )
+        numbers = (count if isinstance(count, int) and count > 0 else 1 for count in counts)
+        self._ends = list(itertools.accumulate(numbers))
 
     @property
     def count(self) -> int:
@@ -418,7 +368,6 @@ class _Owners:
 
 
 async def _refused(answer: Answer) -> Answer:
-    """Return an engine's refusal in OpenAI's format."""
     raw = await answer.read()
     try:
         message = json.loads(raw)["error"]["message"]

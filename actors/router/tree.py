@@ -56,8 +56,7 @@ class TokenTree:
         self._roots: dict[str, _Node] = {}
         """Roots by scope."""
         self._ends: OrderedDict[_Node, str] = OrderedDict()
-        """Nodes that end a piece -> their scope, the longest unused first; after each use a node stands before its
-        ancestors."""
+        """Nodes that end a piece -> their scope, longest unused first; a used node stands before its ancestors."""
         self.size = 0
         """Number of characters plus number of tokens of all pieces."""
 
@@ -65,10 +64,7 @@ class TokenTree:
         return len(self._ends)
 
     def remember(self, pieces: Sequence[TokenPiece], scope: str = "") -> None:
-        """Remember a text from its beginning, as pieces. A known piece is replaced: the new ids were sampled later.
-
-        ``scope``: texts of different scopes are kept apart.
-        """
+        """Remember a text from its beginning, in its ``scope``. Known pieces are replaced: their ids are older."""
         shown = [piece for piece in pieces if piece.text]  # ids without text cannot be found again by themselves
         if not shown:
             return
@@ -83,9 +79,7 @@ class TokenTree:
         self._shrink()
 
     def find(self, text: str, scope: str = "") -> tuple[list[TokenPiece], int]:
-        """Return the pieces of the longest beginning of ``text`` that is known as whole pieces, and its number of
-        characters.
-        """
+        """Return the longest beginning of ``text`` that is known as whole pieces, and its number of characters."""
         node, at, best, path = self._roots.get(scope), 0, 0, list[_Node]()
         while node is not None and at < len(text):
             node = node.children.get(text[at])
@@ -150,18 +144,21 @@ def _cost(piece: TokenPiece) -> int:
     return len(piece.text) + len(piece.tokens)
 
 
-def _common(one: str, other: str) -> int:
-    """Return the length of the common prefix."""
-    if other.startswith(one):
-        return len(one)
-    return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
+def _common(first: str, second: str) -> int:
+    if second.startswith(first):
+        return len(first)
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def ids_of(pieces: Sequence[TokenPiece]) -> list[int]:
+    """Return the token ids of pieces, one after the other."""
+    return [token for piece in pieces for token in piece.tokens]
 
 
 def columns(pieces: Sequence[TokenPiece]) -> Iterator[tuple[int, float, int, int]]:
     """Yield (token id, log-prob, version, 1) of every sampled token, (token id, 0.0, -1, 0) of every given one."""
     for piece in pieces:
         unsampled = ((token, 0.0, -1, 0) for token in piece.tokens)
-        sampled = ((*each, 1) for each in zip(piece.tokens, piece.log_probs, piece.versions, strict=False))
+        sampled = ((*values, 1) for values in zip(piece.tokens, piece.log_probs, piece.versions, strict=False))
         yield from sampled if piece.sampled else unsampled

@@ -4,8 +4,7 @@
 
     actor --> scorer with the fewest calls --> reward, or the reason for which there is none
                 |
-                +-- not there, full, or it refuses: left alone for a while; another one is asked, without a limit of
-time
+                +-- not there, full, or it refuses: left alone for a while; another one is asked, without a limit
                 +-- lost while it worked: another one is asked, at most MAX_LOST times
 """
 
@@ -16,7 +15,8 @@ from typing import Any
 
 import aiohttp
 
-from tidemill.actors.engines.server_pool import BusDiscovery, ServerPool
+from tidemill.actors.engines.server_discovery import BusDiscovery
+from tidemill.actors.engines.server_pool import ServerPool
 from tidemill.actors.errors import ScorerLost, ScorerUnavailable
 from tidemill.actors.scoring.server import ALIVE_S, SCORE, SCORE_GROUP
 from tidemill.bus.http.client import content_of, open_session
@@ -25,23 +25,21 @@ from tidemill.bus.liveness.keys import RunKeys
 from tidemill.bus.system.coroutines import first_of
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GROUP, GroupRequest
-from tidemill.rewards.http.calls import MAX_ANSWER_BYTES
+from tidemill.rewards.http.remote import MAX_ANSWER_BYTES
 from tidemill.rewards.port import Contract, RewardRequest
 from tidemill.rewards.registry import REWARD
 
 ROLE = "scorer"
 """Role of the scorers' live rows."""
 MAX_LOST = 4
-"""Scorers lost while they worked on one request, after which its sample is FAILED: the request itself may be what ends
-them.
-"""
+"""Scorers lost while they worked on one request, after which its sample is FAILED: the request may end them."""
 CONNECT_S = 5.0
 """Deadline of a connection."""
 SILENT_S = 6 * ALIVE_S
 """Seconds without a byte of an answer, after which its scorer counts as lost; it writes a blank every ``ALIVE_S``."""
 MAX_S = 3600.0
 """Deadline of a call, its wait for a place in the scorer included. The scorer bounds the reward itself."""
-_MOST_REASON = 1000
+_MAX_REASON = 1000
 """Characters of a reason that are kept."""
 _UNSENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.NonHttpUrlClientError, ValueError)
 _REFUSED = (400, 413, 422)
@@ -63,9 +61,8 @@ class ScorerClient:
             self._session = open_session(total_s=MAX_S, connect_s=CONNECT_S, read_s=SILENT_S)
         headers, answered = {"Content-Type": "application/json", **await self._keys.headers()}, False
         try:
-            async with self._session.post(
-                f"{self._url}{path}", data=body, headers=headers, allow_redirects=False
-            ) as response:
+            posting = self._session.post(f"{self._url}{path}", data=body, headers=headers, allow_redirects=False)
+            async with posting as response:
                 answered = True
                 status, content = response.status, await content_of(response.content, MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
@@ -95,7 +92,7 @@ class ScorerPool(ServerPool[ScorerClient]):
 
     noun = "scorer"
 
-    def _wanted(self, min_version: int) -> str:
+    def _describe_server(self, min_version: int) -> str:
         return "a scorer (tidemill scorer, or up.scorers) that serves"
 
     @classmethod
@@ -105,60 +102,56 @@ class ScorerPool(ServerPool[ScorerClient]):
 
 
 class RemoteScoring:
-    """The rewards of a run as its actor calls them (``tidemill.rewards.port.Scorer``,
-    ``tidemill.rewards.scorers.GroupScorer``).
-    """
+    """The rewards of a run as its actor calls them (``Scorer`` and ``GroupScorer`` of ``tidemill.rewards``)."""
 
     def __init__(self, pool: ScorerPool) -> None:
         self._pool = pool
 
     async def score(self, request: RewardRequest) -> float | dict[str, float]:
         """Return the reward of a sample, however long there is no scorer. Raises RewardFailed."""
-        reward: float | dict[str, float] = await self._asked(REWARD, SCORE, "reward", request)
+        reward: float | dict[str, float] = await self._request(REWARD, SCORE, "reward", request)
         return reward
 
     async def group_score(self, request: GroupRequest) -> list[float | dict[str, float]]:
         """Return the reward of each sample of a group. Raises RewardFailed."""
-        found: list[float | dict[str, float]] = await self._asked(GROUP, SCORE_GROUP, "rewards", request)
-        if len(found) != len(request.samples):
-            raise RewardFailed(
-                "scorers", f"want {len(request.samples)} rewards, one for each sample, got {len(found)}", GROUP.word
-            )
-        return found
+        rewards: list[float | dict[str, float]] = await self._request(GROUP, SCORE_GROUP, "rewards", request)
+        if len(rewards) != len(request.samples):
+            reason = f"want {len(request.samples)} rewards, one for each sample, got {len(rewards)}"
+            raise RewardFailed("scorers", reason, GROUP.word)
+        return rewards
 
-    async def _asked(self, contract: Contract, path: str, word: str, request: object) -> Any:
+    async def _request(self, contract: Contract, path: str, field: str, request: object) -> Any:
         try:
             body = contract.encode(request)
         except (TypeError, ValueError, RecursionError) as error:
-            raise RewardFailed(
-                "scorers", f"want values that JSON has in label, prompt and metadata: {error}", contract.word
-            ) from None
-        lost, avoid = 0, ""
+            reason = f"want values that JSON has in label, prompt and metadata: {error}"
+            raise RewardFailed("scorers", reason, contract.word) from None
+        num_lost, avoid = 0, ""
         while True:
             try:
-                async with self._pool.acquire(min_version=-1, timeout_s=math.inf, avoid=avoid) as (id, client):
-                    avoid = id
-                    return _read(id, contract, word, await self._call(id, client, path, body))
+                async with self._pool.acquire(min_version=-1, timeout_s=math.inf, avoid=avoid) as (scorer, client):
+                    avoid = scorer
+                    return _read(scorer, contract, field, await self._call(scorer, client, path, body))
             except ScorerLost as error:
-                lost += 1
-                if lost >= MAX_LOST:
-                    reason = f"{lost} scorers were lost while they worked on it, the last: {error}"
+                num_lost += 1
+                if num_lost >= MAX_LOST:
+                    reason = f"{num_lost} scorers were lost while they worked on it, the last: {error}"
                     raise RewardFailed("scorers", reason, outside=True) from None
             except ScorerUnavailable:  # the pool leaves it alone for a while
                 continue
 
-    async def _call(self, id: str, client: ScorerClient, path: str, body: bytes) -> Any:
+    async def _call(self, scorer: str, client: ScorerClient, path: str, body: bytes) -> Any:
         """Call a scorer until it answers or is gone."""
         calling, _ = await first_of(client.post(path, body), self._pool.gone(client))
         if calling.cancelled():
-            raise ScorerLost(id, "it has ended, or written no live row for ten seconds")
+            raise ScorerLost(scorer, "it has ended, or written no live row for ten seconds")
         return calling.result()
 
 
-def _read(id: str, contract: Contract, word: str, answer: Any) -> Any:
+def _read(scorer: str, contract: Contract, field: str, answer: Any) -> Any:
     """Return the reward in an answer of a scorer. Raises RewardFailed, ScorerLost."""
     if isinstance(answer, Mapping) and isinstance(answer.get("failed"), str):
-        raise RewardFailed("scorers", answer["failed"][:_MOST_REASON], contract.word)
-    if not isinstance(answer, Mapping) or word not in answer:
-        raise ScorerLost(id, f"want a map with {word} or failed, got {answer!r}"[: 2 * _SHOWN])
-    return contract.checked("scorers", answer[word])
+        raise RewardFailed("scorers", answer["failed"][:_MAX_REASON], contract.word)
+    if not isinstance(answer, Mapping) or field not in answer:
+        raise ScorerLost(scorer, f"want a map with {field} or failed, got {answer!r}"[: 2 * _SHOWN])
+    return contract.checked("scorers", answer[field])

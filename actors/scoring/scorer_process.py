@@ -1,9 +1,9 @@
 """The body of a scorer process: load the rewards of a run, serve them to its actors, drain. Needs only the URL of the
 bus.
 
-Consumes requests over HTTP; produces their answers, and a live row with its address, by which actors find it. Keeps no
-state: what it scores when it dies is scored by another scorer. Waits for requests, and while it drains for the end of
-those that it has.
+Consumes requests over HTTP; produces their answers, and a live row with its address, by which actors find it. Waits for
+requests, and while it drains for the end of the accepted ones. Keeps no state: another scorer scores the samples of a
+dead one.
 """
 
 import asyncio
@@ -56,29 +56,31 @@ async def run_scorer(
     """Serve the rewards of ``run`` until ``draining`` is set and the accepted requests are answered.
 
     A config that is None is read from the bus (row run/config) once it is written. ``allowed``: see ``config_of_run``.
-    In a run whose actors ask no scorer it waits, and says so in its live row. Raises BusUnavailable when there is no
-    bus within five minutes, NotFound when there is no config within five minutes, BadRow, NotAllowed, UnknownReward,
-    BadRewardOption, RewardFailed, ValueError for an address that cannot be advertised, OSError for one that cannot be
-    taken.
+    In a run without scorers it waits, with the reason in its live row. Raises BusUnavailable when there is no bus
+    within five minutes, NotFound when there is no config within five minutes, BadRow, NotAllowed, UnknownReward,
+    BadRewardOption, RewardFailed, ValueError for an address that cannot be advertised, OSError for one that is not
+    free.
     """
-    id, place = scorer_id or default_id(), place or ScorerPlace()
+    scorer_id, place = scorer_id or default_id(), place or ScorerPlace()
     async with AsyncExitStack() as stack:
-        bus = await connected(stack, bus_url, run, bus_config or BusConfig(), name=f"scorer {id}", draining=draining)
+        bus = await connected(
+            stack, bus_url, run, bus_config or BusConfig(), name=f"scorer {scorer_id}", draining=draining
+        )
         if bus is None:
             return
         if actor_config is None:
-            config_on_bus = await config_of_run(bus, draining, role=ROLE, id=id, allowed=allowed)
+            config_on_bus = await config_of_run(bus, draining, role=ROLE, id=scorer_id, allowed=allowed)
             if config_on_bus is None:
                 return
             actor_config = section(config_on_bus, "actor", ActorConfig)
         if not actor_config.scorers.enabled:  # no error: `tidemill scale` may ask any run for scorers
             log.warning("not asked: %s", NOT_ASKED)
-            row = replace(first_row(ROLE, id), phase="waiting", waits_for=NOT_ASKED)
+            row = replace(first_row(ROLE, scorer_id), phase="waiting", waits_for=NOT_ASKED)
             async with HeartbeatPublisher(bus, row):
                 await draining.wait()
             return
         at = reach(place.host, place.advertise, await asyncio.to_thread(route_to, bus_url), name="actor.scorers.host")
-        heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row(ROLE, id)))
+        heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row(ROLE, scorer_id)))
         score, group_score = await open_rewards(stack, actor_config)
         name = actor_config.reward or ", ".join(actor_config.reward_parts) or actor_config.group_reward
         server = RewardServer(name, score, group_score, access=RunAccess(api_keys(bus)))

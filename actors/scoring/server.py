@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Annotated, Any
 
 from aiohttp import web
@@ -80,9 +81,8 @@ class ScoreGroupBody(Struct, kw_only=True):
     def __post_init__(self) -> None:
         """Raise ValueError for another number of rewards."""
         if len(self.rewards) not in (0, len(self.samples)):
-            raise ValueError(
-                f"rewards: want none, or one for each of {len(self.samples)} samples, got {len(self.rewards)}"
-            )
+            want = f"none, or one for each of {len(self.samples)} samples"
+            raise ValueError(f"rewards: want {want}, got {len(self.rewards)}")
 
     def request(self) -> GroupRequest:
         """Return the request. Raises ValueError for rewards that no sample may have."""
@@ -105,9 +105,7 @@ class RewardServer:
         token: str = "",
         access: Access | None = None,
     ) -> None:
-        """``access``: the keys that requests need; None = the bearer token ``token`` alone, and none where it is
-        empty.
-        """
+        """``access``: the keys that requests need; None = the bearer token ``token``, where it is not empty."""
         self._name, self._access = name, access or TokenAccess(token, self._note_refused)
         self._score, self._group_score = score, group_score
         self.counts: Counter[str] = Counter()
@@ -120,10 +118,12 @@ class RewardServer:
 
     def listener(self) -> Listener:
         """Return its routes as a listener."""
-        one, group = Route.request(self._answer_one), Route.request(self._answer_group)
-        return Listener(
-            {f"POST {SCORE}": one, f"POST {SCORE_GROUP}": group, "GET /health": Route.open(self._health)}, self._access
-        )
+        routes = {
+            f"POST {SCORE}": Route.request(partial(self._answer, "reward", self._score, ScoreBody)),
+            f"POST {SCORE_GROUP}": Route.request(partial(self._answer, "rewards", self._group_score, ScoreGroupBody)),
+            "GET /health": Route.open(self._health),
+        }
+        return Listener(routes, self._access)
 
     async def drain(self) -> None:
         """Refuse further requests, and return when no call is running."""
@@ -134,18 +134,12 @@ class RewardServer:
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"reward": self._name, "running": self.running, **self.counts})
 
-    async def _answer_one(self, http: web.Request) -> web.StreamResponse:
-        return await self._answer(http, "reward", self._score, ScoreBody)
-
-    async def _answer_group(self, http: web.Request) -> web.StreamResponse:
-        return await self._answer(http, "rewards", self._group_score, ScoreGroupBody)
-
     async def _answer(
         self,
-        http: web.Request,
-        word: str,
+        field: str,
         score: Callable[[Any], Awaitable[object]] | None,
         shape: type[ScoreBody] | type[ScoreGroupBody],
+        http: web.Request,
     ) -> web.StreamResponse:
         if score is None:
             return self._reply(404, "refused", f"this server has no reward for {http.path}")
@@ -157,13 +151,13 @@ class RewardServer:
             return self._reply(503, "busy", "it drains" if self._draining else f"{self.running} calls are running")
         self.running += 1
         try:
-            return await self._alive(http, asyncio.create_task(self._outcome(word, score, request)))
+            return await self._alive(http, asyncio.create_task(self._outcome(field, score, request)))
         finally:
             self.running -= 1
             self._changed.wake()
 
     async def _outcome(
-        self, word: str, score: Callable[[Any], Awaitable[object]], request: object
+        self, field: str, score: Callable[[Any], Awaitable[object]], request: object
     ) -> dict[str, object]:
         """Return the answer of a call, once there is a place for it."""
         try:
@@ -176,12 +170,10 @@ class RewardServer:
             self.counts["failed"] += 1
             return {"failed": error.reason[:1000]}
         self.counts["scored"] += 1
-        return {word: reward}
+        return {field: reward}
 
     async def _alive(self, http: web.Request, answering: "asyncio.Task[dict[str, object]]") -> web.StreamResponse:
-        """Answer at once when the answer is there; until then with a blank every ``ALIVE_S``, which JSON may begin
-        with.
-        """
+        """Answer when the answer is there; until then with a blank every ``ALIVE_S``, with which JSON may begin."""
         try:
             if (await asyncio.wait({answering}, timeout=ALIVE_S))[0]:
                 return web.json_response(answering.result())

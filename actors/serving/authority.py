@@ -1,6 +1,4 @@
-"""Authority over an engine: the run's keys for commands, the newest learner epoch, the GPUs it opens. Knows no HTTP and
-no updates.
-"""
+"""Authority over an engine: the run's keys, the newest learner epoch, the GPUs it opens. Knows no HTTP, no updates."""
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -15,8 +13,6 @@ log = logging.getLogger(__name__)
 
 NewestEpoch = Callable[[], Awaitable[int]]
 """Returns the newest learner epoch, read from the bus. Raises BusError."""
-
-
 Record = Callable[[int | None, str], None]
 """Records an epoch that is named by a command. Raises StaleEpoch when a higher one was seen."""
 
@@ -32,9 +28,8 @@ class Authority:
         *,
         unguarded: bool = False,
     ) -> None:
-        """``visible_devices``: UUIDs of the GPUs with memory that the engine can open.
-
-        ``unguarded``: without keys, commands of all clients are accepted, as for an engine alone in a test.
+        """``visible_devices``: UUIDs of the GPUs that the engine can open. ``unguarded``: without keys, obey all
+        clients.
         """
         self.keys, self.unguarded, self._visible = keys, unguarded, visible_devices
         self._read, self._newest = newest_epoch, 0
@@ -47,11 +42,9 @@ class Authority:
         return self.keys is not None or self.unguarded
 
     async def require_current_epoch(self, record: Record, body: Mapping[str, object], engine: str, what: str) -> None:
-        """Check the epoch of a command, if it has one, and ``record`` it.
-
-        Raises StaleEpoch for the epoch of an older learner, BadRequest for one that no learner of the run has (it would
-        fence the real ones), EngineUnavailable for one that is newer than the known one while the bus cannot be
-        reached.
+        """Check and ``record`` the epoch of a command, if it has one. Raises StaleEpoch for an older learner's,
+        BadRequest for one that no learner of the run has (it would fence the real ones), EngineUnavailable while the
+        bus cannot confirm a new one.
         """
         try:
             record(await self._epoch_in(body, engine), what)
@@ -61,19 +54,14 @@ class Authority:
         self.refused = ""
 
     def require_visible(self, handle: Mapping[str, object]) -> None:
-        """Check that the engine sees the GPU of a handle, if it is one of GPU memory. Raises BadRequest.
-
-        A server of SGLang that opens memory of another GPU ends.
-        """
+        """Raise BadRequest for GPU memory that the engine does not see: a server of SGLang that opens it ends."""
         if self._visible is None or "shares" not in handle:
             return
         device = str(handle.get("device", ""))
         if not sees(self._visible, device):
-            seen = ", ".join(self._visible) or "no GPU"
-            reason = (
-                f"handle: device: want one that this engine sees ({seen}), got {device!r:.60}; cure: "
-                "weights.staging: host"
-            )
+            devices = ", ".join(self._visible) or "no GPU"
+            want, cure = f"want one that this engine sees ({devices})", "cure: weights.staging: host"
+            reason = f"handle: device: {want}, got {device!r:.60}; {cure}"
             self.note(reason)
             raise BadRequest(reason)
 
@@ -89,6 +77,7 @@ class Authority:
         epoch = need(body, "epoch", int)
         if epoch < 0:
             raise BadRequest(f"epoch: want an integer >= 0, got {epoch!r:.40}")
+        # Only an epoch above the known one needs the bus: every bucket of a push is a command.
         if self._read is not None and epoch > self._newest:
             try:
                 self._newest = await self._read()

@@ -7,16 +7,14 @@ from msgspec import Meta, Struct
 from tidemill.actors.body_decoder import decode
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.serving.port import COMMAND_S
+from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS
 from tidemill.weightstore.errors import WeightstoreError
 from tidemill.weightstore.format.manifest import TensorSpec
 
 MAX_S = 1e6
 """Maximum time limit in seconds that a request may set."""
-MEMORY = frozenset({"kv_cache", "weights"})
-"""Kinds of memory that an engine can release."""
 PAUSE_MODES = ("abort", "retract", "in_place")
-"""Modes of SGLang's /pause_generation: end every response, or continue all of them later; retract also frees their
-cache."""
+"""Modes of SGLang's /pause_generation: end every response, or continue all later; retract also frees their cache."""
 
 _Seconds = Annotated[float, Meta(gt=0, le=MAX_S)]
 _Port = Annotated[int, Meta(ge=1, lt=1 << 16)]
@@ -81,10 +79,7 @@ class BucketBody(UpdateBody, kw_only=True):
 
 
 class PushBody(UpdateBody, kw_only=True):
-    """Body of /receive_push: a whole weight update.
-
-    A bucket without a ``group_name`` comes over the group of the push.
-    """
+    """Body of /receive_push, a whole weight update. The buckets come over its group, unless they name another."""
 
     buckets: list[dict[str, Any]]
     serve: bool = False
@@ -122,13 +117,13 @@ class MemoryBody(Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ValueError for an unknown kind."""
-        if unknown := (self.tags or frozenset()) - MEMORY:
-            raise ValueError(f"tags: want null, or some of {', '.join(sorted(MEMORY))}, got {min(unknown)!r:.80}")
+        if unknown := (self.tags or frozenset()) - {WEIGHTS, KV_CACHE}:
+            raise ValueError(f"tags: want null, or some of {KV_CACHE}, {WEIGHTS}, got {min(unknown)!r:.80}")
 
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds of memory."""
-        return self.tags or MEMORY
+        return self.tags or frozenset({WEIGHTS, KV_CACHE})
 
 
 class ChecksumBody(Struct, kw_only=True):
@@ -166,7 +161,6 @@ class AbortBody(Struct, kw_only=True):
 
 
 def _number(version: str | int) -> int:
-    """Return a weight version as a number. Raises ValueError unless it is one >= 0."""
     try:
         number = int(version)
     except ValueError:

@@ -34,7 +34,7 @@ from tidemill.bus.system.coroutines import first_of, to_the_end
 from tidemill.bus.wire.rows import Capabilities
 from tidemill.weightstore.catchup.catch_up import GRACE_S, Joiner, catch_up, keep_up
 from tidemill.weightstore.errors import CatchUpTimeout
-from tidemill.weightstore.push.accelerator_turns import AcceleratorLease
+from tidemill.weightstore.push.accelerator_lease import AcceleratorLease
 from tidemill.weightstore.store.registry import VersionRegistry
 from tidemill.weightstore.transport.handles import shared_memory_domain
 
@@ -113,24 +113,21 @@ async def run_engine(
     limits: EngineLimits,
 ) -> None:
     """Serve a model directory and every newer version of the run until ``draining`` is set and the requests are
-    answered.
-
-    Raises BusUnavailable when there is no bus within five minutes, and the engine's error for a model that it cannot
+    answered. Raises BusUnavailable without a bus for five minutes, and the engine's error for a model that it cannot
     load.
     """
-    id = places.id or default_id()
+    engine_id = places.id or default_id()
     async with AsyncExitStack() as stack:
-        bus = await connected(stack, places.bus_url, places.run, places.bus, name=f"engine {id}", draining=draining)
+        bus = await connected(
+            stack, places.bus_url, places.run, places.bus, name=f"engine {engine_id}", draining=draining
+        )
         if bus is None:
             return
-        heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row("engine", id)))
-        served = _Served(bus, id, heartbeat, AcceleratorLease(bus) if engine_config.colocated else None, places.devices)
-        at = reach(
-            engine_config.host,
-            engine_config.advertise,
-            await asyncio.to_thread(route_to, places.bus_url),
-            name="engine.host",
-        )
+        heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row("engine", engine_id)))
+        turns = AcceleratorLease(bus) if engine_config.colocated else None
+        served = _Served(bus, engine_id, heartbeat, turns, places.devices)
+        route = await asyncio.to_thread(route_to, places.bus_url)
+        at = reach(engine_config.host, engine_config.advertise, route, name="engine.host")
         engine = factory(
             places.model_dir,
             replace(engine_config, host=at.bind, advertise=at.advertised),
@@ -155,10 +152,15 @@ class _Served:
     """The engine's live row, and its use of a shared accelerator."""
 
     def __init__(
-        self, bus: Bus, id: str, heartbeat: HeartbeatPublisher, turns: AcceleratorLease | None, devices: HeldDevices
+        self,
+        bus: Bus,
+        engine_id: str,
+        heartbeat: HeartbeatPublisher,
+        turns: AcceleratorLease | None,
+        devices: HeldDevices,
     ) -> None:
-        self._bus, self._id, self._heartbeat, self._turns = bus, id, heartbeat, turns
-        self._devices = devices
+        self.bus, self.engine_id, self.turns = bus, engine_id, turns
+        self._heartbeat, self._devices = heartbeat, devices
         self._waits_for, self._place = "", shared_memory_domain()
         self.authority = Authority(admin_keys(bus), VersionRegistry(bus).newest_epoch, devices.visible)
         self.engine: ServedEngine | None = None
@@ -166,48 +168,44 @@ class _Served:
         self.own_address: OwnAddress | None = None
 
     @asynccontextmanager
-    async def taking_memory(self, ended: asyncio.Event | None = None) -> AsyncIterator[None]:
-        """Wait until the engines own the accelerator, or ``ended`` is set.
-
-        A learner that acquires it waits until this context is left.
-        """
-        if self._turns is not None:
-            while not await self._begins_taking(self._turns, ended):
-                self._take(False)
+    async def taking_memory(self, draining: asyncio.Event | None = None) -> AsyncIterator[None]:
+        """Wait until the engines own the accelerator, or ``draining`` is set. The learner does not get it meanwhile."""
+        if self.turns is not None:
+            while not await self._begin_taking(self.turns, draining):
+                self._report_taking(False)
         try:
             yield
         finally:
-            self._take(False)
+            self._report_taking(False)
 
-    async def _begins_taking(self, turns: AcceleratorLease, ended: asyncio.Event | None) -> bool:
+    async def _begin_taking(self, turns: AcceleratorLease, draining: asyncio.Event | None) -> bool:
         if self.engine is None:
             self._heartbeat.update(waits_for=MEMORY)
-        await turns.wait_until_available(ended)
-        if ended is not None and ended.is_set():
+        await turns.wait_until_available(draining)
+        if draining is not None and draining.is_set():
             return True
-        self._take(True)
+        self._report_taking(True)
         try:
+            # Either this sees then that the learner owns it, or the learner sees this row.
             async with asyncio.timeout(STORED_S):
-                await (
-                    self._heartbeat.stored()
-                )  # so that either this sees that the learner owns it, or the learner sees this row
+                await self._heartbeat.stored()
             return await turns.available()
         except (BusError, TimeoutError) as error:
             log.warning("memory is not taken before the live row is stored error=%r", error)
             return False
 
-    def _take(self, taking: bool) -> None:
-        if self._turns is not None:
+    def _report_taking(self, taking: bool) -> None:
+        if self.turns is not None:
             self._heartbeat.update(taking_memory=taking)
         self.update_row()
 
     async def serve(self, engine: ServedEngine, draining: asyncio.Event, limits: EngineLimits) -> None:
         """Serve until ``draining`` is set. Raises the engine's error when it fails."""
         with contextlib.closing(await asyncio.to_thread(Scratch, "engine")) as scratch:
-            follower = _Follower(self, engine, scratch.path, limits, bus=self._bus, id=self._id, turns=self._turns)
-            own_address = self.own_address = OwnAddress(self._bus, engine.nonce)
-            beside = self._update_row_periodically(), own_address.run(self.update_row)
-            await first_of(follower.run(), *beside, draining.wait(), engine.failed())
+            follower = _Follower(self, engine, scratch.path, limits)
+            own_address = self.own_address = OwnAddress(self.bus, engine.nonce)
+            rows = self._update_row_periodically(), own_address.run(self.update_row)
+            await first_of(follower.run(), *rows, draining.wait(), engine.failed())
 
     def set_waits_for(self, text: str) -> None:
         """Set the engine's reason for waiting, empty when there is none, and update the live row."""
@@ -215,9 +213,7 @@ class _Served:
         self.update_row()
 
     def update_row_soon(self) -> None:
-        """Update the live row a moment later: the learner, which waits for the answer to its push, is answered
-        first.
-        """
+        """Update the live row a moment later: the learner, which waits for the answer to its push, comes first."""
         asyncio.get_running_loop().call_later(ROW_AFTER_S, self.update_row)
 
     def update_row(self) -> None:
@@ -240,7 +236,7 @@ class _Served:
 
     def _waiting(self, engine: ServedEngine) -> str:
         """Return the live row's reason for waiting, with the refusal of the newest command, if it was refused."""
-        waits_for = self._waits_for or ("" if engine.whole else WHOLE if self._turns is None else MEMORY)
+        waits_for = self._waits_for or ("" if engine.whole else WHOLE if self.turns is None else MEMORY)
         refused = self.authority.refused
         return f"{waits_for} (refused: {refused})" if waits_for and refused else waits_for
 
@@ -253,27 +249,18 @@ class _Served:
 class _Follower:
     """Brings the engine to the head, lets it serve, and keeps it at the head."""
 
-    def __init__(
-        self,
-        served: _Served,
-        engine: ServedEngine,
-        directory: Path,
-        limits: EngineLimits,
-        *,
-        bus: Bus,
-        id: str,
-        turns: AcceleratorLease | None,
-    ) -> None:
-        self._served, self._engine, self._limits, self._bus, self._turns = served, engine, limits, bus, turns
+    def __init__(self, served: _Served, engine: ServedEngine, directory: Path, limits: EngineLimits) -> None:
+        self._served, self._engine, self._limits = served, engine, limits
         self._joiner = Joiner(
-            engine=id, version=self._version, load=self._load, directory=directory, on_wait=served.set_waits_for
+            engine=served.engine_id,
+            version=self._version,
+            load=self._load,
+            directory=directory,
+            on_wait=served.set_waits_for,
         )
 
     async def run(self) -> None:
-        """Catch up with the head, serve, and keep up with it, without end.
-
-        Raises EngineFailed when the engine cannot generate.
-        """
+        """Catch up with the head, serve, and keep up with it. Raises EngineFailed when the engine cannot generate."""
         engine = self._engine
         engine.phase = "catching up"
         await self._catch_up()
@@ -281,23 +268,24 @@ class _Follower:
             await asyncio.sleep(PROBE_AGAIN_S)
             await self._catch_up()
         gc.collect()
-        gc.freeze()  # the loaded objects stay: a full collection walks all of them, and nothing is decoded for a tenth of a second
+        # The loaded objects stay: a full collection would walk them all, and hold up decoding for a tenth of a second.
+        gc.freeze()
         engine.phase = "serving"
         self._served.update_row()
         log.info("serving version=%d url=%s", engine.version, engine.url)
         await keep_up(
-            self._bus,
+            self._served.bus,
             self._joiner,
             deadline_s=self._limits.catch_up_s,
             stale=self._stale,
-            allowed=None if self._turns is None else self._turns.available,
+            allowed=None if self._served.turns is None else self._served.turns.available,
             grace_s=self._limits.grace_s,
         )
 
     async def _catch_up(self) -> None:
         while self._version() < 0:  # no version is published yet, or none could be loaded
             try:
-                await catch_up(self._bus, self._joiner, deadline_s=self._limits.catch_up_s)
+                await catch_up(self._served.bus, self._joiner, deadline_s=self._limits.catch_up_s)
             except (CatchUpTimeout, BusError) as error:
                 log.warning("no weights yet, catching up is repeated engine=%s error=%s", self._joiner.engine, error)
                 self._served.set_waits_for(str(error))
@@ -327,7 +315,7 @@ class _Follower:
         async with self._served.taking_memory():
             loading = self._engine.load_snapshot(directory, version, epoch)
             # A load goes on when catching up takes too long. Of a shared accelerator it has memory until it ends.
-            await (loading if self._turns is None else to_the_end(loading))
+            await (loading if self._served.turns is None else to_the_end(loading))
 
     def _version(self) -> int:
         return self._engine.version if self._engine.whole else -1

@@ -24,11 +24,12 @@ from tidemill.actors.errors import BadRequest, CannotTell, EngineError, StaleEpo
 from tidemill.actors.scratch import Scratch
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.command_bodies import UpdateBody
-from tidemill.actors.serving.port import Updates
+from tidemill.actors.serving.updates import Updates
+from tidemill.bus.errors import DetailedError
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.weightstore.errors import WeightstoreError
 from tidemill.weightstore.format.manifest import Bucket
-from tidemill.weightstore.transport.handles import Mapped, Offered
+from tidemill.weightstore.transport.handles import PINNING, Mapped, Offered
 
 log = logging.getLogger(__name__)
 
@@ -99,16 +100,12 @@ class HandleListener:
 
     async def _serve(self) -> None:
         while True:
-            (
-                *envelope,
-                request,
-            ) = await self._socket.recv_multipart()  # the envelope of some sockets (REQ) has more than the sender
+            # The envelope of some sockets (REQ) has more than the sender.
+            *envelope, request = await self._socket.recv_multipart()
             self._keep(asyncio.create_task(self._answer(envelope, request), name="handles: verb"))
 
     async def _answer(self, envelope: Sequence[bytes], request: bytes) -> None:
-        """Check the epoch, run the verb, and send its result. Errors are sent as the statuses of
-        ``http_api.translate``.
-        """
+        """Check the epoch, run the verb, and send its result, with the statuses of ``http_api.translate``."""
         body: JsonMapping = {}
         try:
             body = _map_of(request)
@@ -134,11 +131,12 @@ class HandleListener:
         """Accept a learner. Its memory is unmapped when its process ends, in whatever way."""
         pid = need(body, "pid", int)
         try:
+            # Readable when the process ends, also by kill -9. A pid alone may be another process's by then.
             pidfd = os.pidfd_open(pid)
         except OSError as error:
             raise BadRequest(f"pid: want a process of this host, got {pid}: {error.strerror}") from None
         self._unmap()
-        self._learner = _Learner(envelope[0], _mapped(self._to_gpu), pidfd)
+        self._learner = _Learner(envelope[0], Mapped(pinning=PINNING if self._to_gpu else None), pidfd)
         asyncio.get_running_loop().add_reader(pidfd, self._ended)
         log.info("the learner joined, by handles pid=%d", pid)
         return {}
@@ -151,8 +149,7 @@ class HandleListener:
             packed: self._buckets.get(packed) or Bucket.unpacked(packed) for packed in map(_packed, sent)
         }
 
-        async def read_all() -> None:
-            """Do all of it in one operation, which no other one comes between."""
+        async def read_all() -> None:  # in one operation, so that no other one comes between
             await self._updates.begin(version)
             for number, entry in enumerate(sent, 1):
                 try:
@@ -203,13 +200,10 @@ class HandleListener:
         return {}
 
     def _joined(self, envelope: Sequence[bytes]) -> _Learner:
-        """Return the learner, if it is the sender. Raises BadRequest for any other sender: late requests of an evicted
-        learner would be mixed with the push of the next one.
-        """
+        """Return the learner. Raises BadRequest for another sender, as late requests of an evicted learner."""
         if self._learner is None or self._learner.sender != envelope[0]:
-            raise BadRequest(
-                "want join first" + ("" if self._learner is None else ": another learner has joined since")
-            )
+            since = "" if self._learner is None else ": another learner has joined since"
+            raise BadRequest(f"want join first{since}")
         return self._learner
 
     def _ended(self) -> None:
@@ -237,25 +231,15 @@ class HandleListener:
         task.add_done_callback(self._tasks.discard)
 
 
-def _mapped(to_gpu: bool) -> Mapped:
-    if not to_gpu:
-        return Mapped()
-    from tidemill.weightstore.transport.handles import PINNING
-
-    return Mapped(pinning=PINNING)
-
-
-class _BucketFailed(Exception):
+class _BucketFailed(DetailedError):
     """A bucket of a push in one request failed."""
 
-    def __init__(self, number: int, error: Exception) -> None:
-        """``number``: of the bucket, from 1."""
-        super().__init__(number, error)
-        self.number, self.error = number, error
+    number: int
+    """Number of the bucket, from 1."""
+    error: Exception
 
 
 def _failure(error: Exception) -> dict[str, object]:
-    """Return the status of an error and its message, as an answer has them."""
     match error:
         case StaleEpoch():
             return {"status": 409, "message": str(error), "epoch": error.seen}
@@ -280,7 +264,6 @@ def _map_of(request: bytes) -> JsonMapping:
 
 
 def _packed(entry: object) -> bytes:
-    """Return the packed tensors of a bucket. Raises BadRequest."""
     if not isinstance(entry, Mapping):
         raise BadRequest(f"buckets: want a map for each, got {entry!r:.100}")
     return need(entry, "specs", bytes)

@@ -15,12 +15,13 @@ from typing import Generic, TypeVar
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import EngineUnavailable, UnsupportedModel, VersionUnavailable
 from tidemill.actors.generate_body import RequestLimits
-from tidemill.actors.http_api import listen
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.handles import HandleListener
-from tidemill.actors.serving.port import PHASES, Backend, ServedEngine, Updates
+from tidemill.actors.serving.port import PHASES, Backend, ServedEngine
 from tidemill.actors.serving.server import EngineServer
+from tidemill.actors.serving.updates import Updates
 from tidemill.actors.text.text import Text
+from tidemill.bus.client.addresses import AUTO, LOOPBACK
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.subjects import nonce
 
@@ -32,10 +33,8 @@ AnyUpdates = TypeVar("AnyUpdates", bound=Updates)
 
 
 class EngineHost(ServedEngine, Generic[AnyUpdates]):
-    """One engine. ``load`` (blocking), ``start``, set ``phase = "serving"``; later ``drain`` and ``close``.
-
-    It answers /generate only in phase ``serving``. ``on_update(version, epoch)`` is called in the loop's thread after
-    every update.
+    """One engine. ``load`` (blocking), ``start``, set ``phase = "serving"``, without which /generate is refused; later
+    ``drain`` and ``close``. ``on_update(version, epoch)`` is called in the loop's thread after every update.
     """
 
     limits: RequestLimits
@@ -77,15 +76,10 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         """False once the engine cannot generate any more, for good."""
 
     def _read_limits(self, vocab_size: int, max_positions: int, *, experts: bool = False) -> None:
-        """Read the tokenizer and set the bounds of requests.
-
-        Raises UnsupportedModel for a context that is too long for the model.
-        """
-        if self.config.max_context > max_positions:
-            context = self.config.max_context
-            raise UnsupportedModel(
-                "engine.max_context", f"want <= {max_positions} (max_position_embeddings), got {context}"
-            )
+        """Read the tokenizer and set the bounds of requests. Raises UnsupportedModel for too long a context."""
+        if (context := self.config.max_context) > max_positions:
+            want = f"want <= {max_positions} (max_position_embeddings)"
+            raise UnsupportedModel("engine.max_context", f"{want}, got {context}")
         max_context, text = self.config.max_context or max_positions, Text.read(self.model_dir)
         self.text = text = None if text is None else text.bounded(max_context)
         self.limits = RequestLimits(
@@ -97,19 +91,27 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         )
 
     async def start(self, host: str | None = None, port: int | None = None) -> str:
-        """Listen for requests and for pushes by handles. Returns the URL; the phase does not change."""
+        """Listen for requests and for pushes by handles. Returns the URL; the phase does not change.
+
+        Without a bus an engine serves this machine only. ``host`` and ``port``: instead of the settings. Raises
+        OSError, ValueError for an address that other machines reach without a key.
+        """
         self._server = EngineServer(self, await self._open())
         if self.authority.accepts_commands:
             self._handles = HandleListener(self.updates, self.authority, to_gpu=self._to_gpu)
             self.handles = await self._handles.start()
-        self.url = await listen(self._server.listener, self.config, host, port)
+        config, bind = self.config, self.config.host if host is None else host
+        self.url = await self._server.listener.start(
+            LOOPBACK if bind == AUTO else bind,
+            config.port if port is None else port,
+            advertise=config.advertise,
+            insecure=config.insecure,
+            name="engine.host",
+        )
         return self.url
 
     async def drain(self, timeout_s: float) -> bool:
-        """Set the phase ``draining`` and wait until accepted responses have ended.
-
-        Returns False when some are left after ``timeout_s``.
-        """
+        """Refuse new requests, and wait until the accepted ones have ended. Returns False after ``timeout_s``."""
         self.phase = "draining"
         try:
             await self._until(lambda: self.unfinished == 0, timeout_s)
@@ -118,7 +120,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         return True
 
     async def close(self) -> None:
-        """Stop listening, and end the updates."""
+        """Stop listening, and end the updates, in this order: then no command reaches updates that have ended."""
         if self._server is not None:
             await self._server.listener.close()
         if self._handles is not None:
@@ -127,10 +129,8 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
             await self._updates.close()
 
     async def load_snapshot(self, directory: Path | str, version: int, epoch: int | None = None) -> float:
-        """Load all weights of a directory, or none. Returns the seconds for which generation was held up.
-
-        Memory that was released is taken again. A push that is under way comes first, and may bring the version. Raises
-        UpdateRefused or StaleEpoch.
+        """Load all weights of a directory, or none, after a push under way, which may bring the version. Takes released
+        memory again. Returns the seconds for which generation was held up. Raises UpdateRefused or StaleEpoch.
         """
         updates = self.updates
         updates.require_current_epoch(epoch, "load_snapshot")
@@ -150,17 +150,14 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
 
     @property
     def version(self) -> int:
-        """Version of the served weights; -1 = none are complete."""
         return self._first_version if self._updates is None else self._updates.version
 
     @property
     def epoch(self) -> int:
-        """The highest learner epoch seen."""
         return 0 if self._updates is None else self._updates.epoch
 
     @property
     def whole(self) -> bool:
-        """True when there are weights to serve."""
         return self._updates is not None and self._updates.whole
 
     @property
@@ -170,7 +167,6 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        """Set the phase, and log a change of it. Raises ValueError unless it is one of ``PHASES``."""
         if phase not in PHASES:
             raise ValueError(f"phase: want one of {', '.join(PHASES)}, got {phase!r}")
         if phase != self._phase:
@@ -204,9 +200,8 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         try:
             await self._until(lambda: self.version >= version, timeout_s)
         except TimeoutError:
-            raise VersionUnavailable(
-                self.url, f"version {version} is not served: version {self.version} is, after waiting {timeout_s:g} s"
-            ) from None
+            reason = f"version {version} is not served: version {self.version} is, after waiting {timeout_s:g} s"
+            raise VersionUnavailable(self.url, reason) from None
         finally:
             self.awaiting_version -= 1
 
@@ -214,9 +209,8 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         """Count responses that begin. Raises EngineUnavailable when there are too many."""
         limit = self.limits.max_responses
         if self.unfinished + count > limit:
-            raise EngineUnavailable(
-                self.url, f"the queue is full: {self.unfinished} unfinished requests, at most {limit}"
-            )
+            reason = f"the queue is full: {self.unfinished} unfinished requests, at most {limit}"
+            raise EngineUnavailable(self.url, reason)
         self.unfinished += count
 
     def ended(self, count: int) -> None:

@@ -1,22 +1,14 @@
-"""The engine port: the interface that an engine process serves, and the parts that the HTTP server and the handle
-listener call.
-"""
+"""The engine port: the interfaces that an engine process serves, and that its HTTP server calls."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from aiohttp import web
 
-from tidemill.actors.generate_body import RequestLimits
-from tidemill.actors.serving.authority import Authority
-from tidemill.actors.text.text import Text
 from tidemill.bus.http.access import Route
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.rows import Capabilities
-from tidemill.weightstore.format.checksums import ChecksumReport
-from tidemill.weightstore.format.manifest import Bucket
-from tidemill.weightstore.transport.handles import Offered
 
 PHASES = ("joining", "catching up", "serving", "stale", "draining")
 """Phases of an engine; it accepts requests only in ``serving``."""
@@ -32,8 +24,7 @@ class ServedEngine(Protocol):
     phase: str
     url: str
     nonce: str
-    """Random text of this process: its answers to GET /health have it in a header, for callers that verify the address.
-    """
+    """Random text of this process, in a header of its answers to GET /health: callers verify the address by it."""
     handles: str
     """URL of the socket for pushes by handles; "" = the engine takes no handles."""
 
@@ -68,9 +59,7 @@ class ServedEngine(Protocol):
         """Generate one token. Raises EngineFailed when that fails."""
 
     async def drain(self, timeout_s: float) -> bool:
-        """Accept no more requests and finish the accepted ones. Returns False when some are left after
-        ``timeout_s``.
-        """
+        """Refuse new requests and finish the accepted ones. Returns False when some are left after ``timeout_s``."""
 
     async def close(self) -> None:
         """Stop listening and end the engine."""
@@ -84,147 +73,20 @@ class ServedEngine(Protocol):
 
 
 Factory = Callable[..., ServedEngine]
-"""``(model_dir, config, *, version, on_update, authority)``; ``version`` -1 = the version of the model directory is not
-known yet.
-"""
-
-
-class Updates(Protocol):
-    """The weight updates of an engine. Operations other than ``require_current_epoch`` are called through
-    ``run_shielded``.
-
-    They raise UpdateRefused; then the engine serves the weights before the update, or, where those were overwritten,
-    none.
-    """
-
-    begun: int
-    """Number of pushes that have begun here."""
-    completed: int
-    stall_s: float
-    """Sum of the seconds for which updates have held up generation."""
-
-    @property
-    def version(self) -> int:
-        """Version of the served weights; -1 = none are complete."""
-        ...
-
-    @property
-    def epoch(self) -> int:
-        """Highest learner epoch seen."""
-
-    @property
-    def whole(self) -> bool:
-        """True when there are weights to serve."""
-
-    @property
-    def released(self) -> frozenset[str]:
-        """Kinds of memory that are released: some of ``weights`` and ``kv_cache``."""
-
-    def require_current_epoch(self, epoch: int | None, what: str) -> None:
-        """Record the epoch. Raises StaleEpoch when a higher one was seen."""
-
-    async def run_shielded(self, operation: Coroutine[object, None, Result]) -> Result:
-        """Run an operation to its end even if the caller is cancelled. Returns its result, raises its errors."""
-
-    async def join(self, body: Body) -> None:
-        """Join the process group that the body of /init_weights_update_group names; one of the same name is left
-        first.
-        """
-
-    async def leave(self, group_name: str) -> None:
-        """Leave a process group, and discard an open update as ``sender_left``."""
-        ...
-
-    async def sender_left(self) -> None:
-        """Discard an open update that is sent in messages: there will be no more of them."""
-
-    async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
-        """Open an update; an unfinished one is discarded. Each operation that follows takes at most ``timeout_s``."""
-
-    async def receive_bucket(self, body: Body, version: int | None) -> None:
-        """Receive the tensors that the body of /update_weights_from_distributed names."""
-
-    async def read_bucket(self, bucket: Bucket, offered: Offered, *, version: int | None, timeout_s: float) -> None:
-        """Read one flat bucket from memory that processes of this host can read."""
-
-    async def end(self, version: int | None) -> float:
-        """Serve the received weights, if every tensor was received once. Returns the seconds for which generation was
-        held up.
-        """
-
-    async def load_directory(self, directory: Path, version: int | None) -> float:
-        """Load and serve all weights of a directory, or none. Returns seconds as ``end``."""
-
-    async def serve_directory(self, directory: Path, version: int | None, *, begun: int) -> float | None:
-        """Take released memory again, then load and serve a directory. Returns seconds as ``end``.
-
-        Returns None, and loads nothing, when a push has begun since ``begun`` was read: a load would discard it.
-        """
-
-    async def arrived_meanwhile(self, version: int) -> bool:
-        """Wait for an open update, within a bound. Returns whether this version, or a newer one, is served then."""
-
-    async def checksums(self) -> dict[str, str]:
-        """Return checksums of the served weights by name, as SGLang computes them."""
-
-    async def checksum_report(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
-        """Return version and checksums of the served weights, or of the weights of the open update, which must be
-        complete.
-        """
-
-    async def release(self, tags: frozenset[str]) -> None:
-        """Release memory; with the memory of the weights an open update is discarded. Refused for unfinished requests
-        without a pause.
-        """
-
-    async def resume(self, tags: frozenset[str]) -> None:
-        """Take released memory again. Weights need an update then; keys and values are usable at once, and with them a
-        pause ends.
-        """
-
-    async def pause(self, mode: str) -> None:
-        """Pause generation: in_place keeps the running requests, retract sends them back to the queue, abort ends
-        them.
-        """
-
-    async def continue_generation(self, body: Body) -> None:
-        """Continue after a pause."""
-
-    async def close(self) -> None:
-        """End the operations under way; groups that this process has joined are left."""
-        ...
-
-
-class ExposedEngine(ServedEngine, Protocol):
-    """An engine, as its HTTP server sees it."""
-
-    model_dir: Path
-    text: Text | None
-    limits: RequestLimits
-    authority: Authority
-
-    @property
-    def updates(self) -> Updates:
-        """The engine's weight updates."""
-        ...
-
-    def require_servable(self) -> None:
-        """Raise EngineUnavailable when the engine does not serve now."""
+"""``(model_dir, config, *, version, on_update, authority)``; ``version`` -1 = not known yet."""
 
 
 class Backend(Protocol):
-    """Requests that each kind of engine answers in its own way. Keys, epochs and fields common to all kinds are checked
-    before.
-    """
+    """Requests that each kind of engine answers in its own way; keys, epochs and common fields are checked before."""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer POST /generate, as JSON or as a stream of events. Raises BadRequest, EngineUnavailable,
-        EngineFailed.
-        """
+        """Answer POST /generate, as JSON or events. Raises BadRequest, EngineUnavailable, EngineFailed."""
 
     def states(self, body: Body) -> AsyncGenerator[Body, None]:
-        """Yield the states of all responses to a body of /generate, as
-        ``tidemill.actors.openai.openai_server.GenerateBackend`` wants.
+        """Yield SGLang's JSON of all responses in order; or, streamed, of each as it grows, with its ``index``.
+
+        A response that fails among others is ``{"error": {"message": ..., "code": ...}}``. Closing it early drops the
+        unfinished responses. Raises BadRequest, EngineUnavailable, EngineFailed; BadRequest before the first state.
         """
         ...
 
@@ -248,6 +110,4 @@ class Backend(Protocol):
         ...
 
     def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Route]:
-        """Return routes that only this kind has; ``command`` checks the epoch of a learner's command and returns its
-        body.
-        """
+        """Return further routes of this kind; ``command`` checks the epoch of a command and returns its body."""

@@ -1,16 +1,14 @@
-"""SGLang's HTTP API of an engine: paths, JSON and status codes (``tidemill.actors.http_api``), the same for both kinds
-of engine.
-"""
+"""SGLang's HTTP API of an engine: paths, JSON and status codes (``tidemill.actors.http_api``), for all engines."""
 
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from tidemill.actors.body_decoder import decode
 from tidemill.actors.errors import EngineFailed, EngineUnavailable
 from tidemill.actors.http_api import BODIES_BYTES, NONCE_HEADER, body_of, done, translate
-from tidemill.actors.openai.openai_server import OpenAiRoutes
 from tidemill.actors.serving.command_bodies import (
     AbortBody,
     BucketBody,
@@ -22,18 +20,22 @@ from tidemill.actors.serving.command_bodies import (
     PauseBody,
     UpdateBody,
 )
-from tidemill.actors.serving.port import Backend, Body, ExposedEngine, Result
+from tidemill.actors.serving.openai_routes import OpenAiRoutes
+from tidemill.actors.serving.port import Backend, Body, Result
 from tidemill.bus.http.access import Handler, Route, Rule, RunAccess
 from tidemill.bus.http.bodies import BodyLimits
 from tidemill.bus.http.listener import Listener
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.weightstore.format.checksums import ChecksumReport
 
+if TYPE_CHECKING:
+    from tidemill.actors.serving.host import EngineHost
+
 
 class EngineServer:
     """The routes of one engine."""
 
-    def __init__(self, engine: ExposedEngine, backend: Backend) -> None:
+    def __init__(self, engine: "EngineHost[Any]", backend: Backend) -> None:
         self._engine, self._backend, self._updates = engine, backend, engine.updates
         authority = engine.authority
         self._access = RunAccess(authority.keys, authority.note, unguarded=authority.unguarded)
@@ -50,10 +52,8 @@ class EngineServer:
         )
 
     def _routes(self) -> dict[str, Route]:
-        model_info, server_info = (
-            Route.request(_json(self._backend.model_info)),
-            Route.request(_json(self._backend.server_info)),
-        )
+        model_info = Route.request(_json(self._backend.model_info))
+        server_info = Route.request(_json(self._backend.server_info))
         flush_cache = Route.command(self._backend.flush_cache)
         return {
             "POST /generate": Route.request(self._backend.generate),
@@ -77,29 +77,43 @@ class EngineServer:
         }
 
     def _update_routes(self) -> dict[str, Route]:
-        """Return the commands that are one operation of the engine's updates each."""
         updates, operation = self._updates, self._operation
+
+        def begin(body: Body) -> Coroutine[object, None, None]:
+            update = decode(body, UpdateBody)
+            return updates.begin(update.version, update.timeout_s)
+
+        def join(body: Body) -> Coroutine[object, None, None]:
+            decode(body, JoinBody)  # here, because the SGLang adapter passes the body on as it is
+            return updates.join(body)
+
+        def load(body: Body) -> Coroutine[object, None, float]:
+            directory = decode(body, DirectoryBody)
+            return updates.load_directory(Path(directory.model_path), directory.version)
+
         handlers = {
-            "POST /pause_generation": operation(self._pause, _status("Generation paused successfully.")),
+            "POST /pause_generation": operation(
+                lambda body: updates.pause(decode(body, PauseBody).mode), _status("Generation paused successfully.")
+            ),
             "POST /continue_generation": operation(
                 updates.continue_generation, _status("Generation continued successfully.")
             ),
-            "POST /init_weights_update_group": operation(
-                self._join, _done("Succeeded to initialize custom process group.")
-            ),
+            "POST /init_weights_update_group": operation(join, _done("Succeeded to initialize custom process group.")),
             "POST /destroy_weights_update_group": operation(
                 lambda body: updates.leave(decode(body, UpdateBody).group_name),
                 _done("Succeeded to destroy custom process group."),
             ),
-            "POST /begin_weight_update": operation(self._begin, _done("Weight update begun.")),
+            "POST /begin_weight_update": operation(begin, _done("Weight update begun.")),
             "POST /update_weights_from_distributed": operation(
-                self._receive_bucket, _done("Succeeded to update parameter online.")
+                lambda body: updates.receive_bucket(body, decode(body, BucketBody).version),
+                _done("Succeeded to update parameter online."),
             ),
             "POST /end_weight_update": operation(
-                lambda body: updates.end(decode(body, UpdateBody).version), self._ended
+                lambda body: updates.end(decode(body, UpdateBody).version),
+                lambda stall_s: done("Weight update ended.", stall_s=stall_s, weight_version=str(self._engine.version)),
             ),
             "POST /update_weights_from_disk": operation(
-                self._load_directory,
+                load,
                 lambda stall_s: done("Succeeded to update model weights.", num_paused_requests=0, stall_s=stall_s),
             ),
             "POST /release_memory_occupation": operation(
@@ -114,21 +128,16 @@ class EngineServer:
     def _operation(
         self, operation: Callable[[Body], Coroutine[object, None, Result]], response: Callable[[Result], web.Response]
     ) -> Handler:
-        """Return a handler that checks a command's epoch, runs its operation to the end, and responds with the
-        result.
-        """
+        """Return a handler that checks a command's epoch, runs its operation to the end, and returns the response."""
 
         async def handle(request: web.Request) -> web.Response:
-            """Run the operation of one command, and respond with its result."""
             return response(await self._updates.run_shielded(operation(await self._command(request))))
 
         return handle
 
     async def _command(self, request: web.Request) -> JsonObject:
-        """Return the body of a learner's command without its epoch, which is checked first.
-
-        Some requests have the form of a command. One that names an epoch, which would fence older learners, needs the
-        admin key.
+        """Return the body of a command without its epoch, which is checked first. Some requests have the form of a
+        command: one that names an epoch, which would fence older learners, needs the admin key.
         """
         body = dict(body_of(request))
         if "epoch" in body:
@@ -139,27 +148,6 @@ class EngineServer:
         body.pop("epoch", None)
         return body
 
-    def _pause(self, body: Body) -> Coroutine[object, None, None]:
-        return self._updates.pause(decode(body, PauseBody).mode)
-
-    def _join(self, body: Body) -> Coroutine[object, None, None]:
-        decode(body, JoinBody)  # here, because the SGLang adapter passes the body on as it is
-        return self._updates.join(body)
-
-    def _begin(self, body: Body) -> Coroutine[object, None, None]:
-        update = decode(body, UpdateBody)
-        return self._updates.begin(update.version, update.timeout_s)
-
-    def _load_directory(self, body: Body) -> Coroutine[object, None, float]:
-        directory = decode(body, DirectoryBody)
-        return self._updates.load_directory(Path(directory.model_path), directory.version)
-
-    def _receive_bucket(self, body: Body) -> Coroutine[object, None, None]:
-        return self._updates.receive_bucket(body, decode(body, BucketBody).version)
-
-    def _ended(self, stall_s: float) -> web.Response:
-        return done("Weight update ended.", stall_s=stall_s, weight_version=str(self._engine.version))
-
     async def _abort_request(self, request: web.Request) -> web.StreamResponse:
         body = await self._command(request)
         abort = decode(body, AbortBody)
@@ -169,9 +157,7 @@ class EngineServer:
 
     @web.middleware
     async def _with_nonce(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Add the nonce to the answers of /health, whether the engine serves or not: the caller verifies the
-        address.
-        """
+        """Add the nonce to the answers of /health in any phase: callers verify the address by it."""
         response = await handler(request)
         if request.path == "/health":
             response.headers[NONCE_HEADER] = self._engine.nonce
@@ -203,14 +189,13 @@ def _status(message: str) -> Callable[[None], web.Response]:
     return lambda _: web.json_response({"message": message, "status": "ok"})
 
 
-def _report(found: tuple[int | None, ChecksumReport]) -> web.Response:
-    version, report = found
+def _report(result: tuple[int | None, ChecksumReport]) -> web.Response:
+    version, report = result
     return done("Success.", weight_version=None if version is None else str(version), **report.to_json())
 
 
 def _json(info: Callable[[], Awaitable[Body]]) -> Handler:
     async def respond(request: web.Request) -> web.Response:
-        """Respond with the information as JSON."""
         return web.json_response(await info())
 
     return respond

@@ -27,6 +27,8 @@ from tidemill.actors.text.tool_calls import ChatTemplate, ParsedReply, ToolCall,
 from tidemill.bus.system.foreign import errors_as
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
+logger = logging.getLogger(__name__)
+
 NAME = "o200k_base.tiktoken"
 """Name of the file that openai-harmony loads: a line for each token, its bytes in base64 and its id."""
 SHA_256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
@@ -55,7 +57,7 @@ class HarmonyVocabulary:
             raise ValueError(f"{want}, got another one, of {len(pieces)} tokens")
 
     @contextmanager
-    def given(self) -> Iterator[None]:
+    def provided(self) -> Iterator[None]:
         """Let openai-harmony find the vocabulary inside, and nothing to download."""
         before = os.environ.get(VARIABLE)
         with tempfile.TemporaryDirectory(prefix="tidemill-harmony-") as directory:
@@ -64,10 +66,8 @@ class HarmonyVocabulary:
             try:
                 yield
             finally:
-                if before is None:
-                    del os.environ[VARIABLE]
-                else:
-                    os.environ[VARIABLE] = before
+                del os.environ[VARIABLE]
+                os.environ.update({} if before is None else {VARIABLE: before})
 
 
 def _characters() -> list[str]:
@@ -81,15 +81,11 @@ def _characters() -> list[str]:
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
-logger = logging.getLogger(__name__)
-
 AUTO = "auto"
 """The renderer that the library has for the model's public name."""
 ROLES = ("system", "user", "assistant", "tool")
 """Roles that every renderer has. Some renderers leave out a message of another role without an error."""
-UNSUPPORTED = {
-    "default": "it is the model's own chat template; leave the setting empty",
-}
+UNSUPPORTED = {"default": "it is the model's own chat template; leave the setting empty"}
 """Renderers of the library that cannot be used here, with the reason."""
 HARMONY = "gpt-oss"
 """The renderer that encodes by openai-harmony, with a vocabulary of its own."""
@@ -134,10 +130,8 @@ class Renderer:
         """
         config = config_of(name, options, model_dir)
         want = f"a tokenizer with the special tokens of {config.name}"
-        cure = (
-            "name the renderer of this model's family, or use the tokenizer that belongs to it "
-            f"({model_dir / 'tokenizer.json'})"
-        )
+        cure = "name the renderer of this model's family, or use the tokenizer that belongs to it"
+        cure += f" ({model_dir / 'tokenizer.json'})"
         with errors_as(lambda error: NoRenderer(want=want, got=_first_line(error), cure=cure)):
             template = ChatTemplate.read(model_dir)
             return cls(
@@ -196,14 +190,14 @@ class Renderer:
             renderer = self._variant(_template_arguments(arguments))
             with self._rejecting("response"):
                 parsed = renderer.parse_response(list(output), tools=tools, prompt_ids=list(prompt))
-                attempts = [self._attempt(each, output) for each in parsed.tool_calls]
+                attempts = [self._attempt(call, output) for call in parsed.tool_calls]
                 content, reasoning = str(parsed.content or ""), str(parsed.reasoning_content or "")
         except BadRequest as error:
             logger.debug("renderer cannot read a response error=%s", error)
             return ParsedReply(text, (), malformed=1)
         calls = _with_distinct_ids([call for _, call in attempts if call is not None]) if tools else ()
-        left = [written for written, call in attempts if call is None or not tools]
-        return ParsedReply("\n".join(filter(None, [content, *left])), calls, reasoning, len(left) if tools else 0)
+        unread = [written for written, call in attempts if call is None or not tools]
+        return ParsedReply("\n".join(filter(None, [content, *unread])), calls, reasoning, len(unread) if tools else 0)
 
     def _attempt(self, attempt: Any, output: Sequence[int]) -> tuple[str, ToolCall | None]:
         """Return a call as it was written, and the call; None if it cannot be read."""
@@ -229,17 +223,16 @@ class Renderer:
     def _create(self, arguments: JsonMapping) -> Any:
         import renderers
 
-        with nullcontext() if self._vocabulary is None else self._vocabulary.given():
+        with nullcontext() if self._vocabulary is None else self._vocabulary.provided():
             if not arguments:
                 return renderers.create_renderer(self._tokenizer, self._config)
             with self._rejecting("chat_template_kwargs"):
                 return renderers.create_renderer(self._tokenizer, self._config, chat_template_kwargs=arguments)
 
     def _rejecting(self, what: str) -> AbstractContextManager[None]:
-        """Raise BadRequest for every error of the library, which does not check what programs and models write."""
-        return errors_as(
-            lambda error: BadRequest(f"{what}: rejected by the renderer {self.name}: {_first_line(error)}")
-        )
+        """Raise BadRequest for every error of the library, which does not check the texts of programs and models."""
+        where = f"{what}: rejected by the renderer {self.name}"
+        return errors_as(lambda error: BadRequest(f"{where}: {_first_line(error)}"))
 
 
 class _Tokenizer:
@@ -267,31 +260,27 @@ def config_of(name: str, options: Mapping[str, object], model_dir: Path | None) 
     Raises NoRenderer.
     """
     if missing := [package for package in ("renderers", "httpx") if find_spec(package) is None]:
-        got = f"none of the name {', '.join(missing)}"
-        raise RendererMissing(
-            want="the packages of tidemill[renderers]", got=got, cure="pip install 'tidemill[renderers]'"
-        )
+        want, got = "the packages of tidemill[renderers]", f"none of the name {', '.join(missing)}"
+        raise RendererMissing(want=want, got=got, cure="pip install 'tidemill[renderers]'")
     import renderers
     from renderers.base import MODEL_RENDERER_MAP
 
     names = sorted({AUTO, *MODEL_RENDERER_MAP.values()} - set(UNSUPPORTED))
-    found = name
+    family = name
     if name == AUTO:
         if model_dir is None:
             return None
         public_name = _public_name(model_dir)
         if public_name is None:
             want = "a model directory OWNER/NAME with the public name of a model that the library knows"
-            raise NoRenderer(
-                want=want, got=str(model_dir), cure=f"name the renderer of the model's family: {', '.join(names)}"
-            )
-        found = MODEL_RENDERER_MAP[public_name]
-    if found in UNSUPPORTED:
-        raise NoRenderer(
-            want=f"one of {', '.join(names)}", got=f"{found}: {UNSUPPORTED[found]}", cure="name another one"
-        )
+            cure = f"name the renderer of the model's family: {', '.join(names)}"
+            raise NoRenderer(want=want, got=str(model_dir), cure=cure)
+        family = MODEL_RENDERER_MAP[public_name]
+    if family in UNSUPPORTED:
+        got = f"{family}: {UNSUPPORTED[family]}"
+        raise NoRenderer(want=f"one of {', '.join(names)}", got=got, cure="name another one")
     try:
-        empty = renderers.config_from_name(found)
+        empty = renderers.config_from_name(family)
     except ValueError:
         raise NoRenderer(want=f"one of {', '.join(names)}", got=repr(name), cure="fix the name") from None
     try:
@@ -302,29 +291,19 @@ def config_of(name: str, options: Mapping[str, object], model_dir: Path | None) 
 
 
 def _public_name(model_dir: Path) -> str | None:
-    """Return the name by which the library knows a model, by its directory, its own or one in a cache of Hugging Face;
-    None = none.
-    """
+    """Return the name by which the library knows a model: its directory, or one in a cache of Hugging Face; or None."""
     from renderers.base import MODEL_RENDERER_MAP
 
-    resolved = model_dir.resolve()
-    cached = [
-        part.removeprefix("models--").replace("--", "/", 1) for part in resolved.parts if part.startswith("models--")
-    ]
-    return next(
-        (
-            name
-            for name in ("/".join(model_dir.parts[-2:]), "/".join(resolved.parts[-2:]), *cached)
-            if name in MODEL_RENDERER_MAP
-        ),
-        None,
-    )
+    parts = model_dir.resolve().parts
+    cached = [part.removeprefix("models--").replace("--", "/", 1) for part in parts if part.startswith("models--")]
+    names = ["/".join(model_dir.parts[-2:]), "/".join(parts[-2:]), *cached]
+    return next((name for name in names if name in MODEL_RENDERER_MAP), None)
 
 
 def _with_distinct_ids(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
     """Return the calls, without the model's id where an earlier one has the same: results are matched by ids."""
     return tuple(
-        replace(call, id="") if call.id in [other.id for other in calls[:place]] else call
+        replace(call, id="") if call.id in [earlier.id for earlier in calls[:place]] else call
         for place, call in enumerate(calls)
     )
 

@@ -10,9 +10,7 @@ from tidemill.actors.errors import BadRequest
 from tidemill.bus.system.foreign import errors_as
 
 LONG = 16_384
-"""Characters of text above which an event loop does not wait for its tokens: tokenizers take a millisecond for about a
-thousand.
-"""
+"""Characters of text above which an event loop does not wait for its tokens: about a thousand take a millisecond."""
 T = TypeVar("T")
 
 
@@ -23,15 +21,15 @@ async def beside_loop(size: int, work: Callable[[], T]) -> T:
 
 def size_of(value: object) -> int:
     """Return the characters of all texts in a JSON value."""
-    size, left = 0, [value]
-    while left:
-        value = left.pop()
+    size, values = 0, [value]
+    while values:
+        value = values.pop()
         if isinstance(value, str):
             size += len(value)
         elif isinstance(value, Mapping):
-            left += value.values()
+            values += value.values()
         elif isinstance(value, list | tuple) and not (value and isinstance(value[0], int)):  # token ids
-            left += value
+            values += value
     return size
 
 
@@ -57,11 +55,7 @@ class Text:
 
     @classmethod
     def read(cls, model_dir: Path) -> "Text | None":
-        """Return the tokenizer; None when there is no tokenizer.json: the engine then accepts and returns token ids
-        only.
-
-        Raises ValueError for files that do not describe one.
-        """
+        """Return the tokenizer; None without a tokenizer.json: the engine has token ids only. Raises ValueError."""
         from tokenizers import Tokenizer
 
         path = model_dir / "tokenizer.json"
@@ -102,10 +96,8 @@ class Text:
                 f"text: want Unicode text, got a lone surrogate ({text[error.start]!a}) at {error.start}"
             ) from error
         if num_bytes > self._max_bytes > 0:
-            raise BadRequest(
-                f"The input ({num_bytes} bytes) is longer than the model's context length ({self._max_tokens} "
-                "tokens) allows."
-            )
+            limit = f"the model's context length ({self._max_tokens} tokens)"
+            raise BadRequest(f"The input ({num_bytes} bytes) is longer than {limit} allows.")
         # The library raises plain Exception, for a vocabulary without a token for unknown text.
         with errors_as(lambda error: ValueError(f"text: the tokenizer has no tokens for {text[:100]!r}: {error}")):
             # A batch of one: unlike ``encode`` it lets other threads run meanwhile.

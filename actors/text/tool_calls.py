@@ -41,9 +41,7 @@ class ParsedReply:
     content: str
     calls: tuple[ToolCall, ...]
     reasoning: str = ""
-    """Text in front of the content, no part of the answer; only renderers (``tidemill.actors.text.rendering``) separate
-    it from the content.
-    """
+    """Text in front of the content, which only renderers (``tidemill.actors.text.rendering``) separate from it."""
     malformed: int = 0
     """Number of calls that a renderer could not read; they are content."""
 
@@ -56,9 +54,7 @@ def form_of(template: str) -> str | None:
 
 
 def read(text: str, form: str, *, finished: bool) -> ParsedReply:
-    """Return content and calls of a text in a ``form`` of ``form_of``; in a ``finished`` text an unclosed call is
-    content.
-    """
+    """Return content and calls of a text in a ``form`` of ``form_of``; ``finished``: an unclosed call is content."""
     return _read_tags(text, finished) if form == "tags" else _read_json(text, finished)
 
 
@@ -80,7 +76,10 @@ def _read_tags(text: str, finished: bool) -> ParsedReply:
         if closing < 0:
             _append(parts, text[opening:] if finished else "", calls)
             return _result(parts, calls, finished)
-        call = _call(text[opening + len(OPENING) : closing])
+        try:
+            call = _call_from(json.loads(text[opening + len(OPENING) : closing]))
+        except (ValueError, RecursionError):
+            call = None
         at = closing + len(CLOSING)
         if call is None:
             parts.append(text[opening:at])
@@ -139,13 +138,6 @@ def _calls(text: str) -> tuple[ToolCall, ...]:
     return tuple(calls)
 
 
-def _call(text: str) -> ToolCall | None:
-    try:
-        return _call_from(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
-
-
 def _call_from(value: object) -> ToolCall | None:
     """Return the call, None if it is none.
 
@@ -180,10 +172,10 @@ class ChatTemplate(MessageTemplate):
         *,
         tools: object = None,
         add_generation_prompt: bool = True,
-        **more: object,
+        **arguments: object,
     ) -> str:
         """Return the prompt as text. Raises BadRequest when the template refuses the messages."""
         try:
-            return super().render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **more)
+            return super().render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **arguments)
         except ValueError as error:
             raise BadRequest(str(error)) from error

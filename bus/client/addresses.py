@@ -1,5 +1,4 @@
-"""The address of the bus in one line, shown without its password; and the addresses at which a process listens and is
-reached.
+"""The address of the bus in one line, and the addresses at which a process listens and is reached.
 
 By default a process is reached at its address on the route to the bus.
 """
@@ -29,7 +28,6 @@ class Address:
     cert: str = ""
     """File of the client certificate, for servers that require one."""
     key: str = ""
-    """File of the client certificate's key."""
 
     @property
     def tls(self) -> bool:
@@ -45,11 +43,8 @@ class Address:
         """Return the whole address, password included: the text that ``parse`` reads."""
         scheme = self.servers[0].partition("://")[0]
         hosts = ",".join(server.partition("://")[2] for server in self.servers)
-        login = (
-            f"{quote(self.user, safe='')}{':' if self.password else ''}{quote(self.password, safe='')}@"
-            if self.user
-            else ""
-        )
+        password = f":{quote(self.password, safe='')}" if self.password else ""
+        login = f"{quote(self.user, safe='')}{password}@" if self.user else ""
         files = urlencode({name: getattr(self, name) for name in _FILES if getattr(self, name)}, safe="/")
         return f"{scheme}://{login}{hosts}" + (f"?{files}" if files else "")
 
@@ -60,32 +55,29 @@ def parse(text: str) -> Address:
     login, servers = "", []
     scheme = body.partition("://")[0] if "://" in body else "nats"
     for part in body.split(","):
-        own, separator, host = part.strip().rpartition("://")
-        if (own if separator else scheme) != scheme or scheme not in _SCHEMES:
-            raise ValueError(
-                "address of the bus: want nats://host:port or tls://host:port, one scheme for all, got "
-                f"{own or scheme}://"
-            )
+        part_scheme, separator, host = part.strip().rpartition("://")
+        if (part_scheme if separator else scheme) != scheme or scheme not in _SCHEMES:
+            raise _refused("nats://host:port or tls://host:port, one scheme for all", f"{part_scheme or scheme}://")
         before, at, host = host.rpartition("@")
         login = login or (before if at else "")
         if not host or host.startswith(":"):
-            raise ValueError(
-                f"address of the bus: want scheme://host:port[,host:port], got no host in {scheme}://...{host}"
-            )
+            raise _refused("scheme://host:port[,host:port]", f"no host in {scheme}://...{host}")
         try:
             port = urlsplit(f"{scheme}://{host}").port
         except ValueError:
             port = -1
         if port is not None and not 0 < port < 65536:
-            raise ValueError(
-                f"address of the bus: want scheme://host:port with a port from 1 to 65535, got {scheme}://{host}"
-            )
+            raise _refused("scheme://host:port with a port from 1 to 65535", f"{scheme}://{host}")
         servers.append(f"{scheme}://{host}")
     files = dict(parse_qsl(query))
     if unknown := sorted(set(files) - set(_FILES)):
-        raise ValueError(f"address of the bus: want ?{', '.join(_FILES)}, got ?{', '.join(unknown)}")
+        raise _refused(f"?{', '.join(_FILES)}", f"?{', '.join(unknown)}")
     user, _, password = login.partition(":")
     return Address(servers=tuple(servers), user=unquote(user), password=unquote(password), **files)
+
+
+def _refused(want: str, got: str) -> ValueError:
+    return ValueError(f"address of the bus: want {want}, got {got}")
 
 
 AUTO = "auto"
@@ -97,9 +89,7 @@ class Route:
     """The way from this process to the bus."""
 
     local: str
-    """Address of this machine on the route."""
     is_here: bool
-    """True when the bus is on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,34 +107,28 @@ HERE = Reach(LOOPBACK, LOOPBACK)
 def reach(host: str, advertise: str, route: Route, *, name: str) -> Reach:
     """Return where a process listens, and its advertised address.
 
-    ``host``: auto, or an address to bind; ``advertise``: empty = the bound one, or where that is a wildcard the one of
-    the route.
-    Raises ValueError, with ``name`` for the setting, for an address that would be advertised and that the machine of
-    the bus cannot reach.
+    ``host``: auto, or an address to bind; ``advertise``: empty = the bound address, or the route's where that is a
+    wildcard. Raises ValueError, with ``name`` for the setting, for an advertised address that the machine of the bus
+    cannot reach.
     """
     bind = route.local if host == AUTO else host.strip("[]")  # an IPv6 address may be given as URLs have it
     shown = advertise or (route.local if is_wildcard(bind) else bind)
     if not route.is_here and (is_loopback(bare(shown)) or is_wildcard(bare(shown))):
-        raise ValueError(
-            f"{name}: want an address that other machines reach (the bus is on one), got {shown}; cure: auto, "
-            "or --advertise"
-        )
+        want = "an address that other machines reach (the bus is on one)"
+        raise ValueError(f"{name}: want {want}, got {shown}; cure: auto, or --advertise")
     return Reach(bind, shown)
 
 
 def route_to(url: str) -> Route:
-    """Return the kernel's route to the first reachable server of the bus; nothing is sent. Blocking. Raises
-    ValueError.
-    """
+    """Return the kernel's route to the first reachable server; sends nothing. Blocking. Raises ValueError."""
     failures = []
     for server in parse(url).servers:
         parts = urlsplit(server)
         try:
-            family, kind, _, _, address = socket.getaddrinfo(
-                parts.hostname, parts.port or 4222, type=socket.SOCK_DGRAM
-            )[0]
+            infos = socket.getaddrinfo(parts.hostname, parts.port or 4222, type=socket.SOCK_DGRAM)
+            family, kind, _, _, address = infos[0]
             with socket.socket(family, kind) as probe:
-                probe.connect(address)
+                probe.connect(address)  # of UDP: sends nothing
                 local = str(probe.getsockname()[0])
             return Route(local, local == address[0] or is_loopback(str(address[0])))
         except OSError as error:

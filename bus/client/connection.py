@@ -9,7 +9,7 @@ import math
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -21,25 +21,20 @@ from nats.aio.msg import Msg
 from tidemill.bus.client.addresses import Address, parse
 from tidemill.bus.config import OLDEST_SERVER
 from tidemill.bus.errors import BusError, BusFull, BusUnavailable, Denied, Forbidden
-from tidemill.bus.system.coroutines import ended, heard, to_the_end
+from tidemill.bus.system.coroutines import Waiter, ended, heard, to_the_end
 from tidemill.bus.system.failure_log import FailureLog
-from tidemill.bus.wire.subjects import token
+from tidemill.bus.wire.subjects import inbox_prefix
 
 _log = logging.getLogger(__name__)
 
 RETRY_S = 0.1
-"""Seconds between two tries of one request."""
-CANCEL_AGAIN_S = 0.2
-"""Interval of the cancellations of work that has forgotten one."""
 AFTER_FULL_S = 15.0
-"""Seconds left for a request from the last time that the bus was full: its server is started again when it has room."""
+"""Seconds left for a request after the bus was full: its server is started again when it has room."""
 T = TypeVar("T")
 _RECONNECT_S = 0.2
-"""Pause between two attempts to reconnect to the same server."""
 _PING_S = 5.0
 """Seconds between two pings; a silently cut network is detected after three."""
 _LOG_EVERY_S = 5.0
-"""Interval of the log lines about one outage."""
 _FLUSH_S, _CLOSE_S = 1.0, 1.0
 """Deadlines at a close: for messages that are not sent yet, and for the close itself."""
 _NEVER_S = 1e6
@@ -48,9 +43,7 @@ _FORBIDDEN_S = 10.0
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 """The server's error for a forbidden subject, which has no code."""
 _CLEANUP = "$js.api.consumer.delete."
-"""Prefix of requests that may be refused: readers delete their consumers, and the server removes idle ones by itself,
-too.
-"""
+"""Prefix of requests that may be refused: the server removes idle consumers by itself, too."""
 _LOGIN_ERRORS = ("authorization violation", "authentication", "user credentials")
 """Parts of the server's errors for a wrong user or password, in lower case."""
 
@@ -59,10 +52,9 @@ FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)
 
 
 class _Client(Client):
-    """The client library, patched: it would stop reading for ever from a connection on which headers arrive that it
-    cannot parse.
+    """The client library, patched: headers that it cannot parse would end its reading of a connection for ever.
 
-    There is no public hook for them: see ``docs/decisions/017-headers-that-the-client-cannot-parse.md``.
+    There is no public hook: ``docs/decisions/017-headers-that-the-client-cannot-parse.md``.
     """
 
     def __init__(self) -> None:
@@ -82,9 +74,9 @@ class Connection:
 
     def __init__(self) -> None:
         self.nc: Client = _Client()
-        self._up = asyncio.Event()
-        self._up_or_closed = asyncio.Event()
-        """Set when the connection is up or closed: the two conditions that end a wait."""
+        self.connected = False
+        """True while the connection is up."""
+        self._changed = Waiter()
         self._listeners: set[Callable[[], None]] = set()
         self._forbidden_listeners: set[Callable[[Forbidden], bool]] = set()
         self._forbidden: dict[str, tuple[Forbidden, float]] = {}
@@ -95,11 +87,6 @@ class Connection:
         self._logged_s = 0.0
         self._closing = False
         self._what = "bus"
-
-    @property
-    def connected(self) -> bool:
-        """True while the connection is up."""
-        return self._up.is_set()
 
     @property
     def closed(self) -> bool:
@@ -121,14 +108,13 @@ class Connection:
         """Return when the connection is up. Raises BusUnavailable when it is not up in time, or closed."""
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
-                while not self._up.is_set():
+                while not self.connected:
                     if self.closed:
                         raise BusUnavailable(where, "the connection was closed")
-                    await self._up_or_closed.wait()
+                    await self._changed.wait()
         except TimeoutError:
-            raise BusUnavailable(
-                where, f"not connected for {timeout_s:.1f} s ({self.last_error or 'no error seen'})"
-            ) from None
+            reason = f"not connected for {timeout_s:.1f} s ({self.last_error or 'no error seen'})"
+            raise BusUnavailable(where, reason) from None
 
     def on_lost(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call ``listener`` whenever the connection breaks. Returns a function that removes it."""
@@ -138,8 +124,8 @@ class Connection:
     def on_forbidden(self, listener: Callable[[Forbidden], bool]) -> Callable[[], None]:
         """Call ``listener`` whenever the server refuses a publish. Returns a function that removes it.
 
-        ``subject`` of the error is in lower case. The listener returns whether the publish was its own; an unclaimed
-        one is logged.
+        ``subject`` of the error is in lower case. The listener returns whether it claims the publish; others are
+        logged.
         """
         self._forbidden_listeners.add(listener)
         return lambda: self._forbidden_listeners.discard(listener)
@@ -161,41 +147,32 @@ class Connection:
         self.check_allowed(subject)
 
         def end() -> None:
-            """End the request now, as if its time were over."""
             if not scope.expired():
                 scope.reschedule(loop.time())
 
-        def refused(error: Forbidden) -> bool:
-            """End the request if the refusal is of its subject. Returns whether it is."""
-            if error.subject == subject.lower():
+        def end_if_refused(error: Forbidden) -> bool:
+            if is_ours := error.subject == subject.lower():
                 end()
-            return error.subject == subject.lower()
+            return is_ours
 
         try:
             async with asyncio.timeout(timeout_s) as scope:
-                ends = [
-                    self.on_lost(end),
-                    self.on_forbidden(refused),
-                ]
+                removals = (self.on_lost(end), self.on_forbidden(end_if_refused))
                 try:
                     # Twice the time, so that always the scope above ends the request, and never the library.
                     # Its wait_for (Python 3.11) loses a cancellation that comes together with the answer.
                     return await heard(self.nc.request(subject, payload, timeout=2 * timeout_s))
                 finally:
-                    for forget in ends:
-                        forget()
+                    for remove in removals:
+                        remove()
         except FOREIGN as error:
             self.check_allowed(subject)
             raise self.unavailable(subject, error) from None
 
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
-        """Publish without an answer. Raises BusUnavailable when not connected: the client library would send it later,
-        too late.
-
-        Raises Forbidden when the server refused this subject within the last 10 s.
-        """
+        """Publish without an answer. Raises Forbidden; BusUnavailable when not connected."""
         self.check_allowed(subject)
-        if not self.connected:
+        if not self.connected:  # the client library would send it later, too late
             raise BusUnavailable(subject, "not connected")
         try:
             # With more than 2 MiB unsent it waits for them, and swallows a cancellation.
@@ -214,9 +191,7 @@ class Connection:
 
     @asynccontextmanager
     async def subscribed(self, subject: str, on_message: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
-        """While entered, call ``on_message`` with every message on a subject, except those published while the
-        connection is broken.
-        """
+        """While entered, call ``on_message`` with every message on a subject that arrives while connected."""
         try:
             sub = await self.nc.subscribe(subject, cb=on_message)
         except FOREIGN as error:
@@ -232,10 +207,7 @@ class Connection:
         return BusUnavailable(where, str(error) or type(error).__name__)
 
     async def open(self, url: str, name: str, wait_s: float) -> None:
-        """Connect within ``wait_s``.
-
-        ``url``: as ``tidemill.bus.client.addresses`` reads it. Raises BusUnavailable, ValueError; Denied at once.
-        """
+        """Connect to ``url`` within ``wait_s``. Raises BusUnavailable, ValueError; Denied at once."""
         since = time.monotonic()
         address = parse(url)
         self._what, self._opening, self.user = f"{name} at {address}", address, address.user
@@ -258,27 +230,21 @@ class Connection:
             async with asyncio.timeout(wait_s):
                 await asyncio.shield(connecting)
         except FOREIGN as error:
-            reason = self.last_error or str(error) or type(error).__name__
-            raise BusUnavailable(
-                f"connecting {name} to {address}", f"waited {time.monotonic() - since:.1f} s: {reason}"
-            ) from None
+            reason = f"waited {time.monotonic() - since:.1f} s: {self.last_error or error or type(error).__name__}"
+            raise BusUnavailable(f"connecting {name} to {address}", reason) from None
         finally:
             await ended(connecting)  # the client library may swallow one cancellation, and would then connect for ever
             self._opening = None
         version = self.nc.connected_server_version
         if (version.major, version.minor) < OLDEST_SERVER:
-            want = ".".join(map(str, OLDEST_SERVER))
-            raise BusError(
-                f"connecting {name} to {address}: want nats-server >= {want}, got "
-                f"{version.major}.{version.minor}.{version.patch}"
-            )
+            want, got = ".".join(map(str, OLDEST_SERVER)), f"{version.major}.{version.minor}.{version.patch}"
+            raise BusError(f"connecting {name} to {address}: want nats-server >= {want}, got {got}")
         self._set_connected()
 
     async def close(self) -> None:
-        """Flush for at most a second and close within another: after a failed TLS handshake the library would wait for
-        ever.
+        """Flush for at most a second and close within another; a cancellation is raised afterwards.
 
-        A cancellation is raised when the connection is closed: a close that is cut short leaves the library's tasks and
+        After a failed TLS handshake the library would wait for ever, and a close that is cut short leaves its tasks and
         its socket behind.
         """
         await to_the_end(self._close())
@@ -305,21 +271,17 @@ class Connection:
                 await ended(flushing)
 
     async def _on_error(self, error: Exception) -> None:
-        """Handle a refused publish, which the client library reports only here: its caller would wait for the
-        answer.
-        """
+        """Handle a refused publish, which the library reports only here: its caller would wait for the answer."""
         self.last_error = str(error) or type(error).__name__
         if self._opening is not None:
             _raise_if_denied(self._what, self._opening, error)
         if (violation := _VIOLATION.search(self.last_error)) is not None:
             self._on_violation(violation[1].lower(), violation[2])
             return
-        now = time.monotonic()
-        if now - self._logged_s > _LOG_EVERY_S:
-            self._logged_s = now
-            _log.warning(
-                "bus: %s what=%s error=%s", "trouble" if self.connected else "waiting", self._what, self.last_error
-            )
+        if time.monotonic() - self._logged_s > _LOG_EVERY_S:
+            self._logged_s = time.monotonic()
+            state = "trouble" if self.connected else "waiting"
+            _log.warning("bus: %s what=%s error=%s", state, self._what, self.last_error)
 
     def _on_violation(self, verb: str, subject: str) -> None:
         error = Forbidden(subject, "publish" if verb == "publish" else "subscribe", self.user)
@@ -334,7 +296,7 @@ class Connection:
             _log.error("bus: %s", error)
 
     async def _on_disconnected(self) -> None:
-        if self._closing or not self._up.is_set():
+        if self._closing or not self.connected:
             return
         _log.warning("bus: disconnected, reconnecting for ever")
         self._set_disconnected()
@@ -345,34 +307,25 @@ class Connection:
 
     async def _on_closed(self) -> None:
         self._set_disconnected()
-        self._up_or_closed.set()
+        self._changed.wake()
 
     def _set_connected(self) -> None:
         self._forbidden.clear()
-        self._up.set()
-        self._up_or_closed.set()
+        self.connected = True
+        self._changed.wake()
 
     def _set_disconnected(self) -> None:
-        self._up.clear()
-        self._up_or_closed.clear()
+        self.connected = False
         for listener in list(self._listeners):
             listener()
 
 
-def inbox_prefix(user: str) -> str:
-    """Return the prefix of the reply subjects of a user; the server lets no other user subscribe to them."""
-    return f"_INBOX_{token(user)}" if user else "_INBOX"
-
-
 def _login(address: Address) -> dict[str, object]:
-    """Return the client library's options for user and certificates."""
+    """Return the client library's options for user and certificates. Raises ValueError."""
     options: dict[str, object] = {}
     if address.user and address.password:
-        options |= {
-            "user": address.user,
-            "password": address.password,
-            "inbox_prefix": inbox_prefix(address.user).encode(),
-        }
+        prefix = inbox_prefix(address.user).encode()
+        options |= {"user": address.user, "password": address.password, "inbox_prefix": prefix}
     elif address.user:
         options["token"] = address.user
     if address.tls or address.ca:
@@ -381,29 +334,20 @@ def _login(address: Address) -> dict[str, object]:
             if address.cert:
                 context.load_cert_chain(address.cert, address.key or None)
         except OSError as error:
-            raise ValueError(
-                f"address of the bus: ca, cert, key: want PEM files, {address.ca} {address.cert}: {error}"
-            ) from None
+            files = f"{address.ca} {address.cert}"
+            raise ValueError(f"address of the bus: ca, cert, key: want PEM files, {files}: {error}") from None
         options["tls"] = context
     return options
 
 
 def _raise_if_denied(what: str, address: Address, error: Exception) -> None:
-    """Raise Denied for an error that waiting does not cure."""
-    reason = str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
-        raise Denied(
-            what,
-            f"the certificate of the bus: {error.verify_message}",
-            "give the file that signed it (bus.tls_ca, or ?ca=FILE)",
-        )
-    if any(text in reason.lower() for text in _LOGIN_ERRORS):
-        missing = "no user given" if not address.user else "wrong name or password"
-        raise Denied(
-            what,
-            missing,
-            "TIDEMILL_BUS_CREDENTIALS=FILE, or TIDEMILL_BUS_USER and TIDEMILL_BUS_PASSWORD (docs/security.md)",
-        )
+        reason, cure = f"the certificate of the bus: {error.verify_message}", "give the file that signed it"
+        raise Denied(what, reason, f"{cure} (bus.tls_ca, or ?ca=FILE)")
+    if any(text in str(error).lower() for text in _LOGIN_ERRORS):
+        reason = "wrong name or password" if address.user else "no user given"
+        cure = "TIDEMILL_BUS_CREDENTIALS=FILE, or TIDEMILL_BUS_USER and TIDEMILL_BUS_PASSWORD (docs/security.md)"
+        raise Denied(what, reason, cure)
 
 
 @asynccontextmanager
@@ -421,17 +365,15 @@ async def retry(
     connection: Connection,
     ask: Callable[[], Awaitable[T]],
     *,
-    pause_s: float = 0.0,
+    pause_s: float = RETRY_S,
     deadline: float = math.inf,
     outage_s: float | None = None,
     report: Callable[[BusUnavailable], None] | None = None,
 ) -> T:
-    """Return the result of ``ask``, which is called again for as long as it raises BusUnavailable and ``before_retry``
-    does not.
+    """Return the result of ``ask``, called again while it raises BusUnavailable and ``before_retry`` does not.
 
-    A full bus is waited for without end. ``report`` is called with each error that another try follows.
-
-    With ``outage_s`` that try waits for the connection, at most so long.
+    A full bus is waited for without end. ``report`` gets each error that another try follows; with ``outage_s`` that
+    try waits for the connection, at most so long.
     """
     while True:
         try:
@@ -449,27 +391,7 @@ async def retry(
 async def before_retry(
     connection: Connection, error: BusUnavailable, *, pause_s: float = RETRY_S, deadline: float = math.inf
 ) -> None:
-    """Wait between a failed try and the next one. Raises ``error`` when the connection was closed, or the next would be
-    past ``deadline``.
-
-    ``deadline`` is a time of the monotonic clock.
-    """
+    """Wait before the next try. Raises ``error`` when closed, or when that is past ``deadline`` (monotonic clock)."""
     if connection.closed or time.monotonic() + pause_s >= deadline:
         raise error
     await asyncio.sleep(pause_s)
-
-
-async def cancellable(work: Coroutine[object, None, T]) -> T:
-    """Return the result of ``work``, which ends for certain when this is cancelled.
-
-    ``asyncio.wait_for`` of Python 3.11, which client libraries use, forgets a cancellation that comes together with its
-    result (CPython issue 86296); an endless loop would then go on. So ``work`` is cancelled again until it ends.
-    """
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.wait((task,))
-    finally:
-        while not task.done():
-            task.cancel()
-            await asyncio.wait((task,), timeout=CANCEL_AGAIN_S)
-    return task.result()

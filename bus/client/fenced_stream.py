@@ -1,8 +1,8 @@
 """A stream with one writer at a time, the newest learner: writing it, and reading its valid messages.
 
-Every message carries the epoch of its writer and the expected sequence of the message before it. A fence is the first
-message of an epoch; later messages of an older epoch are void. Messages of no learner are void as well: messages that
-cannot be decoded, or have another epoch in the header than in the message. Writer and readers pass over both.
+Every message carries its writer's epoch and the expected sequence of the message before it. A fence is the first
+message of an epoch; later messages of an older epoch are void, and so are messages of no learner: undecodable ones, or
+with another epoch in the header. Writer and readers pass over them.
 """
 
 import asyncio
@@ -11,16 +11,17 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
+from tidemill.bus.client import pull
 from tidemill.bus.client.connection import before_retry, retry
 from tidemill.bus.client.jetstream import JetStream, Message
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
-from tidemill.bus.client.pull import Delivered, OrderedPull, present
-from tidemill.bus.errors import BusUnavailable, Fenced, NotFound, Refused, WireError
+from tidemill.bus.client.pull import Delivered
+from tidemill.bus.errors import BusUnavailable, Fenced, Refused, WireError
 from tidemill.bus.wire import parts, subjects
 from tidemill.bus.wire.codec import encode_record
-from tidemill.bus.wire.messages import Fence
+from tidemill.bus.wire.messages import Fence, PlanRecord, Task
 from tidemill.bus.wire.subjects import natural, nonce
 
 _log = logging.getLogger(__name__)
@@ -30,16 +31,7 @@ _NO_EPOCH = -1
 """Epoch of a message that names none: older than all."""
 
 
-class EpochRecord(Protocol):
-    """A record of one learner."""
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the learner that wrote it."""
-        ...
-
-
-R = TypeVar("R", bound=EpochRecord)
+R = TypeVar("R", bound=Task | PlanRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +43,6 @@ class FencedStream(Generic[R]):
     """Short name of the stream: PLAN or TASKS."""
     fence_subject: str
     decode: Callable[[Message | Delivered], R]
-    """Function that decodes a message; raises WireError."""
 
     @property
     def name(self) -> str:
@@ -64,15 +55,16 @@ class FencedStream(Generic[R]):
 
     def checked(self, message: Message | Delivered) -> R:
         """Return the record in a message. Raises WireError for a message of no learner."""
-        found, named = self.decode(message), message.headers.get(subjects.EPOCH_HEADER, "")
-        if natural(named) != found.epoch:
-            raise WireError(subjects.EPOCH_HEADER, f"{found.epoch}, the epoch in the message", named[:40])
-        return found
+        decoded = self.decode(message)
+        if epoch_of(message.headers) != decoded.epoch:
+            got = message.headers.get(subjects.EPOCH_HEADER, "")[:40]
+            raise WireError(subjects.EPOCH_HEADER, f"{decoded.epoch}, the epoch in the message", got)
+        return decoded
 
     def epoch(self, message: Message | Delivered) -> int:
         """Return the epoch of the learner that wrote the message; -1 for a message of no learner."""
-        found = self.read(message)
-        return _NO_EPOCH if found is None else found.epoch
+        record = self.read(message)
+        return _NO_EPOCH if record is None else record.epoch
 
 
 class FencedWriter(Generic[R]):
@@ -108,17 +100,12 @@ class FencedWriter(Generic[R]):
         return self._jet.connection.max_payload - parts.HEADER_RESERVE_BYTES
 
     async def append(self, subject: str, payload: bytes) -> int:
-        """Append a message and return its sequence. Retries for ever; cancellable. Raises Fenced, and WireError for one
-        too large.
-        """
+        """Append a message and return its sequence. Retries for ever. Raises Fenced; WireError for one too large."""
         assert self.epoch, f"{self._stream}: fence() comes before the first message"
         # No try of such a message can succeed, and the client library's refusal looks like an outage.
         if not parts.fits(payload, self._jet.connection.max_payload):
-            raise WireError(
-                subject,
-                f"at most {self.max_bytes} bytes, as max_payload of the nats-server allows (raise it)",
-                len(payload),
-            )
+            want = f"at most {self.max_bytes} bytes, as max_payload of the nats-server allows (raise it)"
+            raise WireError(subject, want, len(payload))
         async with self._lock:
             return await self._append(subject, payload)
 
@@ -150,32 +137,23 @@ class FencedWriter(Generic[R]):
                 return mine
 
     async def _find_own(self, message_id: str) -> int | None:
-        """Read on after the last known message. Return the sequence of our message if it is there. Raises Fenced at a
-        newer learner's.
-        """
-        while True:
-            try:
-                found = await retry(self._jet.connection, partial(self._jet.next, self._stream, self._last + 1))
-            except NotFound as error:
-                if error.what == "stream":
-                    raise
-                return None
-            if found.headers.get(subjects.MESSAGE_ID) == message_id:
-                self._last = found.seq
-                return found.seq
-            seen = self._log.epoch(found)
-            if seen > self.epoch or (seen == self.epoch and not self._is_mine(found, seen)):
-                raise Fenced(self._stream, self.epoch, seen)
-            self._last = found.seq
+        """Return the sequence of our message if it is after the last known one. Raises Fenced at a newer learner's."""
+        while stored := await retry(self._jet.connection, partial(self._jet.next, self._stream, self._last + 1)):
+            if stored.headers.get(subjects.MESSAGE_ID) == message_id:
+                self._last = stored.seq
+                return stored.seq
+            epoch = self._log.epoch(stored)
+            if epoch > self.epoch or (epoch == self.epoch and not self._is_mine(stored, epoch)):
+                raise Fenced(self._stream, self.epoch, epoch)
+            self._last = stored.seq
+        return None
 
-    def _is_mine(self, found: Message, epoch: int) -> bool:
+    def _is_mine(self, stored: Message, epoch: int) -> bool:
         """Return whether a message is ours, of a call that was cancelled before it was confirmed."""
-        return found.headers.get(subjects.MESSAGE_ID, "").startswith(f"{epoch}.{self._nonce}.")
+        return stored.headers.get(subjects.MESSAGE_ID, "").startswith(f"{epoch}.{self._nonce}.")
 
     async def _has_fenced(self, epoch: int) -> bool:
-        """Return whether our fence is the newest already (an earlier call was cancelled). Raises Fenced when another is
-        as new or newer.
-        """
+        """Return whether our fence is the newest already. Raises Fenced when another is as new or newer."""
         fence = await self._newest_fence()
         if fence is None:
             return False
@@ -189,13 +167,8 @@ class FencedWriter(Generic[R]):
 
     async def _newest_fence(self) -> Message | None:
         """Return the last message on the fences' subject that a learner wrote."""
-        try:
-            newest = await self._jet.last(self._stream, self._fence_subject)
-        except NotFound as error:
-            if error.what == "stream":
-                raise
-            return None
-        if self._log.epoch(newest) != _NO_EPOCH:
+        newest = await self._jet.last(self._stream, self._fence_subject)
+        if newest is None or self._log.epoch(newest) != _NO_EPOCH:
             return newest
         fences = Fences(self._log)
         await fences.refresh()
@@ -206,7 +179,7 @@ class Fences(Generic[R]):
     """The fences of a stream that have been read so far: (sequence, epoch) in order."""
 
     def __init__(self, stream: FencedStream[R]) -> None:
-        self._log, self._jet, self._stream, self._subject = stream, stream.jet, stream.name, stream.fence_subject
+        self._log = stream
         self._known: list[tuple[int, int]] = []
         self._read_to = 0
 
@@ -217,17 +190,11 @@ class Fences(Generic[R]):
 
     async def refresh(self) -> None:
         """Read the fences raised since the last call."""
-        while True:
-            try:
-                found = await self._jet.next(self._stream, self._read_to + 1, self._subject)
-            except NotFound as error:
-                if error.what == "stream":
-                    raise
-                return
-            self._read_to = found.seq
-            epoch = self._log.epoch(found)
+        while fence := await self._log.jet.next(self._log.name, self._read_to + 1, self._log.fence_subject):
+            self._read_to = fence.seq
+            epoch = self._log.epoch(fence)
             if epoch != _NO_EPOCH:
-                self._known.append((found.seq, epoch))
+                self._known.append((fence.seq, epoch))
 
     def voids(self, seq: int, epoch: int) -> bool:
         """Return whether a message comes after a fence of a newer epoch."""
@@ -239,30 +206,21 @@ class Fences(Generic[R]):
 
 
 async def valid(stream: FencedStream[R], start: int, *, follow: bool) -> AsyncIterator[tuple[Delivered, R]]:
-    """Yield the messages from ``start`` on that no fence voids, with their records, fences included; to the present
-    end, or for ever.
-    """
+    """Yield the messages from ``start`` that no fence voids, fences included; to the present end, or for ever."""
     fences = Fences(stream)
     await fences.refresh()
     epoch = fences.newest_below(start)
-    async for delivered in _endless(stream, start) if follow else present(stream.jet, stream.name, start):
-        found = stream.read(delivered)
-        if found is None:
+    async for delivered in (pull.follow if follow else pull.present)(stream.jet, stream.name, start):
+        record = stream.read(delivered)
+        if record is None:
             continue
         if delivered.subject == stream.fence_subject:
-            epoch = max(epoch, found.epoch)
-        if found.epoch >= epoch:
-            yield delivered, found
+            epoch = max(epoch, record.epoch)
+        if record.epoch >= epoch:
+            yield delivered, record
         else:
-            _log.warning(
-                "bus: void stream=%s seq=%d epoch=%d fenced_by=%d", stream.name, delivered.seq, found.epoch, epoch
-            )
-
-
-async def _endless(stream: FencedStream[R], start: int) -> AsyncIterator[Delivered]:
-    async with OrderedPull(stream.jet, stream.name, max(1, start)) as pull:
-        async for delivered in pull:
-            yield delivered
+            where = f"stream={stream.name} seq={delivered.seq}"
+            _log.warning("bus: void %s epoch=%d fenced_by=%d", where, record.epoch, epoch)
 
 
 def epoch_of(headers: dict[str, str]) -> int:

@@ -1,8 +1,7 @@
 """Work pulled from a durable consumer, one message at a time, by any number of concurrent callers of this process.
 
-Each caller has a slot: a subscription of its own with at most one request at the server. A message that arrives after
-its caller has left is nak'ed at once, so that no task waits for a lease to expire. (Sharing one subscription, or
-requesting more than one message, makes the client library's ``fetch`` stall.)
+Each caller has a slot: a subscription with at most one request at the server (sharing one, or requesting more, makes
+the client library's ``fetch`` stall). A message that arrives after its caller has left is nak'ed at once.
 """
 
 import asyncio
@@ -17,8 +16,7 @@ from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.errors import BusUnavailable
 
 NAK, ACK, PROGRESS = b"-NAK", b"+ACK", b"+WPI"
-"""Payloads of acknowledgements (JetStream's protocol): deliver again, done, and still at work, which renews the lease.
-"""
+"""Acknowledgements (JetStream's protocol): deliver again, done, and still at work, which renews the lease."""
 
 _REQUEST_S = 2.0
 """Seconds for which a request lives at the server, and the most that a request lost with the server costs."""
@@ -55,18 +53,18 @@ class _Slot:
 
     async def take(self, deadline: float) -> Msg | None:
         """Return the next message; None at ``deadline`` (monotonic clock)."""
-        while (left := deadline - time.monotonic()) > 0:
+        while (left_s := deadline - time.monotonic()) > 0:
             try:
-                await self._jet.connection.wait_up(left)
-                message = await self._request(left)
+                await self._jet.connection.wait_up(left_s)
+                message = await self._request(left_s)
             except BusUnavailable as error:
-                await before_retry(self._jet.connection, error, pause_s=min(RETRY_S, left))
+                await before_retry(self._jet.connection, error, pause_s=min(RETRY_S, left_s))
                 continue
             if message is not None:
                 return message
         return None
 
-    async def _request(self, left: float) -> Msg | None:
+    async def _request(self, left_s: float) -> Msg | None:
         """Wait for the answer to one request, or to the one that an earlier caller left."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Msg | None] = loop.create_future()
@@ -75,7 +73,7 @@ class _Slot:
         timer = None
         try:
             if now >= self._requested_until_s:
-                await self._send(min(left, _REQUEST_S))
+                await self._send(min(left_s, _REQUEST_S))
             timer = loop.call_later(max(0.0, self._requested_until_s - now), self._resolve, None)
             message = await answer
         except BaseException:

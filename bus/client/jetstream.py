@@ -1,6 +1,4 @@
-"""The requests of JetStream's API in use: maps in and out, foreign errors translated, reads repeated over a server
-restart.
-"""
+"""The requests of JetStream's API in use: maps in and out, foreign errors translated, reads repeated over restarts."""
 
 import base64
 import json
@@ -11,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
 
-from tidemill.bus.client.connection import RETRY_S, Connection, retry
+from tidemill.bus.client.connection import Connection, retry
 from tidemill.bus.client.outbox import Outbox, answered
 from tidemill.bus.client.refusals import Refusals
 from tidemill.bus.config import BusConfig
@@ -26,12 +24,9 @@ T = TypeVar("T")
 _ANSWER_S = 2.0
 """Deadline of one attempt."""
 RETRY_FOR_S = 15.0
-"""Seconds for which a request is repeated: a killed server is back within a second or so, a longer outage is an error.
-"""
+"""Seconds for which a request is repeated: a killed server is back within a second or so."""
 _NOT_FOUND = {10014: "consumer", 10037: "message", 10059: "stream"}
-"""Error codes of the server, and the kind of thing that is missing."""
 _STARTING = (10008, 10074)
-"""Error codes of a server that is not ready yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +64,7 @@ class JetStream:
     async def call(
         self, verb: str, request: Mapping[str, object] | None = None, *, retry_for_s: float = RETRY_FOR_S
     ) -> JsonObject:
-        """Return the answer to ``$JS.API.<verb>``, requested again while the server is away; only for requests that may
-        be repeated.
+        """Return the answer to ``$JS.API.<verb>``, a request that may be repeated: it is, while the server is away.
 
         Raises NotFound, Refused, and BusUnavailable after ``retry_for_s``.
         """
@@ -78,57 +72,48 @@ class JetStream:
         deadline = time.monotonic() + retry_for_s
 
         async def ask() -> JsonObject:
-            """Send the request once, when the connection is up."""
             await self.connection.wait_up(deadline - time.monotonic(), verb)
+            answer_s = min(_ANSWER_S, max(0.01, deadline - time.monotonic()))
             try:
-                answer = await self.connection.request(
-                    f"$JS.API.{verb}", payload, min(_ANSWER_S, max(0.01, deadline - time.monotonic()))
-                )
-                return _fields(verb, answer.data)
+                return _fields(verb, (await self.connection.request(f"$JS.API.{verb}", payload, answer_s)).data)
             except BusUnavailable as error:  # servers of a cluster that cannot write give no answer to reads either
                 raise await self.outbox.explained(error) from None
 
-        return await retry(self.connection, ask, pause_s=RETRY_S, deadline=deadline)
+        return await retry(self.connection, ask, deadline=deadline)
 
     async def retry_for_ever(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of ``ask``, called again while the bus is away. Raises BusUnavailable only when the
-        connection was closed.
-        """
+        """Return the result of ``ask``, called again while the bus is away. Raises BusUnavailable once closed."""
         return await retry(self.connection, ask, report=lambda error: _log.warning("bus: waiting reason=%s", error))
 
     async def state(self, stream: str) -> StreamState:
         """Return identity and extent of a stream. Raises NotFound."""
         fields = await self.call(f"STREAM.INFO.{stream}")
-        state = fields["state"]
         return StreamState(
             created=fields["created"],
-            first_seq=state["first_seq"],
-            last_seq=state["last_seq"],
-            messages=state["messages"],
-            bytes=state["bytes"],
+            **{name: fields["state"][name] for name in ("first_seq", "last_seq", "messages", "bytes")},
         )
 
     async def subjects(self, stream: str, filter: str) -> dict[str, int]:
         """Return the number of messages of each subject that matches."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         while True:
-            fields = await self.call(f"STREAM.INFO.{stream}", {"subjects_filter": filter, "offset": len(found)})
+            fields = await self.call(f"STREAM.INFO.{stream}", {"subjects_filter": filter, "offset": len(counts)})
             page = fields["state"].get("subjects") or {}
-            found.update(page)
-            if not page or len(found) >= fields.get("total", 0):
-                return found
+            counts.update(page)
+            if not page or len(counts) >= fields.get("total", 0):
+                return counts
 
     async def message(self, stream: str, seq: int) -> Message:
         """Return a message by sequence, from the leader. Raises NotFound."""
         return await self._get(stream, {"seq": seq})
 
-    async def last(self, stream: str, subject: str) -> Message:
-        """Return the newest message on a subject, from the leader. Raises NotFound."""
-        return await self._get(stream, {"last_by_subj": subject})
+    async def last(self, stream: str, subject: str) -> Message | None:
+        """Return the newest message on a subject, from the leader. Raises NotFound without the stream."""
+        return await self._get_any(stream, {"last_by_subj": subject})
 
-    async def next(self, stream: str, seq: int, subject: str = ">") -> Message:
-        """Return the first message on a subject with a sequence >= ``seq``, from the leader. Raises NotFound."""
-        return await self._get(stream, {"seq": seq, "next_by_subj": subject})
+    async def next(self, stream: str, seq: int, subject: str = ">") -> Message | None:
+        """Return the first message from ``seq`` on a subject, from the leader. Raises NotFound without the stream."""
+        return await self._get_any(stream, {"seq": seq, "next_by_subj": subject})
 
     async def purge(self, stream: str, below: int, *, subject: str = "") -> None:
         """Remove messages with sequences < ``below`` (and of this subject).
@@ -144,16 +129,22 @@ class JetStream:
         await self.call(f"STREAM.PURGE.{stream}", {"filter": subject})
 
     async def purge_tasks(self, stream: str, subject_of: Callable[[int | str], str], below: int) -> None:
-        """Remove a stream's messages of tasks with ids < ``below``. ``subject_of``: the filter of a task's subjects,
-        ``*`` = any task's.
-        """
+        """Remove messages of tasks with ids < ``below``. ``subject_of``: filter of a task's subjects, ``*`` = any."""
         try:
-            held = await self.subjects(stream, subject_of("*"))
+            counts = await self.subjects(stream, subject_of("*"))
         except NotFound:
             return
-        for task in {subjects.task_named(subject) for subject in held}:
+        for task in {subjects.task_named(subject) for subject in counts}:
             if task is not None and task < below:
                 await self.purge_subject(stream, subject_of(task))
+
+    async def _get_any(self, stream: str, request: Mapping[str, object]) -> Message | None:
+        try:
+            return await self._get(stream, request)
+        except NotFound as error:
+            if error.what == "stream":
+                raise
+            return None
 
     async def _get(self, stream: str, request: Mapping[str, object]) -> Message:
         fields = (await self.call(f"STREAM.MSG.GET.{stream}", request))["message"]

@@ -1,6 +1,4 @@
-"""The streams, consumers and buckets of a run, created once and read back: older servers silently drop settings they do
-not know.
-"""
+"""The streams, consumers and buckets of a run, created once and read back: older servers drop unknown settings."""
 
 from collections.abc import Iterator
 
@@ -12,22 +10,17 @@ from tidemill.bus.wire.json_object import JsonObject
 
 _NS = 1_000_000_000
 _ALREADY_IN_USE = (10058, 10148, 10013, 10105)
-"""Stream or consumer exists with another configuration."""
 _NO_STORAGE = 10047
 """A stream's ``max_bytes`` is reserved when it is created, and the server has no such room left."""
 _ROW_DUPLICATE_WINDOW_S = 120
-"""Seconds for which the server recognises a row that is written again."""
 _CHANGED_IN_PLACE = ("allow_rollup_hdrs",)
-"""Settings with another value in older releases. They are updated in place, because they affect stored messages."""
+"""Settings with another value in older releases; they affect stored messages."""
 _MAX_WAITING = 16_384
 """Limit of pull requests that wait at one consumer: one for every free slot of every actor."""
 
 
 async def create_layout(jet: JetStream) -> None:
     """Create missing streams and consumers; compare every setting with the server's.
-
-    TASKS is created last: other processes find a run by it (``tidemill.bus.streams.bus.find_run``), and read its rows
-    at once.
 
     Raises ConfigMismatch naming stream and field, NoRoom, BusUnavailable.
     """
@@ -39,11 +32,9 @@ async def create_layout(jet: JetStream) -> None:
 
 
 async def create_archive(jet: JetStream) -> None:
-    """Create the streams and buckets of a run that only keeps samples, for readers; without TASKS, by which runs are
-    found.
+    """Create the streams and buckets of a run that only keeps samples, without TASKS, by which runs are found.
 
-    Its SAMPLES has no bound, so that no learner takes it for its own (its ``create_layout`` raises ConfigMismatch), and
-    for the same reason this raises ConfigMismatch for a run that trains.
+    Its SAMPLES has no bound, so that it and a run that trains refuse each other by ConfigMismatch.
     """
     for config in stream_configs(jet.run, jet.config):
         if config["name"] == subjects.stream(jet.run, subjects.TASKS):
@@ -104,7 +95,7 @@ def consumer_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
             "ack_policy": "explicit",
             "deliver_policy": "all",
             "ack_wait": int(config.lease_s * _NS),
-            "max_deliver": -1,  # failures are counted in DEAD (docs/decisions/002-failures-are-counted-in-the-stream.md)
+            "max_deliver": -1,  # failures are counted in DEAD (docs/decisions/002)
             "max_ack_pending": -1,  # the learner bounds the tasks that are out
             "max_waiting": _MAX_WAITING,
             "filter_subject": subjects.task(run, kind, rollout),
@@ -117,14 +108,10 @@ async def _ensure_stream(jet: JetStream, config: JsonObject) -> None:
         info = await jet.call(f"STREAM.INFO.{name}")
     except NotFound:
         info = await _created(jet, f"STREAM.CREATE.{name}", config, f"STREAM.INFO.{name}")
-    there = info["config"]
-    changes = {
-        field: config[field]
-        for field in _CHANGED_IN_PLACE
-        if field in config and there.get(field, False) != config[field]
-    }
-    if changes:
-        info = await jet.call(f"STREAM.UPDATE.{name}", {**there, **changes})
+    present = info["config"]
+    settings = {field: config[field] for field in _CHANGED_IN_PLACE if field in config}
+    if any(present.get(field, False) != value for field, value in settings.items()):
+        info = await jet.call(f"STREAM.UPDATE.{name}", {**present, **settings})
     _compare(name, config, info["config"])
 
 
@@ -139,9 +126,7 @@ async def _ensure_consumer(jet: JetStream, stream: str, config: JsonObject) -> N
 
 
 async def _created(jet: JetStream, verb: str, request: JsonObject, info: str) -> JsonObject:
-    """Return the server's description of a stream or consumer that this, or another process a moment ago, has
-    created.
-    """
+    """Return the server's description of a stream or consumer that this, or another process just now, created."""
     try:
         return await jet.call(verb, request)
     except Refused as error:
@@ -154,10 +139,10 @@ async def _created(jet: JetStream, verb: str, request: JsonObject, info: str) ->
 
 def _compare(name: str, want: JsonObject, got: JsonObject) -> None:
     for field, value in want.items():
-        found = got.get(field)
-        if found is None and value in (False, 0):  # the server leaves out settings that are off
+        actual = got.get(field)
+        if actual is None and value in (False, 0):  # the server leaves out settings that are off
             continue
         if field == "subjects":
-            value, found = sorted(value), sorted(found or [])
-        if found != value:
-            raise ConfigMismatch(name, field, value, found)
+            value, actual = sorted(value), sorted(actual or [])
+        if actual != value:
+            raise ConfigMismatch(name, field, value, actual)

@@ -19,21 +19,16 @@ from tidemill.bus.wire.json_object import JsonObject
 _log = logging.getLogger(__name__)
 
 STREAM_FULL = 10077
-"""Error code of a stream that is at its limit."""
 _NO_ROOM = frozenset({10023, 10047})
-"""Error codes of a server with a full disk, or full share of it, in any stream. Treated like an outage: space may be
-freed.
-"""
+"""Error codes of a full disk, or full share of it. Treated like an outage: space may be freed."""
 WRONG_LAST_SEQUENCE = (10071, 10164)
 """Error codes of a message with another expected last sequence than its stream or subject has."""
 _ANSWER_S = 5.0
-"""Seconds to wait for the acknowledgement before sending again."""
 _FULL_S = 3.0
-"""Seconds to wait for the reason for which the bus stores nothing; without one the server itself answers at once."""
+"""Seconds to wait for the reason of a full bus; without one the server itself answers at once."""
 _FULL_WAIT_S = (0.02, 0.2)
 _RETRY_WAIT_S = (0.05, 0.3)
-"""Range of the pause before the next try, drawn at random, so that many publishers do not come back at the same moment.
-"""
+"""Range of the random pause before a try, so that many publishers do not come back at the same moment."""
 
 
 class PublishAck(NamedTuple):
@@ -47,8 +42,8 @@ class PublishAck(NamedTuple):
 class Outbox:
     """The publishing side of one connection; any number of messages may be in flight.
 
-    It replaces the client library's ``publish_async``, which leaves a refused message pending for ever, and its
-    ``publish``, which keeps waiting for an answer after the connection that should bring it has broken.
+    The client library's ``publish_async`` leaves a refused message pending for ever, and its ``publish`` waits for an
+    answer after the connection has broken.
     """
 
     def __init__(self, connection: Connection, full_subject: str) -> None:
@@ -66,7 +61,7 @@ class Outbox:
     async def attempt(self, subject: str, payload: bytes, headers: dict[str, str]) -> PublishAck:
         """Send once, and return the acknowledgement.
 
-        Raises Refused; Forbidden; BusFull; BusUnavailable, after which the message may be stored all the same.
+        Raises Refused, Forbidden, BusFull; BusUnavailable, after which the message may be stored all the same.
         """
         self._connection.check_allowed(subject)
         if not self._inbox:
@@ -113,7 +108,7 @@ class Outbox:
         *,
         on_retry: Callable[[str, bool], None] | None = None,
     ) -> PublishAck:
-        """Send until it is stored, for ever, under the same message id. Returns the acknowledgement. Cancellable.
+        """Send under the same message id until it is stored, and return the acknowledgement. Cancellable.
 
         ``on_retry(reason, full)`` is called before each wait. Raises Refused, Forbidden (no retry cures them),
         BusUnavailable when closed.
@@ -135,13 +130,8 @@ class Outbox:
             if on_retry is not None:
                 on_retry(reason, full)
             if tries % 100 == 1:
-                _log.log(
-                    logging.INFO if full else logging.WARNING,
-                    "bus: not stored yet subject=%s tries=%d reason=%s",
-                    subject,
-                    tries,
-                    reason,
-                )
+                level = logging.INFO if full else logging.WARNING
+                _log.log(level, "bus: not stored yet subject=%s tries=%d reason=%s", subject, tries, reason)
             await self._pause(full)
 
     async def _pause(self, full: bool) -> None:
@@ -184,13 +174,11 @@ class Outbox:
             self._settle(token, None)
 
     def _forbidden(self, error: Forbidden) -> bool:
-        waiting = [
-            (future, subject) for future, _, subject in self._waiting.values() if subject.lower() == error.subject
-        ]
-        for future, subject in waiting:
+        refused = [publish for publish in self._waiting.values() if publish[2].lower() == error.subject]
+        for future, _, subject in refused:
             if not future.done():
                 future.set_exception(Forbidden(subject, error.verb, error.user))
-        return bool(waiting)
+        return bool(refused)
 
     def _lost(self) -> None:
         for token in list(self._waiting):
@@ -198,17 +186,12 @@ class Outbox:
 
 
 _INCURABLE = frozenset({10054, *WRONG_LAST_SEQUENCE})
-"""Error codes that no retry cures: the message is larger than the stream allows, or another message has the expected
-place.
-"""
+"""Error codes that no retry cures: a message larger than the stream allows, or a taken expected place."""
 
 
 _NOT_NOW = frozenset({10008, 10158})
-"""Error codes of a cluster between two leaders, or still working on the same message; unlike a full stream, not caused
-by the message.
-"""
+"""Error codes of a cluster between two leaders, or still working on the same message."""
 _UNAVAILABLE = 503
-"""Status of an answer, as in HTTP."""
 
 
 class _Error(msgspec.Struct):
@@ -229,9 +212,7 @@ _REPLY = msgspec.json.Decoder(_Reply)
 
 
 def answered(where: str, data: bytes) -> JsonObject:
-    """Return the map in an answer of JetStream's API. Raises BusUnavailable for a malformed answer: the request is
-    repeated.
-    """
+    """Return the map in an answer of JetStream's API. Raises BusUnavailable for a malformed answer."""
     with suppress(ValueError, RecursionError):
         fields = json.loads(data)
         if isinstance(fields, dict):
@@ -243,9 +224,7 @@ def _read(subject: str, answer: Msg | None) -> PublishAck:
     if answer is None:
         raise BusUnavailable(subject, "no answer: the message may be stored")
     if not answer.data:
-        raise BusUnavailable(
-            subject, "there is no stream for this subject (not created yet, or the server is starting)"
-        )
+        raise BusUnavailable(subject, "no stream for this subject (not created yet, or the server is starting)")
     try:
         stored = _REPLY.decode(answer.data)
     except (msgspec.DecodeError, RecursionError):

@@ -1,8 +1,7 @@
 """Messages of a stream in order, from a sequence on, without a gap, over lost connections and server restarts.
 
-A pull consumer without acknowledgements: the position is kept here (and in the reader's checkpoint), never by the
-server. A missing consumer sequence, missing heartbeats and a lost connection all lead to a new consumer at the next
-sequence.
+A pull consumer without acknowledgements: the position is kept here. A missing consumer sequence, missing heartbeats and
+a lost connection all lead to a new consumer at the next sequence.
 """
 
 import json
@@ -28,11 +27,9 @@ _CREDIT = 64
 _CREDIT_BYTES = 32_000_000
 """Bytes requested at once, however few messages they are: it limits the memory of messages that have arrived."""
 _HEARTBEAT_S = 0.5
-"""Interval of the server's heartbeats while a request has no message."""
 _MISSED_S = 2.5 * _HEARTBEAT_S
 """Silence after which the consumer is replaced: two heartbeats may be late."""
 _EXPIRES_S = 30.0
-"""Seconds for which a request lives at the server."""
 _INACTIVE_S = 60.0
 """Seconds without requests after which the server removes a consumer."""
 _NS = 1_000_000_000
@@ -51,8 +48,7 @@ class Delivered(NamedTuple):
 
 
 class OrderedPull:
-    """Async iterator over the messages from ``start`` on, without an end. ``next`` returns one of them, or None after a
-    timeout.
+    """Endless async iterator over the messages from ``start`` on.
 
     ``on_open`` gets the state of the stream and the position, before the first message and after every re-opening.
     """
@@ -99,8 +95,7 @@ class OrderedPull:
     @overload
     async def next(self, timeout_s: float) -> Delivered | None: ...
     async def next(self, timeout_s: float | None = None) -> Delivered | None:
-        """Return the next message, or None after ``timeout_s`` without one. Waits for the bus for as long as necessary,
-        and logs that.
+        """Return the next message, or None after ``timeout_s`` without one; waits for the bus as long as necessary.
 
         Raises the errors of ``on_open``, NotFound when the stream is gone, BusUnavailable when the connection was
         closed.
@@ -114,15 +109,15 @@ class OrderedPull:
                     await self._request_more()
                 if delivered is not None:
                     return delivered
-            left = _MISSED_S if deadline is None else deadline - time.monotonic()
-            if left <= 0:
+            left_s = _MISSED_S if deadline is None else deadline - time.monotonic()
+            if left_s <= 0:
                 return None
             if self._sub is None or self._lost:
-                await self._reopen(left)
+                await self._reopen(left_s)
             elif time.monotonic() - self._last_message_s > _MISSED_S:
                 self._mark_lost("heartbeats missing")
             else:
-                await self._waiter.wait(min(left, _MISSED_S))
+                await self._waiter.wait(min(left_s, _MISSED_S))
 
     async def close(self) -> None:
         """End the reading, and remove its consumer from the server."""
@@ -144,9 +139,7 @@ class OrderedPull:
         return Delivered(numbers.seq, message.subject, headers, message.data, numbers.pending, numbers.stored_ns / _NS)
 
     def _status(self, headers: dict[str, str]) -> None:
-        """Handle a status message: 100 is a heartbeat. Any other ends a request: 408 expired, 409 limit reached or
-        consumer deleted, 503 no responders.
-        """
+        """Handle a status: 100 heartbeat, 408 expired, 409 limit reached or consumer deleted, 503 no responders."""
         status, what = headers.get("Status", ""), headers.get("Description", "")
         if status == "100":
             return
@@ -206,14 +199,10 @@ class OrderedPull:
             "headers_only": self._headers_only,
             **({"filter_subjects": self._filters} if self._filters else {}),
         }
-        self._consumer, self._consumer_seq, self._requested = (
-            name,
-            0,
-            0,
-        )  # a server that answers too late has made it, too
-        await self._jet.call(
-            f"CONSUMER.CREATE.{self._stream}.{name}", {"stream_name": self._stream, "config": config}, retry_for_s=2.5
-        )
+        # Before the call: a server whose answer comes too late has made it, too, and ``_drop`` removes it.
+        self._consumer, self._consumer_seq, self._requested = name, 0, 0
+        request = {"stream_name": self._stream, "config": config}
+        await self._jet.call(f"CONSUMER.CREATE.{self._stream}.{name}", request, retry_for_s=2.5)
         self._last_message_s = time.monotonic()
         await self._request_more()
         self.reopened += 1
@@ -251,7 +240,6 @@ class OrderedPull:
 
 
 def _unsent(headers: dict[str, str], otherwise: int) -> int:
-    """Return the number of messages of a request that the server will not send any more."""
     unsent = natural(headers.get("Nats-Pending-Messages", ""))
     return otherwise if unsent is None else unsent
 
@@ -259,9 +247,7 @@ def _unsent(headers: dict[str, str], otherwise: int) -> int:
 async def present(
     jet: JetStream, stream: str, start: int, *, filters: Sequence[str] = (), headers_only: bool = False
 ) -> AsyncIterator[Delivered]:
-    """Yield the messages from ``start`` to the present end of the stream. Raises NotFound when there is no such
-    stream.
-    """
+    """Yield the messages from ``start`` to the present end of the stream. Raises NotFound without such a stream."""
     last = (await jet.state(stream)).last_seq
     async with OrderedPull(jet, stream, max(1, start), filters=filters, headers_only=headers_only) as pull:
         while pull.position <= last:
@@ -281,13 +267,16 @@ async def present(
                 return  # the leader decides: in a cluster the consumer counts only messages that its own server has
 
 
+async def follow(
+    jet: JetStream, stream: str, start: int, *, filters: Sequence[str] = (), headers_only: bool = False
+) -> AsyncIterator[Delivered]:
+    """Yield the messages from ``start`` on, for ever."""
+    async with OrderedPull(jet, stream, max(1, start), filters=filters, headers_only=headers_only) as pull:
+        async for delivered in pull:
+            yield delivered
+
+
 async def _any(jet: JetStream, stream: str, first: int, last: int, filters: Sequence[str]) -> bool:
     """Return whether the stream's leader has a message in this range."""
-    for subject in filters or (">",):
-        try:
-            if (await jet.next(stream, first, subject)).seq <= last:
-                return True
-        except NotFound as error:
-            if error.what == "stream":
-                raise
-    return False
+    messages = [await jet.next(stream, first, subject) for subject in filters or (">",)]
+    return any(message is not None and message.seq <= last for message in messages)

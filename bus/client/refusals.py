@@ -15,14 +15,12 @@ T = TypeVar("T")
 _MAX_KNOWN = 4096
 """Number of places remembered, so that a message read again, or a row read every second, is counted once."""
 _MAX_TEXT = 160
-"""Number of characters kept of the newest refusal."""
 
 
 class Refusals:
     """The refusals of one connection. Memory is bounded, whatever arrives.
 
-    Each message is counted once: a stream's by its sequence, a row by key and revision. (After thousands of others it
-    is forgotten, and would be counted again.)
+    Each message is counted once (until thousands of others): by its sequence, a row by key and revision.
     """
 
     def __init__(self) -> None:
@@ -45,10 +43,10 @@ class Refusals:
 
     def refuse(self, place: str, at: object, reason: object) -> None:
         """Count one refusal, and log it unless another one of this place was logged within a minute."""
-        one = (place, str(at))
-        if one in self._known:
+        message = (place, str(at))
+        if message in self._known:
             return
-        self._known[one] = None
+        self._known[message] = None
         if len(self._known) > _MAX_KNOWN:
             del self._known[next(iter(self._known))]
         self.counts[place] += 1
@@ -65,6 +63,5 @@ class Refusals:
 
 
 def _short(text: str) -> str:
-    """Return the text as one line that any terminal can show."""
     plain = "".join(letter if letter.isprintable() else "?" for letter in text[:_MAX_TEXT])
     return plain if len(text) <= _MAX_TEXT else f"{plain}..."

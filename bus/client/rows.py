@@ -15,13 +15,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 from tidemill.bus.client.connection import RETRY_S, retry
 from tidemill.bus.client.jetstream import RETRY_FOR_S, JetStream, Message
-from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
+from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
 from tidemill.bus.client.pull import Delivered, present
 from tidemill.bus.errors import (
     BusFull,
     BusUnavailable,
     Forbidden,
-    NotFound,
     Refused,
     RowConflict,
     UnreadableRow,
@@ -41,9 +40,7 @@ _KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
 _OPERATION = "KV-Operation"
 """Header of a message that replaces a deleted row."""
 _LOG_EVERY_S = 15.0
-"""Seconds between two lines about one write that waits for a full bus."""
 _AT_ONCE = 16
-"""Maximum number of rows that ``all`` reads at the same time."""
 
 Value = JsonObject
 Row = tuple[Value, int]
@@ -68,9 +65,7 @@ class Rows:
         self._stream = subjects.bucket_stream(jet.run, bucket)
 
     async def get(self, key: str) -> Row | None:
-        """Return (value, revision), or None when there is no such row. Raises UnreadableRow: for a row that the caller
-        needs.
-        """
+        """Return (value, revision), or None when there is no such row. Raises UnreadableRow."""
         value, revision, error = await self._read_row(key)
         if error is not None:
             raise self._unreadable(key, revision, error)
@@ -85,43 +80,28 @@ class Rows:
         return value, 0 if value is None and error is None else revision
 
     async def all(self, under: str = "") -> dict[str, Row]:
-        """Return every readable row, or those with a key that begins with ``under`` and a dot: key -> (value,
-        revision).
-        """
+        """Return key -> (value, revision) of every readable row, or of those with keys that begin with ``under.``."""
         limit = asyncio.Semaphore(_AT_ONCE)
 
         async def read_one(key: str) -> tuple[str, Value | None, int]:
-            """Return (key, value, revision) of one row."""
             async with limit:
                 return key, *await self.read(key)
 
-        found = await asyncio.gather(*[read_one(key) for key in await self.keys(under)])
-        return {key: (value, revision) for key, value, revision in found if value is not None}
+        rows = await asyncio.gather(*[read_one(key) for key in await self.keys(under)])
+        return {key: (value, revision) for key, value, revision in rows if value is not None}
 
     async def keys(self, under: str = "") -> list[str]:
-        """Return all keys, or the keys that begin with ``under`` and a dot, sorted. The row of a key may be deleted or
-        unreadable.
-        """
+        """Return all keys, or those that begin with ``under.``, sorted. A row may be deleted or unreadable."""
         prefix = subjects.row(self._jet.run, self.bucket, "")
-        found = await self._jet.subjects(self._stream, f"{self._subject(under)}.>" if under else f"{prefix}>")
-        return sorted(key for subject in found if _KEY.fullmatch(key := subject.removeprefix(prefix)))
+        counts = await self._jet.subjects(self._stream, f"{self._subject(under)}.>" if under else f"{prefix}>")
+        return sorted(key for subject in counts if _KEY.fullmatch(key := subject.removeprefix(prefix)))
 
     async def put(self, key: str, value: Value) -> int:
         """Write a row. Returns the new revision."""
         return await self._write(key, value, None)
 
-    async def create(self, key: str, value: Value) -> int:
-        """Write a row that must not exist. Returns its revision. Raises RowConflict."""
-        try:
-            return await self._write(key, value, 0)
-        except RowConflict:
-            found, revision, error = await self._read_row(key)
-            if found is not None or error is not None or not revision:
-                raise
-            return await self._write(key, value, revision)  # in place of the marker that a deleted row has left
-
     async def update(self, key: str, value: Value, revision: int) -> int:
-        """Write a row that must have this revision. Returns the new one. Raises RowConflict."""
+        """Write a row that must have this revision, 0 = not exist. Returns the new one. Raises RowConflict."""
         return await self._write(key, value, revision)
 
     async def change(
@@ -132,13 +112,11 @@ class Rows:
         replace_unreadable: bool = False,
         if_none: Callable[[], Awaitable[None]] | None = None,
     ) -> Changed[After]:
-        """Write the value that ``fn`` makes of the present one, by compare-and-set, repeated whenever another writer
-        was faster.
+        """Write the value that ``fn`` makes of the present one, by compare-and-set, until no other writer is faster.
 
-        ``fn`` gets None when there is no row. It returns None to leave the row as it is; its exceptions are passed on.
-        Returns the row before and after. Raises UnreadableRow for a row that cannot be read; with
-        ``replace_unreadable`` ``fn`` gets None for that one, too. ``if_none`` is awaited after the row was read and
-        before ``fn`` gets None; its exceptions are passed on.
+        ``fn`` gets None when there is no row (with ``replace_unreadable`` also for an unreadable one, which else raises
+        UnreadableRow), and returns None to leave the row as it is. ``if_none`` is awaited before ``fn`` gets None.
+        Errors of both are passed on.
         """
         while True:
             before, revision, error = await self._read_row(key)
@@ -165,14 +143,12 @@ class Rows:
             await self._jet.outbox.store(self._subject(key), b"", headers)
 
     async def keep(self, key: str, value: Value, *, every_s: float = 5.0) -> None:
-        """Write ``value`` again whenever the row is missing or cannot be read, until cancelled: for the process that
-        writes the row.
-        """
+        """Write ``value`` again whenever the row is missing or unreadable, until cancelled: for its one writer."""
         while True:
             try:
                 async for row in self.watch(key, every_s, unreadable=True):
-                    if row is None:
-                        await self.change(key, lambda found: value if found is None else None, replace_unreadable=True)
+                    if row is None:  # another write of ours may be faster
+                        await self.change(key, lambda row: value if row is None else None, replace_unreadable=True)
             except BusUnavailable as error:
                 if self._jet.connection.closed:
                     raise
@@ -180,14 +156,13 @@ class Rows:
             await asyncio.sleep(RETRY_S)
 
     async def watch(self, key: str, every_s: float = 1.0, *, unreadable: bool = False) -> AsyncIterator[Row | None]:
-        """Yield the row now and after each readable change (None = there is none), for ever; quick changes may show as
-        one.
+        """Yield the row now and after each readable change (None = there is none), for ever.
 
         Writes wake it (as core messages), and it also reads every ``every_s``: a wake-up may be lost, a change may not.
-        ``unreadable``: also yield None for a row that cannot be read.
+        Quick changes may show as one. ``unreadable``: also yield None for a row that cannot be read.
         """
         waiter = Waiter()
-        seen = -1
+        last_revision = -1
         async with self.on_change(key, waiter.wake):
             while True:
                 try:
@@ -196,15 +171,13 @@ class Rows:
                     if self._jet.connection.closed:
                         raise
                 else:
-                    if revision != seen and (value is not None or unreadable or not revision):
+                    if revision != last_revision and (value is not None or unreadable or not revision):
                         yield None if value is None else (value, revision)
-                    seen = revision
+                    last_revision = revision
                 await waiter.wait(every_s)
 
     async def written(self, keys: str, start: int) -> AsyncIterator[tuple[Value, Delivered]]:
-        """Yield (value, the message that wrote it) of the rows with these keys (``v.*``) and a revision >= ``start``,
-        as they are now.
-        """
+        """Yield (value, message) of the present rows with these keys (``v.*``) and a revision >= ``start``."""
         prefix = subjects.row(self._jet.run, self.bucket, "")
         async for delivered in present(self._jet, self._stream, start, filters=[f"{prefix}{keys}"]):
             value, _, _ = self._decoded(delivered.subject.removeprefix(prefix), delivered)
@@ -213,15 +186,13 @@ class Rows:
 
     @asynccontextmanager
     async def on_change(self, keys: str, wake: Callable[[], None]) -> AsyncIterator[None]:
-        """While entered, call ``wake`` at writes of these keys (``*`` = any one part). Some may be missed, so callers
-        also poll.
+        """While entered, call ``wake`` at writes of these keys (``*`` = any one part), also a moment too early.
 
-        The call may come a moment before the written row can be read.
+        Some may be missed, so callers also poll.
         """
         subject = subjects.row(self._jet.run, self.bucket, keys)
 
         async def notice(message: object) -> None:
-            """Call ``wake``, whatever was written."""
             wake()
 
         async with self._jet.connection.subscribed(subject, notice):
@@ -233,45 +204,29 @@ class Rows:
         headers = {subjects.MESSAGE_ID: new_id("row")}
         if expected is not None:
             headers[subjects.EXPECTED_LAST_ON_SUBJECT] = str(expected)
-        deadline, report = time.monotonic() + RETRY_FOR_S, FailureLog(_log, every_s=_LOG_EVERY_S)
+        deadline, log_failure = time.monotonic() + RETRY_FOR_S, FailureLog(_log, every_s=_LOG_EVERY_S)
 
-        async def attempt() -> PublishAck:
-            """Send the write once, when the connection is up."""
+        async def attempt() -> int:
             await self._jet.connection.wait_up(deadline - time.monotonic(), subject)
-            return await self._jet.outbox.attempt(subject, payload, headers)
+            return (await self._jet.outbox.attempt(subject, payload, headers)).seq
 
         def report_full(error: BusUnavailable) -> None:
-            """Log a wait for a full bus, which may be long."""
-            if isinstance(error, BusFull):
-                report("bus: not stored yet", str(error))
+            if isinstance(error, BusFull):  # the only wait that may be long
+                log_failure("bus: not stored yet", str(error))
 
         try:
-            return (
-                await retry(self._jet.connection, attempt, pause_s=RETRY_S, deadline=deadline, report=report_full)
-            ).seq
+            return await retry(self._jet.connection, attempt, deadline=deadline, report=report_full)
         except Refused as error:
             if error.code not in WRONG_LAST_SEQUENCE or expected is None:
                 raise
             return await self._mine(key, headers[subjects.MESSAGE_ID], expected)
 
     async def _mine(self, key: str, message_id: str, expected: int) -> int:
-        """Return the revision of our own write; raise RowConflict for another's.
-
-        A write that lost its first answer is answered with "wrong last sequence", too.
-        """
-        message = await self._message(key)
+        """Return the revision of our own write, whose first answer was lost; raise RowConflict for another's."""
+        message = await self._jet.last(self._stream, self._subject(key))
         if message is not None and message.headers.get(subjects.MESSAGE_ID) == message_id:
             return message.seq
         raise RowConflict(f"{self.bucket}.{key}", expected)
-
-    async def _message(self, key: str) -> Message | None:
-        """Return the message that wrote the row, or marked it as deleted."""
-        try:
-            return await self._jet.last(self._stream, self._subject(key))
-        except NotFound as error:
-            if error.what == "stream":
-                raise
-            return None
 
     def _subject(self, key: str) -> str:
         if not _KEY.fullmatch(key):
@@ -285,17 +240,15 @@ class Rows:
             raise WireError(f"{self.bucket}.{key}", "a value that JSON can hold", str(error)) from None
 
     def _unreadable(self, key: str, revision: int, error: WireError) -> UnreadableRow:
-        return UnreadableRow(
-            f"{self.bucket}.{key}", f"{error.field}: {error.want}".removeprefix(": "), error.got, revision
-        )
+        want = f"{error.field}: {error.want}".removeprefix(": ")
+        return UnreadableRow(f"{self.bucket}.{key}", want, error.got, revision)
 
     async def _read_row(self, key: str) -> tuple[Value | None, int, WireError | None]:
-        """Return (value, revision, None), (None, revision, the reason it cannot be read), or (None, revision, None)
-        when there is none.
+        """Return (value, revision, None), or (None, revision, the reason why it is unreadable).
 
-        In the last case the revision belongs to the marker of a deleted row, or is 0.
+        Without a row, (None, revision of the marker of a deleted row, or 0, None).
         """
-        message = await self._message(key)
+        message = await self._jet.last(self._stream, self._subject(key))
         return (None, 0, None) if message is None else self._decoded(key, message)
 
     def _decoded(self, key: str, message: Message | Delivered) -> tuple[Value | None, int, WireError | None]:

@@ -1,7 +1,7 @@
 """Keys of a listener, and a rule for every route: the key that a request needs. Knows no body and no meaning of a path.
 
     open     no key: /health, for monitors and load balancers
-    request  the key of requests: the run's api key where other machines can reach the listener; a token or an episode's key, everywhere
+    request  the run's api key where other machines can reach the listener; a token or an episode's key everywhere
     command  what changes the process behind the listener: the run's admin key, everywhere
 
 A rule stands beside the handler of its route (``Route``), so there is no route without one.
@@ -58,11 +58,9 @@ class Access(Protocol):
     """The keys of one listener."""
 
     guarded: bool
-    """Requests need a key wherever they come from, or there is one for other machines: the listener may be bound beyond
-    loopback.
-    """
+    """There is a key, so that the listener may be bound beyond loopback."""
     is_public: bool
-    """Other machines can reach the listener. Set by it when it starts."""
+    """Other machines can reach the listener, which sets it when it starts."""
 
     def key(self, rule: Rule) -> str:
         """Return the key that routes of a rule need, in words."""
@@ -73,16 +71,12 @@ class Access(Protocol):
 
 
 class RunAccess:
-    """The keys of a run. Without a run (a teacher, a router without a bus) requests need no key, and commands are
-    refused.
-    """
+    """The keys of a run. Without a run (a teacher, a router without a bus) only commands are refused."""
 
     def __init__(
         self, keys: RunKeys | None, on_refused: Callable[[str], None] | None = None, *, unguarded: bool = False
     ) -> None:
-        """``on_refused`` is called with the reason when a command is refused. ``unguarded``: without keys, all commands
-        are accepted.
-        """
+        """``on_refused`` gets the reason of each refused command. ``unguarded``: without keys, accept all commands."""
         self.keys, self._on_refused, self._unguarded = keys, on_refused, unguarded
         self.guarded, self.is_public = keys is not None, False
 
@@ -97,35 +91,29 @@ class RunAccess:
                 return "admin key" if self.keys is not None else "none" if self._unguarded else "refused"
 
     async def check(self, request: web.Request, rule: Rule) -> None:
-        """Check the key. Raises HTTPUnauthorized, HTTPForbidden, or HTTPServiceUnavailable while the keys cannot be
-        read.
-        """
+        """Check the key. Raises HTTPUnauthorized, HTTPForbidden; HTTPServiceUnavailable while no keys can be read."""
         if rule is Rule.COMMAND or (rule is Rule.REQUEST and self.is_public):
             await self.want(request, admin=rule is Rule.COMMAND)
 
     async def want(self, request: web.Request, *, admin: bool) -> None:
-        """Check for the given key; for a handler that reads from the body which key it needs. Raises as ``check``
-        does.
-        """
+        """Check for a key, for a handler that reads from the body which one it needs. Raises as ``check``."""
         if self.keys is None:
             if admin and not self._unguarded:
-                self._refused(
-                    request, reason := "want no command: this process belongs to no run, so there is no key for one"
-                )
+                reason = "want no command: this process belongs to no run, so there is no key for one"
+                self._refused(request, reason)
                 raise refusal(web.HTTPForbidden, f"{request.path}: {reason}")
             return
         presented = bearer(request)
         try:
             # The keys may have been made, or replaced, since they were read: a key that does not fit is compared once
             # more with the newest ones. A request without a key does not make this process read the bus.
-            known = (await self.keys.known()).admits(presented, admin=admin)
-            if known or (presented and (await self.keys.newest()).admits(presented, admin=admin)):
+            is_admitted = (await self.keys.known()).admits(presented, admin=admin)
+            if is_admitted or (presented and (await self.keys.newest()).admits(presented, admin=admin)):
                 return
             has = (await self.keys.known()) != Keys()
         except BusError as error:
-            raise refusal(
-                web.HTTPServiceUnavailable, f"{request.path}: the keys of the run are not known: {error}"
-            ) from error
+            reason = f"{request.path}: the keys of the run are not known: {error}"
+            raise refusal(web.HTTPServiceUnavailable, reason) from error
         reason = f"want the run's {'admin key' if admin else 'api key'}"
         if not has:
             raise refusal(web.HTTPServiceUnavailable, f"{request.path}: {reason}, and the run has none yet")
@@ -143,31 +131,23 @@ class TokenAccess:
     """One token for all requests; empty = none is needed. There are no commands."""
 
     def __init__(self, token: str, on_refused: Callable[[str], None] | None = None) -> None:
-        """``on_refused`` is called with the reason when a request is refused."""
+        """``on_refused`` gets the reason of each refused request."""
         self._token, self._on_refused = token, on_refused
         self.guarded, self.is_public = bool(token), False
 
     def key(self, rule: Rule) -> str:
         """Return the key in words."""
-        return (
-            "none"
-            if rule is Rule.OPEN
-            else "refused"
-            if rule is Rule.COMMAND
-            else "its token"
-            if self._token
-            else "none"
-        )
+        if rule is Rule.COMMAND:
+            return "refused"
+        return "its token" if rule is Rule.REQUEST and self._token else "none"
 
     async def check(self, request: web.Request, rule: Rule) -> None:
         """Check the token. Raises HTTPUnauthorized, HTTPForbidden."""
         if rule is Rule.COMMAND:
             raise refusal(web.HTTPForbidden, f"{request.path}: want no command here")
-        if (
-            rule is Rule.REQUEST
-            and self._token
-            and not hmac.compare_digest(bearer(request).encode(errors="replace"), self._token.encode())
-        ):
+        if rule is Rule.OPEN or not self._token:
+            return
+        if not hmac.compare_digest(bearer(request).encode(errors="replace"), self._token.encode()):
             reason = f"{request.path}: want the server's token (Authorization: Bearer TOKEN)"
             if self._on_refused is not None:
                 self._on_refused(reason)
@@ -183,10 +163,7 @@ def bearer(request: web.Request) -> str:
 
 def refusal(kind: type[web.HTTPError], message: str, headers: Mapping[str, str] | None = None) -> web.HTTPError:
     """Return the error of a request that is refused before its handler, with SGLang's JSON."""
-    answer: dict[str, object] = {
-        "success": False,
-        "message": message,
-        "error": {"message": message, "code": kind.status_code},
-    }
+    error = {"message": message, "code": kind.status_code}
+    answer = {"success": False, "message": message, "error": error}
     challenge = {"WWW-Authenticate": "Bearer"} if kind is web.HTTPUnauthorized else {}
     return kind(text=json.dumps(answer), content_type="application/json", headers={**challenge, **(headers or {})})

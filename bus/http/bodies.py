@@ -1,5 +1,4 @@
-"""Bodies of requests, read before their handlers run: bounded one by one and together, uncompressed, and within
-deadlines.
+"""Bodies of requests, read before their handlers run: bounded one by one and together, and within deadlines.
 
 Compressed bodies are refused: aiohttp compares its limit with the unpacked bytes only after it has unpacked them, and
 one megabyte of gzip makes a gigabyte.
@@ -18,22 +17,14 @@ from tidemill.bus.http.access import refusal
 MAX_BODY_BYTES = 64 << 20
 """Largest body of a request; a larger one is refused with 413."""
 MAX_BODIES_BYTES = 256 << 20
-"""Maximum number of bytes of bodies that one listener holds, from the first byte of a body to the end of its request.
-
-A request beyond them gets 503.
-"""
+"""Maximum number of bytes of bodies that one listener holds until the ends of their requests; then 503."""
 SMALL_BYTES = 64 << 10
-"""Bodies up to this size are not counted, so that an abort passes where large requests do not. aiohttp buffers as much
-of a connection.
-"""
+"""Bodies up to this size are not counted, so that an abort passes where large requests do not."""
 BODY_S = 120.0
-"""Deadline from the headers of a request to the end of its body."""
 STALL_S = 15.0
-"""Deadline between two pieces of a body."""
 RETRY_AFTER_S = 1
 MAX_DEPTH = 100
-"""Maximum depth of nested lists and maps in JSON. Not every encoder that a body passes through can write deeper ones.
-"""
+"""Maximum depth of nested lists and maps in JSON: not every encoder can write deeper ones."""
 MAX_NESTED = 1 << 20
 """Maximum number of lists and maps in JSON: an empty one has 2 bytes in a body and 56 or more in memory."""
 _BODY: web.RequestKey[bytes] = web.RequestKey("body", bytes)
@@ -93,22 +84,19 @@ class Bodies:
         try:
             while piece := await _within(request, min(deadline, asyncio.get_running_loop().time() + limits.stall_s)):
                 self._refuse_size(len(body) + len(piece))
-                more = _counted(len(body) + len(piece)) - _counted(len(body))
-                if self.held_bytes + more > limits.all_bytes:
-                    reason = (
-                        f"bodies of {self.held_bytes} bytes are being processed, want at most {limits.all_bytes}: "
-                        "repeat the request"
-                    )
+                num_bytes = _counted(len(body) + len(piece)) - _counted(len(body))
+                if self.held_bytes + num_bytes > limits.all_bytes:
+                    got = f"bodies of {self.held_bytes} bytes are being processed"
+                    reason = f"{got}, want at most {limits.all_bytes}: repeat the request"
                     raise refusal(web.HTTPServiceUnavailable, reason, {"Retry-After": str(RETRY_AFTER_S)})
                 body += piece
-                self.held_bytes += more
+                self.held_bytes += num_bytes
         except TimeoutError:
             reason = f"body: want all of it within {limits.whole_s:g} s, and a piece of it every {limits.stall_s:g} s"
             raise refusal(web.HTTPRequestTimeout, f"{reason}, got {len(body)} bytes") from None
         except web.RequestPayloadError as error:
-            raise refusal(
-                web.HTTPBadRequest, f"body: want valid chunks or as many bytes as Content-Length says: {error}"
-            ) from None
+            reason = f"body: want valid chunks or as many bytes as Content-Length says: {error}"
+            raise refusal(web.HTTPBadRequest, reason) from None
 
 
 class _TooLarge(web.HTTPClientError):
@@ -130,9 +118,7 @@ def body_in(request: web.Request) -> bytes:
 
 
 def json_in(raw: bytes) -> object:
-    """Return a body as a JSON value. Raises ValueError unless it is JSON in UTF-8, nested at most ``MAX_DEPTH``
-    deep.
-    """
+    """Return a body as a JSON value. Raises ValueError unless it is JSON in UTF-8, at most ``MAX_DEPTH`` deep."""
     # Counted first, as that is cheap: a body with fewer brackets cannot be deeper, and the memory of the value is
     # bounded.
     nested = raw.count(b"[") + raw.count(b"{")
@@ -150,9 +136,9 @@ def json_in(raw: bytes) -> object:
     return value
 
 
-def _deeper(value: object, most: int) -> bool:
+def _deeper(value: object, max_depth: int) -> bool:
     level = [value]
-    for _ in range(most):
+    for _ in range(max_depth):
         level = [
             inner
             for outer in level

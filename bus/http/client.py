@@ -18,13 +18,11 @@ import aiohttp
 from tidemill.bus.errors import BusError, DetailedError
 
 CONNECT_S = 5.0
-"""Deadline for a connection."""
 KEEP_S = 2.0
 """An idle connection is kept so long: less than SGLang keeps it (5 s), or a request might meet its end."""
 MAX_ANSWER_BYTES = 1 << 30
 """Size of the largest answer that is read: a batch of long responses with the experts of their tokens."""
 MAX_REFUSAL_BYTES = 1 << 20
-"""Size of the largest refusal that is read."""
 MAX_REASON_BYTES = 2000
 """Maximum number of bytes of an answer that is no JSON in an error: it may be a page of HTML."""
 READ_BUFFER_BYTES = 1 << 20
@@ -74,7 +72,6 @@ class CallFailed(DetailedError, BusError):
 Translate = Callable[[CallFailed], Exception]
 """Returns the error of the caller's own room for a failed call."""
 Headers = Callable[[], Awaitable[Mapping[str, str]]]
-"""Returns the headers of a request, with the key."""
 
 
 async def no_headers() -> Mapping[str, str]:
@@ -93,12 +90,11 @@ def open_session(
     unpack: bool = True,
     read_buffer_bytes: int = 1 << 16,
 ) -> aiohttp.ClientSession:
-    """Return a session; the caller closes it. A deadline of None is none: requests may take minutes, and bring their
-    own.
+    """Return a session; the caller closes it. A deadline of None is none: requests may take minutes.
 
     ``max_connections``: 0 = no limit, because a request must not wait for the end of another. ``keep_s``: time for
-    which an idle connection is kept; 0 = each request has a connection of its own, None = as aiohttp has it.
-    ``unpack``: of compressed answers.
+    which an idle connection is kept; 0 = each request has its own, None = as aiohttp has it. ``unpack`` compressed
+    answers.
     """
     timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=connect_s, sock_read=read_s)
     keep: dict[str, Any] = {"keepalive_timeout": keep_s} if keep_s else {"force_close": keep_s == 0}
@@ -109,10 +105,7 @@ def open_session(
 
 
 async def content_of(content: aiohttp.StreamReader, max_bytes: int) -> bytes:
-    """Return the body of an answer, ``response.content`` of aiohttp, which unpacks it piece by piece.
-
-    Raises ValueError for more than ``max_bytes``.
-    """
+    """Return the body of an answer (``response.content``). Raises ValueError for more than ``max_bytes``, unpacked."""
     body = bytearray()
     async for piece in content.iter_any():
         body += piece
@@ -133,8 +126,7 @@ class ApiClient:
         session: aiohttp.ClientSession | None = None,
         connect_s: float = CONNECT_S,
     ) -> None:
-        """``headers`` are read before each request; ``session``: the caller's, which stays open; None = one is opened
-        on first use."""
+        """``headers`` are read before each request. ``session``: the caller's; None = opened on first use."""
         self.url, self._translate, self._headers, self._connect_s = url.rstrip("/"), translate, headers, connect_s
         self._shared, self._opened = session, session
 
@@ -147,9 +139,8 @@ class ApiClient:
         try:
             return json.loads(raw) if response.content_type == "application/json" else None
         except (ValueError, RecursionError) as error:
-            raise self._translate(
-                CallFailed(self.url, path, Failure.UNREADABLE, f"want JSON: {error}", status=200)
-            ) from error
+            failed = CallFailed(self.url, path, Failure.UNREADABLE, f"want JSON: {error}", status=200)
+            raise self._translate(failed) from error
 
     async def read(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None
@@ -168,9 +159,8 @@ class ApiClient:
         try:
             async with asyncio.timeout(timeout_s):
                 headers = {**await self._headers(), "Accept-Encoding": "identity"}
-                async with self._session.request(
-                    method, self.url + path, json=body, headers=headers, timeout=timeout
-                ) as response:
+                sent = self._session.request(method, self.url + path, json=body, headers=headers, timeout=timeout)
+                async with sent as response:
                     if response.status != 200:
                         raise await self._refused(path, response)
                     if encoding := response.headers.get("Content-Encoding", "").replace("identity", ""):
@@ -227,8 +217,7 @@ def refusal(url: str, path: str, status: int, raw: bytes) -> CallFailed:
 
 
 def _reason_in(raw: bytes) -> tuple[str, Mapping[str, object]]:
-    """Return the reason of a refusal (SGLang's ``error.message`` or ``message``, else the text), and the JSON map it is
-    in."""
+    """Return the reason of a refusal (SGLang's ``error.message`` or ``message``, else the text), and its JSON map."""
     text = raw[:MAX_REASON_BYTES].decode(errors="replace")
     try:
         answer = json.loads(raw)

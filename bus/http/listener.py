@@ -23,17 +23,11 @@ from tidemill.bus.http.access import Access, Handler, Route, Rule
 from tidemill.bus.http.bodies import Bodies, BodyLimits
 
 HEADERS_S = 60.0
-"""A connection that has brought no whole request for this time is closed; clients close idle ones sooner (aiohttp 15 s,
-httpx 5 s).
-"""
+"""Seconds without a whole request to the close of a connection; clients close idle ones sooner."""
 SHUTDOWN_S = 5.0
-"""Time that requests under way have to end in ``close``."""
 _BACKLOG = 4096
-"""Connections that may wait to be accepted, as when many clients connect at one moment. Linux lowers it to
-net.core.somaxconn.
-"""
+"""Connections that may wait to be accepted. Linux lowers it to net.core.somaxconn."""
 _FILES = "GET /{file}"
-"""The route of served files, in ``rules``."""
 _log = logging.getLogger(f"{__name__}.http")
 
 
@@ -51,9 +45,7 @@ class Listener:
         shutdown_s: float = SHUTDOWN_S,
         headers_s: float = HEADERS_S,
     ) -> None:
-        """``routes``: by "METHOD /path". ``files``: a directory that is served unchanged. ``middlewares`` also see
-        refusals.
-        """
+        """``routes``: by "METHOD /path". ``files``: a served directory. ``middlewares`` also see refusals."""
         self._access, self.bodies = access, Bodies(limits or BodyLimits())
         self.rules = {path: route.rule for path, route in routes.items()}
         """Rule of every route, by "METHOD /path"."""
@@ -79,17 +71,15 @@ class Listener:
     async def start(
         self, host: str, port: int, *, advertise: str = "", insecure: bool = False, name: str = "host"
     ) -> str:
-        """Listen. Returns the URL at which other processes reach it, with ``advertise`` as the host if that is given.
+        """Listen. Returns the URL for other processes, with ``advertise`` as the host if that is given.
 
         Raises ValueError for a public address without keys unless ``insecure``, and OSError.
         """
         # A loopback address with the name of another host is behind a forwarded port, or a proxy.
         public = not (is_loopback(host) and is_loopback(bare(advertise or host)))
         if public and not self._access.guarded and not insecure:
-            raise ValueError(
-                f"{name}: {advertise or host} can be reached by others, who could ask for everything there; "
-                "want insecure: true to allow it"
-            )
+            reason = f"{advertise or host} can be reached by others, and no request needs a key there"
+            raise ValueError(f"{name}: {reason}; want insecure: true to allow it")
         self._access.is_public = public and not insecure
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port, backlog=_BACKLOG).start()
@@ -119,18 +109,14 @@ class Listener:
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the URL; ``host`` is a name or an address, with or without brackets, and may have its own port (a
-    forwarded one).
-    """
+    """Return the URL; ``host`` may have brackets, and its own port (a forwarded one)."""
     host = in_url(host)
     has_port = ":" in host.rpartition("]")[2]
     return f"http://{host}" if has_port else f"http://{host}:{port}"
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Log a malformed request, which aiohttp answers with 400, as one line for debugging: any client can send any
-    number of them.
-    """
+    """Log a malformed request, which any client can send, as one line for debugging; aiohttp answers with 400."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         record.levelno, record.levelname, record.exc_info = logging.DEBUG, "DEBUG", None

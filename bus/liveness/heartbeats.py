@@ -1,6 +1,4 @@
-"""Liveness of processes: rows renewed by heartbeats, with ages measured by the reader's own clock; and rows of
-processes that wait.
-"""
+"""Liveness of processes: rows renewed by heartbeats, aged by the reader's own clock; and rows of waits."""
 
 import asyncio
 import dataclasses
@@ -24,7 +22,7 @@ _BUCKET = "live"
 _WAITING_UPDATE_S, _WAITING_LOG_S = 1.0, 30.0
 """Intervals in which ``Waiting`` writes its row, and its log line."""
 _PERIODS = 5
-"""Heartbeat periods after which a write that is not acknowledged counts as failed, and a new one is made."""
+"""Heartbeat periods after which a write that is not acknowledged is made again."""
 
 
 class HeartbeatPublisher:
@@ -81,27 +79,23 @@ class HeartbeatPublisher:
             _log.warning("live row not removed key=%s error=%s", _key(self.row), error)
 
     async def _beat(self) -> None:
+        timeout_s = _PERIODS * self._every_s
         while not self._ending:
             changes = self._changes
             try:
-                async with asyncio.timeout(_PERIODS * self._every_s):
-                    await self._rows.put(
-                        _key(self.row), dataclasses.asdict(self.row) | {"unreadable": str(self._bus.refusals)}
-                    )
+                row = dataclasses.asdict(self.row) | {"unreadable": str(self._bus.refusals)}
+                async with asyncio.timeout(timeout_s):
+                    await self._rows.put(_key(self.row), row)
                 self.last_error, self.written_s, self._stored = "", time.monotonic(), changes
                 self._written.wake()
             except (BusError, TimeoutError) as error:
-                self.last_error = (
-                    str(error) or await self._bus.full() or f"no answer for {_PERIODS * self._every_s:.1f} s"
-                )
+                self.last_error = str(error) or await self._bus.full() or f"no answer for {timeout_s:.1f} s"
                 _log.warning("heartbeat unsent key=%s error=%s", _key(self.row), self.last_error)
             await self._waiter.wait(self._every_s)
 
 
 class LiveView:
-    """The rows with their revisions and the times of their last changes on this process' monotonic clock: no clocks are
-    compared.
-    """
+    """The rows, with the times of their changes on this process' monotonic clock: no clocks are compared."""
 
     def __init__(self, bus: Bus, dead_after_s: float = 5.0) -> None:
         self._bus, self._rows, self._refusals, self._dead_after_s = bus, bus.rows(_BUCKET), bus.refusals, dead_after_s
@@ -110,17 +104,16 @@ class LiveView:
     async def refresh(self, role: str = "") -> list[tuple[LiveRow, float]]:
         """Return (row, seconds since its revision changed), by role and id, of all roles or one. Raises BusUnavailable.
 
-        A row seen for the first time counts as just changed. Time in which the bus was away counts as age: check
-        ``bus.connected`` too, or an outage of the bus looks like dead processes. While the bus is full, so that no
-        heartbeat is stored, every row counts as just changed.
+        A row seen for the first time counts as just changed, and so does every row while the bus is full. Time in which
+        the bus was away counts as age: check ``bus.connected`` too, or an outage looks like dead processes.
         """
         rows, now = await self._rows.all(role), time.monotonic()
-        kept = {key: seen for key, seen in self._seen.items() if role and not key.startswith(f"{role}.")}
+        kept = {key: change for key, change in self._seen.items() if role and not key.startswith(f"{role}.")}
         self._seen = kept | {key: self._changed(key, revision, now) for key, (_, revision) in rows.items()}
         if any(now - self._seen[key][1] > self._dead_after_s for key in rows) and await self._bus.full():
             self._seen = kept | {key: (revision, now) for key, (_, revision) in rows.items()}
-        found = [(self._row(key, *row), now - self._seen[key][1]) for key, row in sorted(rows.items())]
-        return [(row, age) for row, age in found if row is not None]
+        parsed = [(self._row(key, *row), now - self._seen[key][1]) for key, row in sorted(rows.items())]
+        return [(row, age) for row, age in parsed if row is not None]
 
     def _row(self, key: str, value: Value, revision: int) -> LiveRow | None:
         return self._refusals.read(_BUCKET, f"{key} (revision {revision})", partial(_parse, key, value))
@@ -130,14 +123,12 @@ class LiveView:
         return [row for row, age in await self.refresh(role) if age <= self._dead_after_s]
 
     def on_change(self, role: str, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-        """While entered, call ``wake`` about when a row of the role is written. Some writes may be missed, so callers
-        also refresh.
-        """
+        """While entered, call ``wake`` at writes of a role's rows. Some may be missed, so callers also refresh."""
         return self._rows.on_change(f"{token(role)}.*", wake)
 
     def _changed(self, key: str, revision: int, now: float) -> tuple[int, float]:
-        seen = self._seen.get(key)
-        return seen if seen is not None and seen[0] == revision else (revision, now)
+        change = self._seen.get(key)
+        return change if change is not None and change[0] == revision else (revision, now)
 
 
 async def processes(bus: Bus, *, look_s: float = 2.0) -> list[tuple[LiveRow, float]]:
@@ -164,9 +155,7 @@ def _parse(key: str, value: Value) -> LiveRow:
 
 
 class Waiting:
-    """Async context manager: while entered, the row names the event that is waited for. Another row of the same key may
-    follow it.
-    """
+    """Async context manager: while entered, the row names the event that is waited for."""
 
     def __init__(self, bus: Bus, row: LiveRow, what: str) -> None:
         self._heartbeat, self._what, self._since_s = HeartbeatPublisher(bus, row), what, time.monotonic()

@@ -1,10 +1,8 @@
-"""The keys of a run that its HTTP servers require: made once by the learner, kept as rows of the bus. Knows no HTTP.
+"""The keys of a run that its HTTP servers require: made once by the learner, kept as rows of the bus.
 
-row keys/admin   commands to engines (weights, memory, pauses); on a bus with users only learner, engines and routers
-read it row run/api_key  every other request to a listener that other machines reach; derived from the first, read by
-every process
-
-A process keeps the keys that it has read: an unreadable row keeps only a process waiting that has none.
+``keys/admin`` is for commands to engines; on a bus with users only learner, engines and routers read it.
+``run/api_key``, derived from it, is for every other request to a listener that other machines reach. A process keeps
+the keys that it has read: an unreadable row stops only a process that has none.
 """
 
 import asyncio
@@ -49,13 +47,11 @@ class Keys:
         return {"Authorization": f"Bearer {self.bearer}"} if self.bearer else {}
 
     def admits(self, presented: str, *, admin: bool) -> bool:
-        """Return whether ``presented`` is accepted for a command (``admin``) or another request. Compares in constant
-        time.
-        """
-        wanted = (self.admin,) if admin else (self.admin, self.api)
-        given = presented.encode(errors="surrogateescape")
+        """Return whether ``presented`` is accepted for a command (``admin``) or another request, in constant time."""
+        keys = (self.admin,) if admin else (self.admin, self.api)
+        presented_bytes = presented.encode(errors="surrogateescape")
         # A list, not a generator: all keys are compared, so that the time does not show which one fits.
-        return any([bool(key) and hmac.compare_digest(key.encode(), given) for key in wanted])
+        return any([bool(key) and hmac.compare_digest(key.encode(), presented_bytes) for key in keys])
 
 
 class RunKeys:
@@ -70,7 +66,6 @@ class RunKeys:
         """Return an object with these keys, which does not read the bus."""
 
         async def read() -> Keys:
-            """Return the given keys."""
             return keys
 
         return cls(read)
@@ -80,11 +75,9 @@ class RunKeys:
         return self._keys if self._keys.bearer else await self.newest()
 
     async def headers(self, *, admin: bool = True) -> dict[str, str]:
-        """Return the headers of a request; none while the bus is away and no key is known, because most servers require
-        none.
+        """Return the headers of a request; none while no key is known, because most servers require none.
 
-        ``admin``: with the admin key where it is known; a process that passes on the requests of others does not lend
-        it to them.
+        ``admin``: with the admin key where it is known; a process that passes on requests does not lend it to them.
         """
         try:
             keys = await self.known()
@@ -93,9 +86,7 @@ class RunKeys:
             return {}
 
     async def newest(self) -> Keys:
-        """Return the keys, read again unless that was done within the last second: for a presented key that differs.
-        Raises BusError.
-        """
+        """Return the keys, read again unless that was done within the last second. Raises BusError."""
         async with self._reading:
             if time.monotonic() - self._read_s >= _AGAIN_S:
                 self._keys = await self._read()
@@ -107,7 +98,6 @@ def admin_keys(bus: Bus) -> RunKeys:
     """Return the keys for a process that sends commands to engines, or receives them."""
 
     async def read() -> Keys:
-        """Return both keys, from the row of the admin key."""
         return Keys.of(await _key(bus, "keys", ADMIN_KEY))
 
     return RunKeys(read)
@@ -117,32 +107,27 @@ def api_keys(bus: Bus) -> RunKeys:
     """Return the keys for every other process."""
 
     async def read() -> Keys:
-        """Return the api key alone."""
         return Keys(api=await _key(bus, "run", API_KEY))
 
     return RunKeys(read)
 
 
 async def make_keys(bus: Bus, *, last: str = "") -> Keys:
-    """Return the run's keys. Its learner makes them if missing or unreadable, before it sends a command to an engine.
+    """Return the run's keys, made by its learner if missing or unreadable, before its first command to an engine.
 
-    ``last``: the admin key that the run had, which is stored again in the place of an unreadable one; empty = not
-    known: a new one is made, and engines read it when a command brings it. Raises BusUnavailable.
+    ``last``: the admin key that the run had, stored again in the place of an unreadable one; empty = not known: a new
+    one is made, and engines read it when a command brings it. Raises BusUnavailable.
     """
-    made: Value = {"key": last or secrets.token_urlsafe(_KEY_BYTES)}
-    row = (
-        await bus.rows("keys").change(ADMIN_KEY, lambda found: made if found is None else None, replace_unreadable=True)
-    ).after or made
-    keys = Keys.of(str(row["key"]))
+    new_row: Value = {"key": last or secrets.token_urlsafe(_KEY_BYTES)}
+    change = await bus.rows("keys").change(ADMIN_KEY, lambda row: None if row else new_row, replace_unreadable=True)
+    keys = Keys.of(str((change.after or new_row)["key"]))
     api: Value = {"key": keys.api}
-    await bus.rows("run").change(API_KEY, lambda found: None if found == api else api, replace_unreadable=True)
+    await bus.rows("run").change(API_KEY, lambda present: None if present == api else api, replace_unreadable=True)
     return keys
 
 
 async def keep_keys(bus: Bus, keys: Keys) -> None:
-    """Store the run's keys again whenever a row of theirs is lost or unreadable, until cancelled. For the learner,
-    which made them.
-    """
+    """Store the keys again whenever a row of theirs is lost or unreadable, until cancelled; for the learner."""
     rows = (("keys", ADMIN_KEY, keys.admin), ("run", API_KEY, keys.api))
     async with asyncio.TaskGroup() as group:
         for bucket, key, value in rows:

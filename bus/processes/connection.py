@@ -2,9 +2,10 @@
 kills no process.
 
     to the child      {"id": N, "request": {...}}     {"id": N, "cancel": true}
-    from the child    {"up": true} once               {"id": N, "result": ...} or {"id": N, "failed": TEXT}, with "last": TEXT where the
-                                                      process takes no more calls, and TEXT is the reason of the others
+    from the child    {"up": true} once               {"id": N, "result": ...} or {"id": N, "failed": TEXT}
                       {"note": KIND, "text": TEXT}    something for the log
+
+A result with "last": TEXT says that the process takes no more calls, and TEXT is the reason of the others.
 
 Code of users can write to the child's end, so nothing is taken for granted; any other message ends the child.
 """
@@ -15,32 +16,26 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from tidemill.bus.errors import DetailedError
 from tidemill.bus.processes import frames
 from tidemill.bus.wire.json_object import JsonMapping
 
 START_S = 120.0
 """Seconds for the import of a user's module, with the packages that it needs."""
 LAST_WORDS_S = 1.0
-"""Seconds for reading the output that a process wrote before it ended; its connection stays open where a process below
-it lives on.
-"""
+"""Seconds for reading the output of an ended process: one below it may keep its connection open."""
 MAX_TEXT = 2000
-"""Characters of a text of the child that are kept."""
 
 
-class ChildCallFailed(Exception):
+class ChildCallFailed(DetailedError):
     """A call has no result."""
 
-    def __init__(self, reason: str, *, ended: bool = False, outside: bool = False) -> None:
-        """``ended``: its process has ended, or takes no more calls.
-
-        ``outside``: the cause lies outside of the call, so that others fail, too.
-        """
-        super().__init__(reason)
-        self.reason, self.ended, self.outside = reason, ended, outside
-
-    def __str__(self) -> str:
-        return self.reason
+    reason: str
+    ended: bool = False
+    """Its process has ended, or takes no more calls."""
+    outside: bool = False
+    """The cause lies outside of the call, so that others fail, too."""
+    template = "{reason}"
 
 
 class ChildConnection:
@@ -55,8 +50,8 @@ class ChildConnection:
         note: Callable[[str, str], None] = lambda kind, text: None,
         freed: Callable[[], None] = lambda: None,
     ) -> None:
-        """``kill`` ends the process, with a reason for its calls. ``closed``: called when the child has closed its end.
-        ``note``: gets its notes, by kind. ``freed``: called when a call has ended.
+        """``kill`` gets the reason for the calls. ``closed``: the child closed its end. ``note`` gets kind and text.
+        ``freed``: a call has ended.
         """
         self.number, self._kill, self._closed, self._note, self._freed = number, kill, closed, note, freed
         self.ended = ""
@@ -104,16 +99,13 @@ class ChildConnection:
                 future.cancel()
 
     def process_ended(self, reason: str) -> None:
-        """End, once the output from before the process's end is read: its end may be reported before the last reply
-        comes.
-        """
+        """End, once all that the process wrote is read: its end may be reported before its last reply comes."""
         if self._reading is None or self._reading.done():
             self.end(reason)
             return
         timer = asyncio.get_running_loop().call_later(LAST_WORDS_S, self.end, reason)
 
         def read(_: object) -> None:
-            """End: all is read."""
             timer.cancel()
             self.end(reason)
 

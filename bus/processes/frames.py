@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from tidemill.bus.wire.json_object import JsonObject
 
 MAX_RESULT_BYTES = 1 << 20
-"""Size of the largest result that an actor reads, in bytes."""
 _LENGTH = struct.Struct(">I")
 
 
@@ -22,16 +21,14 @@ class BadFrame(Exception):
 
 
 def encode(message: Mapping[str, object]) -> bytes:
-    """Return the frame of a message. Raises TypeError, ValueError or RecursionError for values that JSON does not
-    have.
-    """
+    """Return the frame of a message. Raises TypeError, ValueError or RecursionError for values that JSON lacks."""
     body = json.dumps(message).encode()
     return _LENGTH.pack(len(body)) + body
 
 
-def encode_call(id: int, request: bytes) -> bytes:
+def encode_call(number: int, request: bytes) -> bytes:
     """Return the frame of a call, with the JSON of its request."""
-    body = b'{"id": %d, "request": %s}' % (id, request)
+    body = b'{"id": %d, "request": %s}' % (number, request)
     return _LENGTH.pack(len(body)) + body
 
 

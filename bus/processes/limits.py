@@ -1,6 +1,4 @@
-"""Limits and environment of child processes, and the calls of Linux that find and end all of them. No part of it needs
-privileges.
-"""
+"""Limits and environment of child processes, and the calls of Linux that find and end them, without privileges."""
 
 import contextlib
 import ctypes
@@ -17,13 +15,12 @@ from tidemill.bus.system.proxies import without_proxy
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 MAX_OPEN_FILES = 1024
 MAX_FILE_BYTES = 1 << 30
-"""Size of the largest file that a reward may write."""
 MAX_ROUNDS = 100
 """Times that a process tree is read before it is killed as it is: one that forks all the time never stands still."""
 SECRET_PREFIXES = ("TIDEMILL_", "NATS_")
 """Variables that children do not inherit: they may hold the credentials of the bus."""
 SWEEP_S = 5.0
-"""Seconds after which a sweep ends although processes are left: one that forks all the time. The next sweep goes on."""
+"""Seconds after which a sweep ends although processes are left: one that forks all the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +41,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 def become_undumpable() -> None:
-    """Keep other processes of this user from reading this one's environment and memory. It writes no core file any
-    more.
-    """
+    """Keep other processes of this user from reading this one's environment and memory; it writes no core file."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def become_subreaper() -> None:
-    """Become the parent of descendants after the end of their own parent: a process that has left its session is still
-    found.
-    """
+    """Become the parent of descendants whose parent has ended: one that left its session is still found."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -70,26 +63,22 @@ def outlive_parent() -> None:
 
 
 def limit_process(memory_mb: int) -> None:
-    """Limit memory, files and core of this process and of the processes that it starts. Lower limits that are set
-    stay.
-    """
+    """Limit memory, files and core of this process and its descendants. Lower limits that are set stay."""
     limits = {resource.RLIMIT_NOFILE: MAX_OPEN_FILES, resource.RLIMIT_FSIZE: MAX_FILE_BYTES, resource.RLIMIT_CORE: 0}
     if memory_mb:
         limits[resource.RLIMIT_DATA] = memory_mb << 20
     for kind, value in limits.items():
         soft, hard = resource.getrlimit(kind)
-        most = min([value, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)])
-        resource.setrlimit(kind, (most, most))
+        bound = min([value, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)])
+        resource.setrlimit(kind, (bound, bound))
 
 
 def limit_cpu(seconds: float) -> None:
-    """Let this process use that much more processor time; the kernel ends it afterwards. Works beside a keeper that
-    does not run.
-    """
+    """Let this process use so much more processor time; then the kernel ends it, also beside a stopped keeper."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    most = int(used.ru_utime + used.ru_stime + seconds) + 2
-    resource.setrlimit(resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    bound = int(used.ru_utime + used.ru_stime + seconds) + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (bound if hard == resource.RLIM_INFINITY else min(bound, hard), hard))
 
 
 def children_of(parents: set[int]) -> set[int]:
@@ -109,11 +98,7 @@ def children_of(parents: set[int]) -> set[int]:
 
 
 def end_strays(known: Callable[[], set[int]]) -> int:
-    """Kill and reap the children of this process that are not ``known``, and processes that become its children
-    thereby.
-
-    Returns the number of processes that are left after ``SWEEP_S``.
-    """
+    """Kill and reap the children that are not ``known``, and new ones thereby; return the number that is left."""
     end_s = time.monotonic() + SWEEP_S
     while strays := children_of({os.getpid()}) - known():
         if time.monotonic() > end_s:
@@ -128,18 +113,14 @@ def end_strays(known: Callable[[], set[int]]) -> int:
 
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of child processes: without the credentials of the bus, with one thread for numerical
-    libraries, and without a proxy to this machine.
-    """
+    """Return the environment of child processes: no credentials, no proxies, one thread for numerical libraries."""
     kept = {name: value for name, value in inherited.items() if not name.startswith(SECRET_PREFIXES)}
     # A keeper with threads cannot fork, and OpenBLAS starts some when numpy is imported.
     return without_proxy({"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **kept})
 
 
 def kill_tree(root: int, *, alive: bool) -> None:
-    """Kill a process, its session, and everything below it. ``alive`` = false: it has been waited for, and its number
-    may be another's.
-    """
+    """Kill a process, its session, and all below it. ``alive`` = false: it was reaped, its number may be another's."""
     pids: set[int] = set()
     if alive:
         pids = {root}

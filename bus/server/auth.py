@@ -1,9 +1,8 @@
 """Users of the embedded server, each with a password and the permissions of its role. Knows files, no connection.
 
-Every process has a user of its own, with the name of the process, so that the server can distinguish one actor's
-samples and rows from another's. The streams are in the account of the learner. Every other user is in an account of its
-own, which imports the subjects its role needs: in one account with the learner it could name any subject of the run as
-reply subject, and the server would write the answer there.
+Every process has a user of its own name, so that the server tells one actor's samples and rows from another's. The
+streams are in the learner's account. Every other user is in an account of its own, which imports the subjects of its
+role: in the learner's it could name any subject of the run as reply subject, and the server would write there.
 """
 
 import ctypes
@@ -15,19 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.bus.client.connection import inbox_prefix
 from tidemill.bus.client.layout import stream_configs
-from tidemill.bus.config import BusConfig
-from tidemill.bus.server.quoting import quoted, quoted_list
+from tidemill.bus.config import BusConfig, quoted, quoted_list
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire import subjects
 
 ACCOUNT = "TIDEMILL"
 """Account of the learner and the streams. Data made without users is in ``NO_ACCOUNT``."""
 NO_ACCOUNT = "$G"
-"""The account of a server without users."""
 POOLS = ("actor", "engine", "scorer", "host")
-"""Roles with numbered users."""
 LEARNER, VIEWER, OPERATOR, ROUTER = "learner", "viewer", "operator", "router"
 SINGLE = (LEARNER, VIEWER, OPERATOR, ROUTER)
 """Roles with one user of the same name."""
@@ -39,9 +34,7 @@ SERVER_FILE = "users.conf"
 _ROUTES = "routes"
 """Login of the servers of a cluster to each other; no process has it."""
 _MANY_ANSWERS = re.compile(r"\$JS\.API\.CONSUMER\.MSG\.NEXT\..*\.\*")
-"""Requests of readers, which are answered by more than one message. A request for a task has one answer: the server
-drops its reply subject after that one; the others live until they are unsubscribed.
-"""
+"""Requests with several answers, by readers: the server keeps their reply subjects until they are unsubscribed."""
 _PUBLIC_BUCKETS = tuple(bucket for bucket in subjects.BUCKETS if bucket not in subjects.SECRET_BUCKETS)
 _PASSWORD_BYTES = 24
 _BCRYPT = "$2a$04$"
@@ -69,11 +62,10 @@ def permissions(role: str, name: str, run: str, config: BusConfig) -> Permission
     if role not in (*SINGLE, *POOLS):
         raise ValueError(f"role: want one of {', '.join((*SINGLE, *POOLS))}, got {role!r}")
     publish, subscribe, denied = getattr(rights, role)()
-    unique = tuple(dict.fromkeys(publish))
     return Permissions(
-        publish=unique,
+        publish=tuple(dict.fromkeys(publish)),
         subscribe=tuple(subscribe),
-        inbox=f"{inbox_prefix(name)}.>",
+        inbox=f"{subjects.inbox_prefix(name)}.>",
         denied=tuple(denied),
         answers=role == LEARNER,
     )
@@ -83,9 +75,7 @@ _Lists = tuple[list[str], list[str], list[str]]
 
 
 class _Rights:
-    """(publish, subscribe, denied) of every role, in methods named after the roles. No role subscribes to subjects it
-    writes: a cycle.
-    """
+    """(publish, subscribe, denied) of every role. No role subscribes to subjects it writes: a cycle."""
 
     def __init__(self, run: str, config: BusConfig, name: str) -> None:
         self._run, self._name, self._rollouts = run, name, config.rollouts
@@ -95,22 +85,16 @@ class _Rights:
 
     def learner(self) -> _Lists:
         """All rights on its run."""
-        own = [subjects.everything(self._run), *self._rows_of.values()]
+        run = [subjects.everything(self._run), *self._rows_of.values()]
         api = [_api("INFO"), _api("STREAM.NAMES")]
         for stream in self._streams:
             api += [_api(f"STREAM.{verb}.{stream}") for verb in ("CREATE", "UPDATE", "INFO", "PURGE", "MSG.GET")]
             api += [_api(f"CONSUMER.{verb}.{stream}.>") for verb in ("CREATE", "INFO", "DELETE", "MSG.NEXT")]
             api.append(f"$JS.ACK.{stream}.>")
-        return (
-            [*own, *api],
-            [subjects.everything(self._run), *self._rows_of.values(), *subjects.acks(self._run, self._rollouts)],
-            [],
-        )
+        return [*run, *api], [*run, *subjects.acks(self._run, self._rollouts)], []
 
     def actor(self) -> _Lists:
-        """Leases and settles tasks; stores samples under its own name, parts, unfinished responses, reports of
-        failures.
-        """
+        """Leases and settles tasks; stores samples under its own name, parts, partials, reports of failures."""
         publish = [
             subjects.samples_of(self._run, self._name),
             subjects.manifest(subjects.samples_of(self._run, self._name)),
@@ -131,56 +115,42 @@ class _Rights:
 
     def engine(self) -> _Lists:
         """Reads the versions of the weights, and requests snapshots of them."""
-        publish = [
-            subjects.row(self._run, "weights", "want"),
-            *self._member("engine"),
-            *self._reading(subjects.SECRET_BUCKETS),
-        ]
-        return publish, self._subscriptions(live=(), weights=("head", "snapshot")), []
+        want = subjects.row(self._run, "weights", "want")
+        publish = [want, *self._member("engine"), *self._reading(subjects.SECRET_BUCKETS)]
+        return publish, self._subscriptions(weights=("head", "snapshot")), []
 
     def scorer(self) -> _Lists:
         """Computes rewards for actors, which call it: it needs the run's configuration and api key alone."""
-        return list(self._member("scorer")), self._subscriptions(live=(), weights=()), []
+        return list(self._member("scorer")), self._subscriptions(), []
 
     def host(self) -> _Lists:
         """Runs the actors, engines and scorers of its machine: reads the desired numbers of processes."""
-        return list(self._member("host")), self._subscriptions(live=(), weights=()), []
+        return list(self._member("host")), self._subscriptions(), []
 
     def router(self) -> _Lists:
         """Reads the addresses of the engines; commands to it require the same key as those to engines."""
-        return (
-            [*self._member("router"), *self._reading(subjects.SECRET_BUCKETS)],
-            self._subscriptions(live=("engine",), weights=()),
-            [],
-        )
+        publish = [*self._member("router"), *self._reading(subjects.SECRET_BUCKETS)]
+        return publish, self._subscriptions(live=("engine",)), []
 
     def viewer(self) -> _Lists:
-        """Reads everything but secret rows. It creates consumers of its own to read with; it may not touch the
-        consumers of tasks.
-        """
+        """Reads everything but secret rows, by consumers of its own; it may not touch the consumers of tasks."""
         publish = [subjects.full(self._run), _api("INFO"), _api("STREAM.NAMES")]
         secret = [subjects.bucket_stream(self._run, bucket) for bucket in subjects.SECRET_BUCKETS]
         for stream in [stream for stream in self._streams if stream not in secret]:
             publish += [_api(f"{verb}.{stream}") for verb in ("STREAM.INFO", "STREAM.MSG.GET")]
             publish += [_api(f"CONSUMER.{verb}.{stream}.*") for verb in ("CREATE", "MSG.NEXT")]
-        queues = list(subjects.queues(self._rollouts).values())
-        publish += [_api(f"CONSUMER.INFO.{self._tasks}.{queue}") for queue in queues]
-        denied = [_api(f"CONSUMER.{verb}.{self._tasks}.{queue}") for verb in ("CREATE", "MSG.NEXT") for queue in queues]
+        queues = [f"{self._tasks}.{queue}" for queue in subjects.queues(self._rollouts).values()]
+        publish += [_api(f"CONSUMER.INFO.{queue}") for queue in queues]
+        denied = [_api(f"CONSUMER.{verb}.{queue}") for verb in ("CREATE", "MSG.NEXT") for queue in queues]
         return publish, [*(self._rows_of[bucket] for bucket in _PUBLIC_BUCKETS), subjects.metric(self._run)], denied
 
     def operator(self) -> _Lists:
         """Reads everything, sets the desired numbers of processes, decides on dead tasks, and registers readers."""
         publish, subscribe, denied = self.viewer()
-        own = [
-            self._rows_of["wanted"],
-            subjects.row(self._run, "run", "cursor.*"),
-            subjects.dead_decision(self._run, "*"),
-        ]
-        return (
-            [*own, *publish],
-            [subject for subject in subscribe if subject not in (self._rows_of["wanted"], self._rows_of["run"])],
-            denied,
-        )
+        cursors, decisions = subjects.row(self._run, "run", "cursor.*"), subjects.dead_decision(self._run, "*")
+        publish = [self._rows_of["wanted"], cursors, decisions, *publish]
+        written = (self._rows_of["wanted"], self._rows_of["run"])
+        return publish, [subject for subject in subscribe if subject not in written], denied
 
     def _member(self, role: str) -> Iterator[str]:
         """Yield the subjects of its own live row and metrics, and those to read every bucket but the secret ones."""
@@ -199,11 +169,9 @@ class _Rights:
             yield _api(f"STREAM.MSG.GET.{stream}")
             yield _api(f"DIRECT.GET.{stream}")
 
-    def _subscriptions(self, *, live: Sequence[str], weights: Sequence[str]) -> list[str]:
-        """Return the subjects of row changes: live rows of some roles, some keys of the weights, ``run`` and
-        ``wanted``.
-        """
-        rows = [subjects.row(self._run, "live", f"{other}.*") for other in live]
+    def _subscriptions(self, *, live: Sequence[str] = (), weights: Sequence[str] = ()) -> list[str]:
+        """Return the subjects of row changes: live rows of some roles, some keys of weights, all of run and wanted."""
+        rows = [subjects.row(self._run, "live", f"{role}.*") for role in live]
         rows += [subjects.row(self._run, "weights", key) for key in weights]
         return [*rows, self._rows_of["run"], self._rows_of["wanted"]]
 
@@ -216,34 +184,31 @@ def _api(verb: str) -> str:
 
 
 def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
-    """Return lines of the server's configuration. Makes the missing users, with a file ``<user>.env`` each that only
-    its owner can read.
+    """Return lines of the server's configuration. Makes the missing users, each with a private file ``<user>.env``.
 
     Users that exist keep their passwords, so that running processes can still connect.
     """
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
-    wanted = {
+    roles = {
         **{role: role for role in SINGLE},
         **{f"{role}-{number}": role for role in POOLS for number in range(config.auth_users)},
     }
     file = directory / USERS_FILE
-    known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
-    for user in wanted:
-        if user not in known or not credentials_file(directory, user).exists():
-            known[user] = _new_user(directory, user)
-    known.setdefault(_ROUTES, secrets.token_urlsafe(_PASSWORD_BYTES))
-    write_whole(file, json.dumps(known, indent=1) + "\n", private=True)
-    allowed = {user: permissions(role, user, run, config) for user, role in wanted.items()}
-    lines = ["accounts {", *_account_lines(allowed, known), "}"]
+    hashes: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    for user in roles:
+        if user not in hashes or not credentials_file(directory, user).exists():
+            hashes[user] = _new_user(directory, user)
+    hashes.setdefault(_ROUTES, secrets.token_urlsafe(_PASSWORD_BYTES))
+    write_whole(file, json.dumps(hashes, indent=1) + "\n", private=True)
+    allowed = {user: permissions(role, user, run, config) for user, role in roles.items()}
+    lines = ["accounts {", *_account_lines(allowed, hashes), "}"]
     write_whole(directory / SERVER_FILE, "\n".join(lines) + "\n", private=True)
     return lines
 
 
 def viewer_alone(password: str, run: str, config: BusConfig) -> list[str]:
-    """Return the configuration of a server without accounts, with the viewer as its only user; no lines without a
-    password.
-    """
+    """Return the lines of a server with the viewer as its only user; no lines without a password."""
     if not password:
         return []
     return ["authorization {", *_user_lines(VIEWER, password, permissions(VIEWER, VIEWER, run, config)), "}"]
@@ -260,9 +225,7 @@ def credentials_file(directory: Path, user: str) -> Path:
 
 
 def read_credentials(file: Path) -> tuple[str, str]:
-    """Return (user, password) of a file with lines ``NAME=value``. Raises ValueError naming the file, never its
-    content.
-    """
+    """Return (user, password) of a file with lines ``NAME=value``. Raises ValueError naming only the file."""
     try:
         pairs = dict(line.strip().partition("=")[::2] for line in file.read_text().splitlines() if "=" in line)
     except OSError as error:
@@ -275,52 +238,40 @@ def read_credentials(file: Path) -> tuple[str, str]:
 def _new_user(directory: Path, user: str) -> str:
     """Write the file with a new password, and return its hash for the server (where this system has bcrypt)."""
     password = secrets.token_urlsafe(_PASSWORD_BYTES)
-    write_whole(
-        credentials_file(directory, user), f"{USER_VARIABLE}={user}\n{PASSWORD_VARIABLE}={password}\n", private=True
-    )
+    lines = f"{USER_VARIABLE}={user}\n{PASSWORD_VARIABLE}={password}\n"
+    write_whole(credentials_file(directory, user), lines, private=True)
     return _hashed(password)
 
 
 def _hashed(password: str) -> str:
-    """Return the bcrypt hash of the C library, or the password where there is none: then the server's files are as
-    secret as the users'.
-    """
-    found = ctypes.util.find_library("crypt")
-    if found is None:
+    """Return the bcrypt hash of the C library, or where it has none the password itself."""
+    libcrypt = ctypes.util.find_library("crypt")
+    if libcrypt is None:
         return password
-    crypt = ctypes.CDLL(found).crypt
+    crypt = ctypes.CDLL(libcrypt).crypt
     crypt.restype = ctypes.c_char_p
     salt = "".join(secrets.choice(_SALT) for _ in range(21)) + "."
     hashed: bytes | None = crypt(password.encode(), f"{_BCRYPT}{salt}".encode())
-    return (
-        hashed.decode()
-        if hashed is not None and hashed.startswith(_BCRYPT.encode()) and len(hashed) == 60
-        else password
-    )
+    is_bcrypt = hashed is not None and hashed.startswith(_BCRYPT.encode()) and len(hashed) == 60
+    return hashed.decode() if hashed is not None and is_bcrypt else password
 
 
 def _account_lines(allowed: Mapping[str, Permissions], passwords: Mapping[str, str]) -> Iterator[str]:
     members = {user: rights for user, rights in allowed.items() if user != LEARNER}
     services = sorted({subject for rights in members.values() for subject in rights.publish})
     streams = sorted({subject for rights in members.values() for subject in rights.subscribe})
-    yield f"  {ACCOUNT} {{"
-    yield "    jetstream: enabled"
-    yield "    exports: ["
+    yield from (f"  {ACCOUNT} {{", "    jetstream: enabled", "    exports: [")
     for subject in services:
-        yield (
-            f"      {{ service: {quoted(subject)}, response_type: "
-            f"{'stream' if _MANY_ANSWERS.fullmatch(subject) else 'singleton'} }}"
-        )
-    for subject in streams:
-        yield f"      {{ stream: {quoted(subject)} }}"
+        answers = "stream" if _MANY_ANSWERS.fullmatch(subject) else "singleton"
+        yield f"      {{ service: {quoted(subject)}, response_type: {answers} }}"
+    yield from (f"      {{ stream: {quoted(subject)} }}" for subject in streams)
     yield "    ]"
     yield from _user_lines(LEARNER, passwords[LEARNER], allowed[LEARNER])
     yield "  }"
     for user, rights in members.items():
-        yield f"  {quoted(user)} {{"
-        yield "    imports: ["
-        for kind, subjects_ in (("service", rights.publish), ("stream", rights.subscribe)):
-            for subject in subjects_:
+        yield from (f"  {quoted(user)} {{", "    imports: [")
+        for kind, imported in (("service", rights.publish), ("stream", rights.subscribe)):
+            for subject in imported:
                 yield f"      {{ {kind}: {{ account: {ACCOUNT}, subject: {quoted(subject)} }} }}"
         yield "    ]"
         yield from _user_lines(user, passwords[user], rights)
@@ -330,13 +281,10 @@ def _account_lines(allowed: Mapping[str, Permissions], passwords: Mapping[str, s
 def _user_lines(user: str, password: str, allowed: Permissions) -> Iterator[str]:
     subscribe = [allowed.inbox, *allowed.subscribe]
     deny = f", deny: {quoted_list(allowed.denied)}" if allowed.denied else ""
-    yield "    users: [{"
-    yield f"      user: {quoted(user)}"
-    yield f"      password: {quoted(password)}"
+    yield from ("    users: [{", f"      user: {quoted(user)}", f"      password: {quoted(password)}")
     yield "      permissions {"
     yield f"        publish {{ allow: {quoted_list(allowed.publish)}{deny} }}"
     yield f"        subscribe {{ allow: {quoted_list(subscribe)} }}"
     if allowed.answers:
         yield "        allow_responses: true"
-    yield "      }"
-    yield "    }]"
+    yield from ("      }", "    }]")

@@ -1,25 +1,20 @@
-"""The embedded bus: one nats-server child, three that are a cluster, or this machine's one of a cluster; with users if
-wanted.
-"""
+"""The embedded bus: one nats-server child, three that are a cluster, or this machine's one of a cluster."""
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from tidemill.bus.config import BusConfig
+from tidemill.bus.config import BusConfig, quoted, quoted_list
 from tidemill.bus.errors import ServerFailed
 from tidemill.bus.server.auth import ACCOUNT, NO_ACCOUNT, make_users, route_password, viewer_alone
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.server.ports import KeptPort
-from tidemill.bus.server.quoting import quoted, quoted_list
 
 _CLUSTER_NAME = "tidemill"
 
 
 class EmbeddedBus:
-    """The servers of this machine. Synchronous, like each of them: call it from a thread that lives as long as the
-    process.
-    """
+    """The servers of this machine. Synchronous: call it from a thread that lives as long as the process."""
 
     def __init__(
         self,
@@ -31,9 +26,7 @@ class EmbeddedBus:
         read_only: bool = False,
         viewer: str = "",
     ) -> None:
-        """``read_only``: for reading a run that has ended (``EmbeddedServer``). ``viewer``: password of the viewer,
-        then the only user of a bus without ``auth``.
-        """
+        """``read_only``: as in ``EmbeddedServer``. ``viewer``: password of the only user of a bus without ``auth``."""
         self._directory, self._config, self._read_only = directory, config, read_only
         self._auth_dir = auth_dir or directory / "auth"
         users = make_users(self._auth_dir, run, config) if config.auth else viewer_alone(viewer, run, config)
@@ -71,22 +64,18 @@ class EmbeddedBus:
             port.close()
 
     def _server(self, number: int, users: Sequence[str]) -> EmbeddedServer:
-        config = self._config
+        config, directory, lines = self._config, self._directory, list(users)
         if config.server_name:
-            lines = self._cluster_lines(config.server_name, config.cluster_listen, config.cluster_routes)
-            return EmbeddedServer(self._directory, config, extra=[*users, *lines], read_only=self._read_only)
-        if config.cluster == 1:
-            return EmbeddedServer(self._directory, config, extra=users, read_only=self._read_only)
-        places = [f"127.0.0.1:{port.number}" for port in self._routes]
-        lines = self._cluster_lines(f"n{number}", places[number], places)
-        port = config.port + number if config.port > 0 else config.port
-        own = dataclasses.replace(config, port=port)
-        return EmbeddedServer(self._directory / f"n{number}", own, extra=[*users, *lines], read_only=self._read_only)
+            lines += self._cluster_lines(config.server_name, config.cluster_listen, config.cluster_routes)
+        elif config.cluster > 1:
+            routes = [f"127.0.0.1:{port.number}" for port in self._routes]
+            lines += self._cluster_lines(f"n{number}", routes[number], routes)
+            directory = directory / f"n{number}"
+            config = dataclasses.replace(config, port=config.port + number if config.port > 0 else config.port)
+        return EmbeddedServer(directory, config, extra=lines, read_only=self._read_only)
 
     def _cluster_lines(self, name: str, listen: str, routes: Sequence[str]) -> list[str]:
-        """Return the lines of the routes, which carry all traffic between servers; with users or TLS they require a
-        password and TLS.
-        """
+        """Return the lines of the routes between servers, with a password and TLS where clients have them."""
         config = self._config
         password = route_password(self._auth_dir) if config.auth else ""
         login = f"routes:{password}@" if password else ""
@@ -101,13 +90,9 @@ class EmbeddedBus:
 
 
 def _check_account(store: Path, *, with_users: bool) -> None:
-    """Raise ServerFailed for a store of the other kind: streams made without users are invisible with them, and the
-    other way round.
-    """
-    other = NO_ACCOUNT if with_users else ACCOUNT
-    there = store / "jetstream" / other / "streams"
-    if there.is_dir() and any(there.iterdir()):
-        made, want = ("without", "false") if with_users else ("with", "true")
-        raise ServerFailed(
-            f"the streams in {store} were made {made} users: want bus.auth: {want}, or another directory"
-        )
+    """Raise ServerFailed for a store of the other kind: with users, streams made without them are invisible."""
+    other_account = NO_ACCOUNT if with_users else ACCOUNT
+    account_streams = store / "jetstream" / other_account / "streams"
+    if account_streams.is_dir() and any(account_streams.iterdir()):
+        how, want = ("without", "false") if with_users else ("with", "true")
+        raise ServerFailed(f"the streams in {store} were made {how} users: want bus.auth: {want}, or another directory")

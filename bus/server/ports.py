@@ -1,13 +1,13 @@
 """A port reserved for a process that starts later: until then the system gives it to no other process."""
 
 import socket
-from types import TracebackType
 from typing import Self
 
 
 class KeptPort:
-    """A free TCP port of this machine: ``number``. A server, which listens with SO_REUSEADDR, can bind it; a process
-    that requests any free port, or connects from one, does not get it until ``close``.
+    """A free TCP port of this machine, which the system gives to no client until ``close``.
+
+    A server, which listens with SO_REUSEADDR, can bind ``number``.
     """
 
     def __init__(self, host: str = "127.0.0.1", number: int = 0) -> None:
@@ -29,7 +29,5 @@ class KeptPort:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -1,8 +1,6 @@
-"""A lock that names its holder: the process that has started a run's server read-only, and ends when the run itself
-starts.
+"""A lock that names its holder: the process that reads a run's store, and ends when the run itself starts.
 
-A POSIX record lock: the kernel knows the process that holds it, and releases it when that process ends, however it
-ends.
+A POSIX record lock: the kernel knows the process that holds it, and releases it when that process ends.
 """
 
 import contextlib
@@ -15,15 +13,12 @@ from pathlib import Path
 from typing import IO
 
 FILE = "reader"
-"""Name of the lock file in a server's directory."""
 _FLOCK = "hhqqi"
 """struct flock of Linux on 64 bits: l_type, l_whence, l_start, l_len, l_pid."""
 
 
 class ReaderLock:
-    """A lock held by at most one process per directory. A process opens it once: closing any descriptor of the file
-    releases the lock.
-    """
+    """A lock per directory. A process opens it once: closing any descriptor of the file releases the lock."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE
@@ -55,8 +50,8 @@ def holder(directory: Path) -> int:
     if sys.platform != "linux" or not path.exists():
         return 0
     with path.open("a") as file:
-        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, request))
     return int(pid) if kind != fcntl.F_UNLCK and pid > 0 else 0
 
 

@@ -25,11 +25,8 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 _log = logging.getLogger(__name__)
 
 CHECK_S = 1.0
-"""Interval in seconds at which the state of the servers that run is read."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Seconds between two restarts after write errors: doubled with each one, and the first again after the longest without
-any.
-"""
+"""Seconds between two restarts after write errors: doubled with each, anew after the longest without any."""
 _MESSAGES = 4
 """Number of the largest messages for which a disk must have room before a server is started on it."""
 _TRIAL_BYTES = 1 << 16
@@ -46,21 +43,21 @@ def lacking(directory: Path, need_bytes: int) -> str:
 
     A small file is written, too: for quotas, inodes and mounts that are read-only there is no number to compare.
     """
-    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
+    place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
     try:
-        disk = os.statvfs(there)
+        disk = os.statvfs(place)
         free = disk.f_bavail * disk.f_frsize
         if free < need_bytes:
-            amounts = f"{_mb(free)} free on the disk of {there}, want {_mb(need_bytes)}"
+            amounts = f"{_mb(free)} free on the disk of {place}, want {_mb(need_bytes)}"
             return f"no room: {amounts}; free {_mb(need_bytes - free)} there"
-        with tempfile.TemporaryFile(dir=there) as trial:
+        with tempfile.TemporaryFile(dir=place) as trial:
             trial.write(bytes(_TRIAL_BYTES))
             trial.flush()
             os.fsync(trial.fileno())
     except OSError as error:
         cause = "no inodes free" if disk.f_files and not disk.f_favail else error.strerror
         room = "no room: " if error.errno in _NO_ROOM else ""
-        return f"{room}no file can be written in {there}: {cause}"
+        return f"{room}no file can be written in {place}: {cause}"
     return ""
 
 
@@ -85,15 +82,13 @@ class StoreKeeper:
         """Reason for which messages are not stored at present, with the missing room; empty when they are stored."""
 
     def look(self) -> None:
-        """Start every server again that has ended, or has stopped storing, as soon as its disk has room. Raises
-        ServerFailed.
-        """
+        """Start every server again that ended or stopped storing, once its disk has room. Raises ServerFailed."""
         now = self._clock()
         if now - self._checked_s < CHECK_S and all(server.running for server in self._servers):
             return
         self._checked_s = now
         for server in self._servers:
-            if server.running and server not in self._faults and (fault := server.write_fault()):
+            if server.running and server not in self._faults and (fault := server.monitor.write_fault()):
                 self._faults[server] = fault
         reasons = [reason for server in self._servers if (reason := self._cure(server, now))]
         reason = reasons[0] if reasons else ""

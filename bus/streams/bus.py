@@ -1,6 +1,4 @@
-"""The one connection of a process to the bus, through which it reaches streams, rows and counters; the epoch; and a
-bus's runs.
-"""
+"""The one connection of a process to the bus, through which it reaches streams and rows; the epoch; a bus's runs."""
 
 import asyncio
 import json
@@ -21,7 +19,6 @@ from tidemill.bus.client.connection import Connection, open_connection, retry
 from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.client.layout import create_layout
 from tidemill.bus.client.outbox import answered
-from tidemill.bus.client.refusals import Refusals
 from tidemill.bus.client.rows import Rows, Value
 from tidemill.bus.config import RUN_NAME, BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable
@@ -38,9 +35,7 @@ _log = logging.getLogger(__name__)
 
 _DEFAULT = BusConfig()
 _PAUSE_S = 1.0
-"""Pause between two attempts of ``Bus.retry``."""
 _OUTAGE_S = 3600.0
-"""Outage of the bus after which ``Bus.retry`` gives up."""
 
 T = TypeVar("T")
 
@@ -52,6 +47,8 @@ class Bus:
         self.run, self.name, self.config = run, name, config
         self._connection = connection
         self.jet = JetStream(connection, run, config)
+        self.refusals = self.jet.refusals
+        """Messages and rows that this process has passed over."""
         self.dead = DeadLetters(self.jet)
         self.tasks = TaskQueue(self.jet, self.dead)
         self.samples = SampleStream(self.jet)
@@ -62,9 +59,7 @@ class Bus:
 
     @property
     def nc(self) -> Client:
-        """The client library's connection. For tests and benchmarks: every use of the program has a method of its
-        own.
-        """
+        """The client library's connection, for tests and benchmarks alone."""
         return self._connection.nc
 
     @property
@@ -78,11 +73,6 @@ class Bus:
         return self._connection.connected_url
 
     @property
-    def refusals(self) -> Refusals:
-        """Messages and rows that this process has passed over because they could not be read."""
-        return self.jet.refusals
-
-    @property
     def connected(self) -> bool:
         """True while the connection is up."""
         return self._connection.connected
@@ -92,16 +82,14 @@ class Bus:
         await self._connection.wait_up(timeout_s)
 
     async def retry(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of ``ask``, called again while the bus is away.
-
-        Raises BusUnavailable after an outage of an hour, and when the connection was closed.
-        """
-
-        def report(error: BusUnavailable) -> None:
-            """Log the error that another try follows."""
-            _log.warning("bus: still trying error=%s", error)
-
-        return await retry(self._connection, ask, pause_s=_PAUSE_S, outage_s=_OUTAGE_S, report=report)
+        """Return the result of ``ask``, called again while the bus is away; for an hour, or until it is closed."""
+        return await retry(
+            self._connection,
+            ask,
+            pause_s=_PAUSE_S,
+            outage_s=_OUTAGE_S,
+            report=lambda error: _log.warning("bus: still trying error=%s", error),
+        )
 
     def rows(self, bucket: str) -> Rows:
         """Return one of the buckets ``weights``, ``run``, ``live``, ``wanted``, ``keys``. Raises ValueError."""
@@ -110,9 +98,7 @@ class Bus:
         return self._rows[bucket]
 
     async def full(self) -> str:
-        """Return the reason for which the bus stores nothing, with the cure; empty when messages are stored, or the bus
-        is away.
-        """
+        """Return the reason for which the bus stores nothing, with the cure; empty when it stores or is away."""
         return await self.jet.outbox.full()
 
     @asynccontextmanager
@@ -120,7 +106,6 @@ class Bus:
         """Answer ``full`` of every process with ``reason()`` while entered: a core message, which needs no disk."""
 
         async def answer(message: Msg) -> None:
-            """Send the reason to a requester."""
             if message.reply:
                 await self._connection.try_send(message.reply, reason().encode())
 
@@ -155,11 +140,10 @@ async def connect(
 async def raise_epoch(bus: Bus) -> int:
     """Make this process the newest learner, and return its epoch (the first is 1)."""
 
-    def following(row: Value | None) -> Value:
-        """Return the row with the next epoch."""
+    def raised(row: Value | None) -> Value:
         return {"epoch": 1 if row is None else int(row["epoch"]) + 1, "by": bus.name}
 
-    return int((await bus.rows("run").change(subjects.EPOCH_KEY, following)).after["epoch"])
+    return int((await bus.rows("run").change(subjects.EPOCH_KEY, raised)).after["epoch"])
 
 
 async def current_epoch(bus: Bus) -> int:
@@ -169,8 +153,8 @@ async def current_epoch(bus: Bus) -> int:
 
 
 LOOK_EVERY_S = 1.0
-"""Interval of looking for a run that is to start."""
 _ANSWER_S = 5.0
+_NAMES = "$JS.API.STREAM.NAMES"
 _TASKS = re.compile(re.escape(subjects.stream("@", subjects.TASKS)).replace("@", f"({RUN_NAME.pattern})"))
 
 
@@ -181,41 +165,35 @@ class SeveralRuns(ValueError):
 
 
 async def runs_on(connection: Connection) -> list[str]:
-    """Return the names of the runs, sorted. Raises BusUnavailable; BusError when the server refuses to list its
-    streams.
-    """
-    found: list[str] = []
+    """Return the names of the runs, sorted. Raises BusUnavailable; BusError when the server lists no streams."""
+    names_of_runs: list[str] = []
     offset = 0
     while True:
-        request = json.dumps({"offset": offset}).encode()
-        answer = answered(
-            "$JS.API.STREAM.NAMES", (await connection.request("$JS.API.STREAM.NAMES", request, _ANSWER_S)).data
-        )
+        message = await connection.request(_NAMES, json.dumps({"offset": offset}).encode(), _ANSWER_S)
+        answer = answered(_NAMES, message.data)
         if "error" in answer:
             raise BusError(f"runs of the bus: {answer['error'].get('description', answer['error'])}")
         names = answer.get("streams") or []
-        found += [match[1] for name in names if (match := _TASKS.fullmatch(name))]
+        names_of_runs += [match[1] for name in names if (match := _TASKS.fullmatch(name))]
         offset += len(names)
         if not names or offset >= int(answer.get("total", 0)):
-            return sorted(found)
+            return sorted(names_of_runs)
 
 
 async def find_run(url: str, *, name: str, wait_s: float) -> str:
-    """Return the name of the one run on the bus at ``url``. Waits up to ``wait_s``: the bus, or the run, may start
-    later.
+    """Return the name of the one run on the bus at ``url``, which may start within ``wait_s``.
 
     Raises SeveralRuns naming them, BusUnavailable.
     """
     deadline = time.monotonic() + wait_s
     async with open_connection(url, name, wait_s) as connection:
         while True:
-            found = await runs_on(connection)
-            if len(found) == 1:
-                return found[0]
-            if found:
-                raise SeveralRuns(
-                    f"--run: {parse(url)} carries {len(found)} runs ({', '.join(found)}); want the name of one"
-                )
+            names = await runs_on(connection)
+            if len(names) == 1:
+                return names[0]
+            if names:
+                runs = f"{len(names)} runs ({', '.join(names)})"
+                raise SeveralRuns(f"--run: {parse(url)} carries {runs}; want the name of one")
             if time.monotonic() > deadline:
                 raise BusUnavailable(f"run on {parse(url)}", f"none there within {wait_s:.0f} s")
             await asyncio.sleep(LOOK_EVERY_S)

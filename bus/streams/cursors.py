@@ -40,9 +40,7 @@ class Cursors:
         return {key.removeprefix(f"{_PREFIX}."): row_of(ReaderRow, value) for key, (value, _) in rows.items()}
 
     async def first_needed(self, created: str) -> int | None:
-        """Return the smallest sequence that a reader with policy ``wait`` needs of the stream made at ``created``; None
-        for none.
-        """
+        """Return the smallest sequence that a waiting reader of the stream needs; None for none."""
         waiting = [row.floor + 1 for row in (await self.all()).values() if _waits(row, created)]
         return min(waiting, default=None)
 
@@ -69,10 +67,9 @@ class Reader:
 
     @classmethod
     async def open(cls, bus: Bus, name: str, *, policy: str = WAIT, owner: str = "") -> "Reader":
-        """Register under ``name``, or continue from the position of the last reader of this name, which is refused from
-        now on.
+        """Register under ``name``, or continue from the last reader of this name, which is refused from now on.
 
-        A new one begins at the first sample there is. Raises StreamReplaced when the row is in another stream,
+        A new one begins at the first sample there is. Raises StreamReplaced when the row is of another stream,
         ValueError for an unknown policy, BusUnavailable.
         """
         if policy not in (WAIT, LEAVE):
@@ -80,7 +77,6 @@ class Reader:
         start, mine = await bus.samples.cursor(), f"{owner or bus.name} {nonce()}"
 
         def taken_over(value: Value | None) -> Value:
-            """Return the row with this reader as its owner, at the row of the last one."""
             before = None if value is None else row_of(ReaderRow, value)
             if before is not None and before.created != start.created:
                 raise StreamReplaced(f"cursor {name}", before.created, start.created)
@@ -99,7 +95,7 @@ class Reader:
             yield received
 
     async def advance(self, floor: int) -> None:
-        """Record that all samples up to ``floor`` are processed. Never goes back. Raises CursorTaken,
+        """Record that all samples up to ``floor``, which never falls, are processed. Raises CursorTaken,
         BusUnavailable.
         """
         if floor > self.row.floor:
@@ -122,7 +118,6 @@ async def _change(rows: Rows, name: str, *, owner: str | None = None, **changes:
     """Change a row by compare-and-set; with ``owner``, only while the row names it. Raises NotFound, CursorTaken."""
 
     def changed(value: Value | None) -> Value:
-        """Return the row with the changes; the floor never falls."""
         if value is None:
             raise NotFound("cursor", name)
         row = row_of(ReaderRow, value)

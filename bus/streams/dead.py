@@ -4,7 +4,7 @@ import logging
 from collections.abc import AsyncIterator
 from functools import partial
 
-import msgpack
+import msgspec
 
 from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
@@ -17,7 +17,6 @@ from tidemill.bus.wire.messages import SCHEMA, Dead, DeadLetterDecision
 from tidemill.bus.wire.subjects import nonce
 
 REQUEUE, DROP = "requeue", "drop"
-"""The decisions on a dead task."""
 _IDS, _COUNTS = 2**63, 2**31
 
 _log = logging.getLogger(__name__)
@@ -33,13 +32,10 @@ class DeadLetters:
         self._tasks, self._decisions = subjects.dead_task(jet.run, "*"), subjects.dead_decision(jet.run, "*")
 
     async def report(self, task: int, *, reason: str, actor: str, attempt: str) -> int:
-        """Store one failure. Returns the number of attempts at this task reported so far; the same attempt counts
-        once.
-        """
+        """Store one failure. Returns the number of attempts at this task reported so far, each counted once."""
         subject = subjects.dead_report(self._jet.run, task)
-        payload = msgpack.packb(
-            {"schema": SCHEMA, "type": "report", "task": task, "reason": reason, "actor": actor, "attempt": attempt}
-        )
+        fields = {"schema": SCHEMA, "type": "report", "task": task, "reason": reason, "actor": actor}
+        payload = msgspec.msgpack.encode({**fields, "attempt": attempt})
         await self._jet.outbox.store(subject, payload, {subjects.MESSAGE_ID: f"report.{task}.{attempt}"})
         return (await self._jet.subjects(self._stream, subject)).get(subject, 0)
 
@@ -52,9 +48,8 @@ class DeadLetters:
             if error.code not in WRONG_LAST_SEQUENCE:
                 raise
         else:
-            self._repeated(
-                "task dead", f"task={dead.task} attempts={dead.attempts} actor={dead.actor} reason={dead.reason}"
-            )
+            cause = f"attempts={dead.attempts} actor={dead.actor} reason={dead.reason}"
+            self._repeated("task dead", f"task={dead.task} {cause}")
 
     async def decide(self, decision: DeadLetterDecision) -> bool:
         """Store the decision on a dead task. Returns False when there is one already. Retries until stored."""
@@ -67,52 +62,50 @@ class DeadLetters:
                 raise
             # The first try may have stored this one, and its answer may be lost.
             stored = await self._jet.last(self._stream, subject)
-            return stored.headers.get(subjects.MESSAGE_ID) == headers[subjects.MESSAGE_ID]
+            return stored is not None and stored.headers.get(subjects.MESSAGE_ID) == headers[subjects.MESSAGE_ID]
         return True
 
     async def decisions(self) -> dict[int, DeadLetterDecision]:
         """Return the decisions so far, by task."""
-        found = [
-            self._read(delivered) async for delivered in present(self._jet, self._stream, 1, filters=[self._decisions])
-        ]
-        return {decision.task: decision for decision in found if isinstance(decision, DeadLetterDecision)}
+        stored = present(self._jet, self._stream, 1, filters=[self._decisions])
+        records = [self._read(delivered) async for delivered in stored]
+        return {decision.task: decision for decision in records if isinstance(decision, DeadLetterDecision)}
 
     async def of(self, task: int) -> Dead | None:
         """Return the dead letter of one task; None when there is none, or none that can be read."""
         try:
-            return decode_dead((await self._jet.last(self._stream, subjects.dead_task(self._jet.run, task))).data)
+            message = await self._jet.last(self._stream, subjects.dead_task(self._jet.run, task))
+            return None if message is None else decode_dead(message.data)
         except (NotFound, WireError):
             return None
 
     async def scan(self, start: int = 1) -> AsyncIterator[tuple[int, Dead]]:
         """Yield the dead tasks from sequence ``start`` to the present end."""
         async for delivered in present(self._jet, self._stream, start, filters=[self._tasks]):
-            found = self._read(delivered)
-            if isinstance(found, Dead):
-                yield delivered.seq, found
+            record = self._read(delivered)
+            if isinstance(record, Dead):
+                yield delivered.seq, record
 
     async def follow(self, start: int = 1) -> AsyncIterator[tuple[int, Dead | DeadLetterDecision]]:
         """Yield dead tasks and the decisions on them, from sequence ``start`` on, for ever."""
         async with OrderedPull(self._jet, self._stream, max(1, start), filters=[self._tasks, self._decisions]) as pull:
             async for delivered in pull:
-                found = self._read(delivered)
-                if found is not None:
-                    yield delivered.seq, found
+                record = self._read(delivered)
+                if record is not None:
+                    yield delivered.seq, record
 
     def _read(self, delivered: Delivered) -> Dead | DeadLetterDecision | None:
         return self._jet.refusals.read(subjects.DEAD, delivered.seq, partial(_decode, delivered))
 
 
 def _decode(delivered: Delivered) -> Dead | DeadLetterDecision:
-    """Return the record in a message. Raises WireError, also when its task is not that of its subject, or its place is
-    none of a prompt.
-    """
+    """Return the record in a message. Raises WireError, also for another task than its subject's."""
     *_, kind, named = delivered.subject.split(".")
-    found = decode_decision(delivered.data) if kind == "word" else decode_dead(delivered.data)
-    if found.task != subjects.natural(named) or found.task < 1:
-        raise WireError("task", f"that of the subject, {named[:40]}", found.task)
-    if isinstance(found, Dead):
-        place = (found.reissues, found.prompt_epoch, found.offset)
-        if not (-1 <= found.root < _IDS and min(place) >= 0 and max(place) < _COUNTS):
-            raise WireError("root, reissues, prompt_epoch, offset", "those of a task", (found.root, *place))
-    return found
+    letter = decode_decision(delivered.data) if kind == "word" else decode_dead(delivered.data)
+    if letter.task != subjects.natural(named) or letter.task < 1:
+        raise WireError("task", f"that of the subject, {named[:40]}", letter.task)
+    if isinstance(letter, Dead):
+        place = (letter.reissues, letter.prompt_epoch, letter.offset)
+        if not (-1 <= letter.root < _IDS and min(place) >= 0 and max(place) < _COUNTS):
+            raise WireError("root, reissues, prompt_epoch, offset", "those of a task", (letter.root, *place))
+    return letter

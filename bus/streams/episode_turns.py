@@ -21,7 +21,7 @@ from typing import Any
 from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
 from tidemill.bus.client.rows import Rows
-from tidemill.bus.errors import BusError, BusUnavailable, NotFound, Refused, WireError
+from tidemill.bus.errors import BusError, BusUnavailable, DetailedError, Refused, WireError
 from tidemill.bus.wire import parts, subjects
 from tidemill.bus.wire.codec import decode_turn_record, encode_turn_record
 from tidemill.bus.wire.turn_records import TurnKind, TurnRecord, check_turn_record
@@ -29,36 +29,25 @@ from tidemill.bus.wire.turn_records import TurnKind, TurnRecord, check_turn_reco
 _log = logging.getLogger(__name__)
 
 STORE_S = 2.0
-"""Longest wait for a record, in seconds. The answer that it is about waits as long."""
+"""Longest wait for a record, and for the answer that it is about."""
 NEEDED_S = 30.0
-"""Longest wait for a record of a log that is needed: the restart of a bus takes seconds, and an episode that waits
-loses nothing.
-"""
+"""Longest wait for a record of a log that is needed: the restart of a bus takes seconds."""
 READ_S = 10.0
-"""Longest wait for the log of an earlier actor."""
 _PAUSE_S = 0.1
 _TAKES = 8
-"""Tries to take an episode while others write to its log."""
 
 
 class Superseded(Exception):
-    """Another actor makes the sample now, or it is made. This one ends the episode, and neither acks nor naks the
-    task.
-    """
+    """The sample is made, or by another actor now. This one ends the episode without acking or nak'ing the task."""
 
 
-class NotStored(Exception):
-    """A record is not stored, or the log of earlier actors not read. Raised to the episode only where its log is
-    needed: it must end.
-    """
+class NotStored(DetailedError):
+    """A record is not stored, or earlier ones are not read, of an episode that needs its log: it must end."""
 
-    def __init__(self, reason: str, *, lasting: bool = False) -> None:
-        """``lasting``: another try would end in the same way."""
-        super().__init__(reason)
-        self.reason, self.lasting = reason, lasting
-
-    def __str__(self) -> str:
-        return f"the episode's log (TURNS): {self.reason}"
+    reason: str
+    lasting: bool = False
+    """Another try would end in the same way."""
+    template = "the episode's log (TURNS): {reason}"
 
 
 @dataclass(slots=True)
@@ -85,9 +74,7 @@ class EpisodeLog:
 
     @property
     def kept(self) -> bool:
-        """True while records are stored, or refused; False once one was not stored in time, and the log is not
-        needed.
-        """
+        """False once a record was not stored in time, and the log is not needed."""
         return self._superseded or self._needed or self._last is not None
 
     async def append(self, kind: TurnKind, **fields: Any) -> None:
@@ -104,16 +91,12 @@ class EpisodeLog:
                 raise NotStored(self._lost.reason, lasting=self._lost.lasting)
             return
         self._count += 1
-        record = TurnRecord(
-            kind=kind, run=self._turns.run, task=self._task, index=self._index, attempt=self._attempt, **fields
-        )
-        last, self._last = (
-            self._last,
-            None,
-        )  # a call that is cancelled here leaves it unknown whether the record is stored
+        task, index, attempt = self._task, self._index, self._attempt
+        record = TurnRecord(kind=kind, run=self._turns.run, task=task, index=index, attempt=attempt, **fields)
+        message_id = f"turn.{task}.{index}.{attempt}.{self._count}"
+        last, self._last = self._last, None  # unknown until it is stored: the call may be cancelled
         try:
-            id = f"turn.{self._task}.{self._index}.{self._attempt}.{self._count}"
-            self._last = await self._turns.store(record, id, last, NEEDED_S if needed else STORE_S)
+            self._last = await self._turns.store(record, message_id, last, NEEDED_S if needed else STORE_S)
         except Superseded:
             self._superseded = True
             raise
@@ -183,9 +166,7 @@ class TurnStream:
         return EpisodeLog(self, task, index, attempt, None)
 
     async def _settled(self, task: int) -> bool:
-        """Return whether a task is settled. Read after the episode is taken: the floor is raised before records are
-        removed (``trim``).
-        """
+        """Return whether a task is settled, read after the take: the floor is raised before records are removed."""
         row, _ = await self._rows.read(subjects.FLOOR_KEY)
         return row is not None and row["floor"] >= task
 
@@ -223,58 +204,43 @@ class TurnStream:
             except Refused as error:
                 if error.code not in WRONG_LAST_SEQUENCE:
                     raise
-                try:
-                    message = await self._jet.last(self._stream, subject)
-                except NotFound:  # removed, because the task is settled
+                message = await self._jet.last(self._stream, subject)  # None: removed, because the task is settled
+                if message is None or message.headers.get(subjects.MESSAGE_ID) != headers[subjects.MESSAGE_ID]:
                     raise Superseded from None
-                if message.headers.get(subjects.MESSAGE_ID) == headers[subjects.MESSAGE_ID]:
-                    return message.seq  # stored by a try that got no answer
-                raise Superseded from None
+                return message.seq  # stored by a try that got no answer
 
     def note_lost(self, record: TurnRecord, reason: str, *, ends: bool) -> None:
         """Count and log a record that is not stored. ``ends``: the episode does, too; else it goes on."""
         what = "episode ends: its log is needed" if ends else "episode goes on without a log"
         _log.warning("%s task=%d index=%d record=%s error=%s", what, record.task, record.index, record.kind, reason)
-        if ends:
-            self.counters.ended += 1
-        else:
-            self.counters.unlogged += 1
+        self.counters.ended += ends
+        self.counters.unlogged += not ends
 
     async def _read(self, task: int, index: int) -> tuple[list[TurnRecord], int, int]:
-        """Return the usable records of a sample in order, the last sequence of its subject, or 0, and the number of
-        unusable records.
-
-        Raises BusUnavailable.
-        """
+        """Return a sample's usable records, the last sequence of its subject (or 0), and the number of others."""
         subject = subjects.turn(self.run, task, index)
         records: list[TurnRecord] = []
         seq = refused = 0
-        while True:
-            try:
-                message = await self._jet.next(self._stream, seq + 1, subject)
-            except NotFound:
-                return records, seq, refused
+        while message := await self._jet.next(self._stream, seq + 1, subject):
             seq = message.seq
             record = self._jet.refusals.read(subjects.TURNS, seq, partial(self._record, message.data, task, index))
             if record is not None:
                 records.append(record)
             else:
                 refused += 1
+        return records, seq, refused
 
     def _record(self, data: bytes, task: int, index: int) -> TurnRecord:
         """Return the record in a message. Raises WireError."""
         record = decode_turn_record(data)
         check_turn_record(record)
         if (record.run, record.task, record.index) != (self.run, task, index):
-            raise WireError(
-                "run, task, index", f"{self.run}, {task}, {index}", f"{record.run}, {record.task}, {record.index}"
-            )
+            got = f"{record.run}, {record.task}, {record.index}"
+            raise WireError("run, task, index", f"{self.run}, {task}, {index}", got)
         return record
 
     async def trim(self, below: int) -> None:
-        """Remove the logs of tasks with ids < ``below``, which are settled: not above the task floor. Raises
-        BusUnavailable.
-        """
+        """Remove the logs of settled tasks, with ids < ``below``. Raises BusUnavailable."""
         if not self._jet.config.rollouts:  # then there is no such stream
             return
         await self._jet.purge_tasks(self._stream, lambda task: subjects.turn(self.run, task), below)

@@ -1,13 +1,11 @@
-"""SAMPLES for readers other than the learner: from any time or version on, headers alone where they suffice, payloads
-as stored.
-"""
+"""SAMPLES for readers other than the learner: from any time or version on, as headers or as payloads."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 
 from tidemill.bus.client.jetstream import JetStream, Message, StreamState, unix_time
-from tidemill.bus.client.pull import Delivered, OrderedPull, present
+from tidemill.bus.client.pull import Delivered, follow, present
 from tidemill.bus.errors import NotFound, WireError
 from tidemill.bus.streams.samples import Glimpse, glimpse_of, payload_of
 from tidemill.bus.wire import subjects
@@ -28,9 +26,7 @@ class StoredSample:
 
 
 class History:
-    """The stored and the coming messages of stream SAMPLES. Every read has a consumer of its own, which the server
-    keeps in memory.
-    """
+    """The stored and the coming messages of SAMPLES. Every read has a consumer in the server's memory."""
 
     def __init__(self, jet: JetStream) -> None:
         self._jet = jet
@@ -44,10 +40,6 @@ class History:
     async def now_s(self) -> float:
         """Return the Unix time of the server's clock, by which ``stored_s`` is measured, too."""
         return unix_time((await self._jet.call(f"STREAM.INFO.{self._stream}"))["ts"])
-
-    async def newest_s(self) -> float:
-        """Return the time at which the newest message was stored, by the same clock."""
-        return unix_time((await self._jet.call(f"STREAM.INFO.{self._stream}"))["state"]["last_ts"])
 
     async def glimpses(self, first: int, last: int | None = None) -> AsyncIterator[Glimpse]:
         """Yield the headers of the samples from ``first`` to ``last``; for ever without a last one."""
@@ -67,30 +59,22 @@ class History:
         return await self._stored(message)
 
     async def at_time(self, unix_s: float, *, name: str = subjects.SAMPLES) -> int:
-        """Return the sequence of the first message of stream ``name`` that was stored then or later; one past the last
-        if none was.
-        """
+        """Return the sequence of the first message of stream ``name`` stored then or later, or the next sequence."""
         stream = subjects.stream(self._jet.run, name)
         state = await self._jet.state(stream)
         low, high = max(1, state.first_seq), state.last_seq + 1
         # A binary search: the times of a stream rise with its sequences.
         while low < high:
             middle = (low + high) // 2
-            try:
-                message = await self._jet.next(stream, middle)
-            except NotFound:
-                high = middle
-                continue
-            if message.stored_s < unix_s:
+            message = await self._jet.next(stream, middle)
+            if message is not None and message.stored_s < unix_s:
                 low = message.seq + 1
             else:
                 high = middle
         return low
 
     async def at_task(self, task: int, *, name: str = subjects.SAMPLES) -> int:
-        """Return ``at_time`` of the time at which a task was issued: no earlier message refers to it. 1 when the task
-        is gone.
-        """
+        """Return ``at_time`` of the issue of a task: no earlier message refers to it. 1 when the task is gone."""
         try:
             issued = await self._jet.message(subjects.stream(self._jet.run, subjects.TASKS), task)
         except NotFound:
@@ -98,40 +82,24 @@ class History:
         return await self.at_time(issued.stored_s, name=name)
 
     async def at_version(self, version: int) -> int:
-        """Return the sequence of the first sample with its oldest token of this version, or else of the next version
-        that has one.
-        """
-        for found in sorted(v for v in await self._versions() if v >= version):
-            firsts = [await self._first(subjects.samples(self._jet.run, kind, found)) for kind in Kind]
-            if any(firsts):
-                return min(seq for seq in firsts if seq)
+        """Return the sequence of the first sample whose oldest token is of this version, or of the next one."""
+        for candidate in sorted(v for v in await self._versions() if v >= version):
+            filters = [subjects.samples(self._jet.run, kind, candidate) for kind in Kind]
+            firsts = [await self._jet.next(self._stream, 1, subject) for subject in filters]
+            if seqs := [first.seq for first in firsts if first is not None]:
+                return min(seqs)
         return (await self.state()).last_seq + 1
 
     async def _versions(self) -> set[int]:
-        found = await self._jet.subjects(self._stream, subjects.samples(self._jet.run))
-        return {version for subject in found if (version := subjects.version_of_sample(subject)) is not None}
-
-    async def _first(self, subject: str) -> int:
-        """Return the sequence of the first message on a subject; 0 when there is none."""
-        try:
-            return (await self._jet.next(self._stream, 1, subject)).seq
-        except NotFound:
-            return 0
+        counts = await self._jet.subjects(self._stream, subjects.samples(self._jet.run))
+        return {version for subject in counts if (version := subjects.version_of_sample(subject)) is not None}
 
     async def _read(self, first: int, last: int | None, *, headers_only: bool) -> AsyncIterator[Delivered]:
-        if last is not None:
-            async for delivered in present(
-                self._jet, self._stream, first, filters=self._filters, headers_only=headers_only
-            ):
-                if delivered.seq > last:
-                    return
-                yield delivered
-            return
-        async with OrderedPull(
-            self._jet, self._stream, max(1, first), filters=self._filters, headers_only=headers_only
-        ) as pull:
-            async for delivered in pull:
-                yield delivered
+        read = follow if last is None else present
+        async for delivered in read(self._jet, self._stream, first, filters=self._filters, headers_only=headers_only):
+            if last is not None and delivered.seq > last:
+                return
+            yield delivered
 
     async def _stored(self, message: Delivered | Message) -> StoredSample:
         data: bytes | WireError
@@ -139,6 +107,5 @@ class History:
             data = await payload_of(self._jet, message)
         except WireError as error:
             data = error
-        return StoredSample(
-            seq=message.seq, subject=message.subject, headers=message.headers, data=data, stored_s=message.stored_s
-        )
+        seq, subject, headers = message.seq, message.subject, message.headers
+        return StoredSample(seq=seq, subject=subject, headers=headers, data=data, stored_s=message.stored_s)

@@ -1,6 +1,4 @@
-"""State that draining actors leave for the next actor of a task: unfinished responses, and the sequences of finished
-samples.
-"""
+"""State that draining actors leave for the next actor of a task: partials, and sequences of finished samples."""
 
 import logging
 
@@ -25,8 +23,8 @@ class Partials:
     async def store(self, partial: Partial) -> bool:
         """Store a partial, tried for ever under its message id. Cancellable.
 
-        Returns False when it cannot be stored: it is larger than a message may be, or the run is older than the stream.
-        Raises WireError when it breaks an invariant.
+        Returns False when it is larger than a message may be, or the run is older than the stream. Raises WireError
+        when it breaks an invariant.
         """
         check_partial(partial)
         data = encode_partial(partial)
@@ -41,23 +39,24 @@ class Partials:
         return True
 
     async def of(self, task: int) -> dict[int, Partial]:
-        """Return the stored partials of a task: the newest of each index. Empty where the run has no such stream;
-        raises BusUnavailable.
-        """
-        found: dict[int, Partial] = {}
+        """Return the newest partial of each index of a task; none without such a stream. Raises BusUnavailable."""
+        by_index: dict[int, Partial] = {}
         try:
             for subject in await self._jet.subjects(self._stream, subjects.partial(self._jet.run, task)):
+                message = await self._jet.last(self._stream, subject)
+                if message is None:  # trimmed meanwhile
+                    continue
                 try:
-                    partial = decode_partial((await self._jet.last(self._stream, subject)).data)
+                    partial = decode_partial(message.data)
                     check_partial(partial)
                 except WireError as error:
                     _log.warning("partial not usable subject=%s error=%s", subject, error)
                     continue
                 if (partial.run, partial.task) == (self._jet.run, task):
-                    found[partial.index] = partial
-        except NotFound:  # trimmed meanwhile, or the run is older than the stream
+                    by_index[partial.index] = partial
+        except NotFound:  # the run is older than the stream
             pass
-        return found
+        return by_index
 
     async def trim(self, below: int) -> None:
         """Remove the partials of tasks with ids < ``below``. Raises BusUnavailable."""

@@ -28,9 +28,7 @@ class PlanLog:
         return self._writer.max_bytes
 
     async def created(self) -> str:
-        """Return the time at which the log was made: with it, runs of one name are told apart. Raises NotFound,
-        BusUnavailable.
-        """
+        """Return the creation time of the log, which tells runs of one name apart. Raises NotFound, BusUnavailable."""
         return (await self._jet.state(self._stream)).created
 
     async def fence(self, epoch: int) -> None:
@@ -38,17 +36,13 @@ class PlanLog:
         await self._writer.fence(epoch)
 
     async def append(self, record: PlanRecord) -> int:
-        """Store a record and return its sequence. Retries until stored. Needs ``fence`` first; ``record.epoch`` must be
-        the fenced one.
+        """Store a record of the fenced epoch and return its sequence. Retries until stored. Needs ``fence`` first.
 
         Raises Fenced, and WireError for a record that is larger than a message.
         """
         if isinstance(record, Fence) or record.epoch != self._writer.epoch:
-            raise WireError(
-                "epoch",
-                f"a record of epoch {self._writer.epoch}, no fence",
-                f"{type(record).__name__} of {record.epoch}",
-            )
+            got = f"{type(record).__name__} of {record.epoch}"
+            raise WireError("epoch", f"a record of epoch {self._writer.epoch}, no fence", got)
         return await self._writer.append(subjects.plan(self._jet.run, record_name(record)), encode_record(record))
 
     async def scan(self, start: int = 1) -> AsyncIterator[tuple[int, PlanRecord]]:

@@ -4,12 +4,12 @@ import re
 from collections.abc import AsyncIterator, Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, overload
 
 import numpy as np
 
+from tidemill.bus.client import pull
 from tidemill.bus.client.jetstream import JetStream, Message, StreamState
-from tidemill.bus.client.pull import Delivered, OrderedPull, present
+from tidemill.bus.client.pull import Delivered
 from tidemill.bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
 from tidemill.bus.wire import parts, subjects
 from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
@@ -35,7 +35,6 @@ class Received:
     pending: int
     """Number of messages after this one when it was delivered."""
     stored_s: float
-    """Unix time at which the server stored it."""
     size_bytes: int
     actor: str = ""
     """The actor that the subject names; known also for a message that cannot be decoded."""
@@ -62,7 +61,6 @@ class PublishStats:
     """Messages stored by an earlier try with a lost acknowledgement; part of ``published``."""
     retries: int = 0
     full: int = 0
-    """Refusals because the stream was full."""
     waiting_full: int = 0
     """Publishes that wait at present because the stream is full."""
     last_error: str = ""
@@ -77,8 +75,7 @@ class SampleStream:
         self.stats = PublishStats()
 
     async def publish(self, sample: Sample) -> int:
-        """Store a sample, retried for ever under its message id, and return its sequence. Cancellable. Does not check
-        invariants.
+        """Store an unchecked sample, retried for ever under its message id, and return its sequence. Cancellable.
 
         Any number may be in flight at once. Waits while the stream is full. Raises WireError for a sample that cannot
         be encoded, and ValueError for a sample of another run.
@@ -111,15 +108,13 @@ class SampleStream:
         checked_before: Container[int] = (),
         on_passed: Callable[[int], None] | None = None,
     ) -> AsyncIterator[Received]:
-        """Yield every message after the cursor in stream order, for ever, over server restarts. End it with ``aclose``
-        or cancellation.
+        """Yield every message after the cursor in stream order, for ever, over server restarts; end it with ``aclose``.
 
-        None begins at the first message there is. Sequences that the cursor counts as settled are skipped. Samples are
-        decoded and, with ``check``, checked against the invariants, except sequences in ``checked_before``: those
-        passed the invariants of their time. ``vocab_size`` and ``routed``, the sizes of the model's routing: None = not
-        known. ``on_passed`` gets the sequence of every message once the caller requests the next one, parts and settled
-        ones included.
-        Raises StreamReplaced, StreamTrimmed when messages after the cursor are gone.
+        None begins at the first message there is. Sequences that the cursor counts as settled are skipped. With
+        ``check``, samples are checked against the invariants, except ``checked_before``, which passed those of their
+        time. ``vocab_size``, ``routed`` (sizes of the model's routing): None = not known. ``on_passed`` gets every
+        sequence, parts and settled ones included, once the caller requests the next message. Raises StreamReplaced;
+        StreamTrimmed when messages after the cursor are gone.
         """
         reading = _Reading(self._jet, self._stream, cursor, vocab_size if check else _NO_CHECK, checked_before, routed)
         return reading.messages(self._filters(kinds), on_passed)
@@ -139,8 +134,7 @@ class SampleStream:
         return await self._jet.state(self._stream)
 
     async def trim(self, below: int) -> None:
-        """Remove messages with sequences < ``below``, except parts that a later manifest still needs (and the messages
-        between).
+        """Remove messages with sequences < ``below``, except from the first part on that a later manifest still needs.
 
         A sample is lost when its parts are trimmed before its manifest is stored (readers get a WireError): keep a
         window of history, as ``history_samples`` does.
@@ -150,45 +144,19 @@ class SampleStream:
             raise ValueError(f"{self._stream}: want below <= {state.last_seq + 1}, got {below}")
         await self._jet.purge(self._stream, min(below, await self._oldest_part_needed(below)))
 
-    @overload
-    def tail(
-        self, *, last: int = 0, follow: bool = True, headers_only: Literal[False] = False
-    ) -> AsyncIterator[Received]: ...
-    @overload
-    def tail(self, *, last: int = 0, follow: bool = True, headers_only: Literal[True]) -> AsyncIterator[Glimpse]: ...
-    def tail(
-        self, *, last: int = 0, follow: bool = True, headers_only: bool = False
-    ) -> AsyncIterator[Received] | AsyncIterator[Glimpse]:
+    async def tail(self, *, last: int = 0, follow: bool = True) -> AsyncIterator[Received]:
         """Yield about the ``last`` newest messages (parts count), then, with ``follow``, every new one, for ever.
 
         Samples are decoded, not checked.
         """
-        return self._glimpses(last, follow) if headers_only else self._tail(last, follow)
-
-    async def _tail(self, last: int, follow: bool) -> AsyncIterator[Received]:
         reading = _Reading(self._jet, self._stream, None, _NO_CHECK)
-        async for delivered in self._newest(last, follow, headers_only=False):
+        start, filters = max(1, (await self.info()).last_seq - last + 1), [subjects.samples(self._jet.run)]
+        read = pull.follow if follow else pull.present
+        async for delivered in read(self._jet, self._stream, start, filters=filters):
             yield await reading.received(delivered)
 
-    async def _glimpses(self, last: int, follow: bool) -> AsyncIterator[Glimpse]:
-        async for delivered in self._newest(last, follow, headers_only=True):
-            yield glimpse_of(delivered)
-
-    async def _newest(self, last: int, follow: bool, *, headers_only: bool) -> AsyncIterator[Delivered]:
-        state = await self.info()
-        start, filters = max(1, state.last_seq - last + 1), [subjects.samples(self._jet.run)]
-        if not follow:
-            async for delivered in present(self._jet, self._stream, start, filters=filters, headers_only=headers_only):
-                yield delivered
-            return
-        async with OrderedPull(self._jet, self._stream, start, filters=filters, headers_only=headers_only) as pull:
-            async for delivered in pull:
-                yield delivered
-
     def _filters(self, kinds: Collection[Kind] | None) -> list[str]:
-        """Return no filter for all kinds: parts come, too, a jump in the sequences can only be a hole, and the server
-        filters nothing.
-        """
+        """Return none for all kinds: parts come, too, so that a jump in the sequences can only be a hole."""
         if kinds is None or set(kinds) == set(Kind):
             return []
         return [subjects.samples(self._jet.run, kind) for kind in sorted(kinds)]
@@ -210,27 +178,19 @@ class SampleStream:
         return stored.seq
 
     async def _oldest_part_needed(self, below: int) -> int:
-        """Return the smallest sequence of a part that a manifest at ``below`` or after it names; ``below`` when there
-        is none.
-        """
+        """Return the smallest sequence of a part that a manifest from ``below`` on names; ``below`` for none."""
         oldest, seq = below, below
         manifests = subjects.manifest(subjects.samples_of(self._jet.run, "*"))
-        while True:
-            try:
-                message = await self._jet.next(self._stream, max(1, seq), manifests)
-            except NotFound:
-                return oldest
+        while message := await self._jet.next(self._stream, max(1, seq), manifests):
             seq = message.seq + 1
             oldest = await self._first_part(message, oldest)
+        return oldest
 
     async def _first_part(self, manifest: Message, oldest: int) -> int:
-        """Return the sequence of the first part if it is before ``oldest`` and readers accept the manifest; else
-        ``oldest``.
-        """
+        """Return the sequence of a readable manifest's first part, at most ``oldest``."""
+        max_payload = self._jet.connection.max_payload
         try:
-            seqs = parts.read_manifest(
-                manifest.data, seq=manifest.seq, max_payload=self._jet.connection.max_payload
-            ).seqs
+            seqs = parts.read_manifest(manifest.data, seq=manifest.seq, max_payload=max_payload).seqs
             if min(seqs) < oldest:
                 await _part(self._jet, manifest, seqs.index(min(seqs)), min(seqs))
         except WireError:
@@ -239,8 +199,6 @@ class SampleStream:
 
 
 class _FullWait:
-    """The share of one publish in ``waiting_full``."""
-
     def __init__(self, stats: PublishStats) -> None:
         self._stats, self._full = stats, False
 
@@ -265,8 +223,6 @@ _NO_CHECK = -1
 
 
 class _Reading:
-    """One read of SAMPLES."""
-
     def __init__(
         self,
         jet: JetStream,
@@ -286,20 +242,20 @@ class _Reading:
     async def messages(
         self, filters: Sequence[str], on_passed: Callable[[int], None] | None = None
     ) -> AsyncIterator[Received]:
-        """Yield the messages in order. Raises StreamReplaced, and StreamTrimmed at a jump in the sequences that is a
-        hole.
-        """
-        async with OrderedPull(self._jet, self._stream, self._start, filters=filters, on_open=self._opened) as pull:
-            expected = pull.position
-            async for delivered in pull:
-                # A filter leaves out messages of other kinds, so a jump alone is no hole.
+        """Yield the messages in order. Raises StreamReplaced, and StreamTrimmed at a hole in the sequences."""
+        reader = pull.OrderedPull(self._jet, self._stream, self._start, filters=filters, on_open=self._opened)
+        async with reader:
+            expected = reader.position
+            async for delivered in reader:
                 if delivered.seq != expected and expected > self._start:
-                    await self._check_gap(expected)
+                    # A filter leaves out messages of other kinds, so a jump alone is no hole.
+                    state = await self._jet.retry_for_ever(lambda: self._jet.state(self._stream))
+                    self._check_first(state, expected)
                 if delivered.seq not in self._settled and not delivered.subject.startswith(self._parts_prefix):
                     yield await self.received(delivered)
                 if on_passed is not None:
                     on_passed(delivered.seq)
-                expected = pull.position
+                expected = reader.position
 
     async def received(self, delivered: Delivered) -> Received:
         """Return a message with its sample, decoded and checked, or with the reason it cannot be used."""
@@ -326,21 +282,13 @@ class _Reading:
         )
 
     def _opened(self, state: StreamState, position: int) -> None:
-        """Check, at the start and after every re-opening, that the stream is the same one and still has the messages
-        needed.
-        """
+        """Check at the start and after every re-opening that it is the same stream, with the messages needed."""
         if self._created is None:
             self._created = state.created
             self._start = max(self._start, state.first_seq)
         if state.created != self._created:
             raise StreamReplaced(self._stream, self._created, state.created)
         self._check_first(state, max(position, self._start))
-
-    async def _check_gap(self, expected: int) -> None:
-        """Check a jump in the sequences: either messages of another kind have the sequences between, or there is a
-        hole.
-        """
-        self._check_first(await self._jet.retry_for_ever(lambda: self._jet.state(self._stream)), expected)
 
     def _check_first(self, state: StreamState, needed: int) -> None:
         if needed < state.first_seq:
@@ -352,8 +300,7 @@ class _Reading:
 async def payload_of(jet: JetStream, message: Delivered | Message) -> bytes:
     """Return the bytes of a sample, joined from its parts where the message is a manifest.
 
-    Raises WireError for a manifest that no sample can have, and at the first part that is gone, too large or another
-    sample's.
+    Raises WireError for an impossible manifest, and at a part that is gone, too large or another sample's.
     """
     if PARTS_HEADER not in message.headers:
         return message.data
@@ -370,13 +317,11 @@ async def _part(jet: JetStream, manifest: Delivered | Message, number: int, seq:
     except NotFound:
         raise WireError("parts.seqs", "parts that are in the stream", seq) from None
     message_id = manifest.headers.get(subjects.MESSAGE_ID, "")
-    subject = subjects.part(
-        jet.run, subjects.kind_of_sample(manifest.subject), subjects.natural(message_id.partition(".")[0]) or 0
-    )
+    task = subjects.natural(message_id.partition(".")[0]) or 0
+    subject = subjects.part(jet.run, subjects.kind_of_sample(manifest.subject), task)
     if part.subject != subject or part.headers.get(subjects.MESSAGE_ID) != _part_id(message_id, number):
-        raise WireError(
-            "parts.seqs", f"part {number} of sample {message_id[:80]} at {seq}", f"a message on {part.subject[:80]}"
-        )
+        want = f"part {number} of sample {message_id[:80]} at {seq}"
+        raise WireError("parts.seqs", want, f"a message on {part.subject[:80]}")
     return part.data
 
 
@@ -397,30 +342,23 @@ def glimpse_of(delivered: Delivered) -> Glimpse:
 
 
 def headers_of(sample: Sample) -> dict[str, str]:
-    """Return the headers of a sample. The summary for readers without the payload is one header, because each header
-    costs CPU.
-    """
-    versions = [span.version for span in sample.spans]
-    fields = (
-        f"group={sample.group_size} versions={f'{min(versions)}-{max(versions)}' if versions else 'none'} "
-        f"reward={sample.score:.6g} "
-        f"status={sample.status} tokens={sample.response_length}"
-    )
+    """Return the headers of a sample: one for readers without the payload, because each header costs CPU."""
+    versions = f"{sample.min_version}-{sample.max_version}" if sample.spans else "none"
+    fields = [f"group={sample.group_size} versions={versions} reward={sample.score:.6g}"]
+    fields.append(f"status={sample.status} tokens={sample.response_length}")
     if sample.turns is not None:
-        fields = f"{fields} turns={len(sample.turns.at)}"
+        fields.append(f"turns={len(sample.turns.at)}")
     if len(sample.sequences) > 1:
-        fields = f"{fields} sequences={len(sample.sequences)}"
+        fields.append(f"sequences={len(sample.sequences)}")
     if (sampled := int(np.count_nonzero(sample.loss_mask))) != sample.response_length:
-        fields = f"{fields} sampled={sampled}"
+        fields.append(f"sampled={sampled}")
     if _HEADER_VALUE.fullmatch(sample.engine):
-        fields = f"{fields} engine={sample.engine}"
-    return {subjects.MESSAGE_ID: sample.message_id, SAMPLE_HEADER: fields}
+        fields.append(f"engine={sample.engine}")
+    return {subjects.MESSAGE_ID: sample.message_id, SAMPLE_HEADER: " ".join(fields)}
 
 
 def header_fields(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the fields present in a sample's headers: ``task`` and ``index`` (of the message id), ``group``,
-    ``versions``, ...
-    """
-    task, _, rest = headers.get(subjects.MESSAGE_ID, "").partition(".")
-    found = dict(word.split("=", 1) for word in headers.get(SAMPLE_HEADER, "").split(" ") if "=" in word)
-    return {"task": task, "index": rest.partition(".")[0], **found}
+    """Return the fields of a sample's headers: ``task`` and ``index`` (of the message id), ``group``, ..."""
+    task, _, after_task = headers.get(subjects.MESSAGE_ID, "").partition(".")
+    summary = dict(word.split("=", 1) for word in headers.get(SAMPLE_HEADER, "").split(" ") if "=" in word)
+    return {"task": task, "index": after_task.partition(".")[0], **summary}

@@ -1,7 +1,6 @@
 """The work queue of prompts: issued by one fenced learner, leased by any number of actors."""
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter
@@ -10,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from nats.aio.msg import Msg
 
-from tidemill.bus.client.connection import RETRY_S, retry
+from tidemill.bus.client.connection import retry
 from tidemill.bus.client.fenced_stream import FencedStream, FencedWriter, Fences, epoch_of, valid
 from tidemill.bus.client.fetch import ACK, NAK, PROGRESS, FetchSlots
 from tidemill.bus.client.jetstream import JetStream, Message
@@ -21,6 +20,7 @@ from tidemill.bus.streams.dead import DeadLetters
 from tidemill.bus.system.coroutines import ended, to_the_end
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import decode_record, decode_task, encode_task
+from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Dead, Fence, Kind, Task
 from tidemill.bus.wire.subjects import nonce
 
@@ -29,19 +29,15 @@ _log = logging.getLogger(__name__)
 MAX_DELIVERIES = 50
 """Deliveries after which a task is dead even without a report: it ends its actors before they can report."""
 _REFRESH_EVERY_S = 2.0
-"""Seconds after which the task floor and the fences known to an actor are read again."""
 _CONFIRM_S = 2.0
-"""Deadline of one attempt to have an acknowledgement confirmed."""
 _OVER = (ACK, b"+NXT", b"+TERM")
-"""Acknowledgements after which a task is not delivered again."""
 _NS = 1_000_000_000
 
 
 class Lease:
-    """The right of this process to work on a task, until ``ack``, ``nak`` or ``fail``, or ``lease_s`` without renewal.
+    """The right to work on a task, until ``ack``, ``nak`` or ``fail``, or ``lease_s`` without renewal.
 
-    No method raises because the bus is away: an acknowledgement that is lost leads to another delivery, which is
-    harmless.
+    No method raises because the bus is away: a lost acknowledgement leads to another, harmless delivery.
     """
 
     def __init__(self, queue: "TaskQueue", task: Task, message: Msg, deliveries: int) -> None:
@@ -58,35 +54,27 @@ class Lease:
         return await self._answer(PROGRESS)
 
     async def ack(self) -> bool:
-        """Acknowledge the task after all its samples are stored; retried for ``lease_s``. Returns whether the server
-        confirmed it.
-        """
+        """Acknowledge the task, whose samples are stored; retried for ``lease_s``. Returns whether it is confirmed."""
         connection, deadline = self._queue.jet.connection, time.monotonic() + self._lease_s
 
         async def ack() -> None:
-            """Acknowledge once, and wait for the confirmation."""
-            left = deadline - time.monotonic()
-            await connection.wait_up(left)
-            await connection.request(self._reply, ACK, min(left, _CONFIRM_S))
-
-        def report(error: BusUnavailable) -> None:
-            """Log the error that another try follows, or the last one."""
-            _log.info("task not acknowledged yet task=%d reason=%s", self.task.id, error)
+            left_s = deadline - time.monotonic()
+            await connection.wait_up(left_s)
+            await connection.request(self._reply, ACK, min(left_s, _CONFIRM_S))
 
         try:
-            await retry(connection, ack, pause_s=RETRY_S, deadline=deadline, report=report)
+            await retry(connection, ack, deadline=deadline, report=self._not_acknowledged)
         except BusUnavailable as error:
-            report(error)
+            self._not_acknowledged(error)
             return False
         return True
 
+    def _not_acknowledged(self, error: BusUnavailable) -> None:
+        _log.info("task not acknowledged yet task=%d reason=%s", self.task.id, error)
+
     async def nak(self, delay_s: float = 0) -> bool:
-        """Negatively acknowledge: deliver to another actor, at once or after ``delay_s``. Returns False when the bus
-        was away.
-        """
-        return await self._answer(
-            NAK if delay_s <= 0 else NAK + b" " + json.dumps({"delay": int(delay_s * _NS)}).encode()
-        )
+        """Have it delivered again, at once or after ``delay_s``. Returns False when the bus was away."""
+        return await self._answer(NAK if delay_s <= 0 else NAK + b' {"delay": %d}' % int(delay_s * _NS))
 
     async def fail(self, reason: str, *, actor: str) -> bool:
         """Report a failure and nak; the ``max_attempts``-th report makes the task dead. Returns whether it is dead now.
@@ -117,8 +105,8 @@ class Lease:
             await asyncio.sleep(self._lease_s / 3)
             await self.renew()
 
-    async def _answer(self, word: bytes) -> bool:
-        return await self._queue.jet.connection.try_send(self._reply, word)
+    async def _answer(self, payload: bytes) -> bool:
+        return await self._queue.jet.connection.try_send(self._reply, payload)
 
 
 class TaskQueue:
@@ -149,8 +137,7 @@ class TaskQueue:
         await self._writer.fence(epoch)
 
     async def issue(self, task: Task) -> int:
-        """Store a task and return its id. Retries until stored. Needs ``fence`` first; ``task.epoch`` is the fenced
-        one.
+        """Store a task of the fenced epoch and return its id. Retries until stored. Needs ``fence`` first.
 
         Raises Fenced, and WireError for a task that is larger than a message.
         """
@@ -160,57 +147,46 @@ class TaskQueue:
 
     async def scan(self, start: int = 1) -> AsyncIterator[Task]:
         """Yield every valid task from id ``start`` to the present end, in order."""
-        async for _, found in valid(self._log, start, follow=False):
-            if isinstance(found, Task):
-                yield found
+        async for _, record in valid(self._log, start, follow=False):
+            if isinstance(record, Task):
+                yield record
 
-    async def fetch(self, id: int) -> Task:
+    async def fetch(self, task_id: int) -> Task:
         """Return one task. Raises NotFound."""
-        return decode_task((await self.jet.message(self._stream, id)).data, id)
+        return decode_task((await self.jet.message(self._stream, task_id)).data, task_id)
 
     async def backlog(self, kind: Kind = Kind.TRAIN, rollout: str | None = None) -> tuple[int, int]:
-        """Return (waiting, leased) of one queue, or of all of a kind. A nak'ed task that is not delivered again yet
-        counts as leased.
-        """
-        if (
-            rollout is None and kind is Kind.TRAIN
-        ):  # also those that the settings of this process do not name, as an onlooker's
-            there = await self.jet.subjects(self._stream, subjects.task(self.jet.run, "*"))
-            rollouts = {subjects.rollout_of(subject) for subject in there if subjects.trains(subject)}
-            names = [subjects.consumer(kind, each) for each in sorted({"", *self.jet.config.rollouts, *rollouts})]
-        else:
-            names = [subjects.consumer(kind, rollout or "")]
-        infos = [await self.jet.call(f"CONSUMER.INFO.{self._stream}.{name}") for name in names]
+        """Return (waiting, leased) of one queue, or of all of a kind. A nak'ed task that waits counts as leased."""
+        rollouts = {rollout or ""}
+        if rollout is None and kind is Kind.TRAIN:
+            # From the subjects, too: the settings of an onlooker's process name no rollouts.
+            counts = await self.jet.subjects(self._stream, subjects.task(self.jet.run, "*"))
+            rollouts.update(self.jet.config.rollouts, map(subjects.rollout_of, filter(subjects.trains, counts)))
+        infos = [await self._info(kind, name) for name in sorted(rollouts)]
         return sum(int(info["num_pending"]) for info in infos), sum(int(info["num_ack_pending"]) for info in infos)
 
+    async def _info(self, kind: Kind, rollout: str) -> JsonObject:
+        return await self.jet.call(f"CONSUMER.INFO.{self._stream}.{subjects.consumer(kind, rollout)}")
+
     async def waiting(self) -> dict[str, int]:
-        """Return the number of tasks of any kind that wait for an actor, by rollout; the empty name counts single
-        turns.
-        """
-        found: Counter[str] = Counter()
+        """Return the number of tasks that wait for an actor by rollout; the empty name counts single turns."""
+        counts: Counter[str] = Counter()
         for subject in await self.jet.subjects(self._stream, subjects.task(self.jet.run, "*")):
             kind, rollout = subject.split(".")[3].partition("-")[0], subjects.rollout_of(subject)
             if kind in list(Kind):
                 with suppress(NotFound):  # an old run has no such queue
-                    info = await self.jet.call(f"CONSUMER.INFO.{self._stream}.{subjects.consumer(Kind(kind), rollout)}")
-                    found[rollout] += int(info["num_pending"])
-        return +found
+                    counts[rollout] += int((await self._info(Kind(kind), rollout))["num_pending"])
+        return +counts
 
     async def acked_to(self, rollout: str = "") -> int:
-        """Return the id up to which every training task of a rollout is acknowledged (one that is leased for long holds
-        it back).
-        """
-        info = await self.jet.call(f"CONSUMER.INFO.{self._stream}.{self._queues[Kind.TRAIN, rollout]}")
-        return int(info["ack_floor"]["stream_seq"])
+        """Return the id up to which every training task of a rollout is acknowledged; a long lease holds it back."""
+        return int((await self._info(Kind.TRAIN, rollout))["ack_floor"]["stream_seq"])
 
     @asynccontextmanager
     async def acks(self, on_ack: Callable[[int], None]) -> AsyncIterator[None]:
-        """While entered, ``on_ack`` gets the id of every training task that is acknowledged. Some may be missed; see
-        ``acked_to``.
-        """
+        """While entered, ``on_ack`` gets the ids of acknowledged training tasks. Some may be missed (``acked_to``)."""
 
         async def on_message(message: Msg) -> None:
-            """Call ``on_ack`` with the task of an acknowledgement after which it is not delivered again."""
             numbers = subjects.delivery(message.subject)
             if numbers is not None and (message.data.startswith(_OVER) or not message.data):
                 on_ack(numbers.seq)
@@ -225,12 +201,9 @@ class TaskQueue:
         return (await self.jet.state(self._stream)).last_seq
 
     async def raise_floor(self, floor: int) -> None:
-        """Record that all tasks with ids up to ``floor`` are settled: actors ack them without work. The floor never
-        falls.
-        """
+        """Record that all tasks with ids up to ``floor`` are settled: actors ack them unworked. It never falls."""
 
         def raised(row: Value | None) -> Value | None:
-            """Return the row with the floor; None if it is as high already."""
             return None if row is not None and row["floor"] >= floor else {"floor": floor}
 
         await self._rows.change(subjects.FLOOR_KEY, raised, replace_unreadable=True)
@@ -243,15 +216,14 @@ class TaskQueue:
     # --- the actors' side
 
     async def lease(self, timeout_s: float, *, kind: Kind = Kind.TRAIN, rollout: str = "") -> Lease | None:
-        """Return the next task of a queue, None when none came within ``timeout_s``. Any number of callers may wait at
-        once; cancellable.
+        """Return the next task of a queue, None after ``timeout_s``. Any number of callers may wait; cancellable.
 
         Acks and passes over tasks that are settled (below the floor), void (after a fence), unreadable or delivered too
         often (DEAD).
         """
         deadline = time.monotonic() + timeout_s
-        while (left := deadline - time.monotonic()) > 0:
-            message = await self._slots[kind, rollout].take(left)
+        while (left_s := deadline - time.monotonic()) > 0:
+            message = await self._slots[kind, rollout].take(left_s)
             if message is None:
                 return None
             try:
@@ -267,32 +239,27 @@ class TaskQueue:
         numbers = subjects.delivery(message.reply)
         if numbers is None:
             return None
-        deliveries, seq = numbers.deliveries, numbers.seq
+        deliveries, seq, headers = numbers.deliveries, numbers.seq, message.headers or {}
         try:
             async with asyncio.timeout(_CONFIRM_S):
-                await self._refresh(
-                    0.0 if deliveries > 1 else _REFRESH_EVERY_S
-                )  # the first one may have settled it a moment ago
+                # An earlier delivery may have settled it a moment ago.
+                await self._refresh(0.0 if deliveries > 1 else _REFRESH_EVERY_S)
         except (BusUnavailable, TimeoutError) as error:  # continue with the floor and fences read before
             _log.info("task floor not read reason=%s", error)
-        if seq <= self._floor or self._fences.voids(seq, epoch_of(message.headers or {})):
+        if seq <= self._floor or self._fences.voids(seq, epoch_of(headers)):
             await self.jet.connection.try_send(message.reply, ACK)
             return None
+        stored = Message(seq=seq, subject=message.subject, headers=headers, data=message.data, stored_s=0.0)
         try:
-            task = self._log.checked(
-                Message(
-                    seq=seq, subject=message.subject, headers=message.headers or {}, data=message.data, stored_s=0.0
-                )
-            )
-            assert isinstance(task, Task), "the consumer's subject is that of tasks"
+            task = self._log.checked(stored)
         except WireError as error:
             self.jet.refusals.refuse(subjects.TASKS, seq, error)
             await self._store_dead(message, Dead(task=seq, reason=str(error), attempts=deliveries, actor="", prompt=""))
             return None
+        assert isinstance(task, Task), "the consumer's subject is a subject of tasks"
         if deliveries > MAX_DELIVERIES:
-            await self._store_dead(
-                message, _dead(task, f"delivered {deliveries} times, never acknowledged", deliveries, "")
-            )
+            reason = f"delivered {deliveries} times, never acknowledged"
+            await self._store_dead(message, _dead(task, reason, deliveries, ""))
             return None
         return Lease(self, task, message, deliveries)
 
@@ -320,9 +287,8 @@ def _decode(message: Message | Delivered) -> Task | Fence:
         task = decode_task(message.data, message.seq)
         place = f"{task.kind}-{task.rollout}" if task.rollout else task.kind.value
         if not message.subject.endswith(f".{place}"):
-            raise WireError(
-                "kind, rollout" if task.rollout else "kind", f"that of the subject {message.subject}", place
-            )
+            fields = "kind, rollout" if task.rollout else "kind"
+            raise WireError(fields, f"that of the subject {message.subject}", place)
         return task
     record = decode_record(message.data)
     if not isinstance(record, Fence):

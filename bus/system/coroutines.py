@@ -1,25 +1,21 @@
-"""Event loops and their coroutines: run until the first ends, end a task for certain, wake another, and find the first
-error in a group.
-"""
+"""Event loops and their coroutines: ended for certain, run beside each other, woken, and their first error."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 
 CANCEL_AGAIN_S = 0.1
-"""Time that a task has to end before it is cancelled again."""
 Result = TypeVar("Result")
 
 
 async def first_of(*works: Awaitable[object]) -> tuple[asyncio.Future[object], ...]:
-    """Run several until the first ends; the others are cancelled. Raises its error, if it has one.
+    """Run several until the first ends, and cancel the others. Raises its error, if it has one.
 
-    Returns the future of each, which is cancelled unless it ended first. A task that must continue is given as
-    ``asyncio.shield(task)``.
+    Returns all futures. A task that must continue is given as ``asyncio.shield(task)``.
     """
     futures = tuple(asyncio.ensure_future(work) for work in works)
     try:
@@ -31,6 +27,24 @@ async def first_of(*works: Awaitable[object]) -> tuple[asyncio.Future[object], .
             future.cancel()
         await asyncio.gather(*futures, return_exceptions=True)
     return futures
+
+
+async def all_of(
+    works: Iterable[Coroutine[Any, Any, Result]], *, on_end: Callable[[], None] = lambda: None
+) -> list[Result]:
+    """Run works concurrently and return their results in order. The first error cancels the others and is raised.
+
+    ``on_end``: called when each of them has ended, however it ends.
+    """
+    tasks: list[asyncio.Task[Result]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                tasks.append(group.create_task(work))
+                tasks[-1].add_done_callback(lambda _: on_end())
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+    return [task.result() for task in tasks]
 
 
 @asynccontextmanager
@@ -56,10 +70,22 @@ async def ended(task: "asyncio.Task[Any]") -> None:
         task.exception()
 
 
-async def to_the_end(work: Coroutine[object, object, Result]) -> Result:
-    """Run work that must not be cut short, such as a close. A cancellation meanwhile is raised when the work has
-    ended.
+async def cancellable(work: Coroutine[object, None, Result]) -> Result:
+    """Return the result of ``work``, which ends for certain when this is cancelled.
+
+    ``asyncio.wait_for`` of Python 3.11, which client libraries use, forgets a cancellation that comes together with its
+    result (CPython issue 86296). So ``work`` is cancelled again until it ends.
     """
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait((task,))
+    finally:
+        await ended(task)
+    return task.result()
+
+
+async def to_the_end(work: Coroutine[object, object, Result]) -> Result:
+    """Run work that must not be cut short, such as a close. A cancellation is raised when it has ended."""
     task, cancelled = asyncio.create_task(work), None
     while not task.done():
         try:
@@ -74,9 +100,7 @@ async def to_the_end(work: Coroutine[object, object, Result]) -> Result:
 
 
 async def heard(call: Awaitable[Result]) -> Result:
-    """Await a call that may swallow a cancellation, such as a publish of the client library. The cancellation is raised
-    after the call.
-    """
+    """Await a call that may swallow a cancellation (the client library's publish), which is raised afterwards."""
     task = asyncio.current_task()
     assert task is not None
     before = task.cancelling()  # above 0 in the cleanup of a cancelled task, whose calls may end normally

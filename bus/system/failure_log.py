@@ -6,14 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 EVERY_S = 60.0
-"""Seconds between two lines of one kind."""
 
 
 @dataclass(slots=True)
 class _Tally:
     since_s: float
     count: int = 0
-    """Number of failures not logged yet."""
 
 
 class FailureLog:
@@ -28,16 +26,14 @@ class FailureLog:
     def __call__(
         self, kind: str, text: str, *, level: int = logging.WARNING, error: BaseException | None = None
     ) -> None:
-        """Log ``text`` with the traceback of ``error`` if it is the first of its ``kind``; else count it, and log when
-        it is time.
-        """
-        now, seen = self._clock(), self._tallies.get(kind)
-        if seen is None:
+        """Log the first of its ``kind``, with the traceback of ``error``; count others, and log them now and then."""
+        now, tally = self._clock(), self._tallies.get(kind)
+        if tally is None:
             self._tallies[kind] = _Tally(now)
             self._log.log(level, "%s: %s", kind, text, exc_info=error)
             return
-        seen.count += 1
-        if now - seen.since_s < self._every_s:
+        tally.count += 1
+        if now - tally.since_s < self._every_s:
             return
-        self._log.log(level, "%s %d times in %.0f s, the newest: %s", kind, seen.count, now - seen.since_s, text)
-        seen.since_s, seen.count = now, 0
+        self._log.log(level, "%s %d times in %.0f s, the newest: %s", kind, tally.count, now - tally.since_s, text)
+        tally.since_s, tally.count = now, 0

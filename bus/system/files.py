@@ -6,8 +6,7 @@ from pathlib import Path
 
 
 def write_whole(file: Path, text: str, *, private: bool = False) -> None:
-    """Write a small file under another name, then rename it. ``private``: only its owner can read it, from its first
-    byte on.
+    """Write a small file under another name, then rename it. ``private``: at no moment can others read it.
 
     Raises OSError with the file's name when that is not possible; the file is as it was then.
     """

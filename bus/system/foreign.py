@@ -11,7 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _PACKAGES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
-"""Directories of installed packages, which may be below Python's own."""
+"""Installed packages, which may be below Python's own directories."""
 _PYTHON = ("<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")))
 _OURS = tuple(
     str(Path(__file__).resolve().parents[2] / name) + os.sep
@@ -23,9 +23,7 @@ _OURS = tuple(
 def errors_as(
     error_of: Callable[[BaseException], Exception], *, but: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Raise ``error_of(error)`` from every error in the block, SystemExit included; errors of the types ``but`` pass
-    unchanged.
-    """
+    """Raise ``error_of(error)`` from every error in the block, SystemExit included, except the types ``but``."""
     try:
         yield
     except but:
@@ -45,9 +43,7 @@ def text_of(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return type and message of an error in an ``errors_as`` block, and the line of the user's code that raised it, if
-    there is one.
-    """
+    """Return type and message of an error in an ``errors_as`` block, and the line of the user's code that raised it."""
     if isinstance(error, SyntaxError):  # its message names the line
         return text_of(error)
     # The first two frames belong to ``errors_as`` and its block.
@@ -60,14 +56,12 @@ def repr_at(error: BaseException) -> str:
 
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the line of the user's code in a traceback, in brackets: the innermost one outside of packages, else where
-    one was entered.
-    """
+    """Return the innermost line outside of packages in a traceback, else the line where one was entered."""
     foreign = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     written = [frame for frame in foreign if not frame.filename.startswith((*_PYTHON, *_PACKAGES))]
     entered = [frame for frame in foreign if frame.filename.startswith(_PACKAGES)]
-    found = written[-1:] or entered[:1]
-    return f" ({found[0].filename}, line {found[0].lineno})" if found else ""
+    user_frames = written[-1:] or entered[:1]
+    return f" ({user_frames[0].filename}, line {user_frames[0].lineno})" if user_frames else ""
 
 
 def repr_of(error: BaseException) -> str:

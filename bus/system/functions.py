@@ -1,5 +1,4 @@
-"""Functions and classes of users by import path: found, and compared with the arguments that they will get. Knows no
-setting.
+"""Functions and classes of users by import path: found, and compared with the arguments that they will get.
 
 Modules are searched in the working directory and in PYTHONPATH, as Python does it for a program that is started there.
 """
@@ -13,12 +12,12 @@ from enum import StrEnum
 from typing import Any
 
 from tidemill.bus import exit_codes
+from tidemill.bus.errors import DetailedError
 from tidemill.bus.system.foreign import described, errors_as
 
 FUNCTION = "module:function"
-"""Form of an import path in messages."""
 _ROOMS = ("actors", "bus", "launch", "learner", "rewards", "weightstore")
-"""Packages that were import names of their own, and are packages of ``tidemill``."""
+"""Packages that were import names of their own before."""
 
 
 class Defect(StrEnum):
@@ -38,18 +37,21 @@ class Defect(StrEnum):
     """It does not take the arguments with which it is called."""
 
 
-class FunctionRefused(ValueError):
+class FunctionRefused(DetailedError, ValueError):
     """A function or class that a setting names is not there, or cannot be called as it would be."""
 
     exit_code = exit_codes.CONFIG  # no restart cures it
+    path: str
+    defect: Defect
+    reason: str
+    setting: str = ""
+    want: str = FUNCTION
+    template = "{where}want {want}, got {path!r}: {reason}"
 
-    def __init__(self, path: str, defect: Defect, reason: str, setting: str = "", want: str = FUNCTION) -> None:
-        super().__init__(path, defect, reason, setting, want)
-        self.path, self.defect, self.reason, self.setting, self.want = path, defect, reason, setting, want
-
-    def __str__(self) -> str:
-        where = f"{self.setting}: " if self.setting else ""
-        return f"{where}want {self.want}, got {self.path!r}: {self.reason}"
+    @property
+    def where(self) -> str:
+        """The setting as the message shows it."""
+        return f"{self.setting}: " if self.setting else ""
 
 
 def find_function(path: str, setting: str = "", *, want: str = FUNCTION) -> Callable[..., Any]:
@@ -62,12 +64,11 @@ def find_function(path: str, setting: str = "", *, want: str = FUNCTION) -> Call
 
 
 def find_object(path: str, setting: str = "", *, want: str = FUNCTION) -> Any:
-    """Return the object at ``module:name``; a name may have dots. Raises FunctionRefused, for any error of the module's
-    import too.
+    """Return the object at ``module:name`` (the name may have dots). Raises FunctionRefused, for any error of the
+    import.
     """
 
     def refused(defect: Defect, reason: str) -> FunctionRefused:
-        """Return the error."""
         return FunctionRefused(path, defect, reason, setting, want)
 
     module_name, _, name = path.partition(":")
@@ -90,24 +91,23 @@ def find_object(path: str, setting: str = "", *, want: str = FUNCTION) -> Any:
 
 
 def present_name(module_name: str) -> str:
-    """Return the name below ``tidemill`` of a module that is named as if its package were an import name; empty for
-    others.
+    """Return the name below ``tidemill`` of a module that is named as before the packages moved; empty for others.
 
     A user's own ``rewards.py`` or ``bus/`` is such a name's rightful owner.
     """
     room = module_name.partition(".")[0]
     if room not in _ROOMS:
         return ""
-    here, ours = importlib.util.find_spec(room), importlib.util.find_spec(f"tidemill.{room}")
+    old, ours = importlib.util.find_spec(room), importlib.util.find_spec(f"tidemill.{room}")
     assert ours is not None
-    if here is not None and [*(here.submodule_search_locations or ())] != [*(ours.submodule_search_locations or ())]:
+    if old is not None and [*(old.submodule_search_locations or ())] != [*(ours.submodule_search_locations or ())]:
         return ""
     return f"tidemill.{module_name}"
 
 
 def nearest(word: str, words: Mapping[str, object]) -> str:
     """Return the most similar public word, for the end of a message; empty without one."""
-    similar = difflib.get_close_matches(word, [other for other in words if not other.startswith("_")], n=1)
+    similar = difflib.get_close_matches(word, [candidate for candidate in words if not candidate.startswith("_")], n=1)
     return f" (nearest: {similar[0]!r})" if similar else ""
 
 
@@ -119,17 +119,19 @@ def check_call(
     ``given``: names of its positional arguments. A parameter with a default that is not offered keeps its default.
     Raises FunctionRefused for a function that cannot be called so.
     """
-    form = ", ".join([*given, *(["*", *offered] if offered else [])])
-    want = f"a function ({form})" + (", with any of the named ones" if offered else "")
+    call = ", ".join([*given, *(["*", *offered] if offered else [])])
+    want = f"a function ({call})" + (", with any of the named ones" if offered else "")
     if inspect.isclass(function) or inspect.iscoroutinefunction(function):
         reason = "a class" if inspect.isclass(function) else "an async function"
         raise FunctionRefused(path, Defect.KIND, reason, setting, want)
+    form = ""
     try:
         signature = inspect.signature(function)
+        form = f": it takes {signature}"
         parameters = signature.parameters.values()
-        by_name = {one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
-        asked = frozenset(by_name.intersection(offered))
-        signature.bind(*given, **dict.fromkeys(asked))
+        by_name = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+        accepted = frozenset(by_name.intersection(offered))
+        signature.bind(*given, **dict.fromkeys(accepted))
     except (TypeError, ValueError) as error:
-        raise FunctionRefused(path, Defect.SIGNATURE, str(error), setting, want) from None
-    return asked
+        raise FunctionRefused(path, Defect.SIGNATURE, f"{error}{form}", setting, want) from None
+    return accepted

@@ -1,5 +1,4 @@
-"""Standard output and error, and log files, of processes that a full disk, a closed pipe or a lost terminal must not
-end.
+"""Standard output and error, and log files, that a full disk, a closed pipe or a lost terminal cannot end.
 
 Python keeps text that it could not write, tries again at exit, and replaces the exit code by 120 when that fails, too.
 Files made here forget such text. Lossy ones go on; a strict one, for a command whose output is its result, raises
@@ -12,16 +11,21 @@ import os
 import sys
 from typing import Any, TextIO
 
+from tidemill.bus.errors import DetailedError
+
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 
 
-class Unwritable(Exception):
+class Unwritable(DetailedError):
     """Standard output cannot be written."""
 
-    def __init__(self, error: OSError) -> None:
-        super().__init__(f"standard output cannot be written: {error.strerror}")
-        self.at_end = error.errno == errno.EPIPE
+    error: OSError
+    template = "standard output cannot be written: {error.strerror}"
+
+    @property
+    def at_end(self) -> bool:
         """True when its reader has ended, which is no failure: `tidemill tail | head`."""
+        return self.error.errno == errno.EPIPE
 
 
 class _File(io.FileIO):
@@ -30,9 +34,7 @@ class _File(io.FileIO):
         self._lossy, self._ended = lossy, False
 
     def write(self, data: Any) -> int:
-        """Write what can be written; the bytes count as written when they cannot be. Raises Unwritable once, unless
-        lossy.
-        """
+        """Write what can be written, and count the rest as written. Raises Unwritable once, unless lossy."""
         try:
             return len(data) if self._ended else super().write(data) or len(data)
         except OSError as error:
@@ -54,9 +56,7 @@ def lossy_standard_files() -> None:
 
 
 def guard_standard_files() -> None:
-    """Make standard error lossy, and standard output strict. Closed ones become /dev/null: another file would get their
-    numbers.
-    """
+    """Make stderr lossy and stdout strict. Closed ones become /dev/null, or other files would get their numbers."""
     for descriptor in (STANDARD_OUTPUT, STANDARD_ERROR):
         try:
             os.fstat(descriptor)

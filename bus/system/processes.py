@@ -1,8 +1,6 @@
-"""Child processes: started in a session of their own, ended with this process by the kernel, their last lines kept for
-error messages.
+"""Child processes: in a session of their own, ended with this process by the kernel, with their last lines kept.
 
-Knows no command line. ``tidemill.bus.server.nats_server`` starts nats-server without a loop, and shares
-``die_with_parent`` and ``tail``.
+``tidemill.bus.server.nats_server``, which has no event loop, shares ``die_with_parent`` and ``tail``.
 """
 
 import asyncio
@@ -35,7 +33,6 @@ class Look:
     counters: tuple[Path | None, Path | None] = (None, None)
     """Files that count killed processes: in its control group, and on the machine; None = none is known."""
     kills: tuple[int | None, int | None] = (None, None)
-    """Their counts; None = not known."""
 
 
 def look(pid: int, root: Path = ROOT) -> Look:
@@ -45,22 +42,16 @@ def look(pid: int, root: Path = ROOT) -> Look:
 
 
 def cause(last: Look) -> str:
-    """Return the origin of a SIGKILL that Tidemill did not send, to a process that has ended. ``last``: the last look
-    at it.
-    """
+    """Return the origin of a SIGKILL that Tidemill did not send. ``last``: the last look at the process."""
     memory = f"{last.rss_bytes / 1e9:.1f} GB" if last.rss_bytes >= 1e8 else f"{last.rss_bytes / 1e6:.0f} MB"
     had = f"it had {memory}" if last.rss_bytes else "its memory is not known"
-    group, machine = (
-        _grown(before, _count(counter)) for before, counter in zip(last.kills, last.counters, strict=True)
-    )
+    group, machine = (_grown(kills, _count(file)) for kills, file in zip(last.kills, last.counters, strict=True))
     if group or (machine and group is None):
         return f"by the kernel's OOM killer, for want of memory ({had}); {CURE}"
     if group is False or machine is False:
         return f"not by Tidemill, nor by the kernel's OOM killer by its counts ({had})"
-    return (
-        f"not by Tidemill; the kernel may have done it for want of memory ({had}; see: dmesg | grep -i 'killed "
-        "process')"
-    )
+    cure = f"{had}; see: dmesg | grep -i 'killed process'"
+    return f"not by Tidemill; the kernel may have done it for want of memory ({cure})"
 
 
 def _grown(before: int | None, after: int | None) -> bool | None:
@@ -103,11 +94,9 @@ log = logging.getLogger(__name__)
 
 LAST_LINES = 20
 LAST_BYTES = 1 << 16
-"""Number of bytes at the end of a log file in which a child's last lines are searched."""
 _LINE_BYTES = 1 << 20
-"""Size of the longest line of a child's output that is passed on, in bytes."""
 _LOOK_EVERY_S = 1.0
-"""Interval in seconds at which the memory of a child is read: the last value is reported when the kernel kills it."""
+"""Interval of reading a child's memory: the last value is reported when the kernel kills it."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -121,7 +110,6 @@ def die_with_parent(parent: int = 0) -> Callable[[], None]:
     parent = parent or os.getpid()
 
     def arrange() -> None:
-        """Request SIGKILL at the end of the parent; runs in the child, before its program."""
         if libc is None:
             return
         # Between fork and exec only calls that take no lock are safe: libc was loaded before.
@@ -133,9 +121,7 @@ def die_with_parent(parent: int = 0) -> Callable[[], None]:
 
 
 def tail(log_file: Path, since: int = 0) -> list[str]:
-    """Return the last lines of a file, at most 64 KB of them, none from before byte ``since``; no lines when it cannot
-    be read.
-    """
+    """Return the last lines of a file, at most 64 KB and from byte ``since`` on; none when it cannot be read."""
     try:
         with log_file.open("rb") as file:
             file.seek(max(since, file.seek(0, os.SEEK_END) - LAST_BYTES))
@@ -156,11 +142,10 @@ class Child:
         *,
         keeper: bool = False,
     ) -> None:
-        """``environment`` is added to this process's environment. Without ``log_file``, ``wait`` passes the output on
-        to stderr.
+        """``environment`` is added to this process's. Without ``log_file``, ``wait`` passes the output on to stderr.
 
-        ``keeper``: the child ends by itself, and ends its own children, when its standard input is closed. The kernel
-        does not kill it with this process, as it does any other child.
+        ``keeper``: the child ends by itself, after its own children, when its standard input is closed; the kernel does
+        not kill it with this process, as it does any other child.
         """
         self.name, self.command, self.log_file = name, tuple(command), log_file
         self.environment, self._keeper = dict(environment or {}), keeper
@@ -190,9 +175,7 @@ class Child:
         return None if self.process is None else self.process.returncode
 
     async def start(self, pass_fds: Sequence[int] = ()) -> None:
-        """Start the process; ``pass_fds`` stay open in it. Output goes to the log file, or to a pipe that ``wait``
-        reads.
-        """
+        """Start the process; ``pass_fds`` stay open. Output goes to the log file, or to a pipe that ``wait`` reads."""
         self._reason, self._killed_by_us, self._last_look = "", False, Look()
         with contextlib.ExitStack() as stack:
             output, error = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
@@ -208,9 +191,7 @@ class Child:
         self.started_s = time.monotonic()
 
     async def spawn(self, stdout: int, stderr: int, pass_fds: Sequence[int]) -> asyncio.subprocess.Process:
-        """Execute ``command`` with these descriptors, or constants of ``asyncio.subprocess``. (Tests fork the process
-        instead.)
-        """
+        """Execute ``command`` with these descriptors, or constants of ``asyncio.subprocess``. (Tests fork instead.)"""
         return await asyncio.create_subprocess_exec(
             *self.command,
             env=without_proxy({**os.environ, **self.environment}),
@@ -243,15 +224,13 @@ class Child:
     async def _look(self) -> None:
         """Look at the process now and then, for the case that the kernel kills it."""
         while True:
-            seen = look(self.pid)
-            if seen.rss_bytes:  # it has none when it has ended
-                self._last_look = seen
+            last = look(self.pid)
+            if last.rss_bytes:  # it has none when it has ended
+                self._last_look = last
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def exited(self) -> int:
-        """Return the exit code as soon as it has ended. Its output may be held open longer, by processes that it has
-        started.
-        """
+        """Return the exit code as soon as it has ended; processes that it started may hold its output open."""
         process = self._started()
         while process.returncode is None:  # noqa: ASYNC110 - asyncio's own wait is also one for the end of the output
             await asyncio.sleep(0.02)
@@ -303,9 +282,7 @@ class Child:
         return self._reason or exit_codes.reason(self.lines())
 
     def _note_reason(self) -> None:
-        """Keep the message of a process that has ended, or the origin of its SIGKILL, and free the file of the
-        message.
-        """
+        """Keep the message of an ended process, or the origin of its SIGKILL, and free the file of the message."""
         if self._reason_file is not None:
             self._reason = self._reason_file.read()
             self._reason_file.close()

@@ -4,19 +4,13 @@ import urllib.request
 from collections.abc import Iterable, Mapping
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Hosts of this machine, under the names that our addresses have. Only urllib wants brackets around an address of IPv6,
-and with them httpx makes no client ("Invalid port").
-"""
+"""Names of this machine. Only urllib wants brackets around IPv6; with them httpx fails ("Invalid port")."""
 _VARIABLES = ("no_proxy", "NO_PROXY")
 """Clients read one or the other."""
 
 
 def without_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """Return the environment of a child, whose clients (httpx, requests, urllib, curl) reach loopback and ``hosts``
-    without a proxy.
-
-    ``hosts``: names or addresses, without a port or brackets.
-    """
+    """Return a child's environment, in which clients reach loopback and ``hosts`` (no port, no brackets) directly."""
     listed = [host.strip() for name in _VARIABLES for host in environment.get(name, "").split(",")]
     joined = ",".join(dict.fromkeys(host for host in (*listed, *LOOPBACK, *hosts) if host))
     return {**environment, **dict.fromkeys(_VARIABLES, joined)}

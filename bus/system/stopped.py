@@ -26,9 +26,7 @@ async def report_stopped(report: Callable[[str], None], *, every_s: float = LOOK
 
 
 def stopped_below(parent: int) -> set[int]:
-    """Return the ids of the stopped processes among the descendants of ``parent``. Empty where /proc does not list
-    them.
-    """
+    """Return the ids of the stopped descendants of ``parent``; none where /proc does not list them."""
     children: dict[int, list[int]] = {}
     states: dict[int, str] = {}
     for pid, above, state in _processes():

@@ -27,7 +27,7 @@ WITHOUT_CONTENT = {
     ASSISTANT: frozenset(("content", "tool_calls", "refusal", "reasoning_content")),
     TOOL: frozenset(("content",)),
 }
-"""Roles of messages whose content may be null, and the keys of which such a message has one at least."""
+"""Keys of messages whose content may be null, by role; a message has one of them at least."""
 REFUSED = {
     "function_call": "tool_calls, which have replaced it",
     "audio": "text alone, which is all that the model reads",
@@ -58,18 +58,13 @@ def _tool(value: object, where: str) -> JsonObject:
         tool = {"type": tool.pop("type", "function"), "function": tool}
     function = tool["function"]
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise WireError(
-            where,
-            'a tool with a name: {"type": "function", "function": {"name": ..., "parameters": ...}}',
-            _short(value),
-        )
+        want = 'a tool with a name: {"type": "function", "function": {"name": ..., "parameters": ...}}'
+        raise WireError(where, want, _short(value))
     return tool if "type" in tool else {"type": "function", **tool}
 
 
 def text_of(content: object, where: str, kinds: Mapping[str, str] = TEXTS) -> str:
-    """Return the text of a message's content: a text, or text parts of these ``kinds``. Raises WireError, for an image
-    as well.
-    """
+    """Return the text of a content: a text, or text parts of these ``kinds``. Raises WireError, for an image, too."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -95,11 +90,8 @@ def _message(value: object, where: str) -> JsonObject:
     if "content" not in fields and WITHOUT_CONTENT.get(role, frozenset()).isdisjoint(value):
         raise WireError(f"{where}.content", "text or text parts", "null" if "content" in value else "no such key")
     refusal, calls = fields.pop("refusal", ""), fields.pop("tool_calls", ())
-    message = {
-        **fields,
-        "role": ROLES.get(role, role),
-        "content": text_of(fields.get("content", ""), f"{where}.content") or refusal,
-    }
+    content = text_of(fields.get("content", ""), f"{where}.content") or refusal
+    message = {**fields, "role": ROLES.get(role, role), "content": content}
     if not isinstance(calls, list | tuple) or (calls and role != ASSISTANT):
         raise WireError(f"{where}.tool_calls", f"a list of calls, in messages of the {ASSISTANT} alone", _short(calls))
     if calls:
@@ -108,7 +100,6 @@ def _message(value: object, where: str) -> JsonObject:
 
 
 def _check_fields(fields: JsonMapping, where: str) -> None:
-    """Raise WireError for a field that no template has, and for one that is to be text and is none."""
     for name, want in REFUSED.items():
         if name in fields:
             raise WireError(f"{where}.{name}", want, _short(fields[name]))
@@ -124,9 +115,8 @@ def _call(value: object, where: str) -> JsonObject:
     function = call.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-        raise WireError(
-            where, '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}', _short(value)
-        )
+        want = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
+        raise WireError(where, want, _short(value))
     if not isinstance(call.get("id", ""), str):
         raise WireError(f"{where}.id", "text", _short(call["id"]))
     arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
@@ -157,6 +147,5 @@ def _with_names(messages: Sequence[JsonObject]) -> list[JsonObject]:
 
 
 def _short(value: object) -> object:
-    """Return a value for an error, cut if it is long."""
     text = repr(value)
     return value if len(text) <= 80 else f"{text[:80]}..."

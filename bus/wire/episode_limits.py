@@ -34,14 +34,14 @@ OF_TEMPLATE = frozenset(
         "return_tensors",
     )
 )
-"""Arguments of a chat template that the program sets: none of them is a variable in ``chat_template_args``."""
+"""Arguments of a chat template that the program sets: none is a variable in ``chat_template_args``."""
 
 
-def check_template_args(given: JsonMapping) -> None:
+def check_template_args(template_args: JsonMapping) -> None:
     """Raises WireError for an argument that the program sets, and for a value that is none of JSON."""
-    if set_by_program := OF_TEMPLATE & given.keys():
+    if set_by_program := OF_TEMPLATE & template_args.keys():
         raise WireError("chat_template_args", f"none of {', '.join(sorted(OF_TEMPLATE))}", sorted(set_by_program))
     try:
-        json.dumps(given)
+        json.dumps(template_args)
     except (TypeError, ValueError) as error:
         raise WireError("chat_template_args", "values of JSON", error) from None

@@ -1,5 +1,4 @@
-"""Invariants of every sample and partial (``docs/wire.md``), checked where tokens are appended and again where samples
-are read.
+"""Invariants of samples, partials, tasks and plans (``docs/wire.md``).
 
 The bounds of numbers are here and nowhere else. They make values safe to compute with: no later sum, square or
 exponential overflows.
@@ -37,7 +36,6 @@ MAX_SECONDS = 1e10
 """
 _TOKEN_LIMIT = 2**31
 _ID_LIMIT = 2**63
-_SECONDS = ("created_s", "timings.queued_s", "timings.generating_s", "timings.tools_s", "timings.reward_s")
 
 
 def check_sample(sample: Sample, *, vocab_size: int | None = None, routed: RoutedShape | None = None) -> None:
@@ -45,21 +43,18 @@ def check_sample(sample: Sample, *, vocab_size: int | None = None, routed: Route
 
     Costs one pass over each array, and copies of routed experts alone.
     """
+    token_limit = _TOKEN_LIMIT if vocab_size is None else vocab_size
     _check_identity(sample)
     _check_lengths(sample)
-    _check_tokens(sample, _TOKEN_LIMIT if vocab_size is None else vocab_size)
+    _check_ids(sample.tokens, token_limit, "tokens")
     _check_response(sample)
     if sample.demonstration and sample.rollout_log_probs.any():
         raise WireError("rollout_log_probs", "0 everywhere in a demonstration, whose log-probs are not known", "others")
-    if (
-        sample.teacher_log_probs is not None
-        or sample.teacher_top_ids is not None
-        or sample.teacher_top_log_probs is not None
-    ):
-        check_teacher(sample, vocab_size=vocab_size)
+    _check_teacher(sample, token_limit)
     check_covered(sample.spans, sample.response_length)
-    check_sequences(sample)
-    check_turns(sample, max_reward=MAX_REWARD, max_seconds=MAX_SECONDS)
+    _check_sequences(sample)
+    if sample.turns is not None:
+        _check_turns(sample, sample.turns)
     check_reward(sample.reward)
     _check_seconds(sample.timings, sample.created_s)
     if sample.routed_experts is not None:
@@ -74,17 +69,11 @@ def check_partial(partial: Partial) -> None:
         raise WireError("attempt", "a nonce", partial.attempt)
     length, log_probs = len(partial.tokens), partial.rollout_log_probs
     if (length > 0) == (partial.sample_seq > 0) or partial.sample_seq < 0:
-        raise WireError(
-            "tokens, sample_seq",
-            "tokens or the sequence of a sample, not both",
-            f"{length} tokens, {partial.sample_seq}",
-        )
+        got = f"{length} tokens, {partial.sample_seq}"
+        raise WireError("tokens, sample_seq", "tokens or the sequence of a sample, not both", got)
     if length > partial.position or len(log_probs) != length:
-        raise WireError(
-            "position, rollout_log_probs",
-            f"position >= {length} and as many values",
-            f"{partial.position}, {len(log_probs)}",
-        )
+        got = f"{partial.position}, {len(log_probs)}"
+        raise WireError("position, rollout_log_probs", f"position >= {length} and as many values", got)
     if length and partial.tokens.min() < 0:
         raise WireError("tokens", "ids >= 0", int(partial.tokens.min()))
     check_log_probs(log_probs)
@@ -105,26 +94,20 @@ def _check_lengths(sample: Sample) -> None:
     response, total = sample.response_length, len(sample.tokens)
     if not 0 <= response <= total:
         raise WireError("response_length", f"0 <= response_length <= {total} tokens", response)
-    if len(sample.rollout_log_probs) != response:
-        raise WireError("rollout_log_probs", f"response_length = {response} values", len(sample.rollout_log_probs))
-    if len(sample.loss_mask) != response:
-        raise WireError("loss_mask", f"response_length = {response} values", len(sample.loss_mask))
+    for name, column in (("rollout_log_probs", sample.rollout_log_probs), ("loss_mask", sample.loss_mask)):
+        if len(column) != response:
+            raise WireError(name, f"response_length = {response} values", len(column))
 
 
-def _check_tokens(sample: Sample, limit: int) -> None:
-    tokens = sample.tokens
-    if not len(tokens):
-        return
-    largest = int(np.maximum.reduce(tokens.view(np.uint32)))  # a negative id shows as a huge one
-    if largest >= limit:
-        where = int(np.argmax(tokens.view(np.uint32)))
-        raise WireError(f"tokens[{where}]", f"0 <= id < {limit}", int(tokens[where]))
+def _check_ids(ids: NDArray[np.int32], limit: int, field: str) -> None:
+    unsigned = ids.view(np.uint32)  # a negative id shows as a huge one
+    if len(ids) and np.maximum.reduce(unsigned) >= limit:
+        where = int(np.argmax(unsigned))
+        raise WireError(f"{field}[{where}]", f"0 <= id < {limit}", int(ids[where]))
 
 
 def _check_response(sample: Sample) -> None:
-    """Check trainable tokens (log-probability from MIN_LOG_PROB to 0) and environment tokens (mask 0 and
-    log-probability 0).
-    """
+    """Check trainable tokens (log-prob from MIN_LOG_PROB to 0) and environment tokens (mask 0 and log-prob 0)."""
     mask, log_probs = sample.loss_mask, sample.rollout_log_probs
     if not len(mask):
         return
@@ -133,9 +116,13 @@ def _check_response(sample: Sample) -> None:
         raise WireError(f"loss_mask[{int(np.argmax(mask))}]", "0 or 1", int(mask.max()))
     check_log_probs(log_probs)
     if not all_trainable:
-        outside = np.flatnonzero((mask == 0) & (log_probs != 0))
-        if len(outside):
-            raise WireError(f"rollout_log_probs[{outside[0]}]", "0 where loss_mask is 0", float(log_probs[outside[0]]))
+        _check_masked(log_probs, mask, "rollout_log_probs")
+
+
+def _check_masked(log_probs: NDArray[np.float32], mask: NDArray[np.uint8], field: str) -> None:
+    outside = np.flatnonzero((mask == 0) & (log_probs != 0))
+    if len(outside):
+        raise WireError(f"{field}[{outside[0]}]", "0 where loss_mask is 0", float(log_probs[outside[0]]))
 
 
 def check_log_probs(log_probs: NDArray[np.float32], field: str = "rollout_log_probs") -> None:
@@ -149,18 +136,17 @@ def check_log_probs(log_probs: NDArray[np.float32], field: str = "rollout_log_pr
     raise WireError(f"{field}[{where}]", f"{MIN_LOG_PROB:g} to 0", float(log_probs[where]))
 
 
-def check_teacher(sample: Sample, *, vocab_size: int | None = None) -> None:
-    """Check the scores of a teacher in a sample. Raises WireError naming the field."""
+def _check_teacher(sample: Sample, token_limit: int) -> None:
     response, log_probs = sample.response_length, sample.teacher_log_probs
+    ids, top = sample.teacher_top_ids, sample.teacher_top_log_probs
     if log_probs is None:
+        if ids is None and top is None:
+            return
         raise WireError("teacher_log_probs", "values with teacher_top_ids or teacher_top_log_probs", "none")
     if len(log_probs) != response:
         raise WireError("teacher_log_probs", f"response_length = {response} values", len(log_probs))
     check_log_probs(log_probs, "teacher_log_probs")
-    outside = np.flatnonzero((sample.loss_mask == 0) & (log_probs != 0))
-    if len(outside):
-        raise WireError(f"teacher_log_probs[{outside[0]}]", "0 where loss_mask is 0", float(log_probs[outside[0]]))
-    ids, top = sample.teacher_top_ids, sample.teacher_top_log_probs
+    _check_masked(log_probs, sample.loss_mask, "teacher_log_probs")
     if (ids is None) != (top is None):
         raise WireError("teacher_top_ids, teacher_top_log_probs", "both or none", "one of them")
     if ids is None or top is None:
@@ -169,10 +155,7 @@ def check_teacher(sample: Sample, *, vocab_size: int | None = None) -> None:
         want = f"as many values, a multiple of response_length = {response}"
         raise WireError("teacher_top_ids, teacher_top_log_probs", want, f"{len(ids)}, {len(top)}")
     check_log_probs(top, "teacher_top_log_probs")
-    limit = _TOKEN_LIMIT if vocab_size is None else vocab_size
-    outside = np.flatnonzero((ids < 0) | (ids >= limit))
-    if len(outside):
-        raise WireError(f"teacher_top_ids[{outside[0]}]", f"0 <= id < {limit}", int(ids[outside[0]]))
+    _check_ids(ids, token_limit, "teacher_top_ids")
 
 
 def check_covered(spans: Sequence[Span], length: int) -> None:
@@ -201,52 +184,45 @@ def check_reward(reward: float | dict[str, float]) -> None:
 
 
 def _check_seconds(timings: Timings, created_s: float = 0.0) -> None:
-    seconds = (created_s, timings.queued_s, timings.generating_s, timings.tools_s, timings.reward_s)
-    if sum(map(abs, seconds)) <= MAX_SECONDS:  # then each of them is within the bound; the usual case
-        return
-    for field, value in zip(_SECONDS, seconds, strict=True):
+    seconds = {
+        "created_s": created_s,
+        "timings.queued_s": timings.queued_s,
+        "timings.generating_s": timings.generating_s,
+        "timings.tools_s": timings.tools_s,
+        "timings.reward_s": timings.reward_s,
+    }
+    for field, value in seconds.items():
         if not abs(value) <= MAX_SECONDS:  # NaN fails it too
             raise WireError(field, f"a finite number within +-{MAX_SECONDS:g} s", value)
 
 
-def check_sequences(sample: Sample) -> None:
-    """Check the sizes of the sequences, and that spans end where sequences end. Raises WireError naming the field."""
+def _check_sequences(sample: Sample) -> None:
+    """Check the sizes of the sequences, and that spans end where sequences end."""
     if not sample.sequences:
         if 0 < sample.response_length == len(sample.tokens):
-            raise WireError(
-                "response_length",
-                f"< {len(sample.tokens)} tokens: a token of context before the response",
-                sample.response_length,
-            )
+            want = f"< {len(sample.tokens)} tokens: a token of context before the response"
+            raise WireError("response_length", want, sample.response_length)
         return
     for place, size in enumerate(sample.sequences):
         if not 1 <= size.response_length < size.num_tokens:
             raise WireError(f"sequences[{place}]", "[L, R] with 1 <= R < L", list(size))
     for axis, total, name in ((0, len(sample.tokens), "tokens"), (1, sample.response_length, "response tokens")):
-        if (found := sum(size[axis] for size in sample.sequences)) != total:
-            raise WireError("sequences", f"to sum to {total} {name}", found)
-    ends = np.cumsum([size.response_length for size in sample.sequences])
+        if (actual := sum(size[axis] for size in sample.sequences)) != total:
+            raise WireError("sequences", f"to sum to {total} {name}", actual)
+    lengths = np.array([size.response_length for size in sample.sequences])
+    ends = np.cumsum(lengths)
     crossed = np.setdiff1d(ends, np.cumsum([span.num_tokens for span in sample.spans]))
     if len(crossed):
-        raise WireError(
-            "spans", f"to end where a sequence ends, at response token {int(crossed[0])}", "a span that crosses it"
-        )
-    empty = np.flatnonzero(
-        np.add.reduceat(sample.loss_mask, ends - [size.response_length for size in sample.sequences], dtype=np.int64)
-        == 0
-    )
+        want = f"to end where a sequence ends, at response token {int(crossed[0])}"
+        raise WireError("spans", want, "a span that crosses it")
+    empty = np.flatnonzero(np.add.reduceat(sample.loss_mask, ends - lengths, dtype=np.int64) == 0)
     if len(empty):
         raise WireError("loss_mask", f"a trainable token in sequence {int(empty[0])}", "none")
 
 
-def check_turns(sample: Sample, *, max_reward: float, max_seconds: float) -> None:
-    """Check that turns lie in one sequence each, do not overlap, and cover the trainable tokens. Raises WireError
-    naming the column.
-    """
-    turns = sample.turns
-    if turns is None:
-        return
-    _check_columns(turns, max_seconds)
+def _check_turns(sample: Sample, turns: Turns) -> None:
+    """Check that turns lie in one sequence each, do not overlap, and cover the trainable tokens."""
+    _check_columns(turns)
     at_C, tokens_C = turns.at.astype(np.int64), turns.tokens.astype(np.int64)
     end_C = at_C + tokens_C
     wrong = np.flatnonzero((at_C < 0) | (tokens_C < 1) | (end_C > sample.response_length))
@@ -255,10 +231,16 @@ def check_turns(sample: Sample, *, max_reward: float, max_seconds: float) -> Non
         want = f"at >= 0, tokens >= 1 and their sum <= response_length = {sample.response_length}"
         raise WireError(f"turns[{place}]", want, f"{int(at_C[place])} and {int(tokens_C[place])}")
     _check_places(sample, at_C, end_C)
-    _check_turn_rewards(turns, max_reward)
+    rewarded: set[int] = set()
+    for turn, reward in turns.rewards:
+        if not 0 <= turn < len(turns.at) or turn in rewarded:
+            raise WireError("turns.rewards", f"turns from 0 to {len(turns.at) - 1}, each once", turn)
+        if not abs(reward) <= MAX_REWARD:
+            raise WireError(f"turns.rewards of turn {turn}", f"a finite number within +-{MAX_REWARD:g}", reward)
+        rewarded.add(turn)
 
 
-def _check_columns(turns: Turns, max_seconds: float) -> None:
+def _check_columns(turns: Turns) -> None:
     count = len(turns.at)
     if len(turns.tokens) != count:
         raise WireError("turns.tokens", f"{count} values, as turns.at", len(turns.tokens))
@@ -267,22 +249,19 @@ def _check_columns(turns: Turns, max_seconds: float) -> None:
             raise WireError(f"turns.{name}", f"{count} values or none", length)
     for name in ("begin_s", "seconds", "tools_s"):
         column: NDArray[np.float32] = getattr(turns, name)
-        wrong = np.flatnonzero(~(np.abs(column) <= max_seconds))  # NaN fails the comparison, too
+        wrong = np.flatnonzero(~(np.abs(column) <= MAX_SECONDS))  # NaN fails the comparison, too
         if len(wrong):
-            raise WireError(
-                f"turns.{name}[{wrong[0]}]", f"a finite number within +-{max_seconds:g} s", float(column[wrong[0]])
-            )
+            want = f"a finite number within +-{MAX_SECONDS:g} s"
+            raise WireError(f"turns.{name}[{wrong[0]}]", want, float(column[wrong[0]]))
 
 
 def _check_places(sample: Sample, at_C: NDArray[np.int64], end_C: NDArray[np.int64]) -> None:
     ends = np.cumsum([size.response_length for size in sample.sizes])
-    crossing = np.flatnonzero(
-        np.searchsorted(ends, at_C, side="right") != np.searchsorted(ends, end_C - 1, side="right")
-    )
+    first_C, last_C = (np.searchsorted(ends, places, side="right") for places in (at_C, end_C - 1))
+    crossing = np.flatnonzero(first_C != last_C)
     if len(crossing):
-        raise WireError(
-            f"turns[{crossing[0]}]", "tokens of one sequence", f"{int(at_C[crossing[0]])} to {int(end_C[crossing[0]])}"
-        )
+        turn = crossing[0]
+        raise WireError(f"turns[{turn}]", "tokens of one sequence", f"{int(at_C[turn])} to {int(end_C[turn])}")
     # +1 at every begin and -1 behind every end: the running sum is the number of turns at each token.
     edges = np.zeros(sample.response_length + 1, np.int64)
     np.add.at(edges, at_C, 1)
@@ -291,21 +270,9 @@ def _check_places(sample: Sample, at_C: NDArray[np.int64], end_C: NDArray[np.int
     wrong = np.flatnonzero(covered != sample.loss_mask)
     if len(wrong):
         place = int(wrong[0])
-        want = (
-            f"{int(sample.loss_mask[place])} turns at response token {place}, whose loss_mask is "
-            f"{int(sample.loss_mask[place])}"
-        )
+        mask = int(sample.loss_mask[place])
+        want = f"{mask} turns at response token {place}, whose loss_mask is {mask}"
         raise WireError("turns", want, int(covered[place]))
-
-
-def _check_turn_rewards(turns: Turns, max_reward: float) -> None:
-    seen: set[int] = set()
-    for turn, reward in turns.rewards:
-        if not 0 <= turn < len(turns.at) or turn in seen:
-            raise WireError("turns.rewards", f"turns from 0 to {len(turns.at) - 1}, each once", turn)
-        if not abs(reward) <= max_reward:
-            raise WireError(f"turns.rewards of turn {turn}", f"a finite number within +-{max_reward:g}", reward)
-        seen.add(turn)
 
 
 def check_task(task: Task) -> None:

@@ -1,8 +1,7 @@
-"""Bytes of a message type, as its dataclass describes them: one msgpack map, ``schema`` and ``type`` first, arrays as
-raw bytes.
+"""Bytes of a message type: one msgpack map, ``schema`` and ``type`` first, then its dataclass's fields.
 
-msgspec reads and checks the fields by the annotations. This module adds arrays, depth limits, unknown fields and schema
-numbers; it knows the names of no message's fields.
+msgspec reads and checks the fields by the annotations. This module adds arrays (raw bytes), depth limits, unknown
+fields and schema numbers; it knows the names of no message's fields.
 """
 
 import dataclasses
@@ -25,32 +24,24 @@ from tidemill.bus.wire.mismatch import UNFIT, mismatch, shown
 from tidemill.bus.wire.routed_experts import RoutedExperts, pack_experts, unpack_experts
 
 MAX_LEVELS = 64
-"""Limit of nesting of maps and lists in a field that may hold anything: deeper values could be decoded, but neither
-shown nor compared.
-"""
+"""Limit of nesting in a field that may hold anything: deeper values could be neither shown nor compared."""
 _NEWEST = {"sample": DEMONSTRATIONS, "task": EPISODES, "plan": MASKED_SAMPLES}
 """Newest schema of the types that have more than one."""
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 
 M = TypeVar("M")
 Convert = Callable[[Any], Any]
-_Declared = tuple[str, Any, Any]
-"""Name, type and default of a field of a struct."""
 RawFields = dict[str, msgspec.Raw]
-"""Fields of a message by name, each in its bytes."""
 
 
 def _array(dtype: str) -> tuple[Convert, Convert]:
-    """Return functions that pack and unpack a 1-D array: raw little-endian bytes (``dtype`` as in numpy), unpacked as a
-    read-only view.
-    """
+    """Return functions that pack and unpack a 1-D array of a ``dtype`` as raw little-endian bytes."""
     wire = np.dtype(dtype)
     native = wire.newbyteorder("=")
     swap = sys.byteorder != "little" and wire.itemsize > 1
     want = f"a one-dimensional array of {native.name}, raw little-endian bytes"
 
     def pack(value: object) -> bytes:
-        """Return the bytes of an array of exactly this dtype and one dimension."""
         if not isinstance(value, np.ndarray) or value.dtype != native or value.ndim != 1:
             raise ValueError(want)
         return value.astype(wire).tobytes() if swap else value.tobytes()
@@ -78,9 +69,7 @@ _ARRAYS: Mapping[object, tuple[Convert, Convert]] = {
 
 
 def check_open(value: object, levels: int = MAX_LEVELS) -> None:
-    """Check a value that may be anything: depth, and types that come back as they were written. Raises ValueError,
-    TypeError.
-    """
+    """Check a value that may be anything: depth, and types that come back unchanged. Raises ValueError, TypeError."""
     if type(value) in _SCALARS:
         return
     if isinstance(value, dict | list | tuple):
@@ -96,11 +85,15 @@ def check_open(value: object, levels: int = MAX_LEVELS) -> None:
 
 def _plain(value: object) -> object:
     """Return a value of a subclass of a built-in type, such as numpy.float64, as this type."""
-    kinds: tuple[type[Any], ...] = (str, float, int, bytes)
-    for kind in kinds:
-        if isinstance(value, kind):
-            plain: object = kind.__str__(value) if kind is str else kind(value)
-            return plain
+    match value:
+        case str():
+            return str.__str__(value)
+        case float():
+            return float(value)
+        case int():
+            return int(value)
+        case bytes():
+            return bytes(value)
     raise TypeError(f"a value that msgpack can hold, no {type(value).__name__}")
 
 
@@ -117,30 +110,29 @@ class _Conversion(NamedTuple):
     unpack: Convert
     may_be_nil: bool
 
+    def replace(self, wire: Any, convert: Convert) -> None:
+        """Replace the field's value in a struct by its conversion. Raises WireError."""
+        if (value := getattr(wire, self.name)) is not None or not self.may_be_nil:
+            setattr(wire, self.name, _converted(self.name, convert, value))
+
 
 class _Layout:
-    """The fields of a dataclass as msgspec reads and writes them: a struct made from its annotations, in which arrays
-    are bytes.
-    """
+    """The fields of a dataclass as msgspec reads and writes them: a struct of its annotations, with arrays as bytes."""
 
     def __init__(
-        self, message: type, names: Sequence[str], *, later: Collection[str] = (), head: Collection[_Declared] = ()
+        self, message: type, names: Sequence[str], *, later: Collection[str] = (), head: Sequence[Any] = ()
     ) -> None:
+        """``later``: fields that may be left out. ``head``: (name, type, default) of fields before the others."""
         self._names = names
         self._conversions: list[_Conversion] = []
         self._nested: dict[str, _Layout] = {}
-        hints, defaults = (
-            get_type_hints(message),
-            {field.name: _default(field) for field in dataclasses.fields(message)},
-        )
+        hints = get_type_hints(message)
+        defaults = {field.name: _default(field) for field in dataclasses.fields(message)}
         fields = list(head)
         for name in names:
             kind, may_be_nil = _without_none(hints[name])
-            kinds = [
-                self._struct_kind(name, kind),
-                *([msgspec.UnsetType] if name in later else ()),
-                *([None] if may_be_nil else ()),
-            ]
+            kinds = [self._struct_kind(name, kind)]
+            kinds += [msgspec.UnsetType] * (name in later) + [None] * may_be_nil
             fields.append((name, reduce(or_, kinds), defaults[name]))
             if pair := self._pair(name, kind):
                 self._conversions.append(_Conversion(name, *pair, may_be_nil))
@@ -158,48 +150,36 @@ class _Layout:
         """Return the functions that pack and unpack a field; None where msgspec does it all."""
         if name in self._nested:
             layout = self._nested[name]
-            return (_in_place(layout.pack), _in_place(layout.unpack)) if layout._conversions else None
+            return (layout.pack, layout.unpack) if layout._conversions else None
         return _ARRAYS.get(kind) or ((_checked, _checked) if _is_open(kind) else None)
 
-    def pack(self, wire: Any) -> None:
-        """Replace arrays by their bytes. Raises WireError."""
-        name, value = "", None
-        try:
-            for name, pack, _, may_be_nil in self._conversions:
-                if (value := getattr(wire, name)) is not None or not may_be_nil:
-                    setattr(wire, name, pack(value))
-        except UNFIT as error:
-            raise _named(error, name, value) from None
+    def pack(self, wire: Any) -> Any:
+        """Replace arrays by their bytes, and return the struct. Raises WireError."""
+        for field in self._conversions:
+            field.replace(wire, field.pack)
+        return wire
 
-    def unpack(self, wire: Any) -> None:
-        """Replace bytes by arrays. Raises WireError."""
-        name, value = "", None
-        try:
-            for name, _, unpack, may_be_nil in self._conversions:
-                if (value := getattr(wire, name)) is not None or not may_be_nil:
-                    setattr(wire, name, unpack(value))
-        except UNFIT as error:
-            raise _named(error, name, value) from None
+    def unpack(self, wire: Any) -> Any:
+        """Replace bytes by arrays, and return the struct. Raises WireError."""
+        for field in self._conversions:
+            field.replace(wire, field.unpack)
+        return wire
 
     def unchecked(self, value: object) -> JsonObject:
         """Return the fields of a message with values of any type, arrays as bytes. Raises WireError."""
-        packs = {name: pack for name, pack, _, _ in self._conversions} | {
-            name: layout.unchecked for name, layout in self._nested.items()
-        }
+        packs = {field.name: field.pack for field in self._conversions}
+        packs |= {name: layout.unchecked for name, layout in self._nested.items()}
         fields = {name: getattr(value, name) for name in self._names}
-        return {
-            name: _converted(name, packs[name], item) if name in packs and item is not None else item
-            for name, item in fields.items()
-        }
+        packed = {name: _converted(name, packs[name], fields[name]) for name in packs if fields[name] is not None}
+        return fields | packed
 
 
 class MessageFormat(Generic[M]):
-    """Encoder and decoder of one message type: its dataclass has the fields in wire order, with the types that msgspec
-    checks.
+    """Encoder and decoder of a message type, whose dataclass has the fields in wire order with their types.
 
-    ``later_from``: the first of the last fields that came after the first release: they are written only where they
-    differ from the default. Unknown fields are kept in ``extra`` where the message has it, and refused inside a field:
-    they would change its meaning.
+    ``later_from``: the first of the fields that came after the first release, which are written only where they differ
+    from the default. Unknown fields are kept in ``extra`` where the message has it, and refused inside a field: they
+    would change its meaning.
     """
 
     def __init__(self, message: type[M], name: str, *, later_from: str = "") -> None:
@@ -207,8 +187,8 @@ class MessageFormat(Generic[M]):
         names = [field.name for field in fields]
         self.message, self.name = message, name
         self._later = [(field.name, field.default) for field in fields[names.index(later_from) :]] if later_from else []
-        head: list[_Declared] = [("schema", int, 0), ("type", str, "")]
-        self._layout = _Layout(message, names, later={late for late, _ in self._later}, head=head)
+        head = (("schema", int, 0), ("type", str, ""))
+        self._layout = _Layout(message, names, later=dict(self._later), head=head)
         self._hints, self._newest = get_type_hints(message), _NEWEST.get(name, SCHEMA)
         self._keeps_unknown = "extra" in self._hints
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(self._layout.struct)
@@ -240,21 +220,17 @@ class MessageFormat(Generic[M]):
             if (value_on_wire := getattr(wire, name)) is default or _is(value_on_wire, default):
                 setattr(wire, name, msgspec.UNSET)
         if self._keeps_unknown and value.extra:
-            known = {name: item for name, item in msgspec.structs.asdict(wire).items() if item is not msgspec.UNSET}
-            return _ENCODER.encode(known | self._extra(value))
+            fields = {name: item for name, item in msgspec.structs.asdict(wire).items() if item is not msgspec.UNSET}
+            return _ENCODER.encode(fields | self._extra(value))
         return _ENCODER.encode(wire)
 
     def _extra(self, value: Any) -> JsonObject:
         """Return the unknown fields of a message, as they are written again. None of them replaces a known field."""
-        unknown = {
-            name: item for name, item in value.extra.items() if name not in self._layout.struct.__struct_fields__
-        }
-        return {name: _converted(name, _checked, item) for name, item in unknown.items()}
+        field_names = self._layout.struct.__struct_fields__
+        return {name: _converted(name, _checked, item) for name, item in value.extra.items() if name not in field_names}
 
     def _unchecked_bytes(self, value: Any) -> bytes:
-        """Return the bytes of a message with values of any type, of the newest schema. Raises WireError for a value
-        without bytes.
-        """
+        """Return the bytes of an unchecked message, of the newest schema. Raises WireError for a value without any."""
         fields: JsonObject = {"schema": self._newest, "type": self.name, **self._layout.unchecked(value)}
         if self._keeps_unknown:
             fields |= self._extra(value)
@@ -264,17 +240,15 @@ class MessageFormat(Generic[M]):
             raise _unwritable(fields) from None
 
     def _read_fields(self, data: bytes) -> M:
-        """Return a message with unknown fields. Raises WireError naming the field that cannot be read,
-        UnknownSchema.
-        """
+        """Return a message with unknown fields. Raises WireError naming the wrong field, UnknownSchema."""
         type_of(data, self.name)
         fields = _raw_fields(data)
         unknown = fields.keys() - set(self._layout.struct.__struct_fields__)
-        known = _ENCODER.encode({name: raw for name, raw in fields.items() if name not in unknown})
+        known_bytes = _ENCODER.encode({name: raw for name, raw in fields.items() if name not in unknown})
         try:
-            wire = self._decoder.decode(known)
+            wire = self._decoder.decode(known_bytes)
         except UNFIT as error:
-            raise self._refused(error, known) from None
+            raise self._refused(error, known_bytes) from None
         message = self._message(wire)
         if not self._keeps_unknown:
             return message
@@ -287,16 +261,14 @@ class MessageFormat(Generic[M]):
         message = msgspec.convert(wire, self.message, from_attributes=True)
         if self._newest > SCHEMA and message.schema > wire.schema:  # type: ignore[attr-defined]
             newer = ", ".join(name for name, default in self._later if not _is(getattr(message, name), default))
-            raise WireError("schema", (f"{message.schema} for a {self.name} with {newer}"), wire.schema)  # type: ignore[attr-defined]
+            raise WireError("schema", f"{message.schema} for a {self.name} with {newer}", wire.schema)  # type: ignore[attr-defined]
         return message
 
     def _refused(self, error: Exception, data: bytes) -> WireError:
         try:
             value: object = msgspec.msgpack.decode(data)
         except UNFIT as malformed:
-            return WireError(
-                "message", "one msgpack map", f"{len(data)} bytes: {malformed or type(malformed).__name__}"
-            )
+            return _malformed("message", "one msgpack map", data, malformed)
         return mismatch(error, value, self.message)
 
 
@@ -307,14 +279,12 @@ def unpack(data: bytes, *types: str) -> JsonObject:
 
 
 def type_of(data: bytes, *types: str) -> str:
-    """Return the type of a message, which is one of ``types``. Raises WireError, and UnknownSchema also where the type
-    is not known.
-    """
+    """Return the type of a message, one of ``types``. Raises WireError; UnknownSchema also for an unknown type."""
     fields = _raw_fields(data)
     name, schema = (_decoded(field, fields[field]) if field in fields else "nothing" for field in ("type", "schema"))
-    known = range(SCHEMA, (_NEWEST.get(name, SCHEMA) if isinstance(name, str) else SCHEMA) + 1)
-    if type(schema) is not int or schema not in known:
-        raise UnknownSchema("schema", " or ".join(map(str, known)), shown(schema))
+    schemas = range(SCHEMA, (_NEWEST.get(name, SCHEMA) if isinstance(name, str) else SCHEMA) + 1)
+    if type(schema) is not int or schema not in schemas:
+        raise UnknownSchema("schema", " or ".join(map(str, schemas)), shown(schema))
     if name not in types:
         raise WireError("type", " or ".join(types), shown(name))
     return str(name)
@@ -324,7 +294,11 @@ def _raw_fields(data: bytes) -> RawFields:
     try:
         return _RAW.decode(data)
     except UNFIT as error:
-        raise WireError("message", "one msgpack map", f"{len(data)} bytes: {error or type(error).__name__}") from None
+        raise _malformed("message", "one msgpack map", data, error) from None
+
+
+def _malformed(field: str, want: str, data: bytes, error: Exception) -> WireError:
+    return WireError(field, want, f"{len(data)} bytes: {error or type(error).__name__}")
 
 
 def _decoded(field: str, raw: msgspec.Raw) -> object:
@@ -332,21 +306,8 @@ def _decoded(field: str, raw: msgspec.Raw) -> object:
     try:
         value: object = msgspec.msgpack.decode(raw)
     except UNFIT as error:
-        raise WireError(
-            field, "a value of msgpack", f"{len(bytes(raw))} bytes: {error or type(error).__name__}"
-        ) from None
+        raise _malformed(field, "a value of msgpack", bytes(raw), error) from None
     return _converted(field, _checked, value)
-
-
-def _in_place(step: Callable[[Any], None]) -> Convert:
-    """Return a function that converts the fields of a message inside another, and returns this message."""
-
-    def convert(wire: object) -> object:
-        """Convert its fields."""
-        step(wire)
-        return wire
-
-    return convert
 
 
 def _named(error: Exception, name: str, value: object) -> WireError:
@@ -357,7 +318,6 @@ def _named(error: Exception, name: str, value: object) -> WireError:
 
 
 def _converted(name: str, convert: Convert, value: object) -> Any:
-    """Return the converted value of a field. Raises WireError naming it."""
     try:
         return convert(value)
     except UNFIT as error:
@@ -390,8 +350,8 @@ def _unwritable(fields: JsonObject) -> WireError:
 def _without_none(hint: object) -> tuple[Any, bool]:
     """Return the type of a field without None, and whether None is allowed."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    others = tuple(kind for kind in kinds if kind is not type(None))
-    return reduce(or_, others), len(others) < len(kinds)
+    value_kinds = tuple(kind for kind in kinds if kind is not type(None))
+    return reduce(or_, value_kinds), len(value_kinds) < len(kinds)
 
 
 def _with_plain_tuples(hint: Any) -> Any:

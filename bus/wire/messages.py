@@ -1,5 +1,4 @@
-"""Messages between processes: Task, Sample, Plan and their parts. Knows no transport; ``tidemill.bus.wire.codec`` turns
-them into bytes.
+"""Messages between processes: Task, Sample, Plan and their parts. ``tidemill.bus.wire.codec`` has their bytes.
 
 Shape letters: R = tokens of the response, L = tokens of prompt + response, N = samples of a step, M = their token
 sequences, G = groups of a step. A sample with several sequences has them one after the other on both axes, L and R.
@@ -32,9 +31,7 @@ def _no_seconds() -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turns:
-    """The model calls of an episode as columns, in order of delivery. Each of the columns with a default has C values,
-    or none.
-    """
+    """The model calls of an episode as columns, in order of delivery. Columns with a default have C values, or none."""
 
     at: NDArray[np.int32]
     """Place of the turn's first sampled token on the R axis, [C]."""
@@ -45,9 +42,7 @@ class Turns:
     seconds: NDArray[np.float32] = field(default_factory=_no_seconds)
     """Seconds of the model call."""
     tools_s: NDArray[np.float32] = field(default_factory=_no_seconds)
-    """Seconds of tools and environment after it: those without a model call under way, up to the next call or the end
-    of the episode.
-    """
+    """Seconds of tools and environment after it, without a model call under way, up to the next one."""
     id: tuple[str, ...] = ()
     finish: tuple[str, ...] = ()
     """Finish reason, as the engine returned it."""
@@ -60,17 +55,14 @@ class Turns:
 SCHEMA = 1
 """Schema number of every message that does not need a newer one."""
 EPISODES = 2
-"""Schema number of a sample with several sequences, a task with a rollout, a plan with ``rows``: readers of schema 1
-alone must refuse them, because they would misread them.
-"""
+"""Schema number of several sequences, a rollout or ``rows``, which readers of schema 1 would misread."""
 MASKED_SAMPLES = 3
 """Schema number of a plan with ``masked``, for the same reason."""
 DEMONSTRATIONS = 3
 """Schema number of a sample that is a demonstration, for the same reason: its log-probs are not known."""
 
 NOT_ON_WIRE = {"wire": False}
-"""Metadata of a field that is no field of the message's bytes. The other fields stand there in the order of the class.
-"""
+"""Metadata of a field that is not in the message's bytes, which have the others in the order of the class."""
 
 Prompt = str | list[JsonObject]
 """Text, or chat messages (``[{"role": ..., "content": ...}]``)."""
@@ -123,7 +115,6 @@ class Task:
 
     run: str
     epoch: int
-    """Epoch of the learner that issued it."""
     kind: Kind = Kind.TRAIN
     prompt: Prompt
     prompt_tokens: NDArray[np.int32]
@@ -145,13 +136,10 @@ class Task:
     rollout: str = ""
     """Name of the rollout that answers it; empty = a single turn."""
     budget: Budget | None = None
-    """Limits of an episode; only with a rollout."""
     chat_template_args: JsonObject | None = None
-    """Variables of the chat template in the chats of an episode; only with a rollout. None = none."""
+    """Variables of the chat template in an episode's chats."""
     row_digest: int | None = None
-    """Digest of the row of the prompts that it was made of, by which a later start finds that the row has changed; None
-    = not known.
-    """
+    """Digest of its row of the prompts, by which a later start finds a changed row; None = not known."""
     id: int = field(default=0, metadata=NOT_ON_WIRE)
     extra: JsonObject = field(default_factory=dict, metadata=NOT_ON_WIRE)
     """Unknown fields, kept and passed on."""
@@ -207,7 +195,6 @@ class Sample:
     created_s: float = 0.0
     """Unix time at which it was finished; for onlookers, never for decisions."""
     rollout: str = ""
-    """The task's rollout."""
     sequences: tuple[SequenceSize, ...] = ()
     """Sizes of its token sequences; empty = one, of all its tokens."""
     turns: Turns | None = None
@@ -215,22 +202,16 @@ class Sample:
     transcript: tuple[JsonObject, ...] = ()
     """Messages for viewers; the learner never reads them."""
     demonstration: bool = False
-    """True: a recorded response without known log-probs; all of them are 0, and only the cross-entropy trains it."""
+    """A recorded response without known log-probs, which are 0; only the cross-entropy trains it."""
     teacher_log_probs: NDArray[np.float32] | None = None
-    """Log-probability (nats) of each token under a teacher at the sampling temperature, [R]; 0 where loss_mask is 0.
-    None = not scored.
-    """
+    """Log-probabilities (nats) under a teacher at the sampling temperature, [R]; 0 where loss_mask is 0."""
     teacher_top_ids: NDArray[np.int32] | None = None
-    """Token ids of the K most probable next tokens under the teacher, [R x K] in one dimension; with
-    ``teacher_log_probs`` only.
-    """
+    """Ids of the K most probable next tokens under the teacher, [R x K]; with ``teacher_log_probs`` only."""
     teacher_top_log_probs: NDArray[np.float32] | None = None
-    """Their log-probabilities (nats), [R x K] in one dimension; None = without ``teacher_top_ids``."""
+    """Their log-probabilities (nats), [R x K]; None = without ``teacher_top_ids``."""
     routed_experts: RoutedExperts | None = None
-    """Experts that the engine has chosen for each token as an input, [L, layers with experts, top_k]
-    (``tidemill.bus.wire.routed_experts``); None = not known."""
+    """Experts that the engine chose for each token as an input, [L, layers with experts, top_k]."""
     extra: JsonObject = field(default_factory=dict, metadata=NOT_ON_WIRE)
-    """Unknown fields, kept and passed on."""
 
     @property
     def schema(self) -> int:
@@ -247,11 +228,8 @@ class Sample:
     @property
     def teacher_top_k(self) -> int:
         """Number of tokens that its teacher listed at each position, K; 0 = none."""
-        return (
-            0
-            if self.teacher_top_ids is None or not self.response_length
-            else len(self.teacher_top_ids) // self.response_length
-        )
+        ids = self.teacher_top_ids
+        return 0 if ids is None or not self.response_length else len(ids) // self.response_length
 
     @property
     def message_id(self) -> str:
@@ -275,9 +253,7 @@ class Sample:
 
 
 def score_of(reward: float | dict[str, float]) -> float:
-    """Return the scalar that is trained on: the reward itself, or its part named "score" or "reward", or the sum of its
-    parts.
-    """
+    """Return the scalar that is trained on: the reward, its part "score" or "reward", or the sum of its parts."""
     if not isinstance(reward, dict):
         return float(reward)
     for name in ("score", "reward"):
@@ -288,9 +264,7 @@ def score_of(reward: float | dict[str, float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """The state of one response of a task that was nak'ed: its tokens so far, or the sequence of its finished
-    sample.
-    """
+    """One response of a task that was nak'ed: its tokens so far, or the sequence of its finished sample."""
 
     run: str
     task: int
@@ -300,10 +274,8 @@ class Partial:
     tokens: NDArray[np.int32]
     """Tokens of the response so far, [R]; none when the sample is stored."""
     rollout_log_probs: NDArray[np.float32]
-    """Log-probabilities as in a Sample, [R]."""
     spans: tuple[Span, ...]
     response: str = ""
-    """The tokens as text."""
     seed: int | None = None
     """Sampler seed of this response; None = the engine chose one."""
     position: int = 0
@@ -314,7 +286,6 @@ class Partial:
     timings: Timings = field(default_factory=Timings)
     """Timings of all attempts at it so far."""
     extra: JsonObject = field(default_factory=dict, metadata=NOT_ON_WIRE)
-    """Unknown fields, kept and passed on."""
 
     @property
     def message_id(self) -> str:
@@ -345,9 +316,7 @@ class Plan:
     """Tokens of a version with a smaller step are masked; None = nothing is masked."""
     data_parallel: int
     num_micro_batches: int
-    """Number of micro-batches on every rank; a multiple of ``num_minibatches``, the same number for each of them, in
-    order.
-    """
+    """On every rank; a multiple of ``num_minibatches``, the same number for each of them, in order."""
     num_minibatches: int = 1
     """Number of optimizer steps that the plan is trained in."""
     config_digest: str
@@ -356,9 +325,7 @@ class Plan:
     rows: NDArray[np.int32] | None = None
     """Sequences of each sample, [N]; None = every sample has one."""
     masked: NDArray[np.int64] | None = None
-    """Those of ``seqs`` that are not trained, because a filter masked them; their rewards count in the baseline of
-    their groups. None = none are.
-    """
+    """``seqs`` that a filter masked: not trained, but their rewards count in the baselines. None = none are."""
 
     @property
     def schema(self) -> int:
@@ -389,18 +356,14 @@ class Settle:
     seqs: NDArray[np.int64]
     """The SAMPLES sequences given up with them."""
     step: int
-    """The step that was being planned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requeue:
-    """An operator's decision that the prompt of a dead task is issued again as a new task: recorded once, before the
-    issue.
-    """
+    """An operator's decision that the prompt of a dead task is issued again; recorded once, before the issue."""
 
     epoch: int
     task: int
-    """Id of the dead task."""
     root: int
     """Id of the first task for this prompt."""
     count: int
@@ -425,9 +388,7 @@ class Evaluated:
     epoch: int
     version: int
     step: int
-    """Step of the version."""
     dataset: str
-    """Name of the evaluation set."""
     metrics: dict[str, float]
 
 

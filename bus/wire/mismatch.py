@@ -1,6 +1,4 @@
-"""Translation of msgspec's validation errors into ``WireError``: the path of the value, what is wanted there, and what
-was found.
-"""
+"""Translation of msgspec's validation errors into ``WireError``: where, what is wanted, and what was found."""
 
 import re
 from collections.abc import Mapping
@@ -29,7 +27,6 @@ _WORDS = {
     "null": "nil",
 }
 _SHOWN = 80
-"""Maximum number of characters of a value in an error."""
 
 
 def mismatch(error: Exception, value: object, kind: type) -> WireError:
@@ -46,9 +43,8 @@ def mismatch(error: Exception, value: object, kind: type) -> WireError:
         if field["problem"] == "missing required":
             return WireError(name, _described(_hint(kind, name)) or "a value", "nothing")
         return WireError(name, "a known field", shown(_at(value, name)))
-    return WireError(
-        path.replace("[...]", ""), _described(_hint(kind, path)) or _translated(reason), shown(_at(value, path))
-    )
+    want = _described(_hint(kind, path)) or _translated(reason)
+    return WireError(path.replace("[...]", ""), want, shown(_at(value, path)))
 
 
 def shown(value: object) -> object:
@@ -63,13 +59,9 @@ def shown(value: object) -> object:
 
 def _described(hint: Any) -> str:
     """Return the wanted type in words; empty for one whose words msgspec knows better."""
-    described = [
-        meta.description
-        for meta in getattr(hint, "__metadata__", ())
-        if isinstance(meta, msgspec.Meta) and meta.description
-    ]
-    if described:
-        return str(described[0])
+    for meta in getattr(hint, "__metadata__", ()):
+        if isinstance(meta, msgspec.Meta) and meta.description:
+            return str(meta.description)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(str(member.value) for member in hint)}"
     kinds = [_described(kind) for kind in get_args(hint) if kind is not ...]
@@ -87,22 +79,19 @@ def _translated(reason: str) -> str:
     expected = _EXPECTED.fullmatch(reason)
     if expected is None:
         return reason
-    return re.sub(
-        "`([^`]*)`",
-        lambda kinds: " or ".join(_WORDS.get(name, name) for name in kinds[1].split(" | ")),
-        expected["want"],
-    )
+    return re.sub("`([^`]*)`", lambda kinds: " or ".join(map(_word, kinds[1].split(" | "))), expected["want"])
+
+
+def _word(name: str) -> str:
+    return _WORDS.get(name, name)
 
 
 def _hint(kind: Any, path: str) -> Any:
     """Return the annotation of the value at a path; Any where the path leads through a union."""
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
         if name:
-            kind = (
-                get_type_hints(kind, include_extras=True).get(name, Any)
-                if isinstance(kind, type) and not get_args(kind)
-                else Any
-            )
+            is_class = isinstance(kind, type) and not get_args(kind)
+            kind = get_type_hints(kind, include_extras=True).get(name, Any) if is_class else Any
         elif index == "..." and get_origin(kind) in (dict, Mapping):
             kind = get_args(kind)[1]
         elif index and get_origin(kind) in (list, tuple):

@@ -1,8 +1,7 @@
 """Values of a model's config.json in the keys of transformers 4, which the learner has.
 
-transformers 5 writes the settings of rotary positions into ``rope_parameters``, and the number of experts of Qwen3-MoE
-as ``num_local_experts``. Version 4 reads neither and takes its defaults: a model with another base would be trained
-with wrong positions.
+Version 5 writes rotary positions into ``rope_parameters``, and the number of experts of Qwen3-MoE as
+``num_local_experts``. Version 4 reads neither and takes its defaults: the model would be trained with wrong positions.
 """
 
 from collections.abc import Mapping
@@ -11,22 +10,21 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 ROPE, BASE, SCALING, SHARE = "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"
 ROPE_KEYS = (BASE, SCALING, SHARE)
-"""Settings of rotary positions."""
 EXPERTS, LOCAL_EXPERTS = "num_experts", "num_local_experts"
 RENAMED = ("qwen3_moe",)
 """Families for which transformers 5 has another key for the number of experts."""
 
 
 def in_older_keys(values: JsonMapping) -> JsonObject:
-    """Return those values that transformers 4 has under other keys, under these keys; empty for a file of version 4.
+    """Return the values that transformers 4 has under other keys, under these keys; none for a file of version 4.
 
     ``rope_scaling`` is None for plain positions. Raises ValueError for rotary positions by kind of layer, which no
     family here has.
     """
-    found = _rope(values.get(ROPE))
+    renamed = _rope(values.get(ROPE))
     if values.get("model_type") in RENAMED and EXPERTS not in values and LOCAL_EXPERTS in values:
-        found[EXPERTS] = values[LOCAL_EXPERTS]
-    return found
+        renamed[EXPERTS] = values[LOCAL_EXPERTS]
+    return renamed
 
 
 def as_older(values: JsonMapping) -> JsonObject:
@@ -34,12 +32,12 @@ def as_older(values: JsonMapping) -> JsonObject:
     return {**values, **in_older_keys(values)}
 
 
-def _rope(given: object) -> JsonObject:
-    if not isinstance(given, Mapping) or not given:
+def _rope(settings: object) -> JsonObject:
+    if not isinstance(settings, Mapping) or not settings:
         return {}
-    if by_layer := [str(name) for name, value in given.items() if isinstance(value, Mapping)]:
+    if by_layer := [str(name) for name, value in settings.items() if isinstance(value, Mapping)]:
         raise ValueError(f"{ROPE}: want one set for all layers, got some for {', '.join(by_layer)}")
-    scaling = {name: value for name, value in given.items() if name not in (BASE, SHARE)}
+    scaling = {name: value for name, value in settings.items() if name not in (BASE, SHARE)}
     is_plain = scaling.get("rope_type", scaling.get("type", "default")) == "default"
-    alone = {name: given[name] for name in (BASE, SHARE) if name in given}
+    alone = {name: settings[name] for name in (BASE, SHARE) if name in settings}
     return {**alone, SCALING: None if is_plain else scaling}

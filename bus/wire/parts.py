@@ -15,9 +15,7 @@ from tidemill.bus.wire.message_format import MessageFormat
 HEADER_RESERVE_BYTES = 1024
 """Room left for headers in a message of the largest size."""
 MAX_SAMPLE_BYTES = 64 << 20
-"""A sample of a million tokens has 9 bytes for each, its text and its metadata: a larger one is neither published nor
-read.
-"""
+"""Size limit of a sample: of a million tokens, it has 9 bytes for each, its text and its metadata."""
 _FEW_PARTS = 16
 """Number of parts that may have any size."""
 _SMALLEST_PART_BYTES = 256 << 10
@@ -29,7 +27,6 @@ class PartsManifest:
     """The stored message of a sample with its bytes in parts stored before it."""
 
     seqs: tuple[int, ...]
-    """Sequences of the parts, in order."""
     length: int
     sha256: str
     """Digest of the joined bytes, hexadecimal."""
@@ -63,15 +60,14 @@ def read_manifest(data: bytes, *, seq: int, max_payload: int) -> PartsManifest:
     manifest = _MANIFEST.read(data)
     if not 0 < manifest.length <= MAX_SAMPLE_BYTES:
         raise WireError("parts.length", f"1 to {MAX_SAMPLE_BYTES} bytes", manifest.length)
-    most = _FEW_PARTS + manifest.length // max(1, min(_SMALLEST_PART_BYTES, (max_payload - HEADER_RESERVE_BYTES) // 2))
-    if not 0 < len(manifest.seqs) <= most:
-        raise WireError("parts.seqs", f"1 to {most} parts for {manifest.length} bytes", len(manifest.seqs))
-    if len(set(manifest.seqs)) < len(manifest.seqs) or min(manifest.seqs) < 1 or max(manifest.seqs) >= seq:
-        raise WireError(
-            "parts.seqs",
-            f"sequences below {seq}, each once",
-            f"{len(manifest.seqs)} from {min(manifest.seqs)} to {max(manifest.seqs)}",
-        )
+    mean_bytes = max(1, min(_SMALLEST_PART_BYTES, (max_payload - HEADER_RESERVE_BYTES) // 2))
+    max_parts = _FEW_PARTS + manifest.length // mean_bytes
+    if not 0 < len(manifest.seqs) <= max_parts:
+        raise WireError("parts.seqs", f"1 to {max_parts} parts for {manifest.length} bytes", len(manifest.seqs))
+    first, last = min(manifest.seqs), max(manifest.seqs)
+    if len(set(manifest.seqs)) < len(manifest.seqs) or first < 1 or last >= seq:
+        got = f"{len(manifest.seqs)} from {first} to {last}"
+        raise WireError("parts.seqs", f"sequences below {seq}, each once", got)
     return manifest
 
 

@@ -1,10 +1,8 @@
-"""The experts that an engine has chosen for the tokens of a sample: the sizes that a model gives them, their bytes, and
-their checks.
+"""The experts that an engine chose for a sample's tokens: their sizes by the model, their bytes and their checks.
 
 Token-aligned: row t has the experts of token t when it was the input of a forward pass, [L, layers with experts,
 top_k]. A row is known, or unknown as a whole: then every id in it is the largest number of the dtype. The last token of
-a sequence is never an input of the engine. Shape letters: L = tokens of the sample, E = layers with experts, K =
-experts of a token.
+a sequence is never an input. L = tokens of the sample, E = layers with experts, K = experts of a token.
 """
 
 from collections.abc import Mapping
@@ -28,7 +26,7 @@ EXPERTS_OF = {
     "qwen2_moe": "num_experts",
     "qwen3_moe": "num_experts",
 }
-"""The key of config.json with the number of routed experts, for the families that have experts."""
+"""The key of config.json with the number of routed experts, by family."""
 _DTYPES: Mapping[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2")}
 _MAX_SIZE = 1 << 12
 """Maximum number of layers, and of experts of a token."""
@@ -39,12 +37,10 @@ class RoutedShape:
     """Sizes of the routing of a model."""
 
     num_layers: int
-    """All layers of the model."""
     layers: tuple[int, ...]
     """Those with routed experts, in order, from 0."""
     top_k: int
     num_experts: int
-    """Routed experts of a layer."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -65,11 +61,11 @@ class RoutedShape:
         return asdict(self) | {"layers": list(self.layers)}
 
     @classmethod
-    def read(cls, given: object) -> "RoutedShape":
+    def read(cls, fields: object) -> "RoutedShape":
         """Return the sizes that an engine reports. Raises ValueError for anything else."""
-        if not isinstance(given, Mapping) or not isinstance(layers := given.get("layers"), list):
-            raise ValueError(f"want a map with num_layers, layers, top_k and num_experts, got {str(given)[:80]}")
-        sizes: JsonObject = {name: given.get(name) for name in ("num_layers", "top_k", "num_experts")}
+        if not isinstance(fields, Mapping) or not isinstance(layers := fields.get("layers"), list):
+            raise ValueError(f"want a map with num_layers, layers, top_k and num_experts, got {str(fields)[:80]}")
+        sizes: JsonObject = {name: fields.get(name) for name in ("num_layers", "top_k", "num_experts")}
         if (
             not all(type(size) is int and 1 <= size < 1 << 16 for size in sizes.values())
             or not 0 < sizes["top_k"] <= sizes["num_experts"]
@@ -78,16 +74,13 @@ class RoutedShape:
         if not layers or not all(type(at) is int for at in layers) or sorted({*layers}) != layers:
             raise ValueError(f"layers: want numbers of layers in order, at least one, got {str(layers)[:80]}")
         if layers[0] < 0 or layers[-1] >= sizes["num_layers"]:
-            raise ValueError(
-                f"layers: want numbers from 0 to {sizes['num_layers'] - 1}, got {layers[0]} to {layers[-1]}"
-            )
+            got = f"{layers[0]} to {layers[-1]}"
+            raise ValueError(f"layers: want numbers from 0 to {sizes['num_layers'] - 1}, got {got}")
         return cls(layers=tuple(layers), **sizes)
 
     @classmethod
     def of(cls, values: JsonMapping) -> "RoutedShape | None":
-        """Return the sizes in the map of a config.json; None for a dense model. Raises KeyError, TypeError, ValueError
-        for wrong sizes.
-        """
+        """Return the sizes in a config.json; None for a dense model. Raises KeyError, TypeError, ValueError."""
         layers = tuple(at for at, sparse in enumerate(sparse_layers(values)) if sparse)
         if not layers:
             return None
@@ -102,10 +95,10 @@ class RoutedShape:
 def num_experts(values: JsonMapping) -> int:
     """Return the number of routed experts of a layer, by config.json; 0 for a dense model."""
     family = str(values.get("model_type"))
-    found = values.get(EXPERTS_OF.get(family, ""))
-    if found is None and family in RENAMED:
-        found = values.get(LOCAL_EXPERTS)
-    return found if isinstance(found, int) else 0
+    count = values.get(EXPERTS_OF.get(family, ""))
+    if count is None and family in RENAMED:
+        count = values.get(LOCAL_EXPERTS)
+    return count if isinstance(count, int) else 0
 
 
 def sparse_layers(values: JsonMapping) -> list[bool]:
@@ -120,8 +113,8 @@ def sparse_layers(values: JsonMapping) -> list[bool]:
 
 def unknown_rows(ids_LEK: RoutedExperts) -> NDArray[np.bool_]:
     """Return where the experts are unknown, [L]; the array must have been checked."""
-    found: NDArray[np.bool_] = ids_LEK[:, 0, 0] == np.iinfo(ids_LEK.dtype).max
-    return found
+    unknown_L: NDArray[np.bool_] = ids_LEK[:, 0, 0] == np.iinfo(ids_LEK.dtype).max
+    return unknown_L
 
 
 def check_routed_experts(ids_LEK: RoutedExperts, num_tokens: int, shape: RoutedShape | None = None) -> None:
@@ -130,29 +123,27 @@ def check_routed_experts(ids_LEK: RoutedExperts, num_tokens: int, shape: RoutedS
     Zeros everywhere are refused, because an engine that has captured nothing may send them.
     """
     if ids_LEK.ndim != 3 or len(ids_LEK) != num_tokens or not ids_LEK[:1].size == np.prod(ids_LEK.shape[1:]) > 0:
-        raise WireError(
-            "routed_experts", f"{num_tokens} tokens x layers x experts", f"an array of shape {ids_LEK.shape}"
-        )
+        got = f"an array of shape {ids_LEK.shape}"
+        raise WireError("routed_experts", f"{num_tokens} tokens x layers x experts", got)
     if shape is not None and ids_LEK.shape[1:] != (len(shape.layers), shape.top_k):
         want = f"{len(shape.layers)} layers and {shape.top_k} experts of a token, as the model has"
         raise WireError("routed_experts", want, f"{ids_LEK.shape[1]} and {ids_LEK.shape[2]}")
     missing = ids_LEK.reshape(num_tokens, -1) == np.iinfo(ids_LEK.dtype).max
     unknown_L = missing.all(axis=1)
     if (mixed_L := missing.any(axis=1) & ~unknown_L).any():
-        raise WireError(
-            f"routed_experts[{int(np.argmax(mixed_L))}]", "experts in all of its layers, or in none", "experts in some"
-        )
-    known = ids_LEK[~unknown_L]
-    if not len(known):
+        where = f"routed_experts[{int(np.argmax(mixed_L))}]"
+        raise WireError(where, "experts in all of its layers, or in none", "experts in some")
+    known_XEK = ids_LEK[~unknown_L]
+    if not len(known_XEK):
         return
-    if shape is not None and known.max() >= shape.num_experts:
-        raise WireError("routed_experts", f"ids < {shape.num_experts}", int(known.max()))
-    if not known.any():
+    if shape is not None and known_XEK.max() >= shape.num_experts:
+        raise WireError("routed_experts", f"ids < {shape.num_experts}", int(known_XEK.max()))
+    if not known_XEK.any():
         raise WireError("routed_experts", "the experts that the engine has chosen", "0 everywhere")
-    ordered = np.sort(known, axis=-1)
+    ordered = np.sort(known_XEK, axis=-1)
     if (twice := (ordered[..., 1:] == ordered[..., :-1]).any(axis=(1, 2))).any():
-        where = int(np.flatnonzero(~unknown_L)[np.argmax(twice)])
-        raise WireError(f"routed_experts[{where}]", "different experts in each layer", "one of them twice")
+        token = int(np.flatnonzero(~unknown_L)[np.argmax(twice)])
+        raise WireError(f"routed_experts[{token}]", "different experts in each layer", "one of them twice")
 
 
 _WANT = "a map of layers, top_k, dtype (uint8 or uint16) and ids, raw little-endian bytes"

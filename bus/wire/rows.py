@@ -1,5 +1,4 @@
-"""Rows of the key-value buckets, field by field, and the check of a row as it is read. A row of another shape is
-refused.
+"""Rows of the key-value buckets, field by field; a row of another shape is refused as it is read.
 
 Fields without a default are required, further fields are ignored. Rows that other rooms describe in full are here as
 far as a process must be able to rely on them.
@@ -29,26 +28,20 @@ Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="an integer o
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1, description="an integer >= 0")]
 Number = Annotated[float, Meta(ge=-_MAX_FLOAT, le=_MAX_FLOAT, description="a finite number")]
 Gauge = Number | bool
-"""A count, a gauge or a flag."""
 Key = Annotated[str, Meta(pattern=r"\A[!-~]{1,512}\Z", description="1 to 512 visible ASCII characters")]
 """A key as it can stand in a header of HTTP."""
 R = TypeVar("R")
 
 
 MOST_RANKS = 1024
-"""Maximum number of processes of one engine that receive weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Capabilities of an engine to receive weights, and to serve them to other engines. A learner's row has its devices
-    alone.
-    """
+    """Capabilities of an engine to receive weights and to serve them to others; of a learner, its devices alone."""
 
     single_request_push: bool = False
-    """It receives a push in one request (``receive_push``); otherwise begin, each bucket and the end have a request
-    each.
-    """
+    """It receives a push in one request; else begin, each bucket and the end have a request each."""
     peer_snapshots: bool = False
     """It serves snapshots of the weights it has to engines that catch up."""
     colocated: bool = False
@@ -85,26 +78,19 @@ class LiveRow:
     load: dict[Text, Gauge] = field(default_factory=dict)
     """Counters and gauges (tokens_generated, waiting_share, in_flight, ...)."""
     capabilities: Capabilities = field(default_factory=Capabilities)
-    """Capabilities of an engine; of a learner, its devices."""
     taking_memory: bool = False
     """A colocated engine is taking memory by itself; a learner that acquires the accelerator waits for it."""
     address: Text = ""
-    """URL at which it serves, if it does."""
     pool: Text = ""
     """Group of hosts that a host belongs to."""
     handles: Text = ""
     """Address at which an engine receives handles of weights (``ipc://...``), if it does."""
     place: Text = ""
-    """Domain of shared memory of an engine that receives handles (``weightstore/transport/handles.py``). Equal ones can
-    share memory.
-    """
+    """Domain of shared memory of an engine that receives handles; engines with equal ones can share memory."""
     unreadable: Text = ""
-    """Messages and rows that it passed over because it could not read them (``bus/client/refusals.py``); empty = none.
-    """
+    """Messages and rows that it passed over (``bus/client/refusals.py``); empty = none."""
     rollouts: tuple[Text, ...] = ()
-    """Rollouts with tasks that an actor leases, ``single_turn`` for those without one; empty = not reported, or no
-    actor's row.
-    """
+    """Rollouts whose tasks an actor leases, ``single_turn`` for those without one; empty = not reported."""
     nonce: Text = ""
     """Random text of an engine's process, which it answers to a call at its ``address``; empty = it answers none."""
     reached: dict[Text, Text] = field(default_factory=dict)
@@ -125,9 +111,7 @@ class VersionRow:
     snapshot: Text = ""
     """URL or directory of a snapshot of these weights, when there is one."""
     after: Whole = -1
-    """Last sequence of SAMPLES before any engine could have it: no sample up to there can be of this version. -1 = not
-    set yet.
-    """
+    """Last sequence of SAMPLES before any engine could have it, so no sample up to there is of it; -1 = not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +119,6 @@ class ReaderRow:
     """The row of a registered reader of SAMPLES."""
 
     created: Text
-    """Creation time of the stream."""
     floor: Natural
     """Highest sequence up to which all samples are processed."""
     policy: Text = "wait"
@@ -363,7 +346,7 @@ def _head(value: JsonObject) -> tuple[type, ...]:
 
 
 def _kind(bucket: str, key: str) -> type:
-    for known, kind in _ROWS[bucket].items():
-        if key == known or (known.endswith("*") and key.startswith(known[:-1])):
+    for pattern, kind in _ROWS[bucket].items():
+        if key == pattern or (pattern.endswith("*") and key.startswith(pattern[:-1])):
             return kind
     return _Anything

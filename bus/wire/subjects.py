@@ -11,27 +11,20 @@ from tidemill.bus.wire.messages import Kind
 TASKS, SAMPLES, PLAN, PARTIALS, TURNS, DEAD = "TASKS", "SAMPLES", "PLAN", "PARTIALS", "TURNS", "DEAD"
 BUCKETS = ("weights", "run", "live", "wanted", "keys")
 SECRET_BUCKETS = ("keys",)
-"""Buckets that not every process may read."""
 CONSUMERS = {Kind.TRAIN: "rollout", Kind.EVAL: "eval"}
-"""Durable consumer of TASKS for each kind."""
 
 EPOCH_KEY = "epoch"
 """Row of the bucket ``run``: ``{"epoch": n}``."""
 FLOOR_KEY = "task_floor"
 """Row of the bucket ``run``: ``{"floor": n}``, all tasks with ids up to n are settled."""
 END_KEY = "end"
-"""Row of the bucket ``run``: the last step of a run that ends before ``learner.steps``, and the reason; none while the
-run goes on.
-"""
+"""Row of the bucket ``run``: last step and reason of a run that ends before ``learner.steps``."""
 BEST_KEY = "best"
 """Row of the bucket ``run``: the best version by ``eval.best`` that has a checkpoint."""
 SETTINGS_KEY = "settings"
-"""Rows ``settings.<epoch>`` of the bucket ``run``, one for each start of the learner:
-``tidemill.learner.settings.step_settings``.
-"""
+"""Rows ``settings.<epoch>`` of the bucket ``run``: ``tidemill.learner.settings.step_settings``."""
 REFUSED_KEY = "refused"
-"""Rows ``refused.<actor>`` of the bucket ``run``, one for each actor that sends only invalid samples:
-``tidemill.learner.buffer.senders.Refusal``."""
+"""Rows ``refused.<actor>`` of the bucket ``run``: ``tidemill.learner.buffer.senders.Refusal``."""
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Sequence"
@@ -60,6 +53,11 @@ def token(text: str) -> str:
     return _NOT_TOKEN.sub("_", text) or "_"
 
 
+def inbox_prefix(user: str) -> str:
+    """Return the prefix of the reply subjects of a user; the server lets no other user subscribe to them."""
+    return f"_INBOX_{token(user)}" if user else "_INBOX"
+
+
 def stream(run: str, name: str) -> str:
     """Return the name of a stream of a run; ``name`` is the short one, such as TASKS."""
     return f"TM_{run}_{name}"
@@ -76,9 +74,7 @@ def row(run: str, bucket: str, key: str) -> str:
 
 
 def task(run: str, kind: str, rollout: str = "") -> str:
-    """Return the subject of a task. ``kind``: train, eval, or fence. Tasks of a rollout are on a subject of their
-    own.
-    """
+    """Return the subject of a task, its rollout's own where it has one. ``kind``: train, eval, or fence."""
     return f"tm.{run}.task.{kind}-{rollout}" if rollout else f"tm.{run}.task.{kind}"
 
 
@@ -88,9 +84,7 @@ def consumer(kind: Kind, rollout: str = "") -> str:
 
 
 def queues(rollouts: Sequence[str]) -> dict[tuple[Kind, str], str]:
-    """Return the durable consumers of TASKS by kind and rollout: one for tasks without a rollout, and one for each
-    rollout.
-    """
+    """Return the durable consumers of TASKS by kind and rollout; the empty rollout has single turns."""
     plain = {(kind, ""): name for kind, name in CONSUMERS.items()}
     return plain | {(kind, rollout): consumer(kind, rollout) for rollout in rollouts for kind in Kind}
 
@@ -112,9 +106,7 @@ def plan(run: str, kind: str) -> str:
 
 
 def sample(run: str, kind: str, version: int, actor: str) -> str:
-    """Return the subject of a sample. ``version``: the oldest that generated one of its tokens; ``none`` for an empty
-    response.
-    """
+    """Return the subject of a sample. ``version``: the oldest of its tokens; -1 for an empty response."""
     return f"tm.{run}.sample.{kind}.{version if version >= 0 else 'none'}.{token(actor)}"
 
 
@@ -161,17 +153,13 @@ def refused(actor: str) -> str:
 
 
 def actor_of_sample(subject: str) -> str:
-    """Return the actor that a subject of SAMPLES names, fit to be shown: on a bus with users, the user that stored the
-    message.
-    """
+    """Return the actor (on a bus with users, the user that stored the message) in a subject, fit to be shown."""
     tokens = subject.split(".", 6)
     return token(tokens[5])[:_LONGEST_NAME] if len(tokens) > 5 else "_"
 
 
 def acks(run: str, rollouts: Sequence[str] = ()) -> list[str]:
-    """Return the subjects on which actors acknowledge training tasks, of each queue without a JetStream domain and with
-    one.
-    """
+    """Return the subjects of acknowledgements of training tasks, without a JetStream domain and with one."""
     names = [name for (kind, _), name in queues(rollouts).items() if kind is Kind.TRAIN]
     tasks = stream(run, TASKS)
     return [subject for name in names for subject in (f"$JS.ACK.{tasks}.{name}.>", f"$JS.ACK.*.*.{tasks}.{name}.>")]
@@ -230,10 +218,10 @@ def delivery(reply: str) -> Delivery | None:
     if not (digits.isascii() and digits.isdigit()):
         return None
     try:
-        found = Delivery(*map(int, numbers))
+        parsed = Delivery(*map(int, numbers))
     except (ValueError, TypeError):  # an empty text, or one of thousands of digits; fewer than five
         return None
-    return found if max(found) < _LIMIT else None
+    return parsed if max(parsed) < _LIMIT else None
 
 
 def dead(run: str) -> str:
@@ -262,9 +250,7 @@ def metric(run: str, source: str = ">") -> str:
 
 
 def full(run: str) -> str:
-    """Return the subject of requests for the reason for which the bus stores nothing; only while there is one it is
-    answered.
-    """
+    """Return the subject of requests for the reason for which the bus stores nothing; else no process answers."""
     return f"tm.{run}.full"
 
 

@@ -14,7 +14,6 @@ from tidemill.bus.wire.messages import NOT_ON_WIRE, Span
 
 _ID_LIMIT = 2**63
 MOST_TURNS = 2**31
-"""Limit of the numbers of turns."""
 
 
 class TurnKind(StrEnum):
@@ -41,7 +40,6 @@ class TurnRecord:
     task: int
     index: int
     attempt: str
-    """Nonce of the lease under which it was stored."""
     number: int = 0
     """Number of a turn, from 0 and in order of storage; of a state, above the numbers of the turns in front of it."""
     parent: int = -1
@@ -51,7 +49,6 @@ class TurnRecord:
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     """Sampled ids, [R]."""
     log_probs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
-    """Log-probabilities as in a Sample, [R]."""
     spans: tuple[Span, ...] = ()
     id: str = ""
     """Name of the turn, as the program saw it."""
@@ -73,7 +70,6 @@ class TurnRecord:
     sample_seq: int = 0
     """Sequence of the sample in SAMPLES, in a record of kind ``end``."""
     extra: JsonObject = field(default_factory=dict, metadata=NOT_ON_WIRE)
-    """Unknown fields, kept and passed on."""
 
 
 def check_turn_record(record: TurnRecord) -> None:
@@ -113,6 +109,5 @@ def _check_state(record: TurnRecord) -> None:
             raise WireError(f"ids[{name!r}]", f"a number below {record.number}", number)
     for number, reward in record.rewards.items():
         if not 0 <= number < record.number or not abs(reward) <= MAX_REWARD:
-            raise WireError(
-                f"rewards[{number}]", f"a number below {record.number}, and a reward within +-{MAX_REWARD:g}", reward
-            )
+            want = f"a number below {record.number}, and a reward within +-{MAX_REWARD:g}"
+            raise WireError(f"rewards[{number}]", want, reward)

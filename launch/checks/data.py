@@ -18,7 +18,7 @@ from tidemill.launch.settings.datasets import prompts
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.data.config import REFUSE, DataConfig
 from tidemill.learner.data.source import Source
-from tidemill.learner.debug.prompts import read_prompts
+from tidemill.learner.debug.config import read_prompts
 from tidemill.learner.debug.rollout_file import read_header
 from tidemill.learner.errors import DebugFileRefused, PromptError, TemplateLacks
 from tidemill.learner.prompts.bad_rows import RowTooLong
@@ -74,9 +74,7 @@ class SourceReading:
 
     @classmethod
     def of(cls, source: Source, rules: RowRules, recorded: Collection[str]) -> "SourceReading":
-        """Read a source. ``recorded``: rollouts with recorded responses. Raises PromptError for a source that cannot be
-        read.
-        """
+        """Read a source; ``recorded``: rollouts with recorded responses. Raises PromptError for an unreadable one."""
         refuse_template(source.template)
         reading, until = cls(source=source), time.monotonic() + READ_S
         for scanned in scan_rows(source):
@@ -124,7 +122,6 @@ class SourceReading:
         self.rows = [row for number, row in enumerate(self.rows) if number not in bad]
 
     def __str__(self) -> str:
-        """Return how much was read and tokenized."""
         size = f"{self.read} prompts read"
         if not self.complete:
             share = "" if self.total is None else f" of {self.total} ({100 * self.read / self.total:.2g} %)"
@@ -158,13 +155,8 @@ class SourceReading:
                 )
         if num_hidden := len(causes) - MOST_CAUSES if len(causes) > MOST_CAUSES else 0:
             got = f"bad rows of {num_hidden} further causes"
-            report.warning(
-                topic,
-                str(self.source),
-                want="rows that can be used",
-                got=got,
-                cure="tidemill data check names all of them",
-            )
+            want = "rows that can be used"
+            report.warning(topic, str(self.source), want=want, got=got, cure="tidemill data check names all of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,15 +177,12 @@ class Prompts:
 
 
 def check_data(
-    report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None, *, made: bool
+    report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None, *, prepared: bool
 ) -> Prompts | None:
-    """Report bad rows and errors in ``data``; return the facts about its prompts, None after an error.
-
-    ``made``: ``prepare`` makes the file.
-    """
+    """Report errors in ``data``; return facts about its prompts, None after an error."""
     try:
         refuse_template(config.data.template)
-        if made:
+        if prepared:
             return _check_prepared(report, config)
         if not config.data.used:
             cure = "set one, or have a small one made: prepare: {kind: digits}"
@@ -229,9 +218,7 @@ def check_data(
 def check_evaluation(
     report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None
 ) -> Prompts | None:
-    """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about the sets that are
-    read.
-    """
+    """Report bad rows and errors in the evaluation sets of a run with evaluations; return facts about them."""
     rows: list[PromptRow] = []
     for name, eval_set in config.eval.sets.items() if config.eval.every else ():
         setting, data, before = f"eval.sets.{name}", eval_set.data(config.data), len(report.errors)
@@ -239,12 +226,9 @@ def check_evaluation(
         cure = f"fix the file, or the keys of {setting} ({data.path})"
         if model is not None and tokenize is not None and model.context <= new:
             want = f"< {model.context}, the model's context"
+            cure = "lower it"
             report.error(
-                EVALUATION,
-                report.at(f"{setting}.max_new_tokens"),
-                want=want,
-                got=eval_set.max_new_tokens,
-                cure="lower it",
+                EVALUATION, report.at(f"{setting}.max_new_tokens"), want=want, got=eval_set.max_new_tokens, cure=cure
             )
             continue
         try:
@@ -308,26 +292,21 @@ def tokens_of(
 
 def _report_lack(report: Report, topic: str, data: DataConfig, error: TemplateLacks) -> None:
     cure = "fix the rows, data.template or the model's chat template"
-    report.error(
-        topic, _place(data), want="a prompt that tokenizer and chat template accept", got=str(error), cure=cure
-    )
+    want = "a prompt that tokenizer and chat template accept"
+    report.error(topic, _place(data), want=want, got=str(error), cure=cure)
 
 
 def _check_grouped(report: Report, config: RunConfig, rows: Sequence[PromptRow], *, complete: bool) -> None:
     """Warn where no row has the metadata of ``group_reward_when``; if not all rows are read, nothing is known."""
     when = config.actor.group_reward_when
     if when and complete and not any(fits(when, row.metadata) for row in rows):
-        want, cure = (
-            f"rows with metadata {when!r:.200}",
-            "fix it, or data.metadata_key: their samples are scored one by one",
-        )
+        want = f"rows with metadata {when!r:.200}"
+        cure = "fix it, or data.metadata_key: their samples are scored one by one"
         report.warning("data", report.at("actor.group_reward_when"), want=want, got=f"none of {len(rows)}", cure=cure)
 
 
 def _check_passes(report: Report, config: RunConfig, in_pass: int) -> None:
-    """Report where a number of passes ends the run, and a learning rate that ends elsewhere. ``in_pass``: prompts of a
-    pass.
-    """
+    """Report where the passes (of ``in_pass`` prompts) end the run, and a learning rate that ends elsewhere."""
     learner = config.learner
     steps = -(-learner.num_epochs * in_pass // learner.groups_per_step)
     if steps >= learner.steps:
@@ -343,20 +322,15 @@ def _check_passes(report: Report, config: RunConfig, in_pass: int) -> None:
         ),
     )
     if learner.optimizer.lr_decay != "constant":
-        report.warning(
-            "data",
-            report.at("learner.num_epochs"),
-            want=(
-                f"learner.steps: {steps} with learner.optimizer.lr_decay: {learner.optimizer.lr_decay}, which "
-                "ends at learner.steps"
-            ),
-            got=learner.steps,
-            cure="lower learner.steps, or the rate is still high when the run ends",
+        want = (
+            f"learner.steps: {steps} with learner.optimizer.lr_decay: {learner.optimizer.lr_decay}, which "
+            "ends at learner.steps"
         )
+        cure = "lower learner.steps, or the rate is still high when the run ends"
+        report.warning("data", report.at("learner.num_epochs"), want=want, got=learner.steps, cure=cure)
 
 
 def _in_pass(readings: Sequence[SourceReading]) -> int:
-    """Return the prompts of a pass."""
     return sum(Share(first=0, size=reading.read, weight=reading.source.weight, name="").in_pass for reading in readings)
 
 
@@ -374,16 +348,13 @@ def _check_prepared(report: Report, config: RunConfig) -> Prompts:
     if config.prepare.kind == "digits":  # a token a character
         longest = "0" * config.prepare.max_digits + "="
         tokens = len(config.data.template.replace("{prompt}", longest) or longest)
-        room = config.prepare.max_position - config.sampling.max_new_tokens
+        room = config.prepare.values["max_position_embeddings"] - config.sampling.max_new_tokens
         if tokens > room > 0:
-            want = f"<= {room} for the longest prompt: prepare.max_position less sampling.max_new_tokens"
-            report.error(
-                "data",
-                report.at("prepare.max_digits"),
-                want=want,
-                got=f"{tokens} tokens",
-                cure="raise prepare.max_position",
+            want = (
+                f"<= {room} for the longest prompt: prepare.model.max_position_embeddings less sampling.max_new_tokens"
             )
+            cure = "raise prepare.model.max_position_embeddings"
+            report.error("data", report.at("prepare.max_digits"), want=want, got=f"{tokens} tokens", cure=cure)
     _check_grouped(report, config, [row], complete=True)
     report.good("data", f"made at the start: {config.prepare.kind}")
     return Prompts(rows=[row], longest=tokens)
@@ -400,9 +371,8 @@ def check_debug(report: Report, config: RunConfig) -> None:
             report.error("debug", where, want=error.want, got=f"{error.where}: {error.got}", cure="fix the file")
         if debug.dump_modules.step > config.learner.steps:
             where, steps = report.at("debug.dump_modules.step"), config.learner.steps
-            report.error(
-                "debug", where, want=f"<= learner.steps = {steps}", got=debug.dump_modules.step, cure="lower it"
-            )
+            want = f"<= learner.steps = {steps}"
+            report.error("debug", where, want=want, got=debug.dump_modules.step, cure="lower it")
     if debug.load_rollout:
         _check_files(report, config)
 
@@ -424,13 +394,8 @@ def _check_files(report: Report, config: RunConfig) -> None:
     try:
         headers = [read_header(file) for file in dict.fromkeys(files)]
     except DebugFileRefused as error:
-        report.error(
-            "debug",
-            where,
-            want=error.want,
-            got=f"{error.where}: {error.got}",
-            cure="save it again with debug.save_rollout",
-        )
+        cure = "save it again with debug.save_rollout"
+        report.error("debug", where, want=error.want, got=f"{error.where}: {error.got}", cure=cure)
         return
     report.good(
         "debug", f"{len(headers)} files of recorded batches, {sum(header['samples'] for header in headers)} samples"
@@ -438,7 +403,7 @@ def _check_files(report: Report, config: RunConfig) -> None:
 
 
 def _size(source: Source) -> int | None:
-    """Return the rows of a source, by its files' size where that takes no time; None = not known."""
+    """Return the rows of a source, where counting takes no time; None = not known."""
     count = count_rows(source.path)
     return None if count is None else len(range(count)[source.start : source.stop])
 

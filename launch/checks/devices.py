@@ -8,9 +8,8 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.machine import GPU
 from tidemill.launch.checks.model import CheckedModel, rank_rows
 from tidemill.launch.devices.demand import ModelSize, rank_variables, refuse_expandable_engine, want_of
-from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.placement import place
-from tidemill.launch.devices.shapes import Node, Placed, described
+from tidemill.launch.devices.shapes import Node, Placed, PlacementRefused, described
 from tidemill.launch.devices.visible import this_node
 from tidemill.launch.settings.run_config import RunConfig
 
@@ -28,7 +27,7 @@ def check_devices(
         placed = place([node], want_of(config, node, learner=learner, engines=engines, size=size))
         _refuse_allocator(config, node, placed)
     except PlacementRefused as refused:
-        report.error("devices", report.at(refused.where), want=refused.wanted, got=refused.found, cure=refused.cure)
+        report.error("devices", report.at(refused.where), want=refused.want, got=refused.got, cure=refused.cure)
         return
     if not node.devices:
         _want_cuda(report, config, engines=engines, learner=learner)
@@ -42,7 +41,6 @@ def check_devices(
 
 
 def _refuse_allocator(config: RunConfig, node: Node, placed: Placed) -> None:
-    """Raise PlacementRefused for an environment in which colocated processes could not release their memory."""
     for rank in placed.ranks:
         rank_variables(node, rank, config, os.environ)
     if config.learner.colocated and any(engine.uuids for engine in placed.engines):
@@ -50,9 +48,7 @@ def _refuse_allocator(config: RunConfig, node: Node, placed: Placed) -> None:
 
 
 def _want_cuda(report: Report, config: RunConfig, *, engines: int, learner: bool) -> None:
-    """Refuse ``device: cuda`` where there is no driver of NVIDIA. (Without nvidia-smi there may be one, and torch finds
-    its devices.)
-    """
+    """Refuse ``device: cuda`` without a driver. (Without nvidia-smi there may be one, and torch finds its devices.)"""
     if GPU.exists():
         return
     is_builtin = engines and config.engine.kind == "builtin"
@@ -61,13 +57,12 @@ def _want_cuda(report: Report, config: RunConfig, *, engines: int, learner: bool
         ("engine.device", is_builtin and config.engine.device),
     ):
         if device == "cuda":
-            report.error(
-                "devices", report.at(setting), want="auto or cpu: this machine has no GPU", got="cuda", cure="change it"
-            )
+            want = "auto or cpu: this machine has no GPU"
+            report.error("devices", report.at(setting), want=want, got="cuda", cure="change it")
 
 
 def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *, ranks: int) -> None:
-    """Compare what ranks on GPUs keep in this machine's memory (offloaded state, copies of weights) with its size."""
+    """Compare what ranks on GPUs keep in this machine's memory with its size."""
     if model.shape is None and not model.tensors:
         report.good("host memory", "not checked: the tensors of the model are not known")
         return
@@ -86,17 +81,11 @@ def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *
     )
     settings = [name for name, used in _kept_outside(config).items() if used]
     cure = " or ".join(["use a larger machine", *(f"{name}: false" for name in settings)])
-    report.error(
-        "host memory",
-        report.at(settings[0] if settings else "learner"),
-        want=want,
-        got=f"{total / 1e9:.1f} GB",
-        cure=cure,
-    )
+    got = f"{total / 1e9:.1f} GB"
+    report.error("host memory", report.at(settings[0] if settings else "learner"), want=want, got=got, cure=cure)
 
 
 def _report_unchecked(report: Report, node: Node, placed: Placed, size: ModelSize) -> None:
-    """Report the devices whose memory has not been compared with the needs of their processes."""
     used = {uuid for rank in placed.ranks for uuid in rank.uuids} | {
         uuid for engine in placed.engines for uuid in engine.uuids
     }
@@ -108,7 +97,6 @@ def _report_unchecked(report: Report, node: Node, placed: Placed, size: ModelSiz
 
 
 def _kept_outside(config: RunConfig) -> dict[str, bool]:
-    """Settings that move a rank's memory to the machine, and whether each of them is on."""
     learner = config.learner
     return {
         "learner.offload_optimizer": learner.offload_optimizer,

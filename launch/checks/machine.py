@@ -36,9 +36,7 @@ ANSWER_S = 0.5
 """Share of the free disk that nats-server takes for its streams. Measured with 2.15.1: it logs
 "Max Storage" 1.50 GB on a disk of 2 GB."""
 MORE_FOR_BEST = 3
-"""Checkpoints that ``eval.best`` keeps beside the newest: the best, and the ones of the version under evaluation and of
-the next.
-"""
+"""Checkpoints that ``eval.best`` keeps: the best, that of the version under evaluation and the next."""
 MODEL_BYTES = 4
 """Bytes on disk per parameter of a model, float32."""
 CHECKPOINT_BYTES = 16
@@ -53,10 +51,8 @@ STORE_ANSWER_S = 20.0
 """Longest time in which the store takes a small object, returns and removes it."""
 
 
-def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
-    """Check that the engine's program exists, and the release of SGLang beside it; ``here``: engines are started on
-    this machine.
-    """
+def check_engine(report: Report, config: RunConfig, *, on_this_machine: bool) -> None:
+    """Check the engine's program and the release of SGLang; ``on_this_machine``: engines are started here."""
     engine = config.engine
     if engine.kind != "sglang" or engine.sglang.url:
         user = (
@@ -65,46 +61,33 @@ def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
         for name in ("arguments", "environment"):
             if values := getattr(engine.sglang, name):
                 cure = "remove them, or give them to the server where it is started"
-                report.warning(
-                    "engine", report.at(f"engine.sglang.{name}"), want=f"none with {user}", got=values, cure=cure
-                )
+                want = f"none with {user}"
+                report.warning("engine", report.at(f"engine.sglang.{name}"), want=want, got=values, cure=cure)
         return
-    severity = report.error if here else report.warning
+    severity = report.error if on_this_machine else report.warning
     where, program = report.at("engine.sglang.python"), shutil.which(engine.sglang.python)
     if program is None:
         want, got = "the Python interpreter of an environment with SGLang", f"{engine.sglang.python!r}: no such program"
-        severity(
-            "engine",
-            where,
-            want=want,
-            got=got,
-            cure="make that environment (docs/sglang.md), or set engine.kind: builtin",
-        )
+        cure = "make that environment (docs/sglang.md), or set engine.kind: builtin"
+        severity("engine", where, want=want, got=got, cure=cure)
         return
     releases = _installed(program, "sglang")
     if releases is not None and not releases:
-        want, got = (
-            "the Python interpreter of an environment with SGLang",
-            f"{engine.sglang.python!r}, whose packages have no sglang",
-        )
-        report.warning(
-            "engine", where, want=want, got=got, cure="install it there (docs/sglang.md), or give another one"
-        )
+        want = "the Python interpreter of an environment with SGLang"
+        got = f"{engine.sglang.python!r}, whose packages have no sglang"
+        cure = "install it there (docs/sglang.md), or give another one"
+        report.warning("engine", where, want=want, got=got, cure=cure)
     for release in releases or ():
         try:
             release_of(engine.sglang.python, release)
         except EngineFailed:
-            want, got = (
-                f"an environment with SGLang {written(OLDEST)} or newer",
-                f"{engine.sglang.python!r}: SGLang {release}",
-            )
+            want = f"an environment with SGLang {written(OLDEST)} or newer"
+            got = f"{engine.sglang.python!r}: SGLang {release}"
             severity("engine", where, want=want, got=got, cure="install a newer release there (docs/sglang.md)")
 
 
 def _installed(program: str, package: str) -> list[str] | None:
-    """Return the releases of a package in the virtual environment of an interpreter; None where it has another
-    layout.
-    """
+    """Return the releases of a package in an interpreter's environment; None where it has another layout."""
     places = list(Path(program).parent.parent.glob("lib/python3*/site-packages"))
     folders = [folder for place in places for folder in place.glob(f"{package}-*.dist-info")]
     return (
@@ -120,9 +103,8 @@ def check_bus(
     for name in ("tls_cert", "tls_key", "tls_ca"):
         file = getattr(config.bus, name)
         if file and not Path(file).is_file():
-            report.error(
-                "bus", report.at(f"bus.{name}"), want="a PEM file", got=f"{file!r}: no such file", cure="fix the path"
-            )
+            got = f"{file!r}: no such file"
+            report.error("bus", report.at(f"bus.{name}"), want="a PEM file", got=got, cure="fix the path")
     if not config.bus.url:
         _check_plan(report, config, config.bus.max_payload_bytes, report.at("bus.max_payload_bytes"))
         return
@@ -130,19 +112,13 @@ def check_bus(
     wrong = _wrong_servers(config.bus.url)
     if wrong:
         want = "nats://host:port (or tls://), several with commas"
-        report.error(
-            "bus",
-            where,
-            want=want,
-            got=f"{config.bus.url!r}: {wrong}",
-            cure="fix it, or remove it: a server is started then",
-        )
+        cure = "fix it, or remove it: a server is started then"
+        report.error("bus", where, want=want, got=f"{config.bus.url!r}: {wrong}", cure=cure)
     elif reach:
         _reach(report, where, config)
 
 
 def _wrong_servers(url: str) -> str:
-    """Return the defect of the address; empty if there is none."""
     if "://" not in url and ":" not in url:
         return "no port"
     try:
@@ -156,12 +132,7 @@ def _wrong_servers(url: str) -> str:
 
 
 def _check_stream(report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None) -> None:
-    """Check that SAMPLES has room for the samples between the kept checkpoints, computed for the longest prompt, or the
-    longest possible.
-
-    Too little room for the longest prompt is an error; for the longest possible one it is a warning, since a context of
-    100,000 tokens needs many times the room that prompts of 200 need.
-    """
+    """Check that SAMPLES has room for the longest prompts between the kept checkpoints; unknown ones are a warning."""
     known_longest = config.data.max_prompt_tokens or (data.longest if data is not None else 0)
     longest = known_longest or max(0, model.context - config.sampling.max_new_tokens if model is not None else 0)
     routed = model.routed_bytes if model is not None else 0
@@ -182,9 +153,7 @@ def _check_stream(report: Report, config: RunConfig, model: CheckedModel | None,
 
 
 def _check_plan(report: Report, config: RunConfig, max_payload: int, where: str) -> None:
-    """Check that the plan of a step fits in one message: with one sequence a sample, and with as many as the rollouts'
-    budgets allow.
-    """
+    """Check that the plan of a step fits in one message, also with the sequences that budgets allow."""
     samples, groups, room = config.samples_per_step, config.learner.groups_per_step, max_payload - HEADER_RESERVE_BYTES
     versions = config.staleness.max_lag + 1
     want = f"room for the plan of a step, of {groups} groups and {samples} samples, in one message"
@@ -209,9 +178,7 @@ def _check_plan(report: Report, config: RunConfig, max_payload: int, where: str)
 
 
 def _most_sequences(budget: Budget) -> int:
-    """Return the largest number of sequences that a budget allows an episode; 1 where it limits none of what makes
-    them.
-    """
+    """Return the largest number of sequences that a budget allows an episode; 1 without a limit."""
     # A sequence has a turn of its own, a sampled token, and a token of context.
     limits = [limit for limit in (budget.turns, budget.tokens, budget.total_tokens // 2) if limit]
     return min(limits, default=1)
@@ -233,15 +200,12 @@ def _reach(report: Report, where: str, config: RunConfig) -> None:
             _check_plan(report, config, largest, f"max_payload of {server}")
         return
     want = "a nats-server that can be reached"
-    report.error(
-        "bus", where, want=want, got="; ".join(reasons), cure="start it, or remove bus.url: one is started then"
-    )
+    cure = "start it, or remove bus.url: one is started then"
+    report.error("bus", where, want=want, got="; ".join(reasons), cure=cure)
 
 
 def _info(server: str) -> dict[str, object]:
-    """Return a server's INFO. Raises OSError, ValueError. Source: docs.nats.io, "NATS Protocol": it is sent first,
-    before TLS, too.
-    """
+    """Return a server's INFO, its first line. Raises OSError, ValueError. Source: docs.nats.io, "NATS Protocol"."""
     parts = urlsplit(server)
     with socket.create_connection((parts.hostname or "", parts.port or 4222), timeout=ANSWER_S) as opened:
         line = opened.makefile("rb").readline(1 << 16)
@@ -258,31 +222,25 @@ def _check_server(report: Report, where: str, server: str, info: dict[str, objec
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_SERVER:
         report.error("bus", where, want=f"nats-server >= {oldest}", got=f"{version} at {server}", cure="update it")
     elif not info.get("jetstream"):
-        report.error(
-            "bus", where, want="a nats-server with JetStream", got=f"one without at {server}", cure="start it with -js"
-        )
+        want = "a nats-server with JetStream"
+        report.error("bus", where, want=want, got=f"one without at {server}", cure="start it with -js")
     else:
         report.good("bus", f"{server}: nats-server {version} with JetStream")
 
 
 def _writable(report: Report, setting: str, directory: Path) -> Path | None:
-    """Return the nearest directory that exists; None, after an error, where ``directory`` cannot be made in it, or
-    written to.
-    """
+    """Return the nearest directory that exists; None, after an error, where it cannot be written to."""
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return existing
     want = "a directory that can be made and written to"
-    report.error(
-        "disk", report.at(setting), want=want, got=f"{existing} cannot be written to", cure="set another directory"
-    )
+    got = f"{existing} cannot be written to"
+    report.error("disk", report.at(setting), want=want, got=got, cure="set another directory")
     return None
 
 
 def check_places(report: Report, config: RunConfig, model: CheckedModel | None, *, trains: bool = True) -> None:
-    """Check that the run's directory can be written, and that the disk has room for checkpoints and for the bus's
-    store.
-    """
+    """Check that the run's directory can be written, and that its disk has room."""
     logs = config.learner.megatron.get(MEGATRON_LOGS)
     if isinstance(logs, str) and logs:
         _writable(report, f"learner.megatron.{MEGATRON_LOGS}", Path(logs))
@@ -321,13 +279,8 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None, 
         report.error("disk", report.at("bus.samples_max_bytes"), want=want, got=_gb(stored), cure=cure)
     elif not config.bus.url and (lack := lacking(config.root / "bus", needed_bytes(config.bus))):
         # No error: a learner that starts beside a bus on a full disk waits for it, as all processes do.
-        report.warning(
-            "disk",
-            report.at("directory"),
-            want="room for the bus, which waits for it",
-            got=lack,
-            cure="or set another directory",
-        )
+        want = "room for the bus, which waits for it"
+        report.warning("disk", report.at("directory"), want=want, got=lack, cure="or set another directory")
     elif kept + stored > free:
         want = f"room for {_gb(kept)} of checkpoints beside {_gb(stored)} of samples (bus.samples_max_bytes)"
         cure = "lower bus.samples_max_bytes or learner.keep_checkpoints, or set directory to a larger disk"
@@ -337,9 +290,7 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None, 
 
 
 def _checkpoint_bytes(config: RunConfig, model: CheckedModel) -> int:
-    """Return the bytes of one checkpoint: the state of the policy or of its adapters, the critic's, and a reference
-    that moves.
-    """
+    """Return the bytes of a checkpoint: state of the policy or its adapters, critic, a reference that moves."""
     learner, parameters = config.learner, model.num_parameters
     state = model.num_trained or parameters if learner.lora.rank else parameters
     if learner.algorithm.by_critic:
@@ -350,9 +301,7 @@ def _checkpoint_bytes(config: RunConfig, model: CheckedModel) -> int:
 
 
 def _models_kept(config: RunConfig) -> int:
-    """Return the number of Hugging Face directories at the end of the run: the last one, and the directories of earlier
-    steps.
-    """
+    """Return the number of Hugging Face directories at the end of the run."""
     every, keep = config.learner.save_hf_every, config.learner.keep_hf
     num_models = config.learner.steps // every if every else 0
     return 1 + (min(num_models, keep) if keep else num_models)
@@ -392,22 +341,18 @@ def check_store(report: Report, config: RunConfig, *, reach: bool, answer_s: flo
         report.error("store", where, want="a store that outlives a process", got=url, cure=cure)
     elif missing := missing_package(url):
         got, cure = missing
-        report.error(
-            "store", where, want=f"a protocol that can be used here, as in {url}", got=got, cure=f"{cure}, or set local"
-        )
+        want = f"a protocol that can be used here, as in {url}"
+        report.error("store", where, want=want, got=got, cure=f"{cure}, or set local")
     elif reach:
         _reach_store(report, where, ObjectStore(url, config.run), answer_s)
     elif protocol_of(url) in OF_THIS_MACHINE and config.learner.nodes > 1:
         cure = "use an object store, unless the path is one directory for all nodes"
-        report.warning(
-            "store", where, want="a store that all nodes reach", got=f"{url}, a path of each machine", cure=cure
-        )
+        got = f"{url}, a path of each machine"
+        report.warning("store", where, want="a store that all nodes reach", got=got, cure=cure)
 
 
 def _reach_store(report: Report, where: str, store: ObjectStore, answer_s: float) -> None:
-    """Write, read and remove a small object, in a thread that a store without an answer keeps, and that ends with the
-    process.
-    """
+    """Write, read and remove a small object, in a thread: a store without an answer would block for ever."""
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def probe() -> None:
@@ -426,8 +371,7 @@ def _reach_store(report: Report, where: str, store: ObjectStore, answer_s: float
         reason = f"no answer within {answer_s:.0f} s"
     if reason:
         cure = "give its package the credentials (environment, its own files), or fix the URL"
-        report.error(
-            "store", where, want="a place that this process can write to", got=f"{store.url}: {reason}", cure=cure
-        )
+        want = "a place that this process can write to"
+        report.error("store", where, want=want, got=f"{store.url}: {reason}", cure=cure)
     else:
         report.good("store", f"{store.url}: a small object was written, read and removed")

@@ -18,11 +18,10 @@ from tidemill.launch.checks.weights import check_megatron, check_tuning
 from tidemill.launch.devices.demand import ModelSize
 from tidemill.launch.devices.memory_table import MemoryRow, memory_rows, state_rows, valued
 from tidemill.launch.devices.trained import Shapes, trained_tensors
-from tidemill.launch.settings.prepare_config import PrepareConfig
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
+from tidemill.learner.settings.config import ROLLOUT
 from tidemill.learner.settings.megatron_arguments import refusals as argument_refusals
-from tidemill.learner.settings.routing_replay import ROLLOUT
 
 SETTING = "model.path"
 INDEX = "model.safetensors.index.json"
@@ -62,8 +61,7 @@ class CheckedModel:
     tensors: Shapes = field(default_factory=dict, repr=False)
     """Shapes of the weights by name."""
     critic: ModelShape | None = None
-    """The model in ``learner.critic.path``; None = there is none, or it is of a family that the built-in engine lacks.
-    """
+    """The model in ``learner.critic.path``; None = none, or of a family that the built-in engine lacks."""
     routed_bytes: int = 0
     """Bytes of the experts of one token in a sample, where they are replayed; else 0."""
     num_trained: int | None = None
@@ -77,41 +75,35 @@ class CheckedModel:
 
 
 def rank_rows(model: CheckedModel, config: RunConfig, *, cuda: bool) -> tuple[MemoryRow, ...]:
-    """Return the table of memory of a model: for a family that only SGLang serves without activations, logits and the
-    engine.
-    """
+    """Return the table of memory; for a family that only SGLang serves without activations, logits and engine."""
     if model.shape is None:
         return state_rows(model.tensors, config, cuda=cuda, critic=model.critic_tensors)
     return memory_rows(model.shape, config, cuda=cuda, critic=model.critic)
 
 
-def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedModel | None:
-    """Report errors in the model; return its facts, None if other checks are impossible without it. ``made``:
-    ``prepare`` makes it.
-    """
+def check_model(report: Report, config: RunConfig, *, prepared: bool) -> CheckedModel | None:
+    """Report errors in the model; return its facts, None after an error. ``prepared``: ``prepare`` makes it."""
     path = Path(config.model.path)
-    prepare = config.prepare if made else None
+    prepare = config.prepare if prepared else None
     where = "prepare" if prepare is not None else f"{path}/config.json"
-    values = prepared_values(prepare) if prepare is not None else _read_config(report, config.model)
+    values = {"model_type": "qwen3", **prepare.values} if prepare is not None else _read_config(report, config.model)
     if values is None:
         return None
     before = len(report.errors)
     _check_layout(report, config, values, where)
     _check_settings(report, config, values)
     for refused in argument_refusals(config.learner.megatron):
-        report.error(
-            "model", refused.field, want=refused.want, got=refused.got, cure="see docs/parallelism.md, or remove it"
-        )
+        cure = "see docs/parallelism.md, or remove it"
+        report.error("model", refused.field, want=refused.want, got=refused.got, cure=cure)
     shape = _shape(report, config, values, where)
-    there = _tensors(report, path) if prepare is None and len(report.errors) == before else {}
+    in_files = _tensors(report, path) if prepare is None and len(report.errors) == before else {}
     if shape is None and len(report.errors) == before:
         for name in (name for name in NEEDED if not isinstance(values.get(name), int)):
-            report.error(
-                "model", f"{where}: {name}", want="a number", got=values.get(name), cure="save the model again"
-            )
+            cure = "save the model again"
+            report.error("model", f"{where}: {name}", want="a number", got=values.get(name), cure=cure)
     if len(report.errors) > before:
         return None
-    tensors = shape.tensors() if shape is not None else there
+    tensors = shape.tensors() if shape is not None else in_files
     sizes = [math.prod(tensor) for tensor in tensors.values()]
     vocabulary, positions = (
         (shape.vocab_size, shape.max_positions) if shape is not None else (values[name] for name in NEEDED[:2])
@@ -129,11 +121,11 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
         num_trained=sum(map(math.prod, trained_tensors(tensors, config.learner).values())),
     )
     if prepare is None:
-        _check_weights(report, path, tensors, there)
+        _check_weights(report, path, tensors, in_files)
     _check_context(report, config, model, positions)
     _check_reference(report, config, values, tensors)
     check_tuning(report, config, tensors)
-    check_megatron(report, config, tensors, num_layers=int(str(values["num_hidden_layers"])))
+    check_megatron(report, config)
     if len(report.errors) == before:
         what = "made at the start" if prepare is not None else str(path)
         report.good(
@@ -150,23 +142,6 @@ def _routed_bytes(config: RunConfig, values: Mapping[str, object]) -> int:
     return 0 if routed is None else routed.bytes_per_token
 
 
-def prepared_values(prepare: PrepareConfig) -> dict[str, object]:
-    """Return the fields of the config.json that ``prepare`` will write, as far as the checks read them."""
-    return {
-        "model_type": "qwen3",
-        "vocab_size": prepare.vocab_size or {"digits": 16, "gsm8k": 512}[prepare.kind],
-        "hidden_size": prepare.hidden,
-        "intermediate_size": prepare.intermediate,
-        "num_hidden_layers": prepare.layers,
-        "num_attention_heads": prepare.heads,
-        "num_key_value_heads": prepare.kv_heads,
-        "head_dim": prepare.head_dim,
-        "max_position_embeddings": prepare.max_position,
-        "rope_theta": prepare.rope_theta,
-        "tie_word_embeddings": prepare.tie_embeddings,
-    }
-
-
 def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:
     path, want = Path(model.path), "a directory with a Hugging Face model (config.json, *.safetensors, tokenizer.json)"
     if not model.path:
@@ -176,24 +151,14 @@ def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:
     file = path / "config.json"
     if not file.is_file():
         got = "no such directory" if not path.is_dir() else "a directory without config.json"
-        report.error(
-            "model",
-            report.at(SETTING),
-            want=want,
-            got=f"{model.path!r}: {got}",
-            cure="give the directory it was saved to",
-        )
+        cure = "give the directory it was saved to"
+        report.error("model", report.at(SETTING), want=want, got=f"{model.path!r}: {got}", cure=cure)
         return None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        report.error(
-            "model",
-            str(file),
-            want="a JSON map",
-            got=str(error),
-            cure=f"save the model again, or fix {report.at(SETTING)}",
-        )
+        cure = f"save the model again, or fix {report.at(SETTING)}"
+        report.error("model", str(file), want="a JSON map", got=str(error), cure=cure)
         return None
     if not isinstance(values, dict):
         report.error("model", str(file), want="a JSON map", got=type(values).__name__, cure="save the model again")
@@ -211,7 +176,6 @@ def _check_layout(report: Report, config: RunConfig, values: Mapping[str, object
 
 
 def _check_settings(report: Report, config: RunConfig, values: Mapping[str, object]) -> None:
-    """Refuse settings about experts that the model has no use for."""
     learner, family = config.learner, values.get("model_type")
     experts, biased = family in EXPERTS_OF, family in WITH_BIAS
     if family not in FAMILIES:
@@ -226,15 +190,12 @@ def _check_settings(report: Report, config: RunConfig, values: Mapping[str, obje
     for name in (name for name, wrong in refused.items() if wrong):
         have = "experts" if experts else "no experts"
         want = f"its default for {family}, which has {'no bias per expert' if name == 'moe_bias_update_rate' else have}"
-        report.error(
-            "model", report.at(f"learner.{name}"), want=want, got=getattr(learner, name), cure="remove the setting"
-        )
+        got = getattr(learner, name)
+        report.error("model", report.at(f"learner.{name}"), want=want, got=got, cure="remove the setting")
 
 
 def _shape(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> ModelShape | None:
-    """Return the sizes for the built-in decoder; None for a model that it does not support, which is an error unless
-    SGLang serves it.
-    """
+    """Return the sizes for the built-in decoder; None for a model that it lacks: an error, unless SGLang serves it."""
     family = values.get("model_type")
     is_trainable = family in FAMILIES or bool(config.learner.bridge)  # another one has been reported already
     if not is_trainable or (family not in DECODED and config.engine.kind == "sglang"):
@@ -262,24 +223,17 @@ def _tensors(report: Report, path: Path) -> Tensors:
 
 
 def _check_weights(report: Report, path: Path, of_config: Tensors, in_files: Tensors) -> None:
-    """Compare names and shapes in the files with the names and shapes that follow from config.json."""
     for name, shape in of_config.items():
         if in_files.get(name) != shape:
             got = "none" if name not in in_files else f"one of {in_files[name]}"
             cure = f"save the model again, or give another one ({report.at(SETTING)})"
-            report.error(
-                "model", str(path), want=f"a tensor {name} of {shape}, as config.json has it", got=got, cure=cure
-            )
+            want = f"a tensor {name} of {shape}, as config.json has it"
+            report.error("model", str(path), want=want, got=got, cure=cure)
             return
 
 
 def size_here(config: RunConfig, model: Path | None = None) -> ModelSize:
-    """Return the sizes of the run's model, if its files are on this machine; else, and where they cannot be read, an
-    empty one.
-
-    ``model``: its directory here; None = ``model.path``. For processes that start after the check: a broken file is
-    named by its reader.
-    """
+    """Return the sizes of the run's model (in ``model``), if it is on this machine; else an empty size."""
     path = model or Path(config.model.path)
     if model is None and not config.model.path:
         return ModelSize()
@@ -292,7 +246,6 @@ def size_here(config: RunConfig, model: Path | None = None) -> ModelSize:
 
 
 def _critic_tensors(path: Path) -> Tensors | None:
-    """Return the tensors of a critic that starts from a model here; None = not known."""
     try:
         return valued(ModelShape.read(path)).tensors()
     except (UnsupportedModel, *UNREADABLE):
@@ -300,9 +253,7 @@ def _critic_tensors(path: Path) -> Tensors | None:
 
 
 def tensors_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor in a model directory, from the headers of its safetensors files. Raises
-    ValueError, OSError.
-    """
+    """Return the shape of every tensor, from the headers of the safetensors files. Raises ValueError, OSError."""
     if (path / INDEX).is_file():
         files = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
     else:
@@ -316,9 +267,7 @@ def tensors_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape from one header. Source: huggingface.co/docs/safetensors, "Format": eight bytes of length,
-    then a JSON map.
-    """
+    """Return the shapes in a header: eight bytes of length, a JSON map (huggingface.co/docs/safetensors, "Format")."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         if length > HEADER_MOST:
@@ -331,9 +280,7 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check_context(report: Report, config: RunConfig, model: CheckedModel, positions: int) -> None:
-    """Compare the lengths of prompts and responses with the contexts of model and engine, and stop tokens with the
-    vocabulary.
-    """
+    """Compare lengths of prompts and responses with the contexts, and stop tokens with the vocabulary."""
     _check_stops(report, config, model.vocab_size)
     new, longest = config.sampling.max_new_tokens, config.data.max_prompt_tokens
     if config.engine.max_context > positions:
@@ -345,9 +292,8 @@ def _check_context(report: Report, config: RunConfig, model: CheckedModel, posit
         report.error("context", report.at("sampling.max_new_tokens"), want=want, got=new, cure=cure)
     elif longest + new > model.context:
         want = f"<= {model.context - new}: a context of {model.context} less sampling.max_new_tokens = {new}"
-        report.error(
-            "context", report.at("data.max_prompt_tokens"), want=want, got=longest, cure="lower one of the two"
-        )
+        cure = "lower one of the two"
+        report.error("context", report.at("data.max_prompt_tokens"), want=want, got=longest, cure=cure)
 
 
 def _check_stops(report: Report, config: RunConfig, vocab_size: int) -> None:
@@ -357,45 +303,31 @@ def _check_stops(report: Report, config: RunConfig, vocab_size: int) -> None:
     }
     for setting, ids in settings.items():
         if outside := [token for token in ids or () if token >= vocab_size]:
-            want, where = (
-                f"ids below {vocab_size}, the size of the model's vocabulary",
-                report.at(f"{setting}.stop_token_ids"),
-            )
-            report.error(
-                "model", where, want=want, got=outside[0], cure="ids of tokens are in the model's tokenizer.json"
-            )
+            want = f"ids below {vocab_size}, the size of the model's vocabulary"
+            where = report.at(f"{setting}.stop_token_ids")
+            cure = "ids of tokens are in the model's tokenizer.json"
+            report.error("model", where, want=want, got=outside[0], cure=cure)
 
 
 def _check_reference(report: Report, config: RunConfig, values: Mapping[str, object], tensors: Tensors) -> None:
-    """Check the reference model: its weights replace the policy's for a forward pass, so they must have the same
-    shapes.
-    """
+    """Check the reference model: its weights replace the policy's for a forward pass, so shapes must be equal."""
     reference = config.learner.algorithm.kl.reference
     if not reference:
         return
-    where, want = (
-        report.at("learner.algorithm.kl.reference"),
-        "the directory of a model with the sizes of the trained one",
-    )
+    where = report.at("learner.algorithm.kl.reference")
+    want = "the directory of a model with the sizes of the trained one"
     try:
         its = json.loads((Path(reference) / "config.json").read_text(encoding="utf-8"))
-        family, reference_tensors = (
-            its["model_type"],
-            (
-                ModelShape.of(its, where=reference).tensors()
-                if its["model_type"] in DECODED
-                else tensors_in(Path(reference))
-            ),
+        family = its["model_type"]
+        reference_tensors = (
+            ModelShape.of(its, where=reference).tensors()
+            if its["model_type"] in DECODED
+            else tensors_in(Path(reference))
         )
         configs = as_older(values), as_older(its)
     except UNREADABLE as error:
-        report.error(
-            "model",
-            where,
-            want=want,
-            got=str(error),
-            cure="fix the path, or leave it empty: the model at the start of the run",
-        )
+        cure = "fix the path, or leave it empty: the model at the start of the run"
+        report.error("model", where, want=want, got=str(error), cure=cure)
         return
     cure = "use a reference of the same architecture"
     if (family, reference_tensors) != (values["model_type"], dict(tensors)):
@@ -404,19 +336,12 @@ def _check_reference(report: Report, config: RunConfig, values: Mapping[str, obj
     for name in ROPE_KEYS:
         ours, theirs = (values_of.get(name) for values_of in configs)
         if ours != theirs and all(name in values_of for values_of in configs):
-            report.error(
-                "model",
-                where,
-                want=f"a model with the policy's {name} = {ours}",
-                got=f"{theirs} in {reference}",
-                cure=cure,
-            )
+            want = f"a model with the policy's {name} = {ours}"
+            report.error("model", where, want=want, got=f"{theirs} in {reference}", cure=cure)
 
 
 def _check_critic(report: Report, config: RunConfig, vocab_size: int, max_positions: int) -> ModelShape | None:
-    """Check the model that the critic starts from, and return its shape: it reads the policy's tokens, in the policy's
-    layout.
-    """
+    """Check the model that the critic starts from, and return its shape: it reads the policy's tokens."""
     learner = config.learner
     if not learner.critic.path:
         return None

@@ -17,12 +17,7 @@ class PreparedPaths:
 
 
 def made_before(config: RunConfig) -> Path | None:
-    """Return the directory of another run's prepared files, if model and prompts are those and were made with the same
-    settings.
-
-    So it is with the configuration that a run keeps in its directory, when a new run begins with it
-    (``--from-checkpoint``).
-    """
+    """Return the directory of another run's prepared files, if the run uses them (as with ``--from-checkpoint``)."""
     directory = Path(config.model.path).parent
     if config.prepare is None or directory == config.root / "prepared" or Path(config.data.path).parent != directory:
         return None
@@ -39,8 +34,7 @@ def made_before(config: RunConfig) -> Path | None:
 
 
 def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> PreparedPaths:
-    """Report files of ``prepare`` that nothing would read, or that exist with other settings; return the files that
-    will be made.
+    """Report prepared files that nothing reads, or that exist with other settings; return those that will be made.
 
     ``fresh``: the content of the run's directory is removed first.
     """
@@ -55,27 +49,19 @@ def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> Prepared
         report.good("prepare", f"{before}: made by an earlier run, with the same settings")
         return PreparedPaths()
     if not used.model and not used.prompts:
-        want, cure = (
-            "either this and data.path, or prepare, which makes both",
-            "remove prepare (--set prepare=null), or the two paths",
-        )
+        want = "either this and data.path, or prepare, which makes both"
+        cure = "remove prepare (--set prepare=null), or the two paths"
         report.error("prepare", report.at("model.path"), want=want, got="all of them", cure=cure)
     elif not (used.model and used.prompts):
         setting, value = ("data.path", config.data.path) if used.model else ("model.path", config.model.path)
         got = f"{value!r}, which is used instead"
-        report.warning(
-            "prepare",
-            report.at(where),
-            want=f"{setting} to be what it makes",
-            got=got,
-            cure="no action needed if intended",
-        )
+        want = f"{setting} to be what it makes"
+        report.warning("prepare", report.at(where), want=want, got=got, cure="no action needed if intended")
     try:
         complete = not fresh and refuse_other(config.prepare, config.root / "prepared")
     except PreparedOtherwise as error:
         want = "nothing there, or files made with the same settings"
-        report.error(
-            "prepare", str(error.directory), want=want, got=error.reason, cure="remove it, or set another directory"
-        )
+        cure = "remove it, or set another directory"
+        report.error("prepare", str(error.directory), want=want, got=error.reason, cure=cure)
         complete = True
     return PreparedPaths() if complete else used

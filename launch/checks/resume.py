@@ -35,9 +35,7 @@ SETTINGS = {
 }
 """Entry of ``tidemill.learner.buffer.rules.DataRules.identity``, or ``lora`` -> the setting it comes from."""
 BY_SHAPE = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
-"""Families identified by their shape, others by all integers of config.json: fixed, so that runs of older versions can
-be resumed.
-"""
+"""Families identified by their shape (others by all integers of config.json), fixed for runs of older versions."""
 HASHED_MOST = 256_000_000
 """Bytes of the largest prompt file that is compared here; a larger one is compared by the feeder."""
 
@@ -63,9 +61,7 @@ def check_resume(report: Report, config: RunConfig) -> None:
 
 
 def _compare_rows(report: Report, config: RunConfig, rows: JsonMapping) -> None:
-    """Report the differences of the prompts from the prompts of the checkpoint: as an error where the run has planned
-    one of these rows.
-    """
+    """Report different prompts, as an error where the run has planned one of the rows."""
     data = config.data
     try:
         # Their content alone is compared, so they get no tokens.
@@ -74,21 +70,16 @@ def _compare_rows(report: Report, config: RunConfig, rows: JsonMapping) -> None:
     except PromptError as error:  # the check of the data names it
         log.debug("prompts not compared error=%s", error)
     except ConfigRefused as error:
-        report.error(
-            "resume", report.at(error.field), want=error.want, got=error.got, cure="or start another run: set directory"
-        )
+        cure = "or start another run: set directory"
+        report.error("resume", report.at(error.field), want=error.want, got=error.got, cure=cure)
     else:
-        want, cure = (
-            f"the files with which the run in {config.root} began",
-            "the run goes on with these, because it has planned none of them",
-        )
+        want = f"the files with which the run in {config.root} began"
+        cure = "the run goes on with these, because it has planned none of them"
         report.warning("resume", report.at("data.path"), want=want, got=f"others: {differences}", cure=cure)
 
 
 def identity(config: RunConfig) -> dict[str, object]:
-    """Return the entries of ``DataRules.identity`` that the files on disk give, and the adapters; entries not known yet
-    are missing.
-    """
+    """Return the entries of ``DataRules.identity`` that files on disk give, as far as known, and the adapters."""
     data, sampling = config.data, config.sampling
     entries: dict[str, object] = {"run": config.run, "seed": data.seed}
     entries |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
@@ -113,8 +104,7 @@ def identity(config: RunConfig) -> dict[str, object]:
 
 
 def model_identity(model: Path, megatron_checkpoint: str = "") -> str:
-    """Return the family, sizes and tokenizer of a model directory, in words and digests; empty for one that cannot be
-    read.
+    """Return family, sizes and tokenizer of a model directory, in words and digests; empty if it cannot be read.
 
     With a checkpoint of Megatron, its iteration and fingerprint follow.
     """
@@ -131,7 +121,6 @@ def model_identity(model: Path, megatron_checkpoint: str = "") -> str:
 
 
 def _weights(checkpoint: Path) -> str:
-    """Return the iteration and the fingerprint of a checkpoint of Megatron."""
     try:
         iteration = torch_dist.find(checkpoint)
         return torch_dist.described(iteration)
@@ -140,7 +129,6 @@ def _weights(checkpoint: Path) -> str:
 
 
 def _sizes(values: JsonMapping, where: str) -> str:
-    """Return all sizes of a model in a fixed order."""
     if values["model_type"] in BY_SHAPE:
         shape = ModelShape.of(values, where=where)
         return repr(shape) if shape.experts is None else repr((shape, shape.experts))

@@ -3,6 +3,7 @@ metadata asks for.
 """
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 
 from tidemill.actors.rollout_settings import OF_VERIFIERS
 from tidemill.bus.config import SINGLE_TURN
@@ -30,26 +31,22 @@ def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None)
             _refuse_other_task(row, tasksets[row.rollout])
         sampling = row.sampling
         if (sampling.max_new_tokens or 0) > max_new_tokens:
-            raise PromptError(
-                row.where, f"max_new_tokens <= {max_new_tokens}, which is set for all rows", sampling.max_new_tokens
-            )
+            want = f"max_new_tokens <= {max_new_tokens}, which is set for all rows"
+            raise PromptError(row.where, want, sampling.max_new_tokens)
         if vocab_size is not None and (
             outside := [token for token in sampling.stop_token_ids or () if token >= vocab_size]
         ):
-            raise PromptError(
-                row.where, f"stop_token_ids below {vocab_size}, the size of the model's vocabulary", outside[0]
-            )
+            want = f"stop_token_ids below {vocab_size}, the size of the model's vocabulary"
+            raise PromptError(row.where, want, outside[0])
         if parts and not any(part.applies(row.metadata) for part in parts):
             want = "; ".join(f"{part.name}: {dict(part.when)}" for part in parts)
-            raise PromptError(
-                row.where, f"metadata for one of actor.reward_parts ({want})"[:500], f"{row.metadata!r:.200}"
-            )
+            got = f"{row.metadata!r:.200}"
+            raise PromptError(row.where, f"metadata for one of actor.reward_parts ({want})"[:500], got)
 
     return check
 
 
 def _refuse_other_task(row: PromptRow, taskset: str) -> None:
-    """Raise PromptError for a row that has no task of its rollout's taskset."""
     task = row.metadata.get("verifiers")
     if isinstance(task, Mapping) and task.get("taskset") == taskset:
         return
@@ -59,7 +56,6 @@ def _refuse_other_task(row: PromptRow, taskset: str) -> None:
 
 
 def _refuse_responses(row: PromptRow, config: RunConfig, vocab_size: int | None) -> None:
-    """Raise PromptError for recorded responses that the loss of the run cannot train."""
     algorithm, own_temperature = config.learner.algorithm, row.sampling.temperature
     temperature, place_of = (
         (config.sampling.temperature, "sampling.temperature")
@@ -69,16 +65,12 @@ def _refuse_responses(row: PromptRow, config: RunConfig, vocab_size: int | None)
     for number, response in enumerate(row.responses):
         place = f"response {number + 1}"
         if vocab_size is not None and max((*response.tokens, *response.prompt_tokens), default=0) >= vocab_size:
-            raise PromptError(
-                row.where,
-                f"token ids below {vocab_size}, the size of the model's vocabulary, in {place}",
-                max(response.tokens),
-            )
+            want = f"token ids below {vocab_size}, the size of the model's vocabulary, in {place}"
+            raise PromptError(row.where, want, max(response.tokens))
         if response.log_probs:
             if response.temperature not in (None, temperature):
-                raise PromptError(
-                    row.where, f"log-probs at {place_of}, {temperature:g}, in {place}", response.temperature
-                )
+                want = f"log-probs at {place_of}, {temperature:g}, in {place}"
+                raise PromptError(row.where, want, response.temperature)
             continue
         if not algorithm.demonstration_coef:
             want = (
@@ -90,10 +82,11 @@ def _refuse_responses(row: PromptRow, config: RunConfig, vocab_size: int | None)
         if temperature != 1:
             want = f"{place_of}: 1 with {place}, which has no log_probs: cross-entropy is that of the model itself"
             raise PromptError(row.where, want, temperature)
-        of_entropy = next((name for name in ("entropy_coef", "entropy_target") if getattr(algorithm, name)), "")
-        if algorithm.loss == "sft" and (name := "kl.coef" if algorithm.kl.coef else of_entropy):
+        terms = ("kl.coef", "entropy.coef", "entropy.target")
+        term = next((path for path in terms if attrgetter(path)(algorithm)), "")
+        if algorithm.loss == "sft" and term:
             want = (
-                f"learner.algorithm.{name}: 0 with {place}, which has no log_probs: it is trained by its "
+                f"learner.algorithm.{term}: 0 with {place}, which has no log_probs: it is trained by its "
                 "cross-entropy alone"
             )
-            raise PromptError(row.where, want, getattr(algorithm, name) if name != "kl.coef" else algorithm.kl.coef)
+            raise PromptError(row.where, want, attrgetter(term)(algorithm))

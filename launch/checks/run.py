@@ -23,9 +23,7 @@ class Purpose:
     trains: bool = True
     """False if it starts no learner: the evaluation sets are its only data."""
     starts_workers: bool = True
-    """True if it starts ``up.actors``, ``up.engines`` and ``up.scorers`` on this machine: their reward and program must
-    be here.
-    """
+    """True if it starts actors, engines and scorers on this machine: reward and program must be here."""
     uses_bus: bool = False
     """True if it needs the server at ``bus.url`` at once."""
     resumes: bool = False
@@ -37,35 +35,34 @@ class Purpose:
 
 
 def check(loaded: Loaded, purpose: Purpose) -> Report:
-    """Return the report of all checks. It takes about a second, starts no process but nvidia-smi, loads no torch, and
-    writes nothing.
+    """Return the report of all checks. It takes about a second, loads no torch, and writes nothing.
 
-    Only a store of checkpoints gets a small object, which is removed, where the purpose reaches for other services; and
-    programs of rollouts are loaded in processes where the chat template writes no tools, as they may have some.
+    It starts nvidia-smi, and a process for code of the user's own: losses, hooks, programs of rollouts. A store of
+    checkpoints gets a small object, which is removed, where the purpose reaches for other services.
     """
     config, report = loaded.config, Report(loaded.origins)
     prepared = check_prepare(report, config, fresh=purpose.fresh)
-    model = check_model(report, config, made=prepared.model)
+    model = check_model(report, config, prepared=prepared.model)
     tokenize = check_tokenizer(report, config, model) if model is not None else None
     if model is not None and model.directory is not None:
         check_end_tokens(report, model.directory)
     reads_prompts = purpose.trains and not config.debug.trains_only
-    data = check_data(report, config, model, tokenize, made=prepared.prompts) if reads_prompts else None
+    data = check_data(report, config, model, tokenize, prepared=prepared.prompts) if reads_prompts else None
     held_out = check_evaluation(report, config, model, tokenize)
     rows = [row for prompts in (data, held_out) if prompts is not None for row in prompts.rows]
     starts_workers = purpose.starts_workers and not config.debug.trains_only
     actors_here = starts_workers and config.up.actors > 0
     rewards_here = starts_workers and config.up.scorers > 0 if config.actor.scorers.enabled else actors_here
     check_debug(report, config)
-    check_reward(report, config, rows, here=rewards_here, call=purpose.call_reward)
-    check_rollouts(report, config, here=actors_here)
-    check_renderer(report, config, model, here=actors_here)
+    check_reward(report, config, rows, on_this_machine=rewards_here, call=purpose.call_reward)
+    check_rollouts(report, config, on_this_machine=actors_here)
+    check_renderer(report, config, model, on_this_machine=actors_here)
     check_tools(report, config, model)
     check_teachers(report, config, model, data, reach=purpose.starts_workers)
     check_filters(report, config)
     check_algorithm(report, config)
     check_bridge(report, config)
-    check_engine(report, config, here=starts_workers and config.up.engines > 0)
+    check_engine(report, config, on_this_machine=starts_workers and config.up.engines > 0)
     check_bus(report, config, model, data, reach=purpose.uses_bus)
     check_places(report, config, model, trains=purpose.trains)
     if purpose.trains:

@@ -20,9 +20,7 @@ TOKENIZER = "tokenizer.json"
 def check_teachers(
     report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None, *, reach: bool
 ) -> None:
-    """Report teachers that cannot score the samples of the run. ``data``: None = not known; ``reach``: ask their
-    servers.
-    """
+    """Report teachers that cannot score the run's samples. ``data``: None = not known; ``reach``: ask their servers."""
     teachers = [*config.actor.teachers.values()]
     for teacher in teachers:
         where = report.at("actor.teachers")
@@ -33,9 +31,8 @@ def check_teachers(
     row = None if data is None else data.first
     if row is not None and teachers and chosen(teachers, row.metadata) is None:
         want, got = "a teacher that applies to every row", f"none for {row.where} with metadata {row.metadata!r:.200}"
-        report.error(
-            "teachers", report.at("actor.teachers"), want=want, got=got, cure="fix when, or add a teacher without it"
-        )
+        cure = "fix when, or add a teacher without it"
+        report.error("teachers", report.at("actor.teachers"), want=want, got=got, cure=cure)
 
 
 def _check_directory(
@@ -60,19 +57,12 @@ def _check_directory(
         and _tokens(ours) != _tokens(theirs)
     ):
         want, got = f"the tokens of {ours}", f"{teacher.name}: others in {theirs}"
-        report.error(
-            "teachers",
-            where,
-            want=want,
-            got=got,
-            cure="use a teacher of the same family: ids must mean the same tokens",
-        )
+        cure = "use a teacher of the same family: ids must mean the same tokens"
+        report.error("teachers", where, want=want, got=got, cure=cure)
         return
     if model is not None and shape.max_positions < model.context:
-        want, got = (
-            f"a context of at least {model.context} tokens, the trained model's",
-            f"{teacher.name}: {shape.max_positions}",
-        )
+        want = f"a context of at least {model.context} tokens, the trained model's"
+        got = f"{teacher.name}: {shape.max_positions}"
         report.error("teachers", where, want=want, got=got, cure="use another teacher, or set engine.max_context")
         return
     report.good(
@@ -108,10 +98,7 @@ def _check_server(
     model: CheckedModel | None,
     data: Prompts | None,
 ) -> None:
-    """Ask a server for its model, and with a temperature other than 1, of the run or a row, whether it scores at it.
-
-    One that is away is a warning.
-    """
+    """Ask a server for its model, and whether it scores at the temperatures. One that is away is a warning."""
     try:
         info, server = _get(f"{url}/model_info"), _get(f"{url}/server_info")
     except (OSError, ValueError) as error:
@@ -136,7 +123,6 @@ def _check_server(
 
 
 def _get(url: str) -> dict[str, object]:
-    """Return the JSON map at an address. Raises OSError, ValueError."""
     with direct_opener().open(url, timeout=ANSWER_S) as answer:
         answer_map = json.loads(answer.read(1 << 20))
     if not isinstance(answer_map, dict):

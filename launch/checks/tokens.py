@@ -50,13 +50,8 @@ def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> P
     size = text.vocab_size
     if size > model.vocab_size:
         want = f"at most the {model.vocab_size} tokens of the model (vocab_size)"
-        report.error(
-            "tokenizer",
-            str(file),
-            want=want,
-            got=size,
-            cure=f"save the tokenizer that belongs to it ({report.at(SETTING)})",
-        )
+        cure = f"save the tokenizer that belongs to it ({report.at(SETTING)})"
+        report.error("tokenizer", str(file), want=want, got=size, cure=cure)
         return None
     template = _template(report, config, model)
     report.good("tokenizer", f"{size} tokens, chat template: {'none' if template is None else 'there'}")
@@ -94,13 +89,8 @@ def _template(report: Report, config: RunConfig, model: CheckedModel) -> Message
     try:
         template = MessageTemplate.read(model.directory)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        report.error(
-            "tokenizer",
-            str(model.directory),
-            want="a chat template",
-            got=str(error),
-            cure="fix it in tokenizer_config.json",
-        )
+        cure = "fix it in tokenizer_config.json"
+        report.error("tokenizer", str(model.directory), want="a chat template", got=str(error), cure=cure)
         return None
     if template is None and config.data.apply_chat_template:
         want = f"a tokenizer with a chat template in {model.directory}"
@@ -110,8 +100,7 @@ def _template(report: Report, config: RunConfig, model: CheckedModel) -> Message
 
 
 def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -> None:
-    """Report tools of rollouts that the model's chat template leaves out. Those of a renderer are checked with the
-    renderer.
+    """Report tools of rollouts that the chat template leaves out. Those of a renderer are checked with it.
 
     A program by import path is loaded in a child, as an actor does it, but only where the template writes no tools at
     all.
@@ -130,19 +119,15 @@ def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -
             continue
         if not tools:
             continue
-        want, cure = (
-            "a chat template that writes tools, or the option protocol: text",
-            f"change chat_template.jinja in {model.directory}",
-        )
+        want = "a chat template that writes tools, or the option protocol: text"
+        cure = f"change chat_template.jinja in {model.directory}"
         offered = f" for {', '.join(tools)}" if setting == "use" else ""
         report.error("rollouts", report.at(f"rollouts.{name}.{setting}"), want=want, got=got + offered, cure=cure)
 
 
 async def _tools_of_program(rollout: RolloutConfig) -> Sequence[str]:
-    """Return the tools that a program offers in chats; none for one that cannot be loaded, whose actor names the
-    reason.
-    """
-    async with Children(rollout.program, options=rollout.options, python=rollout.python) as children:
+    """Return the tools that a program offers in chats; none for one that cannot be loaded (its actor reports it)."""
+    async with Children(rollout) as children:
         try:
             async with asyncio.timeout(LOAD_S):
                 await children.load()
@@ -170,9 +155,8 @@ def check_end_tokens(report: Report, model: Path) -> None:
     try:
         tokens = EndTokens.read(model)
     except ValueError as error:  # the check of the model or of its tokenizer names it
-        report.warning(
-            TOPIC, str(model), want="files of a model and its tokenizer", got=str(error), cure="correct the file"
-        )
+        want = "files of a model and its tokenizer"
+        report.warning(TOPIC, str(model), want=want, got=str(error), cure="correct the file")
         return
     before = len(report.warnings)
     if not tokens.ids:
@@ -207,10 +191,8 @@ def _shown(ids: tuple[int, ...]) -> str:
     return ", ".join(map(str, ids)) or "none"
 
 
-def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None, *, here: bool) -> None:
-    """Make the renderer of ``actor.gateway``, if there is one. ``here``: actors run on this machine; others may have
-    other packages.
-    """
+def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None, *, on_this_machine: bool) -> None:
+    """Make the renderer of ``actor.gateway``. ``on_this_machine``: actors run here, with these packages."""
     gateway = config.actor.gateway
     if not gateway.renderer:
         return
@@ -223,7 +205,7 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
         renderer = Renderer.read(gateway.renderer, gateway.renderer_options, directory, text)
     except NoRenderer as error:
         where = report.at(f"actor.gateway.{error.setting}")
-        severity = report.warning if isinstance(error, RendererMissing) and not here else report.error
+        severity = report.warning if isinstance(error, RendererMissing) and not on_this_machine else report.error
         severity("rollouts", where, want=error.want, got=error.got, cure=error.cure)
         return
     template_arguments = {
@@ -241,17 +223,13 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
     ends = " ".join(text.decode([token], skip_special=False) for token in renderer.stop_token_ids)
     report.good("rollouts", f"renderer: {renderer.name}, its responses end with {ends}")
     if not _tells_of_tools(renderer):
-        want, got = (
-            "a renderer that writes the tools of a request into its prompt",
-            f"{renderer.name}, which writes calls and results alone",
-        )
+        want = "a renderer that writes the tools of a request into its prompt"
+        got = f"{renderer.name}, which writes calls and results alone"
         cure = "describe the tools in the system prompt"
         report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=got, cure=cure)
     if difference := _difference(renderer, text, directory, config.data.chat_template_args):
-        want, cure = (
-            "the token ids of the model's chat template",
-            "name the renderer of this model's family, if it is another one",
-        )
+        want = "the token ids of the model's chat template"
+        cure = "name the renderer of this model's family, if it is another one"
         report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=difference, cure=cure)
 
 
@@ -279,9 +257,7 @@ def _tells_of_tools(renderer: Renderer) -> bool:
 
 
 def _difference(renderer: Renderer, text: Text, directory: Path, template_args: JsonObject) -> str:
-    """Return how a question differs from the model's chat template; empty where it does not, or there is no
-    template.
-    """
+    """Return how a question differs from the model's chat template; empty where it does not, or without one."""
     try:
         template = ChatTemplate.read(directory)
         if template is None:

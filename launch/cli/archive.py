@@ -38,37 +38,23 @@ SYNC_EVERY_S = 1.0
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_run(parser)
-    parser.add_argument(
-        "-o",
-        "--out",
-        required=True,
-        metavar="DIRECTORY",
-        help="directory of the recordings; existing ones are continued",
-    )
+    parser.add_argument("-o", "--out", required=True, metavar="DIRECTORY", help="directory of the recordings")
     parser.add_argument("--name", default="archive", help="name under which it is registered (default: archive)")
     policy = "wait: trimming waits for it, until the stream is 85 %% full; leave: it does not"
     parser.add_argument("--policy", choices=("wait", "leave"), default="wait", help=policy)
-    parser.add_argument(
-        "--rotate", type=float, default=256.0, metavar="MB", help="size at which a recording is closed (default 256)"
-    )
+    parser.add_argument("--rotate", type=float, default=256.0, metavar="MB", help="size at which a recording is closed")
     parser.add_argument("--until-end", action="store_true", help="end at the present end of the stream")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write samples to recordings until drained. Returns the exit code of ``process.run``. Raises ValueError for errors
-    of the bus, too.
-    """
+    """Write samples to recordings until drained. Returns the exit code of ``process.run``. Raises ValueError."""
     return read_until_drained(
         args, lambda url, run, draining: archive(url, run, args, draining), name=args.name, user=OPERATOR
     )
 
 
 async def archive(url: str, run: str, args: argparse.Namespace, draining: asyncio.Event) -> None:
-    """Archive until ``draining`` is set; with ``args.until_end``, or when the run is over, until the samples present at
-    the start are done.
-
-    Raises BusError, ValueError.
-    """
+    """Archive until drained; with ``args.until_end``, the samples present at the start. Raises BusError, ValueError."""
     positive("--rotate", args.rotate)
     async with connect(url, run, name=f"archive {args.name}", wait_s=CONNECT_S) as bus:
         state = await bus.samples.info()
@@ -147,10 +133,7 @@ async def _fill(
 async def _unarchived(
     bus: Bus, reader: Reader | UnregisteredReader, last_seq: int, last: int | None
 ) -> AsyncIterator[StoredSample]:
-    """Yield the samples after the reader's position that no recording has, up to ``last``; for ever if that is None.
-
-    A gap is an error, or a warning under the policy ``leave``.
-    """
+    """Yield the samples after the reader's position that no recording has, up to ``last``; None = for ever."""
     history, expected = History(bus.jet), max(reader.row.floor, last_seq) + 1
     if expected > 1:  # a new reader begins at the first sample in the stream
         await _check_gap(history, reader, expected)
@@ -177,9 +160,7 @@ class ArchiveDirectory:
     """The recordings of one stream in a directory; the last one may be open."""
 
     def __init__(self, directory: Path, origin: Origin, *, rotate_bytes: int) -> None:
-        """Repair a recording that a kill left open. Raises ValueError for a directory with samples of another
-        stream.
-        """
+        """Repair a recording that a kill left open. Raises ValueError for samples of another stream."""
         self._directory, self._origin, self._rotate_bytes = directory, origin, rotate_bytes
         self._file: IO[bytes] | None = None
         self._recorder: RecordingWriter | None = None

@@ -34,7 +34,6 @@ class PrintVersion(argparse.Action):
     """Prints the installed version."""
 
     def __call__(self, parser: argparse.ArgumentParser, *values: object, **options: object) -> None:
-        """Print, and end with status 0."""
         from importlib.metadata import PackageNotFoundError, version
 
         try:
@@ -63,19 +62,13 @@ def add_config(parser: argparse.ArgumentParser, *, positional: bool = False, req
     """Add the configuration, the settings that change it, and --print-config."""
     if positional:
         nargs = "+" if required else "*"
-        parser.add_argument(
-            "config", type=Path, nargs=nargs, metavar="CONFIG", help="the run's YAML file; of several, later ones win"
-        )
+        parser.add_argument("config", type=Path, nargs=nargs, metavar="CONFIG", help="YAML file; later ones win")
     else:
         parser.add_argument(
-            "--config", type=Path, nargs="+", required=required, default=[], help="the run's YAML file, or several"
+            "--config", type=Path, nargs="+", required=required, default=[], help="the run's YAML files"
         )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="path.to.key=value", help="change a setting; may be repeated"
-    )
-    parser.add_argument(
-        "--print-config", action="store_true", help="print every setting and where its value comes from, and end"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting")
+    parser.add_argument("--print-config", action="store_true", help="print every setting and its origin, and end")
 
 
 def add_from_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -110,51 +103,29 @@ def add_allow(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SETTING=VALUE",
-        help=(
-            "accept this setting from the run although it names code, a program or a file here; * for any value; "
-            "may be repeated"
-        ),
+        help="accept a setting with code, a program or a file here from the run; * for any value; repeatable",
     )
 
 
 def add_listening(parser: argparse.ArgumentParser) -> None:
     """Add the addresses at which a process listens, and is reached by others."""
-    parser.add_argument(
-        "--host", default="", help="address to listen on; default: that of the interface that leads to the bus"
-    )
-    parser.add_argument(
-        "--advertise", default="", metavar="HOST[:PORT]", help="address that other machines use, if not --host"
-    )
+    parser.add_argument("--host", default="", help="address to listen on; default: of the route to the bus")
+    parser.add_argument("--advertise", default="", metavar="HOST[:PORT]", help="address for others, if not --host")
 
 
 def add_since(parser: argparse.ArgumentParser) -> None:
     """Add the arguments about the first sample."""
     begin = parser.add_mutually_exclusive_group()
-    begin.add_argument(
-        "--since", default="", metavar="WHEN", help="a time ago (10m, 2h), an ISO time, or a sequence (#123)"
-    )
-    begin.add_argument(
-        "--since-version",
-        type=int,
-        metavar="V",
-        help="from the first sample without a token older than version V of the weights",
-    )
-    parser.add_argument(
-        "--search",
-        type=int,
-        default=100_000,
-        metavar="N",
-        help="for --last: look through the N newest (default 100000)",
-    )
+    begin.add_argument("--since", default="", metavar="WHEN", help="a time ago (10m, 2h), ISO time, or sequence (#123)")
+    begin.add_argument("--since-version", type=int, metavar="V", help="the first sample without tokens older than V")
+    parser.add_argument("--search", type=int, default=100_000, metavar="N", help="for --last: search the N newest")
 
 
 def add_filter(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select samples."""
     which = parser.add_argument_group("which samples")
     which.add_argument("--reward", default="", metavar="RANGE", help=_RANGE)
-    which.add_argument(
-        "--lag", default="", metavar="RANGE", help="steps between its oldest version and the newest one when it came"
-    )
+    which.add_argument("--lag", default="", metavar="RANGE", help="steps from its oldest version to the newest")
     which.add_argument("--tokens", default="", metavar="RANGE", help="length of the response")
     which.add_argument("--status", action="append", default=[], choices=STATUSES, help="may be repeated")
     which.add_argument("--kind", choices=("train", "eval"))

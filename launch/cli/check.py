@@ -11,9 +11,7 @@ from tidemill.launch.cli.inputs import loaded_config, print_checked
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_config(parser, positional=True)
-    parser.add_argument(
-        "--check-reward", action="store_true", help="also call a reward given by import path, on the first row"
-    )
+    parser.add_argument("--check-reward", action="store_true", help="also call a reward by import path, once")
 
 
 def run(args: argparse.Namespace) -> int:

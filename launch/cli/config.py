@@ -11,20 +11,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_config(parser, positional=True, required=False)
     parser.add_argument("--memory", action="store_true", help="print the memory that each process needs, and end")
-    parser.add_argument(
-        "--schema", action="store_true", help="print a JSON Schema of configuration files, for editors, and end"
-    )
-    parser.add_argument(
-        "--reference", action="store_true", help="print docs/configuration.md, every setting with its meaning, and end"
-    )
+    parser.add_argument("--schema", action="store_true", help="print a JSON Schema of configuration files, and end")
+    parser.add_argument("--reference", action="store_true", help="print docs/configuration.md, and end")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check a configuration and show its devices on this machine, or print it, the memory it needs, its schema or the
-    reference. Returns 0.
-
-    Raises ValueError without CONFIG, SettingsError, CheckFailed.
-    """
+    """Check a configuration and show its devices, or print it, its memory, its schema or the reference. Returns 0."""
     if args.schema or args.reference:
         from tidemill.launch.settings import reference
 

@@ -29,23 +29,10 @@ GGUF = ".gguf"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
-    parser.add_argument(
-        "source",
-        type=Path,
-        metavar="FROM",
-        help="a checkpoint (of Tidemill, or Megatron's torch_dist), a model directory, or a GGUF file",
-    )
+    parser.add_argument("source", type=Path, metavar="FROM", help="a checkpoint, a model directory or a GGUF file")
     parser.add_argument("out", type=Path, metavar="TO", help="a directory that does not exist yet")
-    parser.add_argument(
-        "--model",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="model of the checkpoint: configuration, tokenizer (default: the run's)",
-    )
-    parser.add_argument(
-        "--bridge", default="", metavar="MODULE:CLASS", help="bridge of the model's family, as learner.bridge"
-    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="the checkpoint's model (default: of the run)")
+    parser.add_argument("--bridge", default="", metavar="MODULE:CLASS", help="bridge of the family, as learner.bridge")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,12 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -> int:
-    """Convert by the kind of ``source``, in this process, on the CPU. Returns 0. Raises ValueError with the reason in
-    one line.
-
-    ``bridge``: import path of the bridge of the model's family; empty = the bridge of the run that has written the
-    checkpoint.
-    """
+    """Convert by the kind of ``source``, in this process, on the CPU. Returns 0. Raises ValueError."""
     if out.exists():
         raise ValueError(f"{out}: want a directory that does not exist yet, got one that does")
     if source.suffix == GGUF:
@@ -130,11 +112,7 @@ def _in_this_process() -> "Iterator[Parallel]":
 
 
 def _of_run(checkpoint: Path, model: Path | None) -> tuple[Path, str]:
-    """Return model directory and bridge of the run that has written a checkpoint; ``model`` instead of its directory,
-    if given.
-
-    Raises ValueError for a checkpoint in no run's directory without ``model``.
-    """
+    """Return model directory (``model``, if given) and bridge of a checkpoint's run. Raises ValueError."""
     file = checkpoint.absolute().parent.parent / CONFIG_FILE
     run: RunConfig | None = began_with(file) if file.is_file() else None
     path = "" if run is None else run.model.path

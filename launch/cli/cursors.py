@@ -13,9 +13,7 @@ from tidemill.launch.cli.find_run import change, look
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_run(parser)
-    parser.add_argument(
-        "--forget", default="", metavar="NAME", help="remove this reader: trimming no longer waits for it"
-    )
+    parser.add_argument("--forget", default="", metavar="NAME", help="remove this reader: trimming waits no longer")
 
 
 def run(args: argparse.Namespace) -> int:

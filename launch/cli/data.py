@@ -45,33 +45,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     _add_taskset(words)
     imported = words.add_parser("import", help="make rows of recordings, archives and files of responses")
     imported.add_argument("files", nargs="+", metavar="FILE", help="*.tide, archives, .jsonl")
-    imported.add_argument(
-        "-o", "--out", type=Path, required=True, metavar="FILE", help="the .jsonl file of rows to write"
-    )
+    imported.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the .jsonl file of rows")
     check = words.add_parser("check", help="name every bad row, count and show the others")
-    check.add_argument(
-        "files",
-        nargs="+",
-        metavar="FILE|CONFIG",
-        help="files or directories of prompts, path@[a:b]; or a run's YAML files",
-    )
-    check.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="path.to.key=value",
-        help="change a setting, such as data.label_key",
-    )
-    check.add_argument(
-        "--most",
-        type=int,
-        default=20,
-        metavar="N",
-        help="bad rows of a file that are named (default 20); others are counted",
-    )
-    check.add_argument(
-        "--preview", type=int, default=1, metavar="N", help="good rows of a file that are shown (default 1)"
-    )
+    check.add_argument("files", nargs="+", metavar="FILE|CONFIG", help="files of prompts; or a run's YAML files")
+    check.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting")
+    check.add_argument("--most", type=int, default=20, metavar="N", help="bad rows named of a file")
+    check.add_argument("--preview", type=int, default=1, metavar="N", help="good rows of a file that are shown")
 
 
 def _add_taskset(words: "Words") -> None:
@@ -80,18 +59,13 @@ def _add_taskset(words: "Words") -> None:
     )
     taskset.add_argument("taskset", metavar="TASKSET", help="id of the taskset, as in use: verifiers:TASKSET")
     taskset.add_argument("out", metavar="FILE", help="the prompt file, JSONL")
-    taskset.add_argument(
-        "--python", default="", metavar="PATH", help="interpreter that has verifiers (default: this one)"
-    )
+    taskset.add_argument("--python", default="", metavar="PATH", help="interpreter with verifiers (default: this one)")
     taskset.add_argument("--count", type=int, default=0, metavar="N", help="the first N tasks (default 0 = all)")
     taskset.add_argument("--options", default="{}", metavar="JSON", help="the rollout's options")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check prompt files (returns 78 for bad rows), write one of a taskset, or import recorded responses.
-
-    Raises SettingsError, PromptError, ValueError.
-    """
+    """Check prompt files (78 for bad rows), write a taskset's, or import responses. Raises PromptError, ValueError."""
     if args.word == "verifiers":
         return write_tasks(args)
     if args.word == "import":
@@ -129,7 +103,7 @@ class RowReader:
 def run_check(args: argparse.Namespace) -> int:
     """Print the contents of the files. Returns 0, or 78 when a row is bad. Raises SettingsError, PromptError."""
     reader = _reader(args)
-    bad = sum(_check(source, reader, most=args.most, preview=args.preview) for source in _sources(args))
+    bad = sum(_check(source, reader, max_named=args.most, preview=args.preview) for source in _sources(args))
     return PromptError.exit_code if bad else 0
 
 
@@ -147,10 +121,7 @@ def _sources(args: argparse.Namespace) -> list[Source]:
 
 
 def _reader(args: argparse.Namespace) -> RowReader:
-    """Return how rows are read, with the tokens of the model that the settings name, if it is there.
-
-    Raises CheckFailed for a model with a tokenizer that cannot be used.
-    """
+    """Return how rows are read, with the tokens of the model that the settings name, if there. Raises CheckFailed."""
     configs = [Path(word) for word in args.files if word.endswith((".yaml", ".yml"))]
     loaded = load(configs, args.set, os.environ)
     config, directory = loaded.config, Path(loaded.config.model.path)
@@ -158,15 +129,14 @@ def _reader(args: argparse.Namespace) -> RowReader:
     if not config.model.path or not (directory / "config.json").is_file():
         return reader
     report = Report(loaded.origins)
-    model = check_model(report, config, made=False)
+    model = check_model(report, config, prepared=False)
     tokenize = None if model is None else check_tokenizer(report, config, model)
     report.refuse()
     text = Text.read(directory)
     if model is None or tokenize is None or text is None:
         return reader
-    longest = (
-        config.sampling.max_new_tokens if configs else 0
-    )  # files alone are of no run, which has a longest response
+    # Files alone are of no run, which has a longest response
+    longest = config.sampling.max_new_tokens if configs else 0
     tokens = tokens_of(config, config.data, model, tokenize, max_new_tokens=longest)
     if configs:
         rules = RowRules(unfit=row_check(config, max_new_tokens=longest, vocab_size=model.vocab_size))
@@ -175,20 +145,20 @@ def _reader(args: argparse.Namespace) -> RowReader:
 
 
 def _rendered(tokens: RowTokens, text: Text, row: PromptRow) -> str:
-    """Return the number of tokens of a row, and their text with special tokens."""
     prompt, recorded = tokens.of(row)
     if not recorded:
         return f"{len(prompt)} tokens {text.decode(prompt.tolist(), skip_special=False)!a:.{SHOWN}}"
-    return "; ".join(
-        f"{len(response.tokens)} tokens "
-        f"{text.decode(response.tokens.tolist(), skip_special=False)!a:.{SHOWN}}, of which "
-        f"{int(response.loss_mask.sum())} are trained: "
-        f"{text.decode(response.tokens[-len(response.loss_mask) :][response.loss_mask == 1].tolist(), skip_special=False)!a:.{SHOWN}}"
-        for response in recorded
-    )
+    texts = []
+    for response in recorded:
+        all_ids, trained_ids = response.tokens, response.tokens[-len(response.loss_mask) :][response.loss_mask == 1]
+        whole, trained = (text.decode(ids.tolist(), skip_special=False) for ids in (all_ids, trained_ids))
+        texts.append(
+            f"{len(all_ids)} tokens {whole!a:.{SHOWN}}, {len(trained_ids)} of them trained: {trained!a:.{SHOWN}}"
+        )
+    return "; ".join(texts)
 
 
-def _check(source: Source, reader: RowReader, *, most: int, preview: int) -> int:
+def _check(source: Source, reader: RowReader, *, max_named: int, preview: int) -> int:
     """Print the bad rows of a source, the first good ones and the counts. Returns the number of errors."""
     refuse_template(source.template)
     good, bad = 0, 0
@@ -197,7 +167,7 @@ def _check(source: Source, reader: RowReader, *, most: int, preview: int) -> int
             row = reader.row(scanned)
             if isinstance(row, PromptError):
                 bad += 1
-                if bad <= most:
+                if bad <= max_named:
                     print(row)
                 continue
             good += 1
@@ -206,8 +176,8 @@ def _check(source: Source, reader: RowReader, *, most: int, preview: int) -> int
     except PromptError as error:  # the rest of the file cannot be read
         bad += 1
         print(error)
-    if bad > most:
-        print(f"{source}: {bad - most} more bad rows")
+    if bad > max_named:
+        print(f"{source}: {bad - max_named} more bad rows")
     if not good and not bad:
         bad = 1
         print(PromptError(str(source), "at least one prompt", "none"))
@@ -223,9 +193,7 @@ def _shown(row: PromptRow, render: Rendering | None) -> str:
 
 
 def write_tasks(args: argparse.Namespace) -> int:
-    """Write the file whole, or not at all. Returns 0. Raises ValueError for bad arguments, PromptError for an
-    unreadable taskset.
-    """
+    """Write the file whole, or not at all. Returns 0. Raises ValueError for bad arguments, PromptError."""
     python, out = args.python or sys.executable, Path(args.out)
     if args.count < 0:
         raise ValueError(f"--count: want a whole number >= 0 (0 = all), got {args.count}")
@@ -248,9 +216,8 @@ def write_tasks(args: argparse.Namespace) -> int:
             raise PromptError(args.taskset, "a taskset with tasks", "none")
         part.replace(out)
     except OSError as error:
-        raise PromptError(
-            str(error.filename or out), "a file or program that can be opened", error.strerror or error
-        ) from None
+        want = "a file or program that can be opened"
+        raise PromptError(str(error.filename or out), want, error.strerror or error) from None
     finally:
         part.unlink(missing_ok=True)
     settings = f"data.path={out}, data.metadata_key=metadata"

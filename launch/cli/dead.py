@@ -32,9 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List dead tasks, or store a decision on some. Returns 0, or 1 when the learner has not recorded it yet. Raises
-    ValueError.
-    """
+    """List dead tasks, or store a decision on some. Returns 0, or 1 while the learner has not recorded it."""
     if args.word == "list":
         return look(args, show_dead)
     if not (args.tasks or args.all or args.reason):
@@ -116,7 +114,6 @@ async def _decide(bus: Bus, console: Console, decisions: dict[int, DeadLetterDec
 
 
 async def _wait_recorded(bus: Bus, console: Console, tasks: list[int]) -> int:
-    """Wait ``ANSWER_S`` for the learner's records of requeued tasks. Returns 0 when all are recorded, else 1."""
     unrecorded = set(tasks)
     try:
         async with asyncio.timeout(ANSWER_S):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tidemill.bus.server.ports import KeptPort
 from tidemill.launch.settings.extras import require
-from tidemill.learner.debug.prompts import read_prompts
+from tidemill.learner.debug.config import read_prompts
 
 if TYPE_CHECKING:
     from tidemill.launch.cli.debug_engine import RunningEngine
@@ -35,29 +35,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
 
     compare = words.add_parser("compare", help="the first thing that differs between two dumps, and by how much")
-    compare.add_argument(
-        "ours", type=Path, metavar="A", help="a file of debug.save_train, its record, or a dump of modules"
-    )
-    compare.add_argument(
-        "theirs", type=Path, metavar="B", nargs="?", help="another one; without it, the record that belongs to A"
-    )
-    compare.add_argument(
-        "--tolerance", type=float, default=None, metavar="X", help="modules: relative error; else: absolute difference"
-    )
+    compare.add_argument("ours", type=Path, metavar="A", help="a file of debug.save_train, its record, or a dump")
+    compare.add_argument("theirs", type=Path, metavar="B", nargs="?", help="another one; default: the record of A")
+    compare.add_argument("--tolerance", type=float, metavar="X", help="relative (modules) or absolute error")
     compare.add_argument("--json", action="store_true", help="print one JSON object")
 
     score = words.add_parser("score", help="log-probs of the tokens of fixed prompts, and the outputs of modules")
     where = score.add_mutually_exclusive_group(required=True)
     where.add_argument("--model", type=Path, metavar="DIR", help="directory of a Hugging Face model, loaded here")
-    where.add_argument(
-        "--engine", default="", metavar="URL", help="a running engine, SGLang or built-in: log-probs only"
-    )
-    score.add_argument(
-        "--key-env",
-        default="",
-        metavar="VARIABLE",
-        help="with --engine: variable with the run's api key, if it wants one",
-    )
+    where.add_argument("--engine", default="", metavar="URL", help="a running engine: log-probs only")
+    score.add_argument("--key-env", default="", metavar="VARIABLE", help="with --engine: variable with the api key")
     score.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="a JSON list of token ids per line")
     score.add_argument("--out", type=Path, default=None, metavar="FILE", help="write a dump for tidemill debug compare")
     implementation = (
@@ -81,9 +68,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     sides = "two of: model directories, checkpoints of a run or of Megatron, URLs of engines"
     weights.add_argument("sides", nargs="*", metavar="DIR|CHECKPOINT|URL", help=sides)
-    weights.add_argument(
-        "--run-dir", default="", help="a run's directory: each engine against the files of the version it serves"
-    )
+    weights.add_argument("--run-dir", default="", help="a run's directory: its engines against their files")
     model = "with --run-dir: compare with this directory; with a checkpoint: its model (default: the run's)"
     weights.add_argument("--model", type=Path, default=None, metavar="DIR", help=model)
     weights.add_argument("--json", action="store_true", help="print one JSON object per comparison")
@@ -195,7 +180,6 @@ def _print_scores(outputs: "Mapping[str, Array]", prompts: Sequence[Sequence[int
 def _of_this_process(
     args: argparse.Namespace, prompts: Sequence[Sequence[int]], dtype: str
 ) -> "tuple[dict[str, Array], str]":
-    """Return the outputs, computed in this process, and their dtype."""
     if args.by == "engine":
         from tidemill.actors.serving.builtin.scoring import score_directory
 
@@ -206,7 +190,6 @@ def _of_this_process(
 
 
 def _of_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "tuple[dict[str, Array], str]":
-    """Return the outputs of a server that is started for them, and their dtype. Raises ValueError."""
     from tidemill.actors.errors import EngineError
     from tidemill.actors.serving.sglang.scoring import score_directory
     from tidemill.launch.settings.config_loader import load
@@ -231,9 +214,7 @@ def _of_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "t
 
 
 def _dtype_of_engine(engine: "RunningEngine", dtype: str | None) -> str:
-    """Return the dtype that an engine reports, else ``dtype``, else the default, which is printed. Raises ValueError if
-    the two differ.
-    """
+    """Return the dtype that an engine reports, else ``dtype``, else the default. Raises ValueError if they differ."""
     reported = engine.dtype()
     if reported and dtype not in (None, reported):
         raise ValueError(f"--dtype: want {reported}, which the engine reports, got {dtype}; leave it out")
@@ -265,9 +246,7 @@ def _profile(args: argparse.Namespace) -> int:
 def score_by_learner(
     directory: Path, prompts: Sequence[Sequence[int]], names: str, *, dtype: str
 ) -> dict[str, NDArray[np.float32]]:
-    """Return the outputs of the modules, as ``tidemill.learner.megatron.activations.module_outputs``. Raises
-    ConfigRefused.
-    """
+    """Return the outputs of the modules, as ``megatron.activations.module_outputs``. Raises ConfigRefused."""
     import torch
 
     from tidemill.learner.layout import parallel

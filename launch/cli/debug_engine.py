@@ -19,9 +19,7 @@ ANSWER_S = 120.0
 MAX_ANSWER_BYTES = 256 << 20
 """Seconds for an engine to score a prompt."""
 DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
-"""Dtypes by their names in an engine's answer. SGLang's ``auto`` is none of them: it depends on the model and the
-device.
-"""
+"""Dtypes by their names in an engine's answer. SGLang's ``auto`` depends on the model and the device."""
 
 
 class RunningEngine:
@@ -62,9 +60,7 @@ class RunningEngine:
         return outputs
 
     def dtype(self) -> str:
-        """Return the dtype in the engine's answer to GET /server_info; empty if there is no such answer, or no dtype in
-        it.
-        """
+        """Return the dtype in the engine's answer to GET /server_info; empty if there is none."""
         try:
             answer = self._json("/server_info")
         except (HTTPException, OSError, ValueError):

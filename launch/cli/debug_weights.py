@@ -41,9 +41,7 @@ class Compared:
 
 
 def compare_weights(args: argparse.Namespace) -> int:
-    """Print the comparisons. Returns 0, or 1 when something differs or cannot be compared. Raises ValueError for wrong
-    arguments.
-    """
+    """Print the comparisons. Returns 0, or 1 when something differs or cannot be compared. Raises ValueError."""
     require("engine")
     if args.run_dir:
         if args.sides:
@@ -108,7 +106,6 @@ async def _reports(urls: Sequence[str]) -> "list[ChecksumReport]":
 
 
 async def _report(url: str, headers: "Headers") -> "ChecksumReport":
-    """Ask an engine for the checksums of the weights that it serves. Raises ValueError."""
     from tidemill.bus.http.client import ApiClient, CallFailed
     from tidemill.weightstore.format.checksums import ChecksumReport
 
@@ -173,9 +170,8 @@ def with_report(what: str, report: "ChecksumReport", tensors: "Mapping[str, Tens
     from tidemill.weightstore.format.checksums import differences, sum_of
 
     reported_names = {name for part in report.parts for name in part.names}
-    comparable = {
-        name: tensor for name, tensor in tensors.items() if name in reported_names or name != HEAD
-    }  # a tied output projection
+    # A tied output projection
+    comparable = {name: tensor for name, tensor in tensors.items() if name in reported_names or name != HEAD}
     lines = differences(report, comparable, lambda part: sum_of(report.scheme, part, comparable))
     return Compared(what=what, tensors=len(comparable), differs=sorted(lines, key=_by_layer))
 

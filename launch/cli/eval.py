@@ -22,52 +22,21 @@ OPEN_TASKS = 256
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
-    parser.add_argument(
-        "model", type=Path, metavar="MODEL", help="directory of a Hugging Face model, such as runs/<run>/final"
-    )
-    parser.add_argument(
-        "data",
-        type=Path,
-        nargs="?",
-        metavar="DATA",
-        help="a .jsonl or .parquet file; without it, eval.sets of --config",
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        nargs="+",
-        default=[],
-        help="a run's YAML file: its reward, sampling, engine and eval.sets",
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="path.to.key=value", help="change a setting; may be repeated"
-    )
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face directory: runs/<run>/final")
+    parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="prompt file; default: eval.sets")
+    parser.add_argument("--config", type=Path, nargs="+", default=[], help="a run's YAML file, with eval.sets")
+    parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting")
     parser.add_argument("--reward", default="", metavar="NAME", help="actor.reward: a name, or package.module:function")
-    parser.add_argument(
-        "--samples", type=int, default=None, metavar="K", help="with DATA: responses to each prompt (default 1)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=None,
-        metavar="T",
-        help="with DATA: 0 = greedy (default: sampling.temperature)",
-    )
+    parser.add_argument("--samples", type=int, metavar="K", help="with DATA: responses to each prompt")
+    parser.add_argument("--temperature", type=float, metavar="T", help="with DATA: 0 = greedy")
     parser.add_argument("--limit", type=int, default=None, metavar="N", help="with DATA: only the first N prompts")
-    parser.add_argument(
-        "--dir", type=Path, default=None, metavar="DIR", help="where logs and samples are kept (default: nowhere)"
-    )
+    parser.add_argument("--dir", type=Path, metavar="DIR", help="where logs and samples are kept")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each set")
-    parser.add_argument(
-        "--print-config", action="store_true", help="print every setting and where its value comes from, and end"
-    )
+    parser.add_argument("--print-config", action="store_true", help="print every setting and its origin, and end")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate, and print the scores. Returns 0, or 1 when a response is missing, or 75 when it was ended before.
-
-    Raises SettingsError, CheckFailed, PackagesMissing, GaveUp, ValueError.
-    """
+    """Evaluate, and print the scores. Returns 0, 1 when a response is missing, or 75 when it was ended before."""
     with _directory(args.dir) as directory:
         loaded = load(args.config, [*settings(args, directory), *args.set], os.environ)
         if args.print_config:
@@ -115,7 +84,6 @@ def settings(args: argparse.Namespace, directory: Path) -> list[str]:
 
 
 def _name(data: Path) -> str:
-    """Return the name of an evaluation set, made from the name of its file."""
     return (
         "".join(letter if letter.isascii() and (letter.isalnum() or letter in "_-") else "-" for letter in data.stem)[
             :40
@@ -126,9 +94,7 @@ def _name(data: Path) -> str:
 
 @contextmanager
 def _directory(directory: Path | None) -> Iterator[Path]:
-    """Yield an empty directory for logs and the bus: ``--dir``, or a directory that is removed afterwards. Raises
-    ValueError.
-    """
+    """Yield an empty directory for logs and the bus: ``--dir``, or one that is removed. Raises ValueError."""
     if directory is None:
         with tempfile.TemporaryDirectory(prefix="tidemill-eval-") as temporary:
             yield Path(temporary)
@@ -165,7 +131,6 @@ def _evaluated(loaded: Loaded, *, as_json: bool) -> int:
 
 
 def _block(line: dict[str, object]) -> str:
-    """Return the scores of one set as lines."""
     shown = {
         name: value
         for name, value in line.items()

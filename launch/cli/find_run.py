@@ -17,18 +17,16 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.streams.bus import find_run as find_only_run
 from tidemill.launch.run import process
 from tidemill.launch.run.access import BUS_URL_FILE, OPERATOR, VIEWER, viewer_line
-from tidemill.launch.run.ended import EndedBus, started
-from tidemill.launch.run.up import CONFIG_FILE
+from tidemill.launch.run.ended_bus import EndedBus, started
 from tidemill.launch.settings import yaml_file
+from tidemill.launch.settings.run_config import CONFIG_FILE
 
 CONNECT_S = 3.0
 _RESUME = f"resume the run: tidemill up {{}}/{CONFIG_FILE} --resume"
 
 
 def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[str, str]:
-    """Return address (not to be shown) and name of a run, for one of its users. Raises ValueError naming the missing
-    argument or file.
-    """
+    """Return address (not to be shown) and name of a run, for one of its users. Raises ValueError."""
     if run_dir:
         root = Path(run_dir)
         if not (root / CONFIG_FILE).exists():
@@ -62,12 +60,7 @@ class RunLocation:
 
 @contextmanager
 def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[RunLocation]:
-    """Find the run for a command that only reads; while entered, its bus answers even if the run is over (then to the
-    viewer only).
-
-    Raises ValueError naming the missing argument or file, RunResumed when a run that was over is started again
-    meanwhile.
-    """
+    """Find the run for a command that reads; its bus answers even if it is over. Raises ValueError, RunResumed."""
     root = Path(args.run_dir)
     has_run = bool(args.run_dir) and not args.bus and (root / CONFIG_FILE).exists()
     ended_bus = EndedBus.of(root) if has_run else None
@@ -107,11 +100,7 @@ def read_until_drained(
     name: str,
     user: str,
 ) -> int:
-    """Run ``read(url, run, draining)`` on a run, which may be over, as a process of its own. Returns the exit code of
-    ``process.run``.
-
-    Raises ValueError for errors of the bus and of the arguments.
-    """
+    """Run ``read(url, run, draining)`` on a run as a process. Returns its exit code. Raises ValueError."""
     process.set_up_logging(args.command, name)
     with run_of(args, user=user) as place:
         args.ended = place.ended

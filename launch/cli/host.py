@@ -21,53 +21,21 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_bus(parser)
     parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     parser.add_argument("--name", default="", help="its name on the bus (default: this machine's)")
-    parser.add_argument(
-        "--learner-node",
-        type=int,
-        default=None,
-        metavar="R",
-        help="also run node R of a learner on several machines; wants --config",
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="the run's YAML file, for --learner-node",
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="path.to.key=value", help="change a setting of --config"
-    )
+    parser.add_argument("--learner-node", type=int, metavar="R", help="also run node R of a learner; wants --config")
+    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="for --learner-node")
+    parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="for --config")
     parser.add_argument("--pool", default="", help="group of hosts that it belongs to")
-    parser.add_argument(
-        "--users", type=Path, default=None, metavar="DIR", help="credentials of its processes, on a bus with users"
-    )
+    parser.add_argument("--users", type=Path, metavar="DIR", help="credentials on a bus with users")
     add_listening(parser)
     parser.add_argument("--dir", type=Path, default=None, help="where its logs go (default: runs/hosts/<name>)")
-    parser.add_argument(
-        "--drain", type=float, default=60.0, metavar="S", help="seconds for a process to finish its work"
-    )
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=5,
-        metavar="N",
-        help="failures of a process in five minutes after which it stays down",
-    )
+    parser.add_argument("--drain", type=float, default=60.0, metavar="S", help="seconds for a process to end its work")
+    parser.add_argument("--restarts", type=int, default=5, metavar="N", help="failures of one in five minutes")
     add_allow(parser)
-    parser.add_argument(
-        "wanted",
-        nargs="*",
-        metavar="actors=N|engines=N|scorers=N",
-        help="for this host; default: its share of the total",
-    )
+    parser.add_argument("wanted", nargs="*", metavar="actors=N|engines=N|scorers=N", help="default: a share")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the engines and actors of this machine until it is drained. Returns the exit code of ``process.run``. Raises
-    HostExists.
-    """
+    """Run this machine's engines and actors until drained. Returns the exit code. Raises HostExists."""
     from tidemill.actors.engines.membership import host_name
     from tidemill.launch.run import process
     from tidemill.launch.run.desired import parse
@@ -101,9 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _learner_node(args: argparse.Namespace) -> "HostLearner | None":
-    """Return the learner's node of a host, after checks of its configuration and machine. Raises ValueError,
-    SettingsError, CheckFailed.
-    """
+    """Return the learner's node of a host, checked. Raises ValueError, SettingsError, CheckFailed."""
     if args.learner_node is None:
         if args.config or args.set:
             raise ValueError(

@@ -28,15 +28,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         "responses)"
     )
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=about)
-    parser.add_argument(
-        "--model", default="", metavar="DIR", help="directory of your model in Hugging Face format, for own and sft"
-    )
+    parser.add_argument("--model", default="", metavar="DIR", help="your model in Hugging Face format, for own and sft")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files of a kind of run, all or none, and print their names. Returns 0. Raises ValueError for one that
-    exists.
-    """
+    """Write the files of a kind of run, all or none, and print their names. Returns 0. Raises ValueError."""
     if bool(args.model) != (args.kind in OF_MODELS):
         want = (
             "DIR, a model in Hugging Face format"

@@ -68,8 +68,7 @@ def check_loaded(args: argparse.Namespace, loaded: Loaded, **purpose: bool) -> "
 
 
 def with_iteration(args: argparse.Namespace, loaded: Loaded) -> Loaded:
-    """Return the configuration with one iteration in ``model.megatron_checkpoint``, for all processes of this start, as
-    in ``args.set``.
+    """Return the configuration with one iteration in ``model.megatron_checkpoint``, for all processes of this start.
 
     The job that writes the checkpoints may finish another one at any time. Raises ConfigRefused.
     """
@@ -103,8 +102,6 @@ def reached_at(args: argparse.Namespace) -> list[str]:
 
 
 def children_arguments(args: argparse.Namespace) -> list[str]:
-    """Return the options with which a process that is started here reads the same configuration and reaches the same
-    bus.
-    """
+    """Return the options with which a child reads the same configuration and reaches the same bus."""
     settings = [word for setting in args.set for word in ("--set", setting)]
     return ["--config", *map(str, args.config), *settings, "--bus", args.bus]

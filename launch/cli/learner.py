@@ -41,13 +41,7 @@ def _add_learner(parser: argparse.ArgumentParser) -> None:
             "torchrun or Slurm"
         ),
     )
-    parser.add_argument(
-        "--node-rank",
-        type=int,
-        default=None,
-        metavar="R",
-        help="number of this machine, 0 to N - 1; node 0 is the leader",
-    )
+    parser.add_argument("--node-rank", type=int, metavar="R", help="number of this machine, from 0, the leader")
     add_listening(parser)
     parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
     add_from_checkpoint(parser)
@@ -56,12 +50,8 @@ def _add_learner(parser: argparse.ArgumentParser) -> None:
 def _add_child(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--feeder-url", required=True)
     parser.add_argument("--epoch", type=int, default=0, help="of this start, if it was raised already")
-    parser.add_argument(
-        "--progress", type=int, default=-1, metavar="FD", help="inherited descriptor that gets a byte for every step"
-    )
-    parser.add_argument(
-        "--feeder-keys", type=int, required=True, metavar="FD", help="inherited descriptor with the keys of this start"
-    )
+    parser.add_argument("--progress", type=int, default=-1, metavar="FD", help="inherited: gets a byte for every step")
+    parser.add_argument("--feeder-keys", type=int, required=True, metavar="FD", help="inherited: the keys")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,9 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_learner(args: argparse.Namespace) -> int:
-    """Run feeder and ranks to the last step, or until drained. Returns the exit code of ``process.run``. Raises
-    CheckFailed.
-    """
+    """Run feeder and ranks to the last step, or until drained. Returns the exit code. Raises CheckFailed."""
     config = unprinted_config(args)
     if config is None:
         return 0
@@ -109,7 +97,6 @@ def _run_learner(args: argparse.Namespace) -> int:
 
 
 def _run_feeder(args: argparse.Namespace) -> int:
-    """Run the feeder of a learner. Returns the exit code of ``process.run``."""
     config = unprinted_config(args)
     if config is None:
         return 0

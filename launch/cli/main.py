@@ -40,7 +40,6 @@ COMMANDS: Mapping[str, str] = {
     "weights": "version of each engine, and whether all engines of a version have the same bits",
     "tail": "print new samples as they arrive",
     "show": "one sample: its tokens, their probabilities, and its outcome",
-    "stats": "rates, lengths, rewards, lags and pass@k of the newest samples",
     "replay": "samples into a file, and from a file or a run into another bus or run",
     "archive": "write every sample to files as it arrives; trimming waits for it",
     "metrics": "give the metrics of each step to TensorBoard, Weights & Biases, a file or your own sink",
@@ -84,9 +83,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _explained(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code. Raises PackagesMissing instead of ModuleNotFoundError where an extra
-    has the module.
-    """
+    """Run the command and return its exit code. Raises PackagesMissing where an extra has a missing module."""
     try:
         return int(args.run_command(args))
     except ModuleNotFoundError as error:
@@ -97,9 +94,7 @@ def _explained(args: argparse.Namespace) -> int:
 
 
 def _parser(declared: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """Return the parser of all commands; ``declared``: commands that get their arguments, for which their modules are
-    imported.
-    """
+    """Return the parser of all commands; modules of ``declared`` ones are imported, and add their arguments."""
     parser: argparse.ArgumentParser = CommandParser(prog="tidemill", description=DESCRIPTION)
     parser.add_argument("--version", action=PrintVersion, nargs=0, help="print the version, and end")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -111,7 +106,6 @@ def _parser(declared: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentPar
 
 
 def _inner_parser() -> argparse.ArgumentParser:
-    """Return the parser of the internal commands with which the learner starts its processes."""
     parser = argparse.ArgumentParser(prog="tidemill", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in INNER:
@@ -126,8 +120,7 @@ def _declare(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def _find_modules_here() -> None:
-    """Add the working directory to the end of ``sys.path``: rewards and losses by import path are found there, as in
-    the processes started.
+    """Add the working directory to the end of ``sys.path``, for rewards and losses by import path.
 
     At its end, because a file there may have the name of a module of Python or of a package. PYTHONSAFEPATH keeps the
     directory out.

@@ -26,11 +26,9 @@ OF_ANY_FAMILY = (
 
 
 def print_memory(loaded: Loaded) -> None:
-    """Print the rows, and a sum for each process. Raises CheckFailed for a model that cannot be used, DeviceError as
-    ``this_node``.
-    """
+    """Print the rows, and a sum for each process. Raises CheckFailed, DeviceError."""
     config, report = loaded.config, Report(loaded.origins)
-    model = check_model(report, config, made=check_prepare(report, config, fresh=False).model)
+    model = check_model(report, config, prepared=check_prepare(report, config, fresh=False).model)
     report.refuse()
     assert model is not None, "without a model there is an error"
     if model.shape is None and not model.tensors:

@@ -13,24 +13,14 @@ from tidemill.launch.run.access import VIEWER
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_run(parser)
-    parser.add_argument(
-        "to", metavar="SINK", help="tensorboard, wandb, jsonl, or package.module:function (docs/looking.md)"
-    )
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option of the sink (YAML); may be repeated",
-    )
+    parser.add_argument("to", metavar="SINK", help="tensorboard, wandb, jsonl, or module:function (docs/looking.md)")
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the sink")
     parser.add_argument("--from-step", type=int, default=1, metavar="N", help="first step (default 1)")
     parser.add_argument("--until-end", action="store_true", help="end at the present end of the log")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Give the metrics of a run to a sink until drained. Returns and raises as ``archive``; ValueError also for a sink
-    that is refused.
-    """
+    """Give the metrics of a run to a sink until drained. Returns and raises as ``archive``."""
     sink = open_sink(args.to, given_options(args.option))
 
     async def exported(url: str, run: str, draining: asyncio.Event) -> None:

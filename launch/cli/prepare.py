@@ -15,9 +15,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the model and the prompts of the section ``prepare``. Returns 0. Raises SettingsError, PackagesMissing,
-    PreparedOtherwise.
-    """
+    """Make the files of ``prepare``. Returns 0. Raises SettingsError, PackagesMissing, PreparedOtherwise."""
     config = unprinted_config(args)
     if config is None:
         return 0

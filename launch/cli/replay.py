@@ -40,34 +40,19 @@ _OF_THE_STORE = (PARTS_HEADER, REPLAYED_HEADER, "Nats-Msg-Size", "Nats-Expected-
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_run(parser)
-    parser.add_argument(
-        "--from", dest="source", default="", metavar="FILE", help="samples of a recording instead of a run's"
-    )
-    parser.add_argument(
-        "-o", "--out", default="", metavar="FILE", help="into a recording, or JSON lines where it ends in .jsonl"
-    )
+    parser.add_argument("--from", dest="source", default="", metavar="FILE", help="samples of a recording")
+    parser.add_argument("-o", "--out", default="", metavar="FILE", help="into a recording, or JSON lines (.jsonl)")
     parser.add_argument("--to-bus", default="", metavar="URL", help="into the stream of a run on this bus")
-    parser.add_argument(
-        "--train",
-        default="",
-        metavar="DIRECTORY",
-        help="into a learner: train the recorded steps of --run-dir again, in this directory",
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="path.to.key=value", help="with --train: change a setting"
-    )
-    parser.add_argument(
-        "--to-run", default="", metavar="RUN", help="into the stream of this run (default: the run they come from)"
-    )
+    parser.add_argument("--train", default="", metavar="DIRECTORY", help="train the steps of --run-dir again, there")
+    parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="for --train")
+    parser.add_argument("--to-run", default="", metavar="RUN", help="into the stream of this run (default: theirs)")
     parser.add_argument("--last", type=int, metavar="N", help="the N newest that match (default: all)")
     add_since(parser)
     add_filter(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Copy samples to a file or another run, or with --train repeat the recorded steps. Returns the exit code. Raises
-    ValueError.
-    """
+    """Copy samples to a file or another run, or repeat the recorded steps (--train). Returns the exit code."""
     if args.train:
         require("learner")
         from tidemill.launch.cli.retrain import retrain
@@ -96,8 +81,7 @@ async def replay_run(bus: Bus, args: argparse.Namespace) -> int:
         async for match in tail(
             search, argparse.Namespace(**{**vars(args), "follow": False, "since": args.since or _all(args)})
         ):
-            if match.stored is not None:
-                yield match.stored
+            yield match.stored
 
     return await _replay(samples(), Origin(run=bus.run, created=state.created), args, url=args.bus or bus.connected_url)
 
@@ -112,13 +96,13 @@ async def replay_file(args: argparse.Namespace) -> int:
     positive("--last", args.last)
     if args.since or args.since_version is not None or args.last is not None or args.lag:
         raise ValueError("--from: want no --since, --since-version, --last or --lag: these do not apply to a recording")
-    filter = filter_of(args)
+    selection = filter_of(args)
     recording = Recording.open(Path(args.source))
 
     async def samples() -> AsyncIterator[StoredSample]:
         """Yield the samples of the recording that fit the filter."""
         for stored in recording:
-            if fits(filter, stored):
+            if fits(selection, stored):
                 yield stored
 
     try:
@@ -171,7 +155,6 @@ async def _replay(samples: AsyncIterator[StoredSample], origin: Origin, args: ar
 
 @contextmanager
 def _file(path: Path, origin: Origin) -> Iterator[Sink]:
-    """Yield a sink that writes to a new file. Raises ValueError if the file exists, or has a name of another kind."""
     if path.suffix not in (".tide", ".jsonl"):
         raise ValueError(f"--out: want a file NAME.tide (all that a sample has) or NAME.jsonl, got {path}")
     try:
@@ -213,9 +196,7 @@ class _JsonLines:
 
 @asynccontextmanager
 async def _archive(url: str, run: str, origin: Origin) -> AsyncIterator[Sink]:
-    """Yield a sink into the stream of a run that only keeps samples; create it if missing. Raises ConfigMismatch for a
-    run that trains.
-    """
+    """Yield a sink into the stream of a run that only keeps samples. Raises ConfigMismatch for one that trains."""
     if not url:
         raise ValueError("--to-bus: want the NATS URL of the bus to replay to, got nothing")
     async with connect(url, run, name="replay", wait_s=CONNECT_S) as bus:
@@ -228,9 +209,7 @@ class _Published:
         self._bus, self._origin = bus, origin
 
     async def add(self, stored: StoredSample) -> None:
-        """Publish the same bytes under the same message id if the run's name is the same; else with only the name
-        changed.
-        """
+        """Publish the same bytes under the same message id; for another run, with its name in them."""
         sample, data = _readable(stored), stored.data
         assert isinstance(data, bytes)
         if self._bus.run != sample.run:
@@ -241,7 +220,6 @@ class _Published:
 
 
 def _readable(stored: StoredSample) -> Sample:
-    """Return the decoded sample. Raises WireError."""
     sample = opened(stored)
     if isinstance(sample, WireError):
         raise sample

@@ -22,7 +22,7 @@ from tidemill.launch.settings.config_loader import changes, from_map, load, to_m
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.buffer.snapshot import read_state
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.feed.restart import CHECKPOINT_KEY
+from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
 
 BUS_DIRECTORY, CHECKPOINTS = "bus", "checkpoints"
 ALONE = (
@@ -34,9 +34,7 @@ ALONE = (
 
 
 def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
-    """Repeat all steps that have their samples; return the exit code of ``tidemill up``. Raises ValueError naming the
-    missing part.
-    """
+    """Repeat all steps that have their samples; return the exit code of ``tidemill up``. Raises ValueError."""
     source, target = Path(run_dir), Path(out)
     if not run_dir or not (source / CONFIG_FILE).exists():
         raise ValueError(f"--train: want --run-dir, the directory of a run on this machine, got {run_dir!r}")
@@ -51,7 +49,7 @@ def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
         shutil.copytree(
             source / BUS_DIRECTORY, target / BUS_DIRECTORY, ignore=shutil.ignore_patterns("*.ports", "*.pid", "port")
         )
-        first, last, epoch = asyncio.run(_rewound(source, target, before, same=not settings))
+        first, last, epoch = asyncio.run(_rewound(source, target, before, unchanged=not settings))
     print(f"{before.run}: steps {first} to {last} again, in {target}")
     mine = (f"directory={target}", f"learner.steps={last}", *ALONE)
     config = from_map(to_map(before), str(source / CONFIG_FILE), changes(mine, {}))
@@ -59,9 +57,8 @@ def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
     return run_up(config, resume=True, fresh=False, after_epoch=epoch)
 
 
-async def _rewound(source: Path, target: Path, config: RunConfig, *, same: bool) -> tuple[int, int, int]:
-    """Rewind the copied run to the earliest step from which all samples are present. ``same``: with the settings of
-    each step.
+async def _rewound(source: Path, target: Path, config: RunConfig, *, unchanged: bool) -> tuple[int, int, int]:
+    """Rewind the copied run to the earliest step from which all samples are present.
 
     Returns (first step, last step) to repeat, at most up to ``learner.steps``, and the epoch of the run's newest
     learner.
@@ -77,7 +74,7 @@ async def _rewound(source: Path, target: Path, config: RunConfig, *, same: bool)
             rows = bus.rows("wanted")
             for key in await rows.keys():  # a resumed run would keep these numbers, not take those of ``ALONE``
                 await rows.delete(key)
-            if not same:
+            if not unchanged:
                 await _forget_settings(bus)
             done = await _set_back(bus, source, target)
     finally:
@@ -98,9 +95,7 @@ async def _forget_settings(bus: Bus) -> None:
 
 
 async def _set_back(bus: Bus, source: Path, target: Path) -> int:
-    """Select the start: no checkpoint if nothing was trimmed, else the oldest valid one. Returns its step, 0 for
-    none.
-    """
+    """Select the start: no checkpoint if nothing was trimmed, else the oldest valid one. Returns its step or 0."""
     if (await bus.samples.info()).first_seq <= 1:
         await bus.rows("run").delete(CHECKPOINT_KEY)
         return 0

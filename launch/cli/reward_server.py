@@ -10,33 +10,19 @@ from tidemill.launch.cli.inputs import given_options
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     parser.add_argument("reward", metavar="NAME", help="a name, or package.module:function")
-    parser.add_argument(
-        "--group", action="store_true", help="it is a reward of groups, for `actor.group_reward: remote`"
-    )
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option of the reward (YAML); may be repeated",
-    )
+    parser.add_argument("--group", action="store_true", help="of groups, for `actor.group_reward: remote`")
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the reward")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8002, help="0 = any free port")
-    parser.add_argument(
-        "--token-env", default="", metavar="VARIABLE", help="variable with the bearer token that requests must have"
-    )
+    parser.add_argument("--token-env", default="", metavar="VARIABLE", help="variable with the token of requests")
     parser.add_argument("--insecure", action="store_true", help="answer requests of other machines without a token")
     parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds for one call of the reward")
     parser.add_argument("--workers", type=int, default=16, metavar="N", help="child processes of a plain reward")
-    parser.add_argument(
-        "--memory-mb", type=int, default=4096, metavar="MB", help="private memory of each; 0 = no limit"
-    )
+    parser.add_argument("--memory-mb", type=int, default=4096, metavar="MB", help="memory of each; 0 = no limit")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Host a reward until it is drained. Returns the exit code of ``process.run``. Raises ValueError for wrong use,
-    OSError.
-    """
+    """Host a reward until drained. Returns the exit code of ``process.run``. Raises ValueError, OSError."""
     from tidemill.bus.config import is_loopback
     from tidemill.bus.processes.limits import ProcessLimits
     from tidemill.launch.run import process, workers

@@ -12,63 +12,26 @@ DRAIN_S = 30.0
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
-    parser.add_argument(
-        "--bus", default="", type=bus_url, metavar="URL", help="NATS URL: engines of a run are found there"
-    )
+    parser.add_argument("--bus", default="", type=bus_url, metavar="URL", help="bus with the engines of a run")
     parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     parser.add_argument("--id", default="", help="its name on the bus")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; auto = that of the interface that leads to the bus"
-    )
-    parser.add_argument(
-        "--advertise", default="", metavar="HOST", help="address that other machines use, if not --host"
-    )
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help=(
-            "answer requests of other machines without the run's key; without --bus, also obey /add_worker and "
-            "/remove_worker without one"
-        ),
-    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; auto = of the route to the bus")
+    parser.add_argument("--advertise", default="", metavar="HOST", help="address for others, if not --host")
+    parser.add_argument("--insecure", action="store_true", help="serve other machines without the run's key")
     parser.add_argument("--port", type=int, default=8001, help="0 = any free port")
+    parser.add_argument("--worker", action="append", default=[], metavar="URL", help="an engine not on the bus")
+    parser.add_argument("--exact", default="", metavar="MODEL_DIR", help="keep text clients token-exact")
     parser.add_argument(
-        "--worker",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="an engine, besides those on the bus; may be repeated",
+        "--middleware", action="append", default=[], metavar="PACKAGE.MODULE:FACTORY", help="around requests"
     )
-    parser.add_argument(
-        "--exact", default="", metavar="MODEL_DIR", help="keep text-based clients token-exact, with this tokenizer"
-    )
-    parser.add_argument(
-        "--middleware",
-        action="append",
-        default=[],
-        metavar="PACKAGE.MODULE:FACTORY",
-        help="around every request; may be repeated",
-    )
-    parser.add_argument(
-        "--path",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="forward requests to this path, too (a middleware's); may be repeated",
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=3600.0, metavar="S", help="seconds for a request, to its last byte"
-    )
-    parser.add_argument(
-        "--wait", type=float, default=60.0, metavar="S", help="seconds that a request waits for an engine that serves"
-    )
+    parser.add_argument("--path", action="append", default=[], metavar="PATH", help="forward this path, too")
+    parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds for a request, at most")
+    parser.add_argument("--wait", type=float, default=60.0, metavar="S", help="seconds to wait for an engine")
     parser.add_argument("--retries", type=int, default=3, metavar="N", help="more attempts, where repeating is safe")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a router until it is drained. Returns the exit code of ``process.run``. Raises ValueError for arguments that
-    cannot be used.
-    """
+    """Run a router until drained. Returns the exit code of ``process.run``. Raises ValueError."""
     from tidemill.actors.router.config import RouterConfig, check_url
     from tidemill.bus.client.addresses import AUTO
     from tidemill.launch.run import process, workers
@@ -93,11 +56,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("want --bus URL, --worker URL, or both")
     if args.host == AUTO and not args.bus:
         raise ValueError("--host: auto needs --bus; want an address")
-    id = process_id(args)
-    process.set_up_logging("router", id)
-    address = bus_address(args, None, id) if args.bus else ""
+    router_id = process_id(args)
+    process.set_up_logging("router", router_id)
+    address = bus_address(args, None, router_id) if args.bus else ""
 
     return process.run_refusing(
-        lambda draining: workers.run_router(config, args.run, address, id, draining, drain_s=DRAIN_S),
+        lambda draining: workers.run_router(config, args.run, address, router_id, draining, drain_s=DRAIN_S),
         drain_s=DRAIN_S + 5,
     )

@@ -21,9 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--host", default="", help="on this host, independent of the others")
     where.add_argument("--pool", default="", help="on all hosts of this pool together")
-    parser.add_argument(
-        "wanted", nargs="*", metavar="actors=N|engines=N|scorers=N", help="default: on all other hosts together"
-    )
+    parser.add_argument("wanted", nargs="*", metavar="actors=N|engines=N|scorers=N", help="default: of all hosts")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,7 +31,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _asks_scorers(bus: Bus) -> bool:
-    """Return whether the actors of a run send samples to scorers, by its configuration on the bus."""
     row, _ = await bus.rows("run").read(CONFIG_KEY)
     value: object = row or {}
     for name in ("actor", "scorers", "enabled"):
@@ -42,9 +39,7 @@ async def _asks_scorers(bus: Bus) -> bool:
 
 
 async def show_scale(bus: Bus, args: argparse.Namespace) -> int:
-    """Set the numbers ``args.counts`` in the row of a host, of a pool or of all, and print the share of every live
-    host; return 0.
-    """
+    """Set the numbers ``args.counts`` in the row of a host, a pool or all; print every live host's share; return 0."""
     counts, host, pool = args.counts, args.host, args.pool
     key = desired.host_key(host) if host else desired.pool_key(pool) if pool else desired.ALL
     console = Console(highlight=False, soft_wrap=True)

@@ -44,9 +44,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, places: Sequence[Path]) -> Self:
-        """Return the vocabulary of the first of these model directories that has a tokenizer; of none of them, one that
-        shows ids.
-        """
+        """Return the vocabulary of the first model directory with a tokenizer; else one that shows ids."""
         return cls(next((text for place in places if (text := Tokenizer.read(place)) is not None), None))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -69,18 +67,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--table", action="store_true", help="add a row for each token")
-    parser.add_argument(
-        "--tokenizer",
-        default="",
-        metavar="DIRECTORY",
-        help="where tokenizer.json is, if not in the run's model directory",
-    )
+    parser.add_argument("--tokenizer", default="", metavar="DIRECTORY", help="if it is not the model's")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one sample with its tokens. Returns 0. Raises ValueError when there is no such sample, or it cannot be
-    read.
-    """
+    """Print one sample with its tokens. Returns 0. Raises ValueError when it is missing or unreadable."""
     return look(args, show_sample)
 
 
@@ -108,16 +99,16 @@ class Token:
 
 async def show_sample(bus: Bus, args: argparse.Namespace) -> int:
     """Print one sample and return 0. Raises ValueError when there is none of this name, or it cannot be read."""
-    match, others = await _find(bus, args.sample)
+    match, duplicates = await _find(bus, args.sample)
     sample = match.sample
-    if sample is None or isinstance(sample, WireError):
+    if isinstance(sample, WireError):
         raise ValueError(f"sample {args.sample}: #{match.line.seq} cannot be read: {sample}")
     tokens = tokens_of(sample, await _vocabulary(bus, args))
     history = await history_of(bus, match.line.seq, sample)
     if args.json:
-        print(to_json(_json(match, sample, tokens, history, others)))
+        print(to_json(_json(match, sample, tokens, history, duplicates)))
     else:
-        _print(Console(highlight=False, soft_wrap=True), match, sample, tokens, history, others, table=args.table)
+        _print(Console(highlight=False, soft_wrap=True), match, sample, tokens, history, duplicates, table=args.table)
     return 0
 
 
@@ -155,9 +146,7 @@ def tokens_of(sample: Sample, vocabulary: Vocabulary) -> list[Token]:
 
 
 async def _find(bus: Bus, name: str) -> tuple[FoundSample, list[int]]:
-    """Return the sample named by ``#sequence`` or ``task.index``, and the sequences of other samples of its place.
-    Raises ValueError.
-    """
+    """Return the sample of ``#sequence`` or ``task.index``, and sequences of others of its place. Raises ValueError."""
     if "." not in name:
         return await _by_sequence(bus, name), []
     task, index = task_of("SAMPLE", name)
@@ -183,9 +172,6 @@ async def _by_sequence(bus: Bus, name: str) -> FoundSample:
 
 
 async def _vocabulary(bus: Bus, args: argparse.Namespace) -> Vocabulary:
-    """Return the vocabulary of the first possible model directory with a tokenizer; without one, tokens are shown as
-    ids.
-    """
     row, _ = await bus.rows("run").read("config")
     path = row.get("model", {}).get("path", "") if row is not None else ""
     places = [args.tokenizer] if args.tokenizer else [path, str(Path(args.run_dir) / "model") if args.run_dir else ""]
@@ -193,7 +179,7 @@ async def _vocabulary(bus: Bus, args: argparse.Namespace) -> Vocabulary:
 
 
 def _json(
-    match: FoundSample, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int]
+    match: FoundSample, sample: Sample, tokens: Sequence[Token], history: SampleHistory, duplicates: list[int]
 ) -> dict[str, object]:
     return {
         **as_map(match.line.seq, sample),
@@ -212,7 +198,7 @@ def _json(
             for token in tokens
         ],
         "fate": history.as_map(),
-        "others": others,
+        "others": duplicates,
     }
 
 
@@ -222,7 +208,7 @@ def _print(
     sample: Sample,
     tokens: Sequence[Token],
     history: SampleHistory,
-    others: list[int],
+    duplicates: list[int],
     *,
     table: bool,
 ) -> None:
@@ -246,8 +232,8 @@ def _print(
         console.print(Text(f"label     {plain(str(sample.label))}"))
     if sample.metadata:
         console.print(Text(f"metadata  {plain(to_json(sample.metadata))}"))
-    if others:
-        console.print(f"others    of the same place: {', '.join(f'#{seq}' for seq in others)}")
+    if duplicates:
+        console.print(f"others    of the same place: {', '.join(f'#{seq}' for seq in duplicates)}")
     if sample.turns is not None:
         console.print(turns_table(sample.turns))
     console.print(
@@ -260,11 +246,7 @@ def _print(
 
 
 def shaded(tokens: Sequence[Token]) -> Text:
-    """Return the response with a background for each token's probability, every second span underlined and each new one
-    marked.
-
-    A rule stands between the sequences of an episode; their contexts are not shown.
-    """
+    """Return the response with a background for each token's probability; every second span is underlined."""
     text = Text()
     for place, token in enumerate(tokens):
         if place and token.sequence != tokens[place - 1].sequence:

@@ -17,7 +17,6 @@ from tidemill.actors.engines.address_checks import CURE, unreachable, verified
 from tidemill.bus.client.jetstream import StreamState
 from tidemill.bus.client.rows import Value
 from tidemill.bus.config import SINGLE_TURN
-from tidemill.bus.errors import NotFound
 from tidemill.bus.liveness.heartbeats import processes
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.cursors import Cursors
@@ -66,8 +65,7 @@ class TaskCounts(TypedDict):
     given_up: dict[str, int]
     """Number of tasks by reason."""
     unserved: dict[str, int]
-    """Number of tasks that wait, by rollout, ``single_turn`` for those without one, of those that no live actor serves.
-    """
+    """Tasks that wait and that no live actor serves, by rollout (``single_turn`` for those without one)."""
 
 
 class SampleCounts(TypedDict):
@@ -323,7 +321,6 @@ def counts_under(load: Mapping[str, float], name: str) -> dict[str, int]:
 
 
 def _invalid_words(samples: SampleCounts) -> str:
-    """Return the number of invalid samples in a status, by field and by actor, as text; empty if there are none."""
     if not samples["invalid"]:
         return ""
     fields, actors = (
@@ -357,20 +354,16 @@ def episodes_in_words(metrics: Mapping[str, float]) -> str:
 
 
 async def _issued(bus: Bus, settled: set[int]) -> int:
-    """Return the number of training tasks ever issued: those in the stream, and the settled ones that were trimmed from
-    it.
-    """
+    """Return the number of training tasks ever issued: in the stream, or settled and trimmed from it."""
     stream = subjects.stream(bus.run, subjects.TASKS)
     counts = {
         name: count
         for name, count in (await bus.jet.subjects(stream, subjects.task(bus.run, "*"))).items()
         if subjects.trains(name)
     }
-    try:
-        first = min([(await bus.jet.next(stream, 1, name)).seq for name in counts], default=None)
-    except NotFound:  # trimmed in between
-        first = None
-    return sum(counts.values()) + sum(first is None or id < first for id in settled)
+    firsts = [await bus.jet.next(stream, 1, name) for name in counts]  # None: trimmed in between
+    first = min((message.seq for message in firsts if message is not None), default=None)
+    return sum(counts.values()) + sum(first is None or task < first for task in settled)
 
 
 def _report_in_words(look: Mapping[int, int]) -> str:
@@ -430,7 +423,6 @@ def print_status(console: Console, status: RunStatus) -> None:
 
 
 def _print_counts(console: Console, status: RunStatus) -> None:
-    """Print how many tasks and samples there are in each state, and the actors that are refused."""
     tasks, samples = status["tasks"], status["samples"]
     given_up = ", ".join(f"{count} {reason}" for reason, count in tasks["given_up"].items())
     console.print(
@@ -474,9 +466,7 @@ def _print_processes(console: Console, status: RunStatus) -> None:
 
 
 def _unverified(row: ProcessStatus) -> str:
-    """Return the wait of an engine that serves, and that no other process has reached at its address yet; empty for all
-    others.
-    """
+    """Return the wait of an engine that serves, and that no process has reached yet; empty for all others."""
     waits = (
         row["role"] == "engine"
         and row["phase"] == "serving"
@@ -488,5 +478,4 @@ def _unverified(row: ProcessStatus) -> str:
 
 
 def _cell(text: str) -> Text:
-    """Return a process's text with control characters escaped, for neither the terminal nor the table to interpret."""
     return Text(plain(text))

@@ -21,17 +21,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_run(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="follow new samples")
-    parser.add_argument(
-        "--last", type=int, metavar="N", help="start with the N newest that match (default 10; all, with --since)"
-    )
+    parser.add_argument("--last", type=int, metavar="N", help="start with the N newest (default 10; all, with --since)")
     parser.add_argument("--full", action="store_true", help="do not shorten long texts")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per line")
-    how.add_argument(
-        "--raw",
-        action="store_true",
-        help="the stored payloads: each a length (4 bytes, little-endian) and its msgpack map",
-    )
+    how.add_argument("--raw", action="store_true", help="stored payloads, each behind its length (4 bytes)")
     add_since(parser)
     add_filter(parser)
 
@@ -50,9 +44,7 @@ async def show_tail(bus: Bus, args: argparse.Namespace) -> int:
 
 
 async def tail(search: SampleSearch, args: argparse.Namespace) -> AsyncIterator[FoundSample]:
-    """Yield the samples that the arguments select: the newest that fit, or all from a start on; then, with ``follow``,
-    new ones.
-    """
+    """Yield the newest samples that fit, or all from a start on; with ``follow``, then new ones."""
     positive("--last", args.last)
     placed = bool(args.since) or args.since_version is not None
     first = await search.begin(args.since, args.since_version) if placed else 1
@@ -76,7 +68,6 @@ async def tail(search: SampleSearch, args: argparse.Namespace) -> AsyncIterator[
 
 
 def _follows(args: argparse.Namespace) -> bool:
-    """Return whether to wait for new samples; a run that is over has none."""
     return args.follow and not args.ended
 
 
@@ -90,13 +81,11 @@ def _writer(args: argparse.Namespace) -> Callable[[FoundSample], None]:
 
 
 def _write_json(match: FoundSample) -> None:
-    assert match.sample is not None
     line = match.line
     print(to_json({**as_map(line.seq, match.sample), "lag": line.lag, "stored_s": line.stored_s}), flush=True)
 
 
 def _write_raw(match: FoundSample) -> None:
-    assert match.stored is not None
     if isinstance(match.stored.data, bytes):
         sys.stdout.buffer.write(len(match.stored.data).to_bytes(4, "little") + match.stored.data)
         sys.stdout.buffer.flush()

@@ -11,28 +11,20 @@ DRAIN_S = 30.0
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
-    parser.add_argument(
-        "model", type=Path, metavar="MODEL_DIR", help="directory of the model, with the vocabulary of the trained one"
-    )
+    parser.add_argument("model", type=Path, metavar="MODEL_DIR", help="model with the vocabulary of the trained one")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=30000, help="0 = any free port")
-    parser.add_argument(
-        "--insecure", action="store_true", help="let other machines ask, without a key: nothing can change the model"
-    )
+    parser.add_argument("--insecure", action="store_true", help="let other machines ask, without a key")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where it computes")
     parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="auto = bfloat16 on CUDA, else float32"
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="auto: bfloat16 on GPUs"
     )
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads")
-    parser.add_argument(
-        "--max-context", type=int, default=0, metavar="N", help="tokens of a sequence; 0 = what the model allows"
-    )
+    parser.add_argument("--max-context", type=int, default=0, metavar="N", help="tokens of a sequence; 0 = the model's")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve a fixed model until it is drained. Returns the exit code of ``process.run``. Raises ValueError for wrong
-    use.
-    """
+    """Serve a fixed model until drained. Returns the exit code of ``process.run``. Raises ValueError."""
     if not (args.model / "config.json").is_file():
         raise ValueError(
             f"MODEL_DIR: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}"

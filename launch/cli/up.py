@@ -17,10 +17,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run everything on this machine and return the exit code of ``run_up``.
-
-    Raises SettingsError, PackagesMissing, CheckFailed and CannotBegin before any process is started.
-    """
+    """Run everything here; return the exit code of ``run_up``. Raises ValueErrors before any process starts."""
     loaded = loaded_config(args)
     if args.print_config:
         return print_checked(args, loaded)

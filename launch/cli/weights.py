@@ -71,9 +71,7 @@ async def show_weights(bus: Bus, args: argparse.Namespace) -> int:
 
 
 def compare(engines: Sequence[EngineChecksums]) -> None:
-    """Fill ``differs``: among engines with the same version and format, the checksum of the majority is right; in a tie
-    all differ.
-    """
+    """Fill ``differs``: of a version and format, the majority's checksum is right; in a tie all differ."""
     for engine in engines:
         rivals = [rival for rival in engines if rival.version == engine.version]
         for key, value in engine.sums.items():

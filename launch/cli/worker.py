@@ -19,13 +19,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of an engine, an actor or a scorer."""
     role = command_of(parser)
     add_bus(parser)
-    parser.add_argument(
-        "--run", default="", help="name of the run; not needed with --config, or when the bus carries one run"
-    )
+    parser.add_argument("--run", default="", help="name of the run; needed on a bus with several, without --config")
     parser.add_argument("--id", default="", help="its name on the bus")
-    parser.add_argument(
-        "--wait", type=float, default=300.0, metavar="S", help="seconds to wait for the bus at the start (default 300)"
-    )
+    parser.add_argument("--wait", type=float, default=300.0, metavar="S", help="seconds to wait for the bus")
     add_allow(parser)
     if role != "actor":
         add_listening(parser)
@@ -45,9 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a process until it is drained. Returns the exit code of ``process.run``; 1 also when the bus is not reached
-    within --wait.
-    """
+    """Run a process until drained. Returns the exit code of ``process.run``; 1 if no bus is reached in --wait."""
     role = args.command
     if args.print_config and not args.config:
         raise ValueError(
@@ -78,9 +72,7 @@ def run(args: argparse.Namespace) -> int:
     unreachable: list[BusUnavailable] = []
 
     async def body(draining: asyncio.Event) -> None:
-        """Wait for the bus and do the work of the role. A bus that is not reached is recorded for the caller, not
-        raised.
-        """
+        """Wait for the bus and do the work of the role. An unreachable bus is recorded for the caller."""
         try:
             await workers.reach_bus(address, role, draining, wait_s=args.wait)
         except BusUnavailable as error:

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tidemill.actors.config import OF_RANKS, EngineConfig
-from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.memory_table import ITEM_BYTES, dtype_on, group_bytes, staged_bytes, training_bytes
 from tidemill.launch.devices.placement import engine_place
-from tidemill.launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, RankPlace, Want
+from tidemill.launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, PlacementRefused, RankPlace, Want
 from tidemill.launch.devices.trained import Shapes
 from tidemill.launch.devices.visible import VARIABLE, nccl_of
 from tidemill.launch.settings.run_config import RunConfig
@@ -61,10 +60,7 @@ class ModelSize:
 
 
 def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size: ModelSize | None = None) -> Want:
-    """Return the requirements of a run on a machine, for the ranks of a node (``learner``) and a number of engines.
-
-    Raises PlacementRefused for devices that the arguments of SGLang name, which are the same for all engines.
-    """
+    """Return a run's requirements of a machine, for ranks (``learner``) and engines. Raises PlacementRefused."""
     size, ours, engine = size or ModelSize(), config.learner, config.engine
     num_devices = devices_of(engine)
     if node.devices and num_devices and engines:
@@ -144,25 +140,25 @@ def _refuse_by_hand(engine: EngineConfig) -> None:
             raise PlacementRefused(where, "no device: it would be the same for all engines", repr(value), cure)
     if VARIABLE in engine.sglang.environment:
         where, cure = f"engine.sglang.environment.{VARIABLE}", "remove it; engine.devices names the devices"
-        raise PlacementRefused(
-            where, "no device: it would be the same for all engines", repr(engine.sglang.environment[VARIABLE]), cure
-        )
+        want_text = "no device: it would be the same for all engines"
+        raise PlacementRefused(where, want_text, repr(engine.sglang.environment[VARIABLE]), cure)
 
 
 # ---- places as environment
 
 
-def rank_variables(node: Node, place: RankPlace, config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
+def rank_variables(node: Node, place: RankPlace, config: RunConfig, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank: the devices of all ranks of its node, of which LOCAL_RANK is its own.
 
     Without devices there are none, but for the algorithm of NCCL with ``learner.device: cuda``.
-    ``given``: the environment that it inherits. Raises PlacementRefused for an allocator in it that a colocated rank
-    cannot have.
+    ``environment``: what it inherits. Raises PlacementRefused for an allocator there that a colocated rank cannot have.
     """
     if config.learner.colocated and config.learner.device != "cpu" and (place.uuids or config.learner.device == CUDA):
-        refuse_expandable(given)
+        refuse_expandable(environment)
     ring = (
-        dict([RING]) if config.learner.deterministic and config.learner.num_ranks > 1 and RING[0] not in given else {}
+        dict([RING])
+        if config.learner.deterministic and config.learner.num_ranks > 1 and RING[0] not in environment
+        else {}
     )
     if not node.devices:  # without nvidia-smi torch may find some
         return ring if config.learner.device == CUDA else {}
@@ -170,37 +166,34 @@ def rank_variables(node: Node, place: RankPlace, config: RunConfig, given: Mappi
         return {VARIABLE: ""}
     variables = {VARIABLE: ",".join(place.uuids), "LOCAL_RANK": str(place.local_rank), **ring}
     private = not config.learner.colocated and config.weights.staging != CUDA
-    if private and not any(name in given for name in OWN_ALLOCATOR):
+    if private and not any(name in environment for name in OWN_ALLOCATOR):
         variables[ALLOCATOR] = EXPANDABLE
     if config.engine.kind == SGLANG:
-        variables |= {name: "0" for name in AS_SGLANG if name not in given}
+        variables |= {name: "0" for name in AS_SGLANG if name not in environment}
     return variables
 
 
-def refuse_expandable(given: Mapping[str, str], where: str = "") -> None:
-    """Raise PlacementRefused for an environment in which torch's allocator makes segments that torch-memory-saver
-    cannot release.
+def refuse_expandable(environment: Mapping[str, str], where: str = "") -> None:
+    """Raise PlacementRefused for an allocator with segments that torch-memory-saver cannot release.
 
     torch-memory-saver looks at PYTORCH_CUDA_ALLOC_CONF alone, and when memory is first allocated (0.0.10,
     ``entrypoint.py``).
     ``where``: the setting that has the variables; empty = they are this process's own.
     """
     for name in OWN_ALLOCATOR:
-        if EXPANDS.search(given.get(name, "")):
+        if EXPANDS.search(environment.get(name, "")):
             want_text = (
                 "no expandable_segments with learner.colocated: memory of such segments cannot be released for "
                 "the other side"
             )
             cure = f"unset {name}, or take expandable_segments out of it"
-            raise PlacementRefused(f"{where}.{name}" if where else name, want_text, repr(given[name]), cure)
+            raise PlacementRefused(f"{where}.{name}" if where else name, want_text, repr(environment[name]), cure)
 
 
-def refuse_expandable_engine(engine: EngineConfig, given: Mapping[str, str]) -> None:
-    """Raise PlacementRefused as ``refuse_expandable`` for an SGLang server started here. A built-in engine frees memory
-    by itself.
-    """
+def refuse_expandable_engine(engine: EngineConfig, environment: Mapping[str, str]) -> None:
+    """Raise PlacementRefused as ``refuse_expandable`` for an SGLang server started here."""
     if engine.kind == SGLANG and not engine.sglang.url:
-        refuse_expandable({name: value for name, value in given.items() if name not in engine.sglang.environment})
+        refuse_expandable({name: value for name, value in environment.items() if name not in engine.sglang.environment})
         refuse_expandable(engine.sglang.environment, "engine.sglang.environment")
 
 

@@ -27,9 +27,7 @@ VALUE_HEAD = "lm_head.value"
 _EXPERTS = ".experts."
 """In the names of the weights of routed experts, and of no other."""
 STAGED_COPIES = 2
-"""Copies that a rank keeps of the weights that it sends: the head, and the one being filled
-(``weightstore/transport/staging.py``).
-"""
+"""Copies of the weights that a rank sends: the head, and the one being filled (``transport/staging.py``)."""
 SENDER = "rank that sends weights, besides"
 CONTEXT_BYTES = 500_000_000
 """A process's CUDA context on its device, about; not measured (``docs/decisions/023-nccl-in-a-process-of-its-own.md``).
@@ -69,8 +67,7 @@ def memory_rows(
 def state_rows(
     tensors: Shapes, config: RunConfig, *, cuda: bool, critic: Shapes | None = None
 ) -> tuple[MemoryRow, ...]:
-    """Return the rows of one rank without activations and logits, by the tensors of the model: for families without a
-    shape here.
+    """Return the rows of one rank by the model's tensors, without activations and logits: for other families.
 
     ``critic``: the tensors of the critic's model; None = as many as the policy's. Sizes are as in ``training_bytes``: a
     matrix that a family keeps whole on every tensor-parallel rank counts as split.
@@ -90,10 +87,7 @@ def dtype_on(setting: str, *, cuda: bool) -> str:
 def training_bytes(
     tensors: Shapes, dtype: str, learner: LearnerConfig, *, cuda: bool, critic: Shapes | None = None
 ) -> int:
-    """Return the bytes of weights, gradients and Adam's state of one rank, in the largest stage, where it computes.
-
-    ``tensors``: of the whole model, of any family; ``critic``: of the critic's model, None = as large as the policy.
-    """
+    """Return the bytes of weights, gradients and Adam's state of a rank; ``critic``: None = as large as the policy."""
     stage = _largest_stage(tensors, learner)
     rows = [*_model(_elements(stage, learner, trained_tensors(stage, learner)), learner, dtype, cuda=cuda)]
     if learner.algorithm.by_critic:
@@ -159,7 +153,6 @@ def _state(tensors: Shapes, critic: Shapes, config: RunConfig, dtype: str, *, cu
 
 
 def _sending(tensors: Shapes, config: RunConfig, dtype: str, *, cuda: bool) -> Iterable[MemoryRow]:
-    """Yield the rows of a rank that sends weights."""
     yield MemoryRow(
         process=SENDER,
         part=f"{STAGED_COPIES} copies of its part of the weights, for pushes",
@@ -171,17 +164,12 @@ def _sending(tensors: Shapes, config: RunConfig, dtype: str, *, cuda: bool) -> I
 
 
 def group_bytes(largest_tensor: int, config: RunConfig, dtype: str) -> int:
-    """Return the device memory of a process that sends weights to one group over NCCL: a CUDA context, and two buckets.
-
-    ``largest_tensor``: its elements; a bucket has one tensor at least.
-    """
+    """Return the device memory of a sender to one group over NCCL: a CUDA context and two buckets."""
     return CONTEXT_BYTES + 2 * max(config.weights.bucket_size(on_gpu=True), ITEM_BYTES[dtype] * largest_tensor)
 
 
 def _groups(tensors: Shapes, config: RunConfig, dtype: str) -> Iterable[MemoryRow]:
-    """Yield the row of the processes that send over NCCL, where settings allow it: GPUs and versions are not known
-    here.
-    """
+    """Yield the row of processes that send over NCCL, where settings allow it: GPUs and versions are not known."""
     weights, learner = config.weights, config.learner
     if weights.backend == "gloo" or weights.transport == "handles" or learner.colocated or learner.device == "cpu":
         return
@@ -204,9 +192,8 @@ def staged_bytes(tensors: Shapes, config: RunConfig, dtype: str) -> int:
         stages_of(tensors, ours.pipeline_parallel, ours.virtual_pipeline, edge_layers=ours.edge_layers)
     ):
         dealt = Dealt(senders)
-        for name in [
-            name for name in of_stage if name not in sent
-        ]:  # a tied embedding is in two stages, and is sent by the first
+        # A tied embedding is in two stages, and is sent by the first
+        for name in [name for name in of_stage if name not in sent]:
             parts[stage, dealt.sender(name)] += math.prod(of_stage[name])
         sent |= of_stage.keys()
     return STAGED_COPIES * ITEM_BYTES[dtype] * max(parts.values(), default=0)
@@ -215,9 +202,7 @@ def staged_bytes(tensors: Shapes, config: RunConfig, dtype: str) -> int:
 def _activations(
     tokens: int, shape: ModelShape, critic: ModelShape, learner: LearnerConfig, dtype: str, *, cuda: bool
 ) -> Iterable[MemoryRow]:
-    """Yield the rows of the tensors that a rank keeps and computes for a packed row, of which it has ``tokens``
-    tokens.
-    """
+    """Yield the rows of the tensors that a rank keeps and computes for ``tokens`` tokens of a packed row."""
     split = learner.tensor_parallel
     fused = cuda and (
         learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic)
@@ -264,9 +249,7 @@ def _activations(
 
 
 def _overlapped(learner: LearnerConfig, *, cuda: bool) -> bool:
-    """Return whether gradients are reduced during the backward pass (``learner/layout/parallel.py``,
-    ``choose_replicas``).
-    """
+    """Return whether gradients are reduced during the backward pass (``choose_replicas``)."""
     auto = cuda and learner.virtual_pipeline == 1
     several = learner.data_parallel * learner.context_parallel > 1
     return several and {"auto": auto, "always": True}.get(learner.overlap_grad_reduce, False)
@@ -285,13 +268,9 @@ class _Elements:
     """True where experts are trained."""
 
 
-def _elements(whole: Shapes, learner: LearnerConfig, trained: Shapes | None = None) -> _Elements:
-    """Return one rank's elements of the tensors of its stage, with the padding that a distributed optimizer needs for
-    the trained ones.
-
-    ``trained``: the tensors with a gradient, adapters among them; None = all.
-    """
-    split, spread, ours = learner.tensor_parallel, learner.expert_parallel, whole if trained is None else trained
+def _elements(stage: Shapes, learner: LearnerConfig, trained: Shapes | None = None) -> _Elements:
+    """Return one rank's elements of its stage, padded for a distributed optimizer; ``trained``: None = all."""
+    split, spread, ours = learner.tensor_parallel, learner.expert_parallel, stage if trained is None else trained
     total = share = 0
     experts = {name: tensor for name, tensor in ours.items() if _EXPERTS in name}
     shared = {name: tensor for name, tensor in ours.items() if _EXPERTS not in name}
@@ -299,7 +278,7 @@ def _elements(whole: Shapes, learner: LearnerConfig, trained: Shapes | None = No
         sharded = num_shares(learner) > 1
         mine = buffer_elements(tensors, split, shares, spread) if sharded else rank_elements(tensors, split, spread)
         total, share = total + mine, share - (-mine // shares)
-    frozen = rank_elements({name: tensor for name, tensor in whole.items() if name not in ours}, split, spread)
+    frozen = rank_elements({name: tensor for name, tensor in stage.items() if name not in ours}, split, spread)
     return _Elements(own=frozen + total, trained=total, share=share, experts=bool(experts))
 
 
@@ -321,7 +300,6 @@ def _model(
 def _optimizer(
     elements: int, dtype: str, *, divided: str, offloaded: bool, cuda: bool, prefix: str
 ) -> Iterable[MemoryRow]:
-    """Yield the rows of Adam's state for ``elements`` weights of one share."""
     part = f"{prefix}Adam: two moments" + ("" if dtype == "float32" else " and main weights") + f", float32{divided}"
     yield MemoryRow(process="rank", part=part, bytes=optimizer_bytes(elements, dtype), on_host=offloaded and cuda)
     if offloaded:
@@ -392,14 +370,12 @@ def valued(shape: ModelShape) -> ModelShape:
 
 
 def _largest_stage(tensors: Shapes, learner: LearnerConfig) -> Shapes:
-    """Return the tensors of the stage that has the most on a rank."""
     stages = stages_of(tensors, learner.pipeline_parallel, learner.virtual_pipeline, edge_layers=learner.edge_layers)
     return max(stages, key=lambda stage: rank_elements(stage, learner.tensor_parallel, learner.expert_parallel))
 
 
 def buffer_elements(tensors: Shapes, tensor_parallel: int, shares: int, expert_parallel: int = 1) -> int:
-    """Return the elements of a rank's buffer of the trained weights, and of their gradients, with a distributed
-    optimizer.
+    """Return the elements of a rank's buffer of trained weights, or of gradients, with a distributed optimizer.
 
     Experts have a buffer of their own.
 
@@ -425,10 +401,7 @@ def buffer_elements(tensors: Shapes, tensor_parallel: int, shares: int, expert_p
 
 
 def split_of(name: str, tensor_parallel: int, expert_parallel: int = 1) -> int:
-    """Return the number of ranks over which a tensor is split, or experts are spread.
-
-    It is 1 for norms, biases of row-split matrices, routers, a value head, and one matrix of an adapter.
-    """
+    """Return the number of ranks over which a tensor is split: 1 for norms, routers, a value head, some biases."""
     if _EXPERTS in name:
         return expert_parallel
     is_unsplit = is_whole(name) or "norm" in name or name == VALUE_HEAD
@@ -436,9 +409,7 @@ def split_of(name: str, tensor_parallel: int, expert_parallel: int = 1) -> int:
 
 
 def optimizer_bytes(num_parameters: int, dtype: str) -> int:
-    """Return the bytes of Adam's state: two float32 moments, and float32 main weights where the weights are not
-    float32.
-    """
+    """Return the bytes of Adam's state: two float32 moments, and float32 main weights for other dtypes."""
     return num_parameters * FLOAT32 * (2 if dtype == "float32" else 3)
 
 
@@ -452,9 +423,7 @@ class Activations:
     fused: bool = False
     """The activation of the MLP is one kernel."""
     norm_kernel: bool = False
-    """A norm is one kernel, as on CUDA, which keeps its input and a scale; else it also keeps the normalised value,
-    both in float32.
-    """
+    """True on CUDA: a norm keeps its input and a scale, not the normalised value in float32 as well."""
     rotary_kernel: bool = False
     """Rotary positions, and the norms of queries and keys, are kernels, with cosines and sines for all layers."""
 
@@ -466,9 +435,8 @@ class Activations:
         layers = shape.num_layers * (
             hidden * item if self.recompute == FULL else self._layer(shape) - self.again_per_token(shape)
         )
-        if (
-            self.recompute == FULL or self.rotary_kernel
-        ):  # the angles of the rotary positions, or their cosines and sines, once for all
+        # The angles of the rotary positions, or their cosines and sines, once for all
+        if self.recompute == FULL or self.rotary_kernel:
             layers += shape.rope.size(shape.head_dim) * FLOAT32
         return layers + TOKEN_ID + (self.tensor_parallel > 1) + norm  # embedding (and its mask), last norm
 
@@ -483,9 +451,8 @@ class Activations:
         heads, kv_heads = shape.num_heads // split, max(1, shape.num_kv_heads // split)
         queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
         norms = 2 * (self._norm(hidden) + hidden * item) + self._post_norm(shape)
-        rotary = (
-            0 if self.rotary_kernel else 4 * shape.rope.size(shape.head_dim) * item
-        )  # cosines and sines, for queries and for keys
+        # Cosines and sines, for queries and for keys
+        rotary = 0 if self.rotary_kernel else 4 * shape.rope.size(shape.head_dim) * item
         # the joint projection (of which the values are a view), rotated queries and keys, the output, and the sums of
         # the softmax
         attention = (queries + 2 * keys + queries + keys + queries) * item + heads * FLOAT32
@@ -508,9 +475,7 @@ class Activations:
         return size * (ITEM_BYTES[self.dtype] if self.norm_kernel else 2 * FLOAT32) + FLOAT32
 
     def _post_norm(self, shape: ModelShape) -> int:
-        """Return the bytes that a norm behind attention or MLP keeps per token (GLM-4); its result only enters a
-        sum.
-        """
+        """Return the bytes that a norm behind attention or MLP keeps per token (GLM-4)."""
         return self._norm(shape.hidden) if shape.post_norms else 0
 
     def _head_norms(self, heads: int, kv_heads: int, head_dim: int) -> int:
@@ -527,9 +492,7 @@ class Activations:
 
 
 def logits_bytes(tokens: int, vocabulary: int, hidden: int, dtype: str, *, fused: bool = False) -> int:
-    """Return the maximum bytes of logits and their gradients at any time: all of them if they are few, else a chunk
-    (``logprobs.py``).
-    """
+    """Return the maximum bytes of logits and their gradients: all if they are few, else a chunk (``logprobs.py``)."""
     item = ITEM_BYTES[dtype]
     elements = tokens * vocabulary
     if fused:

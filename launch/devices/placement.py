@@ -16,7 +16,6 @@ Sources: two ranks of one NCCL communicator on one GPU, and ends of different NC
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.shapes import (
     CUDA,
     GLOO,
@@ -28,6 +27,7 @@ from tidemill.launch.devices.shapes import (
     Node,
     Others,
     Placed,
+    PlacementRefused,
     RankPlace,
     Want,
     every_device,
@@ -42,9 +42,7 @@ USABLE = 0.95
 
 
 def place(nodes: Sequence[Node], want: Want) -> Placed:
-    """Return the place of every rank and engine. Raises PlacementRefused for a placement that cannot work, with the
-    reason and a cure.
-    """
+    """Return the place of every rank and engine. Raises PlacementRefused, with the reason and a cure."""
     nodes = _ordered(nodes)
     why: list[str] = []
     _refuse_shortage(nodes, want)
@@ -61,9 +59,7 @@ def place(nodes: Sequence[Node], want: Want) -> Placed:
 
 
 def engine_place(nodes: Sequence[Node], want: Want, *, others: Others = ALONE) -> EnginePlace:
-    """Return the place of one more engine beside the ``others``. Raises PlacementRefused when there is none, or it
-    lacks memory.
-    """
+    """Return the place of one more engine beside the ``others``. Raises PlacementRefused."""
     nodes = _ordered(nodes)
     ranks = _ranks(nodes, want, [])
     chosen = _engine(nodes, want, ranks, others.taken)
@@ -83,9 +79,7 @@ def engine_place(nodes: Sequence[Node], want: Want, *, others: Others = ALONE) -
 
 
 def _groups(want: Want, engines: int, transport: str) -> int:
-    """Return the number of groups over NCCL that each rank that sends has; of engines that their hosts place there is
-    one at least.
-    """
+    """Return the number of NCCL groups of each rank that sends; of engines placed by their hosts at least one."""
     if transport == NCCL or (not transport and want.backend == NCCL):
         return -(-max(1, engines) // want.engines_together)
     return 0
@@ -95,38 +89,29 @@ def _groups(want: Want, engines: int, transport: str) -> int:
 
 
 def _ordered(nodes: Sequence[Node]) -> list[Node]:
-    """Return nodes and devices in the order of their numbers. Raises PlacementRefused for a device that is named
-    twice.
-    """
+    """Return nodes and devices by number. Raises PlacementRefused for a device that is named twice."""
     ordered = [
         replace(node, devices=tuple(sorted(node.devices, key=lambda device: (device.index, device.slice, device.uuid))))
         for node in sorted(nodes, key=lambda node: node.rank)
     ]
-    seen: set[str] = set()
+    uuids: set[str] = set()
     for device in (device for node in ordered for device in node.devices):
-        if device.uuid in seen:
-            raise PlacementRefused(
-                "devices", "every device once", f"{device.uuid} twice", "name each device, and each machine, once"
-            )
-        seen.add(device.uuid)
+        if device.uuid in uuids:
+            cure = "name each device, and each machine, once"
+            raise PlacementRefused("devices", "every device once", f"{device.uuid} twice", cure)
+        uuids.add(device.uuid)
     return ordered
 
 
 def _selected(node: Node, selectors: Sequence[str], setting: str, nodes: Sequence[Node]) -> tuple[Device, ...]:
-    """Return the devices of a node that a setting names. Raises PlacementRefused for an unknown one, and for one named
-    twice.
-    """
+    """Return the devices of a node that a setting names. Raises PlacementRefused for unknown or repeated ones."""
     selected: list[Device] = []
     for selector in selectors:
         matches = [device for device in node.devices if selector in (device.name, device.uuid)]
-        elsewhere = any(selector == device.uuid for other in nodes for device in other.devices)
+        elsewhere = any(selector == device.uuid for node_of_device in nodes for device in node_of_device.devices)
         if not matches and not elsewhere:
-            raise PlacementRefused(
-                setting,
-                "indices or UUIDs of visible devices",
-                f"{selector!r}: {listed(nodes)}",
-                "fix the list, or remove it",
-            )
+            want_text = "indices or UUIDs of visible devices"
+            raise PlacementRefused(setting, want_text, f"{selector!r}: {listed(nodes)}", "fix the list, or remove it")
         if any(device in selected for device in matches):
             raise PlacementRefused(setting, "every device once", f"{selector!r}, which is named before", "name it once")
         selected += matches
@@ -137,7 +122,6 @@ def _selected(node: Node, selectors: Sequence[str], setting: str, nodes: Sequenc
 
 
 def _refuse_shortage(nodes: Sequence[Node], want: Want) -> None:
-    """Raise PlacementRefused when there are fewer devices than ranks and engines take together."""
     have = len(every_device(nodes))
     by_hand = want.engine_devices or want.learner_devices
     ranks = 0 if want.learner_on_cpu else want.ranks
@@ -163,9 +147,8 @@ def _ranks(nodes: Sequence[Node], want: Want, why: list[str]) -> tuple[RankPlace
         raise PlacementRefused("ranks", want_text, str(total), "change the number of ranks or the sizes")
     on_cpu = want.learner_on_cpu or not every_device(nodes)
     if want.learner_devices and not every_device(nodes):
-        raise PlacementRefused(
-            "learner.devices", "visible devices", "none on this machine", "remove it to train on the CPU"
-        )
+        cure = "remove it to train on the CPU"
+        raise PlacementRefused("learner.devices", "visible devices", "none on this machine", cure)
     named = want.learner_devices
     pools = [
         () if on_cpu else _selected(node, named, "learner.devices", nodes) if named else node.devices for node in nodes
@@ -191,12 +174,8 @@ def _ranks(nodes: Sequence[Node], want: Want, why: list[str]) -> tuple[RankPlace
     slices = [device for pool in pools[:used] for device in pool[:counts] if device.slice >= 0]
     if slices and want.ranks > 1:
         got = f"{want.ranks} ranks, with MIG slice {slices[0].name}"
-        raise PlacementRefused(
-            "learner",
-            "one rank, or whole GPUs: NCCL does not work between MIG slices",
-            got,
-            "switch MIG off, or use one rank",
-        )
+        want_text = "one rank, or whole GPUs: NCCL does not work between MIG slices"
+        raise PlacementRefused("learner", want_text, got, "switch MIG off, or use one rank")
     return tuple(places)
 
 
@@ -233,26 +212,22 @@ def _ranks_of_a_node(nodes: Sequence[Node], want: Want, have: Sequence[int]) -> 
 # ---- engines
 
 
-def _engine(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], taken: Collection[str]) -> EnginePlace:
-    """Return the first free place of an engine. Raises PlacementRefused."""
+def _engine(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], used_uuids: Collection[str]) -> EnginePlace:
     if want.engine_devices and not every_device(nodes):
-        raise PlacementRefused(
-            "engine.devices", "visible devices", "none on this machine", "remove it to generate on the CPU"
-        )
+        cure = "remove it to generate on the CPU"
+        raise PlacementRefused("engine.devices", "visible devices", "none on this machine", cure)
     if not want.devices_per_engine or not every_device(nodes):
         return EnginePlace(number=0, node=nodes[0].rank)
     for node in nodes:
         for block in _blocks(node, nodes, want, ranks):
-            if _shares(nodes, want) or not {device.uuid for device in block} & set(taken):
+            if _shares(nodes, want) or not {device.uuid for device in block} & set(used_uuids):
                 _refuse_sharing(want, ranks, block)
                 return _engine_place(node, block, want)
-    raise _no_block(nodes, want, ranks, taken)
+    raise _no_block(nodes, want, ranks, used_uuids)
 
 
 def _shares(nodes: Sequence[Node], want: Want) -> bool:
-    """Return whether engines share the only device there is: built-in ones do, and SGLang servers that leave memory to
-    others.
-    """
+    """Return whether engines share the only device: built-in ones, and servers that leave memory to others."""
     return (
         len(every_device(nodes)) == 1
         and not want.colocated
@@ -261,7 +236,6 @@ def _shares(nodes: Sequence[Node], want: Want) -> bool:
 
 
 def _blocks(node: Node, nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace]) -> list[tuple[Device, ...]]:
-    """Return the blocks of a node that engines may have, free or not."""
     size = want.devices_per_engine
     by_ranks = [uuid for rank in ranks if rank.node == node.rank and rank.local_rank == 0 for uuid in rank.uuids]
     if want.engine_devices:
@@ -272,9 +246,8 @@ def _blocks(node: Node, nodes: Sequence[Node], want: Want, ranks: Sequence[RankP
         foreign = [device.name for device in pool if device.uuid not in by_ranks]
         if want.colocated and foreign:
             want_text = "devices of the ranks with learner.colocated"
-            raise PlacementRefused(
-                "engine.devices", want_text, ", ".join(foreign), "name devices of ranks, or remove the list"
-            )
+            cure = "name devices of ranks, or remove the list"
+            raise PlacementRefused("engine.devices", want_text, ", ".join(foreign), cure)
     elif want.colocated:
         by_uuid = {device.uuid: device for device in node.devices}
         pool = tuple(by_uuid[uuid] for uuid in by_ranks)
@@ -295,15 +268,12 @@ def _refuse_sharing(want: Want, ranks: Sequence[RankPlace], block: Sequence[Devi
         raise PlacementRefused("engine.sglang", "a device of its own, or a share of the memory", got, cure)
     if len(block) > 1 and any(device.slice >= 0 for device in block):
         got = f"an engine of {len(block)} devices on MIG slices"
-        raise PlacementRefused(
-            "engine", "whole GPUs: NCCL does not work between MIG slices", got, "switch MIG off, or lower tp_size to 1"
-        )
+        want_text = "whole GPUs: NCCL does not work between MIG slices"
+        raise PlacementRefused("engine", want_text, got, "switch MIG off, or lower tp_size to 1")
 
 
 def _engine_place(node: Node, block: Sequence[Device], want: Want) -> EnginePlace:
-    """Return the place on a block. Where the learner shares device memory, the engine sees all devices of its
-    machine.
-    """
+    """Return the place on a block. Where the learner shares device memory, the engine sees all devices."""
     own_uuids, everything = tuple(device.uuid for device in block), tuple(device.uuid for device in node.devices)
     if want.staging != CUDA:
         return EnginePlace(number=0, node=node.rank, uuids=own_uuids, visible=own_uuids)
@@ -319,7 +289,7 @@ def _engine_place(node: Node, block: Sequence[Device], want: Want) -> EnginePlac
 
 
 def _no_block(
-    nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], taken: Collection[str]
+    nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], used_uuids: Collection[str]
 ) -> PlacementRefused:
     size = want.devices_per_engine
     if want.colocated:
@@ -327,18 +297,14 @@ def _no_block(
             f"at most one engine for each {size} devices of the ranks of a machine: learner.colocated has none "
             "elsewhere"
         )
-        got, cure = (
-            f"{want.engines} engines of {size} devices, {len(ranks)} ranks",
-            "lower up.engines, or the engines' tp_size",
-        )
+        got = f"{want.engines} engines of {size} devices, {len(ranks)} ranks"
+        cure = "lower up.engines, or the engines' tp_size"
         return PlacementRefused("up.engines", want_text, got, cure)
     if want.engine_devices:
-        want_text, got = (
-            f"{size} devices for each engine",
-            f"{len(want.engine_devices)} for {want.engines or 'one more'}",
-        )
+        want_text = f"{size} devices for each engine"
+        got = f"{len(want.engine_devices)} for {want.engines or 'one more'}"
         return PlacementRefused("engine.devices", want_text, got, "name more devices, or lower the number of engines")
-    used = {uuid for rank in ranks for uuid in rank.uuids} | set(taken)
+    used = {uuid for rank in ranks for uuid in rank.uuids} | set(used_uuids)
     free = [device.name for device in every_device(nodes) if device.uuid not in used]
     want_text = f"{size} free device(s)" + (f", one behind the other, from a multiple of {size} on" if size > 1 else "")
     got = f"{', '.join(free) or 'none'} free of {listed(nodes)}"
@@ -408,7 +374,6 @@ def _no_nccl(
 
 
 def _refuse_cuda_handles(nodes: Sequence[Node], want: Want, sender: RankPlace, engines: Sequence[EnginePlace]) -> None:
-    """Raise PlacementRefused where an engine cannot open memory of the learner's GPU."""
     where, cure = "weights.staging", "set weights.staging: host"
     if want.colocated:
         got = "cuda with learner.colocated: the copies would stay there in the engines' turn"
@@ -419,9 +384,8 @@ def _refuse_cuda_handles(nodes: Sequence[Node], want: Want, sender: RankPlace, e
         raise PlacementRefused(where, "host on a MIG slice, whose memory other processes cannot open", "cuda", cure)
     for engine in engines:
         if sender.uuid not in engine.visible:
-            raise PlacementRefused(
-                where, f"engines that see the learner's {sender.uuid}", f"engine {engine.number}, which does not", cure
-            )
+            want_text = f"engines that see the learner's {sender.uuid}"
+            raise PlacementRefused(where, want_text, f"engine {engine.number}, which does not", cure)
 
 
 def refuse_memory(
@@ -463,9 +427,7 @@ def refuse_memory(
 
 
 def refuse_shm(nodes: Sequence[Node], want: Want, engines: Sequence[EnginePlace], transport: str) -> None:
-    """Raise PlacementRefused for a /dev/shm too small for the copies of a bucket that SGLang servers read there (else
-    they get SIGBUS).
-    """
+    """Raise PlacementRefused for a /dev/shm too small for the buckets of SGLang servers (they would get SIGBUS)."""
     if want.kind != SGLANG or transport != HANDLES or want.staging == CUDA:
         return
     for node in nodes:

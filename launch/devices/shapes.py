@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tidemill.bus import exit_codes
+from tidemill.bus.errors import DetailedError
+
 HANDLES, BROADCAST, CUDA, NCCL, GLOO, AUTO, SGLANG = "handles", "broadcast", "cuda", "nccl", "gloo", "auto", "sglang"
 
 
@@ -45,9 +48,7 @@ class Want:
     ranks: int = 0
     """Ranks to place."""
     nodes: int = 1
-    """Nodes of the learner with as many ranks each, of which these are placed: a stage of a pipeline may have a node of
-    its own.
-    """
+    """Nodes of the learner, each with as many ranks, of which these are placed."""
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -80,8 +81,7 @@ class Want:
     memory_sender: int = 0
     """Bytes that each of them needs besides, for staging on its device."""
     memory_group: int = 0
-    """Bytes that each of them needs besides for a process that sends over NCCL; there is one for each group of engines.
-    """
+    """Bytes that each needs besides for a process that sends over NCCL, one for each group of engines."""
     engines_together: int = 1
     """Maximum number of engines in one group."""
     memory_engine: int = 0
@@ -166,9 +166,7 @@ def listed(nodes: Sequence[Node]) -> str:
 
 
 def described(nodes: Iterable[Node], placed: Placed) -> list[str]:
-    """Return the placement as lines: ``ranks 0, 1: devices 0, 1``, ``engine 0: devices 2, 3``, the transport, and the
-    remarks.
-    """
+    """Return the placement as lines: devices of ranks and engines, the transport, the remarks."""
     names = {device.uuid: device.name for node in nodes for device in node.devices}
 
     def on(uuids: Sequence[str]) -> str:
@@ -193,3 +191,23 @@ def described(nodes: Iterable[Node], placed: Placed) -> list[str]:
     if placed.transport:
         lines.append(f"weights over {placed.transport}")
     return lines + list(placed.why)
+
+
+class DeviceError(ValueError):
+    """No restart cures it: the configuration, the environment or the machine must change."""
+
+    exit_code = exit_codes.CONFIG
+
+
+class PlacementRefused(DetailedError, DeviceError):
+    """A placement that cannot work: the setting or thing at fault, the value wanted, the value found, and a cure."""
+
+    where: str
+    want: str
+    got: str
+    cure: str
+    template = "{where}: want {want}, got {got}; {cure}"
+
+
+class DevicesUnreadable(PlacementRefused):
+    """The devices of this machine are not known: nvidia-smi failed, or CUDA_VISIBLE_DEVICES names none of them."""

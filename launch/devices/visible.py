@@ -19,8 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tidemill.launch.devices.errors import DevicesUnreadable
-from tidemill.launch.devices.shapes import Device, Node
+from tidemill.launch.devices.shapes import Device, DevicesUnreadable, Node
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 PROGRAM = "nvidia-smi"
@@ -44,9 +43,7 @@ FOLDERS = ("lib/python3*/site-packages", "lib/python3*/dist-packages", "local/li
 
 
 def this_node(environment: Mapping[str, str]) -> Node:
-    """Return this machine with the devices that ``environment`` leaves visible. Raises DevicesUnreadable. Blocks while
-    nvidia-smi runs.
-    """
+    """Return this machine with its visible devices. Raises DevicesUnreadable. Blocks while nvidia-smi runs."""
     visible_devices = devices(environment)
     visible = shown(visible_devices, environment.get(VARIABLE))
     hidden = VARIABLE if len(visible) < len(visible_devices) else ""
@@ -54,9 +51,7 @@ def this_node(environment: Mapping[str, str]) -> Node:
 
 
 def devices(environment: Mapping[str, str]) -> tuple[Device, ...]:
-    """Return all devices of the machine; none where CUDA_VISIBLE_DEVICES hides all of them. Raises
-    DevicesUnreadable.
-    """
+    """Return the machine's devices; none where CUDA_VISIBLE_DEVICES hides all. Raises DevicesUnreadable."""
     program = shutil.which(PROGRAM, path=environment.get("PATH"))
     first = environment.get(VARIABLE, "0").split(",")[0].strip()
     if program is None or NONE.fullmatch(first):
@@ -72,8 +67,7 @@ def devices(environment: Mapping[str, str]) -> tuple[Device, ...]:
 
 
 def shown(all_devices: Sequence[Device], variable: str | None) -> tuple[Device, ...]:
-    """Return the devices that a value of CUDA_VISIBLE_DEVICES names: by index, UUID or its beginning; None = all of
-    them.
+    """Return the devices that a value of CUDA_VISIBLE_DEVICES names: by index, UUID or its beginning; None = all.
 
     The list ends at -1, as for CUDA. Raises DevicesUnreadable for a device that is not there, or is named twice.
     """
@@ -90,9 +84,8 @@ def shown(all_devices: Sequence[Device], variable: str | None) -> tuple[Device, 
         if not named or several:
             listed = ", ".join(f"{device.name} ({device.uuid})" for device in all_devices)
             got = f"{entry!r}, which names {'several' if several else 'none'}"
-            raise DevicesUnreadable(
-                VARIABLE, f"devices of this machine: {listed}", got, "fix the variable, or unset it"
-            )
+            want_text = f"devices of this machine: {listed}"
+            raise DevicesUnreadable(VARIABLE, want_text, got, "fix the variable, or unset it")
         if any(device in visible for device in named):
             raise DevicesUnreadable(VARIABLE, "every device once", f"{entry!r}, which is named before", "name it once")
         visible += named
@@ -142,8 +135,7 @@ def _row(line: str) -> tuple[Device, bool]:
 
 
 def _slice_memory(program: str) -> dict[tuple[str, int], int]:
-    """Return (UUID of the GPU, number of the slice) -> bytes of memory, from ``nvidia-smi -q -x``; without the slices
-    that are not in it.
+    """Return (UUID of the GPU, number of the slice) -> bytes of memory, from ``nvidia-smi -q -x``.
 
     The list of devices has no memory of slices, and the query of fields no slices. An answer that cannot be read is no
     error: the slices are there, and only their memory is not known.
@@ -181,9 +173,7 @@ def _free_shared_memory() -> int:
 
 
 def nccl_of(program: str = sys.executable) -> str:
-    """Return the version in the environment of a Python interpreter, such as ``2.29.7``; empty = not known (none, or
-    several).
-    """
+    """Return the version in a Python interpreter's environment, such as ``2.29.7``; empty = not known."""
     program_path = shutil.which(program)
     if program_path is None:
         return ""

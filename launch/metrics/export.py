@@ -74,12 +74,7 @@ async def export(
     first_pause_s: float = 1.0,
     close_s: float = CLOSE_S,
 ) -> Exported:
-    """Call ``sink`` for every step from ``args.from_step`` on, until ``draining`` is set or, with ``args.until_end``,
-    the log ends.
-
-    ``first_pause_s``: pause before a sink that has raised is called again; it doubles with each failure. Raises
-    BusError.
-    """
+    """Call ``sink`` for every step until drained or, with ``args.until_end``, at the end. Raises BusError."""
     thread = _Thread()
     call = partial(_call, sink, thread, first_pause_s=first_pause_s)
     counts = Exported()
@@ -103,9 +98,8 @@ async def _feed(
 ) -> None:
     done, run_id = args.from_step - 1, f"{bus.run}-{_time_in_name(await bus.plans.created())}"
     async for record in _records(bus, until_end=args.until_end or args.ended):
-        if (
-            isinstance(record, Done) and record.step > done
-        ):  # a step that is executed again after a restart has the same numbers
+        # A step that is executed again after a restart has the same numbers
+        if isinstance(record, Done) and record.step > done:
             done = record.step
             metrics = StepMetrics(
                 run=bus.run, run_id=run_id, step=record.step, epoch=record.epoch, metrics=record.metrics
@@ -132,9 +126,7 @@ async def _records(bus: Bus, *, until_end: bool) -> AsyncIterator[PlanRecord]:
 async def _call(
     sink: Bound, thread: "_Thread", metrics: StepMetrics, counts: Exported, *, first_pause_s: float
 ) -> bool:
-    """Call the sink until it returns: metrics are neither lost nor given twice to one that has taken them. Returns
-    False if it has them.
-    """
+    """Call the sink until it returns: no metrics are lost or given twice. Returns False if it has them."""
     has: Any = getattr(sink.function, "has", None)
     pause_s, failed = first_pause_s, FailureLog(log)
     while True:
@@ -177,9 +169,7 @@ class _Thread:
         threading.Thread(target=self._work, name="sink", daemon=True).start()
 
     async def run(self, call: Callable[[], Any]) -> Any:
-        """Return the result of ``call``, or raise its exception. Cancelled, it no longer waits; a call that has begun
-        goes on.
-        """
+        """Return the result of ``call``, or raise its exception. Cancelled, it no longer waits for it."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 

@@ -12,9 +12,7 @@ from tidemill.launch.settings import extras
 
 
 class Jsonl:
-    """Appends a line for each step, and one for each evaluation. A file of another run of the name is continued,
-    too.
-    """
+    """Appends a line for each step and each evaluation. A file of another run of the name is continued."""
 
     def __init__(self, *, path: str) -> None:
         try:
@@ -30,7 +28,6 @@ class Jsonl:
         return _key(record.run_id, record.step, record.metrics) in self._has
 
     def __call__(self, record: StepMetrics) -> None:
-        """Write a line, all of it or nothing."""
         values = {"step": record.step, "epoch": record.epoch, "run_id": record.run_id, **record.metrics}
         line, end = json.dumps(values).encode() + b"\n", self._file.seek(0, 2)
         try:
@@ -55,9 +52,7 @@ def _key(run_id: str, step: int, metrics: Iterable[str]) -> Key:
 
 
 def _lines_of(file: BinaryIO) -> set[Key]:
-    """Return the lines of a file by their keys. A last line that is not whole is removed; others that are none of ours
-    are passed over.
-    """
+    """Return the lines of a file by their keys; a last line that is not whole is removed."""
     file.seek(0)
     keys, end = set[Key](), 0
     for line in file:
@@ -83,7 +78,6 @@ class TensorBoard:
         self._writers: dict[str, SummaryWriter] = {}
 
     def __call__(self, record: StepMetrics) -> None:
-        """Write the scalars of a step, and flush them."""
         if record.run not in self._writers:
             self._writers[record.run] = self._open(f"{self._directory}/{record.run}", write_to_disk=True)
         writer = self._writers[record.run]
@@ -123,7 +117,6 @@ class WeightsAndBiases:
         return record.step <= self._had.get(_of(record), -1)
 
     def __call__(self, record: StepMetrics) -> None:
-        """Log the metrics of a step."""
         self._open(record)
         self._run.log({"step": record.step, _of(record): record.step, **record.metrics})
 
@@ -143,7 +136,5 @@ class WeightsAndBiases:
 
 
 def _of(record: StepMetrics) -> str:
-    """Return the name under which the last step is logged, of the steps or of an evaluation set, whose steps rise each
-    by themselves.
-    """
+    """Return the name under which the last step is logged: steps and evaluation sets rise each by themselves."""
     return f"last/{next(iter(record.metrics), 'eval/').rpartition('/')[0]}" if record.evaluation else "last/step"

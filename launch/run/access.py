@@ -36,9 +36,7 @@ def auth_dir(config: RunConfig) -> Path:
 
 
 def write_keys(directory: Path, keys: "Keys") -> None:
-    """Write the run's keys for HTTP requests to its engines: files ``api-key`` and ``admin-key``, readable by their
-    owner alone.
-    """
+    """Write the keys for HTTP requests to the run's engines into files that their owner alone can read."""
     from tidemill.bus.system.files import write_whole
 
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -53,8 +51,7 @@ def last_key(directory: Path) -> str:
 
 
 def address_line(url: str, config: RunConfig | None, user: str, environment: Mapping[str, str]) -> str:
-    """Return the address with user, password and certificates, as ``tidemill.bus.client.addresses`` reads it; not to be
-    shown.
+    """Return the address with user, password and certificates, for ``client.addresses``; not to be shown.
 
     The user is that of the environment; else, if the run's bus has users, ``user`` with the password in the run's
     files; else none.
@@ -88,11 +85,7 @@ def viewer_line(
     *,
     user: str = VIEWER,
 ) -> str:
-    """Return the address for viewer or operator: as ``address_line``, with ``user``'s password if the run in ``root``
-    has it.
-
-    ``bus`` is the section ``bus`` of the run's configuration. Raises ValueError as ``address_line`` does.
-    """
+    """Return the address for viewer or operator, as ``address_line``. ``bus``: that section of the configuration."""
     settings = bus or {}
     if root is not None and settings.get("auth") and not user_of_environment(environment)[0]:
         name, password = _user_of_run(Path(settings.get("auth_dir") or root / AUTH_DIR), user)
@@ -108,9 +101,7 @@ def viewer_line(
 
 
 def user_of_environment(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return (user, password), empty if the environment names none. Raises ValueError for one of both, and for an
-    unusable file.
-    """
+    """Return (user, password), empty if the environment names none. Raises ValueError for one of both."""
     from tidemill.bus.server.auth import CREDENTIALS_VARIABLE, PASSWORD_VARIABLE, USER_VARIABLE, read_credentials
 
     if file := environment.get(CREDENTIALS_VARIABLE):

@@ -82,9 +82,7 @@ class RunAccounting:
     """Descriptions of the first ``_MAX_PROBLEMS`` problems."""
 
     def balance(self) -> bool:
-        """Return whether published = trained + dropped + duplicates + invalid + buffered + lost (all counted among the
-        published).
-        """
+        """Return whether every published sample has one disposition: trained, dropped, duplicate, ... or lost."""
         fates = (
             self.trained_here
             + sum(self.dropped.values())
@@ -288,7 +286,6 @@ class _Audit:
             )
 
     def _sample(self, seq: int, sample: Sample, actor: str) -> None:
-        """Count one sample by its disposition."""
         accounting = self.accounting
         accounting.published += 1
         if seq in self._step_of_seq:
@@ -326,10 +323,7 @@ class _Audit:
             count_of(self._refused[1], actor)
 
     def _wrong(self, seq: int, sample: Sample) -> str:
-        """Return the field that made training the sample impossible; empty if it is valid.
-
-        A task that is gone from TASKS was settled long ago: its record decides.
-        """
+        """Return the invalid field of a sample; empty if it is valid, or if its task is gone (its record decides)."""
         task = self._tasks.get(sample.task)
         if task is None:
             return "" if sample.task in self._step_of_task or sample.task in self._dropped_task else "task"
@@ -406,14 +400,12 @@ class _Audit:
             self.accounting.refuse_trimmed(counted[0] - self._refused[0], counted[1] - self._refused[1])
 
     def _short(self, task: int) -> bool:
-        """Return whether a dead task was trained with fewer samples than it asked for (``learner.min_group_size``)."""
+        """Return whether a dead task was trained with fewer samples than its size (``learner.min_group_size``)."""
         size = self._sizes.get(task, 0)
         return task in self.dead and size < self._asked.get(task, size)
 
     def _is_planned(self, place: Place, planned: Place) -> bool:
-        """Return whether a sample may be the one that its plan lists there. A plan has no indexes, and a short group
-        has gaps.
-        """
+        """Return whether a sample fits its place in the plan. A plan has no indexes, and a short group has gaps."""
         return place == planned or (place[0] == planned[0] and place[1] > planned[1] and self._short(place[0]))
 
     def _twice(self, text: str) -> None:
@@ -436,10 +428,7 @@ def _largest_lag(plan: Plan) -> int:
 
 
 def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor | None:
-    """Return the cursor in the newest valid checkpoint of a directory; None if there is none.
-
-    ``stored``: a store has all files of checkpoints with only their metadata here.
-    """
+    """Return the cursor in the newest valid checkpoint; None without one. ``stored``: a store has the files."""
     from tidemill.learner.buffer.snapshot import read_state
     from tidemill.learner.checkpoints import disk
 

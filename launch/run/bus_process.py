@@ -11,6 +11,7 @@ Waits for room, and for the signal to drain.
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,15 +23,34 @@ from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run.access import BUS_URL_FILE, auth_dir, own_address
+from tidemill.launch.run.supervisor import GaveUp, Supervisor
 from tidemill.launch.run.watch import SERVER_RESTARTS
-from tidemill.launch.settings.run_config import RunConfig
+from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 
 log = logging.getLogger(__name__)
 
+BUS_START_S = 60.0
+"""Seconds for the bus of a run to answer."""
 CHECK_SERVER_S = 0.2
 """Interval in seconds at which the nats-server is checked."""
 CHECK_ROOM_S = 1.0
 """Interval in seconds at which a disk without room is checked before the start."""
+
+
+async def start_bus(config: RunConfig, supervisor: Supervisor) -> str:
+    """Start the bus of a run as a process, and return its address. Raises GaveUp."""
+    address = config.root / BUS_URL_FILE
+    address.unlink(missing_ok=True)  # of an earlier start that was killed
+    keeper = supervisor.keep("bus", ["bus", "--config", str(config.root / CONFIG_FILE)])
+    deadline = time.monotonic() + BUS_START_S
+    while not address.exists():
+        if keeper.done():
+            keeper.result()
+        if time.monotonic() > deadline:
+            silence = f"no address in {address} after {BUS_START_S:.0f} s; see {config.root}/logs/bus.log"
+            raise GaveUp("bus", -1, 1, BUS_START_S, silence)
+        await asyncio.sleep(0.02)
+    return address.read_text().strip()
 
 
 async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
@@ -58,8 +78,8 @@ async def _serve(
 ) -> None:
     write_whole(config.root / BUS_URL_FILE, url)  # not before the streams exist: `tidemill up` waits for this file
     log.info("listening url=%s pids=%s", url, " ".join(str(server.pid) for server in servers.servers))
-    id = config.bus.server_name or "bus"
-    row = LiveRow(role="bus", id=id, host=socket.gethostname(), pid=servers.pid, phase="serving", address=url)
+    bus_id = config.bus.server_name or "bus"
+    row = LiveRow(role="bus", id=bus_id, host=socket.gethostname(), pid=servers.pid, phase="serving", address=url)
     async with HeartbeatPublisher(bus, row) as heartbeat:
 
         def update() -> None:
@@ -72,9 +92,7 @@ async def _serve(
 
 
 async def _keep(keeper: StoreKeeper, bus: Bus, on_look: Callable[[], None]) -> None:
-    """Loop: keep the servers up and storing, and call ``on_look``. While they store nothing, every process of the run
-    gets the reason.
-    """
+    """Loop: keep the servers up and storing; while they store nothing, every process gets the reason."""
 
     async def look() -> None:
         await asyncio.sleep(CHECK_SERVER_S)
@@ -90,7 +108,7 @@ async def _keep(keeper: StoreKeeper, bus: Bus, on_look: Callable[[], None]) -> N
 
 
 async def _room(directory: Path, need_bytes: int) -> None:
-    """Return when the disk has room for the servers."""
+    """Wait until the disk has room for the servers."""
     logged = False
     while reason := await asyncio.to_thread(lacking, directory, need_bytes):
         if not logged:

@@ -34,9 +34,7 @@ class DesiredRoles:
     rows: Mapping[str, Row]
 
     def of(self, host: LiveHost, hosts: Sequence[LiveHost]) -> dict[str, int]:
-        """Return the number of processes that ``host`` is to run, by role; ``hosts`` are the live ones, itself
-        included.
-        """
+        """Return the number of processes of ``host``, by role; ``hosts``: the live ones, itself included."""
         return {role: self._of(role, host, hosts) for role in ROLES}
 
     @property
@@ -50,7 +48,8 @@ class DesiredRoles:
             return self._count(row, role)
         # ``tidemill up`` first, then by name: the first hosts get one more when the total cannot be divided.
         sharing = sorted(
-            (one.name for one in hosts if self._row_for(role, one) == row), key=lambda name: (name != "up", name)
+            (live_host.name for live_host in hosts if self._row_for(role, live_host) == row),
+            key=lambda name: (name != "up", name),
         )
         total, position = self._count(row, role), sharing.index(host.name)
         return total // len(sharing) + (position < total % len(sharing))
@@ -93,8 +92,7 @@ async def change(bus: Bus, key: str, counts: Mapping[str, int]) -> tuple[dict[st
 
 
 async def begin(bus: Bus, counts: Mapping[str, int], *, keep: bool) -> dict[str, int]:
-    """Set the numbers of all hosts at the start of a run, and return them. ``keep``: those of `tidemill scale` stay.
-    Raises BusUnavailable.
+    """Set the numbers of all hosts at a run's start; return them. ``keep``: numbers of `tidemill scale` stay.
 
     A row without scorers is one of a run that had none: it gets the number in ``counts``.
     """
@@ -111,9 +109,7 @@ async def begin(bus: Bus, counts: Mapping[str, int], *, keep: bool) -> dict[str,
 
 
 def parse(words: Sequence[str]) -> dict[str, int]:
-    """Return numbers by role (``actor``, ``engine``, ``scorer``) from words such as ``actors=8``. Raises ValueError for
-    any other word.
-    """
+    """Return numbers by role from words such as ``actors=8``. Raises ValueError for any other word."""
     counts: dict[str, int] = {}
     for word in words:
         name, equals, number = word.partition("=")

@@ -67,9 +67,7 @@ def _lock(lock: IO[str], refusal: Callable[[str], ValueError]) -> None:
 
 
 def _end_look(root: Path) -> None:
-    """End a command that reads the run while it is over: it has the store open (``tidemill.launch.run.ended``). Raises
-    CannotBegin.
-    """
+    """End a command that has the store of the run open while it is over. Raises CannotBegin."""
     try:
         for directory in (root / "bus", *(root / "bus").glob("n[0-9]")):
             end_reader(directory)

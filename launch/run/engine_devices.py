@@ -18,9 +18,8 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.checks.model import size_here
 from tidemill.launch.devices.demand import ModelSize, engine_variables, want_of
-from tidemill.launch.devices.errors import DeviceError, PlacementRefused
 from tidemill.launch.devices.placement import engine_place
-from tidemill.launch.devices.shapes import Node, Others
+from tidemill.launch.devices.shapes import DeviceError, Node, Others, PlacementRefused
 from tidemill.launch.devices.visible import this_node
 from tidemill.launch.settings.config_loader import SettingsError, changes, from_map
 from tidemill.launch.settings.run_config import RunConfig
@@ -38,9 +37,7 @@ class EngineDevices:
     def __init__(
         self, bus: Bus, config: RunConfig | None = None, read: Callable[[], Node] = lambda: this_node(os.environ)
     ) -> None:
-        """``config``: the run's, if its ranks are on this machine too; None = it is read from the bus, and no ranks are
-        here.
-        """
+        """``config``: the run's, if its ranks are on this machine; None = read from the bus, no ranks here."""
         self._bus, self._with_ranks, self._config, self._read = bus, config is not None, config, read
         self._view = LiveView(bus)
         self._node: Node | None = None
@@ -55,9 +52,7 @@ class EngineDevices:
         """Live rows of a learner whose ranks are not placed here: one for each of its nodes."""
 
     async def refresh(self) -> None:
-        """Read the state that decides on free devices; on a machine without devices, nothing but the machine, once.
-        Raises BusError.
-        """
+        """Read the state that decides on free devices; the machine is read once. Raises BusError."""
         if self._node is None and self._unreadable is None:
             try:
                 self._node = await to_thread(self._read)
@@ -74,9 +69,7 @@ class EngineDevices:
         self._learners = [] if self._with_ranks else await self._view.alive("learner")
 
     async def _config_of_run(self) -> RunConfig | None:
-        """Return the run's configuration with the changes made here; its ``engine.devices`` name devices of another
-        machine.
-        """
+        """Return the run's configuration with the changes made here, without devices of another machine."""
         row, _ = await self._bus.rows("run").read(CONFIG_KEY)
         if row is None:
             return None
@@ -89,9 +82,7 @@ class EngineDevices:
         return config if "engine.devices" in changed else replace(config, engine=replace(config.engine, devices=()))
 
     def give(self, name: str) -> dict[str, str]:
-        """Return the variables of a new engine, which has its devices from now on. Raises DeviceError, with the reason,
-        for none.
-        """
+        """Return the variables of a new engine, which has its devices from now on. Raises DeviceError."""
         if self._unreadable is not None:
             raise self._unreadable
         assert self._node is not None, "the devices were not read"
@@ -100,18 +91,18 @@ class EngineDevices:
         if self._config is None:
             raise AWAITED
         want = want_of(self._config, self._node, learner=self._with_ranks, engines=1, size=self._size)
-        others = Others(
+        neighbours = Others(
             engines=(*self._elsewhere.values(), *self._held.values()),
             ranks=tuple(uuid for row in self._learners for uuid in row.capabilities.devices),
             learner_is_here=any(row.host == self._node.host for row in self._learners),
         )
-        place = engine_place([self._node], want, others=others)
+        place = engine_place([self._node], want, others=neighbours)
         self._held[name] = place.uuids
         return engine_variables(self._node, place)
 
     def keep_only(self, names: Collection[str], *, desired: Collection[str]) -> None:
-        """Take back the devices of all engines but ``names``. Rows of ``desired`` engines are of an earlier process
-        here.
-        """
+        """Take back the devices of engines without a name here. Rows of ``desired`` ones are of earlier processes."""
         self._held = {name: devices for name, devices in self._held.items() if name in names}
-        self._elsewhere = {id: devices for id, devices in self._elsewhere.items() if id not in desired}
+        self._elsewhere = {
+            engine_id: devices for engine_id, devices in self._elsewhere.items() if engine_id not in desired
+        }

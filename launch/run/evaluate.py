@@ -9,51 +9,44 @@ engines give the same tokens.
 
 import asyncio
 import logging
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from tidemill.bus.client.connection import cancellable
 from tidemill.bus.streams.bus import Bus, connect, raise_epoch
-from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.coroutines import cancellable, first_of
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task
 from tidemill.launch.run import access, feeder_process, scores
-from tidemill.launch.run.supervisor import GaveUp, Supervisor
+from tidemill.launch.run.bus_process import BUS_START_S, start_bus
+from tidemill.launch.run.supervisor import Supervisor
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import to_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 from tidemill.launch.settings.run_paths import recorded
 from tidemill.learner.evaluation.evaluations import EvalPlan, Evaluations
-from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE, FailingTasks
+from tidemill.learner.feed.intake import UNTRAINED_SHARE, FailingTasks
 from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
 
-BUS_START_S = 60.0
-"""Seconds for the bus to answer."""
-
 
 async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated]:
-    """Evaluate the model at ``config.model.path`` on ``config.eval.sets``. Files and logs are in ``config.root``, which
-    is empty.
-
-    Returns the scores of each set; an empty list when ``draining`` is set first. Raises GaveUp for a process that
-    cannot work, PromptError, BusError, TasksFail.
-    """
+    """Return the scores of ``config.model.path`` on each of ``config.eval.sets``; none if drained first."""
     write_whole(config.root / CONFIG_FILE, yaml_file.dump(recorded(to_map(config))))
     supervisor = Supervisor(config.root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s)
     plan = await asyncio.to_thread(_plan, config)
     try:
-        url = await _start_bus(config, supervisor)
+        url = await start_bus(config, supervisor)
         async with connect(
             access.own_address(config, url), config.run, config.bus, name="eval", wait_s=BUS_START_S
         ) as bus:
             await bus.create_layout()
             for role, count in (("engine", config.up.engines), ("actor", config.up.actors)):
                 for number in range(count):
-                    id = f"{role}-{number}"
-                    supervisor.keep(id, [role, "--config", str(config.root / CONFIG_FILE), "--bus", url, "--id", id])
+                    name = f"{role}-{number}"
+                    supervisor.keep(
+                        name, [role, "--config", str(config.root / CONFIG_FILE), "--bus", url, "--id", name]
+                    )
             evaluating = asyncio.create_task(_scores(bus, plan, config), name="evaluation")
             try:
                 await first_of(asyncio.shield(evaluating), supervisor.failed(), draining.wait())
@@ -71,30 +64,8 @@ def _plan(config: RunConfig) -> EvalPlan:
     return feeder_process.eval_plan(config, Sampling(**asdict(config.sampling)), max_context)
 
 
-async def _start_bus(config: RunConfig, supervisor: Supervisor) -> str:
-    """Start the bus and return its address. Raises GaveUp."""
-    address, deadline = config.root / access.BUS_URL_FILE, time.monotonic() + BUS_START_S
-    keeper = supervisor.keep("bus", ["bus", "--config", str(config.root / CONFIG_FILE)])
-    while not address.exists():
-        if keeper.done():
-            keeper.result()
-        if time.monotonic() > deadline:
-            raise GaveUp(
-                "bus",
-                -1,
-                1,
-                BUS_START_S,
-                f"no address in {address} after {BUS_START_S:.0f} s; see {config.root}/logs/bus.log",
-            )
-        await asyncio.sleep(0.02)
-    return address.read_text().strip()
-
-
 async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated]:
-    """Take the learner's place on the bus: publish version 0, issue the tasks and read the samples. Returns the scores.
-
-    Raises TasksFail where every task fails.
-    """
+    """Take the learner's place on the bus: publish version 0, issue tasks, read samples. Raises TasksFail."""
     epoch = await raise_epoch(bus)
     await bus.plans.fence(epoch)
     await bus.tasks.fence(epoch)
@@ -103,10 +74,8 @@ async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated
     await registry.publish_initial(config.model.path, epoch)
 
     async def store(task: Task) -> Task:
-        """Issue and register a task."""
-        task = replace(task, id=await bus.tasks.issue(task))
-        evaluations.issued(task)
-        return task
+        """Issue a task."""
+        return replace(task, id=await bus.tasks.issue(task))
 
     rounds = await asyncio.to_thread(plan.rounds)
     evaluations = Evaluations(bus, plan, rounds, epoch=epoch, store=store)

@@ -36,7 +36,6 @@ async def run_feeder(
     from tidemill.launch.checks.resume import model_identity
     from tidemill.learner.feed import feeder, recorded_steps
     from tidemill.learner.feed.feeder_settings import FeederSettings, ModelFacts
-    from tidemill.learner.prompts.curriculum import CurriculumRules
 
     model, debug, data = Path(config.model.path), config.debug, config.data
     vocab_size, max_context = model_shape(model)
@@ -65,10 +64,7 @@ async def run_feeder(
         sampling=sampling,
         push_every=config.weights.push_every,
         evaluation=eval_plan(config, sampling, max_context),
-        curriculum=CurriculumRules(
-            skip_easy=data.skip_easy, skip_hard=data.skip_hard, skip_passes=data.skip_passes, passes_at=data.passes_at
-        ),
-        filters=tuple(data.filters.values()),
+        data=data,
         budgets=budgets(config, max_context),
         debug=debug,
         recorded=recorded_in(config.rollouts),
@@ -79,7 +75,7 @@ async def run_feeder(
 
 def feeder_places(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, epoch: int) -> "FeederPlaces":
     """Return the addresses and directories of a feeder, and the limit on the silence of its ranks."""
-    from tidemill.learner.feed.feed_liveness import SILENCE_S
+    from tidemill.learner.feed.feed_client import SILENCE_S
     from tidemill.learner.feed.places import FeederPlaces
 
     return FeederPlaces(
@@ -136,20 +132,7 @@ def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "Eva
                 budgets=budgets(config, max_context),
             )
         )
-    return EvalPlan(
-        sets=sets,
-        every=chosen.every,
-        best=chosen.best,
-        stop_after=chosen.stop_after,
-        at_start=chosen.at_start,
-        at_end=chosen.at_end,
-        exact=chosen.exact,
-        last_step=config.learner.steps,
-        max_open_tasks=chosen.max_open_tasks,
-        stall_s=chosen.stall_s,
-        seed=chosen.seed,
-        max_context=max_context,
-    )
+    return EvalPlan(config=chosen, sets=sets, last_step=config.learner.steps, max_context=max_context)
 
 
 def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_new_tokens: int) -> "PromptFile":
@@ -192,11 +175,8 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
 
 
 def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, progress: int = -1) -> int:
-    """Run one rank of a learner in this process (blocking), with the run's settings. Returns its exit code.
-
-    ``progress``: as ``RankPlaces.progress``.
-    """
-    from tidemill.learner.feed.feed_liveness import SILENCE_S
+    """Run one rank of a learner in this process (blocking). Returns its exit code. ``progress``: of ``RankPlaces``."""
+    from tidemill.learner.feed.feed_client import SILENCE_S
     from tidemill.learner.feed.places import RankPlaces
 
     places = RankPlaces(

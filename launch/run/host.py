@@ -26,7 +26,7 @@ from tidemill.bus.server.auth import CREDENTIALS_VARIABLE, credentials_file
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.devices.errors import DeviceError
+from tidemill.launch.devices.shapes import DeviceError
 from tidemill.launch.run import desired
 from tidemill.launch.run.access import LEARNER, address_line
 from tidemill.launch.run.desired import ROLES, LiveHost
@@ -41,13 +41,9 @@ log = logging.getLogger(__name__)
 ROLE = "host"
 LOOK_EVERY_S = 1.0
 LATE_S = 2.5
-"""Longest read of numbers and hosts that is no outage of the bus; after one, rows of living hosts may be as old as rows
-of dead ones.
-"""
+"""Longest read that is no outage of the bus; after one, rows of living hosts may be as old as dead ones'."""
 SETTLE_S = 5.0
-"""Seconds without changes after an outage of the bus, in which every host writes its row again: as long as a silent one
-counts as alive.
-"""
+"""Seconds without changes after an outage of the bus, in which every live host writes its row again."""
 HOST_RESTART_WINDOW_S = 300.0
 """Seconds over which ``tidemill host`` counts the failures of a process (--restarts)."""
 
@@ -88,9 +84,7 @@ class Host:
         """Desired number of processes of this host by role, as last read."""
 
     async def run(self, draining: asyncio.Event, *, drain: bool = True) -> None:
-        """Keep the processes until ``draining`` is set; then drain them, unless ``drain`` is False and the caller does
-        it.
-        """
+        """Keep the processes until ``draining`` is set; then drain them, unless ``drain`` is False."""
         waiter, trusted_from = Waiter(), 0.0
         row = LiveRow(
             role=ROLE,
@@ -140,9 +134,7 @@ class Host:
         return list({**hosts, self._live_host.name: self._live_host}.values())
 
     def reconcile(self, counts: dict[str, int], revision: int) -> None:
-        """Start missing processes and drain surplus ones, the newest; a process given up is tried again when the rows
-        change.
-        """
+        """Start missing processes and drain surplus ones; a process given up is tried again when rows change."""
         if counts != self.counts:
             log.info("wanted %s", ", ".join(f"{role}s={counts[role]}" for role in ROLES))
         self.counts = counts
@@ -164,14 +156,12 @@ class Host:
         self._revision = revision
 
     def _slots(self, role: str) -> list[str]:
-        """Return the names of the desired processes of a role."""
         count = self.counts[role]
         if self._users is None:
             return [f"{role}-{self._prefix}{number}" for number in range(count)]
         return [file.stem for file in self._users[role][:count]]
 
     def _start(self, role: str, name: str) -> None:
-        """Start a process, unless it is an engine for which there is no device."""
         try:
             environment = self._environment(role, name)
         except DeviceError as error:
@@ -183,9 +173,7 @@ class Host:
         self._supervisor.keep(name, self._arguments(role, name), environment=environment)
 
     def _environment(self, role: str, name: str) -> dict[str, str]:
-        """Return the variables of a process: its credentials and its devices. Raises DeviceError when there are none
-        for it.
-        """
+        """Return the variables of a process: its credentials and its devices. Raises DeviceError."""
         variables = self._devices.give(name) if role == "engine" else {}
         if self._users is None:
             return variables
@@ -193,9 +181,7 @@ class Host:
         return {**variables, CREDENTIALS_VARIABLE: str(file)}
 
     def _drain(self, name: str) -> None:
-        """Drain a process; if its name is desired again meanwhile, it is started after the end: never two of one
-        name.
-        """
+        """Drain a process; if it is desired again, it is started after the end: never two of one name."""
         if name in self._draining:
             return
         self._draining[name] = asyncio.create_task(
@@ -223,9 +209,7 @@ class Host:
 
 
 def users_in(directory: Path) -> dict[str, list[Path]]:
-    """Return the files with credentials of its processes by role, made by ``tidemill bus --auth``. Raises ValueError
-    for none.
-    """
+    """Return the files with credentials by role, made by ``tidemill bus --auth``. Raises ValueError for none."""
     files = {
         role: sorted(directory.glob(f"{role}-*.env"), key=lambda file: (len(file.stem), file.stem)) for role in ROLES
     }
@@ -235,9 +219,7 @@ def users_in(directory: Path) -> dict[str, list[Path]]:
 
 
 async def refuse_another(bus: Bus, name: str) -> None:
-    """Raise HostExists if a host of this name is alive elsewhere: it writes its row again. Takes ``SETTLE_S`` if it is
-    not.
-    """
+    """Raise HostExists if a host of this name is alive elsewhere; takes ``SETTLE_S`` if it is not."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SETTLE_S):
             first = True
@@ -259,9 +241,7 @@ class HostLearner:
     arguments: Sequence[str]
     """Those behind ``python -m tidemill``."""
     users: Path | None = None
-    """Directory with the credentials of the learner's user; None = a bus without users, or the credentials in the run's
-    own files.
-    """
+    """Directory with the credentials of the learner's user; None = no users, or the run's own files."""
 
     def __post_init__(self) -> None:
         if self.users is not None and not credentials_file(self.users, LEARNER).exists():
@@ -270,17 +250,14 @@ class HostLearner:
 
     @asynccontextmanager
     async def kept(self, supervisor: Supervisor, *, drain_s: float) -> AsyncIterator[None]:
-        """Keep the agent while entered: it is started again after a bad end, and ends well after the learner's last
-        step.
-        """
+        """Keep the agent while entered: it is started again after a bad end."""
         environment = {} if self.users is None else {CREDENTIALS_VARIABLE: str(credentials_file(self.users, LEARNER))}
         supervisor.keep(f"{LEARNER}-node-{self.rank}", self.arguments, finishes=True, environment=environment)
         try:
             yield
         finally:
-            await supervisor.end(
-                supervisor.names(LEARNER), within_s=drain_s
-            )  # none are left where the host has drained all
+            # None are left where the host has drained all
+            await supervisor.end(supervisor.names(LEARNER), within_s=drain_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,11 +290,7 @@ class Machine:
 
 
 async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
-    """Run the engines, scorers and actors of this machine in the desired numbers, and the learner's node of it, if it
-    has one.
-
-    Raises HostExists, BusUnavailable, ValueError when its user may not write ``machine.own`` to the bus.
-    """
+    """Run this machine's engines, scorers and actors in the desired numbers, and its node of the learner."""
 
     from tidemill.actors.engines.membership import connected
     from tidemill.bus.config import BusConfig

@@ -28,21 +28,20 @@ from tidemill.bus.system.coroutines import beside
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.launch.devices.demand import rank_variables, want_of
-from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.placement import place
-from tidemill.launch.devices.shapes import Device, Node, RankPlace
+from tidemill.launch.devices.shapes import Device, Node, PlacementRefused, RankPlace
 from tidemill.launch.devices.visible import nccl_of, this_node
 from tidemill.launch.run.access import auth_dir, last_key, write_keys
 from tidemill.launch.run.learner_process import LearnerRow, uploading
 from tidemill.launch.run.node_rank import NodePlace
 from tidemill.launch.settings.config_loader import to_map
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.checkpoints.keeper import Keeper, Ring
+from tidemill.learner.checkpoints.node_copies import Keeper, Ring
+from tidemill.learner.errors import NodeRefused
 from tidemill.learner.nodes.agent import Agent, Limits
-from tidemill.learner.nodes.agreement import refuse_public
-from tidemill.learner.nodes.errors import NodeRefused
 from tidemill.learner.nodes.node_rows import NodeRow
 from tidemill.learner.nodes.own_row import here
+from tidemill.learner.nodes.rendezvous import refuse_public
 from tidemill.learner.ranks.process import Part, run_part
 from tidemill.learner.settings.checkpoint_store import SHARED
 
@@ -53,9 +52,7 @@ SENDS_FROM, SENDS_AS = "TIDEMILL_WEIGHTS__HOST", "TIDEMILL_WEIGHTS__ADVERTISE"
 PROOF = ".nodes"
 """File in the leader's directory of the checkpoints; on the other nodes it shows whether they share that directory."""
 PROOF_S = 30.0
-"""Seconds for a written file to be seen on another node: a client of NFS caches the entries of a directory for some
-seconds.
-"""
+"""Seconds for a file to be seen on another node: NFS clients cache a directory for some seconds."""
 PACKAGES = ("bus", "weightstore", "rewards", "learner", "launch")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -74,19 +71,15 @@ class Given:
 
 
 async def run_agent(
-    config: RunConfig, bus_url: str, given: Given, arguments: Sequence[str], draining: asyncio.Event
+    config: RunConfig, bus_url: str, node_arguments: Given, arguments: Sequence[str], draining: asyncio.Event
 ) -> None:
-    """Run this node's part of the learner to the last step, or until drained. The leader publishes the run's
-    configuration.
-
-    Raises DeviceError, ValueError for an address, and as ``tidemill.learner.nodes.agent.Agent.run``.
-    """
-    addresses = await asyncio.to_thread(_addresses, bus_url, given, config)
+    """Run this node's part of the learner until drained. The leader publishes the configuration."""
+    addresses = await asyncio.to_thread(_addresses, bus_url, node_arguments, config)
     node = await asyncio.to_thread(this_node, os.environ)
     devices = _own_devices(node, config)
     row = NodeRow(
-        node=given.place.rank,
-        nodes=given.place.nodes,
+        node=node_arguments.place.rank,
+        nodes=node_arguments.place.nodes,
         nonce="",
         host=socket.gethostname(),
         place=here(),
@@ -96,7 +89,7 @@ async def run_agent(
         devices=tuple(device.uuid for device in devices),
         device_memory_bytes=min((device.memory_bytes for device in devices), default=0),
     )
-    name = given.id or ("learner" if row.node == 0 else f"learner-node-{row.node}")
+    name = node_arguments.id or ("learner" if row.node == 0 else f"learner-node-{row.node}")
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(connect(bus_url, config.run, config.bus, name=name, wait_s=LONG_WAIT_S))
         await bus.create_layout()
@@ -109,19 +102,14 @@ async def run_agent(
             )
         used = devices[: _ranks(config) // row.nodes]
         live = LiveRow(
-            role="learner",
-            id=name,
-            host=row.host,
-            pid=row.pid,
-            phase="waiting",
-            capabilities=_capabilities(used),
+            role="learner", id=name, host=row.host, pid=row.pid, phase="waiting", capabilities=_capabilities(used)
         )
         heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, live))
         shown = LearnerRow(heartbeat)
         if row.node == 0:  # its rank 0 pushes to the engines
             await stack.enter_async_context(beside(shown.follow_evicted(bus), AddressChecker(bus, heartbeat).run()))
         work = NodeWork(
-            config, arguments, node, devices, reach=addresses, place=given.place, on_sigterm=shown.rank_drains
+            config, arguments, node, devices, reach=addresses, place=node_arguments.place, on_sigterm=shown.rank_drains
         )
         limits = Limits(wait_s=config.learner.nodes_wait_s)
         await Agent(bus, row, work, bind=addresses.bind, limits=limits, on_change=shown.show).run(draining)
@@ -141,9 +129,7 @@ class NodeWork:
         place: NodePlace,
         on_sigterm: Callable[[], None],
     ) -> None:
-        """``devices``: devices that ranks may have. ``reach``: this node's addresses. ``on_sigterm``: as
-        ``run_part``.
-        """
+        """``devices``: those that ranks may have. ``reach``: this node's addresses."""
         self._config, self._arguments, self._node, self._devices, self._reach = config, arguments, node, devices, reach
         self._interface = interface_of(_bound(reach))
         self._place, self._on_sigterm = place, on_sigterm
@@ -174,16 +160,12 @@ class NodeWork:
         try:
             ranks = place(nodes, want).ranks
         except PlacementRefused as error:
-            raise NodeRefused(error.where, error.wanted, error.found, error.cure) from None
+            raise NodeRefused(error.where, error.want, error.got, error.cure) from None
         counts = tuple(sum(rank.node == node.rank for rank in ranks) for node in nodes)
         if not all(counts):
             got = f"{len(ranks)} ranks, which take {sum(map(bool, counts))} nodes"
-            raise NodeRefused(
-                "learner.nodes",
-                f"ranks on each of {len(nodes)} nodes",
-                got,
-                "a host for engines is no node: lower --nodes",
-            )
+            cure = "a host for engines is no node: lower --nodes"
+            raise NodeRefused("learner.nodes", f"ranks on each of {len(nodes)} nodes", got, cure)
         return counts
 
     async def prove(self, proof: str) -> None:
@@ -206,25 +188,16 @@ class NodeWork:
                 return
             await asyncio.sleep(0.2)
         got = f"{proof_there[:40]!r} in {file} on {socket.gethostname()}"
-        raise NodeRefused(
-            "checkpoints",
-            f"one directory that all nodes share (the leader wrote {proof!r})",
-            got,
-            "directory: a shared path, or learner.checkpoint.store: local",
-        )
+        want = f"one directory that all nodes share (the leader wrote {proof!r})"
+        raise NodeRefused("checkpoints", want, got, "directory: a shared path, or learner.checkpoint.store: local")
 
     async def _refuse_shared(self, proof: str) -> None:
-        """Raise NodeRefused when this node's directory is the leader's: each node would remove the files that the other
-        is writing.
-        """
+        """Raise NodeRefused when this node's directory is the leader's: each would remove the other's files."""
         file = self._config.checkpoints / PROOF
         if self._place.rank and await asyncio.to_thread(_text, file) == proof:
-            raise NodeRefused(
-                "checkpoints",
-                "a directory of this node's own (learner.checkpoint.store: local)",
-                f"that of node 0: {file.parent} on {socket.gethostname()}",
-                "learner.checkpoint.store: shared, or another directory",
-            )
+            want = "a directory of this node's own (learner.checkpoint.store: local)"
+            got = f"that of node 0: {file.parent} on {socket.gethostname()}"
+            raise NodeRefused("checkpoints", want, got, "learner.checkpoint.store: shared, or another directory")
 
     async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
         """Run the processes of this node. Raises ChildFailed."""
@@ -251,29 +224,28 @@ class NodeWork:
         )
 
 
-def network_variables(interface: str, given: Mapping[str, str]) -> dict[str, str]:
+def network_variables(interface: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank that name the interface to its peers. Those that the user has set are left alone.
 
     NCCL takes a name as a prefix unless it begins with ``=``. Source: NCCL's documentation, NCCL_SOCKET_IFNAME.
     """
     variables = {
-        name: value for name, value in ((GLOO, interface), (NCCL, f"={interface}")) if interface and name not in given
+        name: value
+        for name, value in ((GLOO, interface), (NCCL, f"={interface}"))
+        if interface and name not in environment
     }
     # Under torchrun, torch would take the store that torchrun's agent serves, which is not the store of this attempt.
     return variables | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
-def _addresses(bus_url: str, given: Given, config: RunConfig) -> Reach:
-    """Return where this node listens and how others reach it. Raises ValueError. Blocks while a host name is looked
-    up.
-    """
-    addresses = reach(given.host or AUTO, given.advertise, route_to(bus_url), name="learner: --host")
+def _addresses(bus_url: str, node_arguments: Given, config: RunConfig) -> Reach:
+    """Return where this node listens and how others reach it. Raises ValueError. Looks a host name up."""
+    addresses = reach(node_arguments.host or AUTO, node_arguments.advertise, route_to(bus_url), name="learner: --host")
     refuse_public(bare(addresses.advertised), insecure=config.learner.insecure_network)
     return addresses
 
 
 def _bound(addresses: Reach) -> str:
-    """Return an address of the interface that ranks use."""
     return bare(addresses.advertised) if is_wildcard(addresses.bind) else addresses.bind
 
 
@@ -282,9 +254,7 @@ def _ranks(config: RunConfig) -> int:
 
 
 def _own_devices(node: Node, config: RunConfig) -> tuple[Device, ...]:
-    """Return the devices of this node that ranks may have. Raises DeviceError for one that ``learner.devices`` names in
-    vain.
-    """
+    """Return the devices that ranks may have here. Raises DeviceError for unknown ``learner.devices``."""
     if not node.devices or config.learner.device == "cpu":
         return ()
     chosen = place([node], want_of(config, node, learner=True, engines=0)).ranks
@@ -306,11 +276,8 @@ def _capabilities(used: Sequence[Device]) -> Capabilities:
     return Capabilities(devices=tuple(device.uuid for device in used), nccl=nccl_of(), device_memory_bytes=memory)
 
 
-def _versions(config: RunConfig, own: Sequence[Device]) -> dict[str, str]:
-    """Return versions and settings that must be equal on all nodes: with devices the version of NCCL, too.
-
-    Blocks while the source files are read.
-    """
+def _versions(config: RunConfig, devices: Sequence[Device]) -> dict[str, str]:
+    """Return versions and settings that must be equal on all nodes. Blocks while the source files are read."""
     code = hashlib.sha256()
     root = Path(__file__).parents[2]
     for file in sorted(file for package in PACKAGES for file in (root / package).rglob("*.py")):
@@ -323,7 +290,7 @@ def _versions(config: RunConfig, own: Sequence[Device]) -> dict[str, str]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "none"
-    return versions | ({"NCCL": nccl_of() or "not known"} if own else {})
+    return versions | ({"NCCL": nccl_of() or "not known"} if devices else {})
 
 
 def _text(file: Path) -> str:
@@ -346,8 +313,7 @@ _Entry._fields_ = [
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface that has an address (text of IPv4 or IPv6); empty = none has it, or this is not
-    Linux.
+    """Return the interface that has an address (IPv4 or IPv6, text); empty = none has it, or no Linux.
 
     Several interfaces may have one link-local address: then it is the one behind ``%``, else the first.
     """

@@ -28,8 +28,7 @@ _PHASES = {Phase.READY: "waiting", Phase.RUNNING: "working"}
 
 
 async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[str], draining: asyncio.Event) -> None:
-    """Run feeder and ranks; publish the run's configuration, for actors that have only the bus's address, and a live
-    row.
+    """Run feeder and ranks; publish the run's configuration, for actors with only the bus's address, and a live row.
 
     The live row names the ranks' devices, and the engines that take no pushes; progress is in the feeder's row. Raises
     DeviceError.
@@ -38,7 +37,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     from tidemill.learner.ranks.process import run_learner
 
     if config.learner.checkpoint.url:
-        from tidemill.learner.checkpoints.keeper import clean
+        from tidemill.learner.checkpoints.node_copies import clean
 
         await asyncio.to_thread(clean, config.checkpoints)
     variables, capabilities = (
@@ -83,7 +82,7 @@ async def uploading(bus: Bus, config: RunConfig, *, node: int = 0) -> AsyncItera
         yield
         return
     from tidemill.learner.checkpoints.object_store import ObjectStore
-    from tidemill.learner.checkpoints.uploads import Uploads
+    from tidemill.learner.checkpoints.store_uploads import Uploads
 
     store = ObjectStore(config.learner.checkpoint.url, config.run)
     async with beside(Uploads(bus, config.checkpoints, store, node=node, keep=config.learner.keep_checkpoints).run()):
@@ -91,10 +90,7 @@ async def uploading(bus: Bus, config: RunConfig, *, node: int = 0) -> AsyncItera
 
 
 def place_ranks(config: RunConfig) -> tuple[list[dict[str, str]], Capabilities]:
-    """Return the variables of each rank, with its devices, and the capabilities that the learner's live row states.
-
-    Raises DeviceError. Blocks while nvidia-smi runs.
-    """
+    """Return variables and devices of each rank, the latter for the learner's live row. Raises DeviceError."""
     from tidemill.launch.devices.demand import rank_variables, want_of
     from tidemill.launch.devices.placement import place
     from tidemill.launch.devices.visible import nccl_of, this_node
@@ -137,7 +133,9 @@ class LearnerRow:
         async for _ in bus.rows("weights").watch(EVICTED):
             with suppress(BusError):
                 evicted = await VersionRegistry(bus).evicted()
-                self._engines = "; ".join(f"{id} to take pushes: {why}" for id, why in sorted(evicted.items()))
+                self._engines = "; ".join(
+                    f"{engine_id} to take pushes: {why}" for engine_id, why in sorted(evicted.items())
+                )
                 self._heartbeat.update(waits_for=self._waits_for())
 
     def _waits_for(self) -> str:

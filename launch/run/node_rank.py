@@ -25,9 +25,8 @@ class NodePlace:
     rank: int
 
 
-def node_place(nodes: int, rank: int | None, given: Mapping[str, str]) -> NodePlace:
-    """Return the place of this process. An option wins over variables; variables that contradict each other are
-    refused.
+def node_place(nodes: int, rank: int | None, environment: Mapping[str, str]) -> NodePlace:
+    """Return the place of this process: an option, else variables, which must agree.
 
     ``nodes``: learner.nodes, 0 = from the variables. ``rank``: --node-rank; None = from the variables. With one node no
     variable is read.
@@ -37,12 +36,12 @@ def node_place(nodes: int, rank: int | None, given: Mapping[str, str]) -> NodePl
         if rank:
             raise SettingsError(f"--node-rank: want 0 with one node (learner.nodes: 1), got {rank}; cure: --nodes N")
         return NodePlace(1, 0)
-    count, counted_by = (nodes, "learner.nodes") if nodes else _agreed(NODES, given, "--nodes N", least=1)
+    count, counted_by = (nodes, "learner.nodes") if nodes else _agreed(NODES, environment, "--nodes N", least=1)
     if count == 1 and rank is None:
         return NodePlace(1, 0)
-    _refuse_several(given)
+    _refuse_several(environment)
     if rank is None:
-        rank, by = _agreed(RANKS, given, "--node-rank R", least=0)
+        rank, by = _agreed(RANKS, environment, "--node-rank R", least=0)
     else:
         by = "--node-rank"
     if not 0 <= rank < count:
@@ -50,9 +49,9 @@ def node_place(nodes: int, rank: int | None, given: Mapping[str, str]) -> NodePl
     return NodePlace(count, rank)
 
 
-def _agreed(names: Sequence[str], given: Mapping[str, str], cure: str, *, least: int) -> tuple[int, str]:
-    """Return the number that all of these variables have, and the name of the first one. Raises SettingsError."""
-    numbers = {name: _number(name, given[name], least) for name in names if given.get(name, "")}
+def _agreed(names: Sequence[str], environment: Mapping[str, str], cure: str, *, least: int) -> tuple[int, str]:
+    """Return the number that all of these variables have, and the first one's name. Raises SettingsError."""
+    numbers = {name: _number(name, environment[name], least) for name in names if environment.get(name, "")}
     if not numbers:
         raise SettingsError(
             f"several nodes: want {cure}, or one of {', '.join(names)} in the environment, got none of them"
@@ -70,8 +69,8 @@ def _number(name: str, text: str, least: int) -> int:
     return int(text)
 
 
-def _refuse_several(given: Mapping[str, str]) -> None:
+def _refuse_several(environment: Mapping[str, str]) -> None:
     """Raise SettingsError where a launcher starts several processes on a node: an agent starts its ranks itself."""
     for name, largest, cure in PER_NODE:
-        if given.get(name, "") and _number(name, given[name], 0) > largest:
-            raise SettingsError(f"{name}: want one agent on each node, got {name}={given[name]}; cure: {cure}")
+        if environment.get(name, "") and _number(name, environment[name], 0) > largest:
+            raise SettingsError(f"{name}: want one agent on each node, got {name}={environment[name]}; cure: {cure}")

@@ -13,9 +13,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 
 from tidemill.bus import exit_codes
-from tidemill.bus.client.connection import cancellable
 from tidemill.bus.exit_codes import DONE, NOT_IN_TIME
-from tidemill.bus.system.coroutines import beside, first_error, new_event_loop
+from tidemill.bus.system.coroutines import beside, cancellable, first_error, new_event_loop
 from tidemill.bus.system.processes import Child
 from tidemill.bus.system.stopped import report_stopped
 
@@ -34,8 +33,7 @@ def run(
     same_signal_s: float = SAME_SIGNAL_S,
     on_event: Callable[[str], None] = log.warning,
 ) -> int:
-    """Run ``main(draining)`` to its end. Returns 0 when it ended or was drained, 75 when it was cancelled, else the
-    code of its error.
+    """Run ``main(draining)`` to its end. Returns 0 ended or drained, 75 cancelled, else its error's code.
 
     ``drain_s``: seconds from the first signal to the cancellation. ``on_event`` is called with a text when a process
     below is stopped. After a signal this process ignores further ones, once ``main`` has ended: its exit code stands.
@@ -56,9 +54,7 @@ def run_refusing(
     drain_s: float,
     refusals: tuple[type[Exception], ...] = (ValueError,),
 ) -> int:
-    """Run as ``run``; an error of ``refusals`` is wrong use of the command: it is raised here, and is no crash in the
-    log.
-    """
+    """Run as ``run``; an error of ``refusals`` (wrong use of the command) is raised here, and is no crash."""
     refused: list[Exception] = []
 
     async def recorded(draining: asyncio.Event) -> None:
@@ -78,9 +74,8 @@ async def _supervised(
     main: Callable[[asyncio.Event], Coroutine[object, None, None]], drain_s: float, same_signal_s: float
 ) -> int:
     loop, draining = asyncio.get_running_loop(), asyncio.Event()
-    numbers = [
-        number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-    ]  # nohup
+    # Nohup
+    numbers = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     work = loop.create_task(cancellable(main(draining)), name="main")
     first_s = 0.0
 
@@ -114,16 +109,15 @@ async def _supervised(
     return DONE
 
 
-def set_up_logging(role: str, id: str = "", *, level: int = logging.INFO) -> None:
+def set_up_logging(role: str, process_id: str = "", *, level: int = logging.INFO) -> None:
     """Log one line per event to stderr: time, level, process, logger, message."""
-    name = f"{role} {id}".strip()
+    name = f"{role} {process_id}".strip()
     logging.basicConfig(
         level=level, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s {name}: %(name)s: %(message)s", force=True
     )
     logging.getLogger("nats").setLevel(logging.CRITICAL)  # tidemill.bus.client.connection reports it
-    logging.getLogger("asyncio").addFilter(
-        lambda record: "eof_received" not in record.getMessage()
-    )  # of every TLS connection that ends
+    # Of every TLS connection that ends
+    logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())
     for noisy in ("aiohttp.access", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 

@@ -21,9 +21,7 @@ def lines_of(evaluated: Mapping[tuple[int, str], Evaluated]) -> list[JsonObject]
 
 
 async def read(bus: Bus, *, after_epoch: int = 0) -> dict[tuple[int, str], Evaluated]:
-    """Return the newest record by version and set. ``after_epoch``: records up to it are of another run, see
-    ``retrain``.
-    """
+    """Return the newest record by version and set; records up to ``after_epoch`` are of another run."""
     records = [record async for _, record in bus.plans.scan() if isinstance(record, Evaluated)]
     return {(record.version, record.dataset): record for record in records if record.epoch > after_epoch}
 

@@ -49,9 +49,8 @@ class GaveUp(RuntimeError):
         )
 
     def __str__(self) -> str:
-        if (
-            self.code == exit_codes.CONFIG
-        ):  # a command that failed before it began has written the whole message, behind its name
+        # A command that failed before it began has written the whole message, behind its name
+        if self.code == exit_codes.CONFIG:
             return f"{self.name}: {self.reason or re.sub(r'^tidemill [a-z]+: ', '', self.last_lines)}"
         often = f", {self.times} times within {self.window_s:.0f} s," if self.times > 1 else ""
         end = f"{self.name} {exit_codes.how(self.code)}{often} and is not started again"
@@ -79,8 +78,7 @@ class Supervisor:
         finishes: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> asyncio.Task[None]:
-        """Run ``python -m tidemill ARGUMENTS`` until ``end``: it is started again when it ends, also when it was
-        drained by another program.
+        """Run ``python -m tidemill ARGUMENTS`` until ``end``: it is started again whenever it ends.
 
         ``finishes``: code 0 means that its work is done; it is not started again then, and the returned task ends.
         The returned task raises GaveUp.
@@ -131,9 +129,7 @@ class Supervisor:
         return {name: error for name, keeper in done.items() if isinstance(error := keeper.exception(), GaveUp)}
 
     async def end(self, names: Sequence[str], *, within_s: float) -> dict[str, int | None]:
-        """Drain processes, all at once; kill the ones left at the deadline. Returns their exit codes; they are no
-        longer kept.
-        """
+        """Drain processes, all at once; kill those left at the deadline. Returns their exit codes."""
         for name in names:
             self._keepers[name].cancel()
         await asyncio.gather(*(self._keepers[name] for name in names), return_exceptions=True)
@@ -158,9 +154,7 @@ class Supervisor:
 
 
 async def _run(child: Child) -> tuple[int, str]:
-    """Run a child to its end. Returns its exit code, and the message of the error that ended it or prevented its
-    start.
-    """
+    """Run a child to its end. Returns its exit code, and the message of the error that ended it."""
     try:
         await child.start()
     except OSError as error:  # no room for its log, no memory, too many processes: it may be gone by the next try

@@ -28,9 +28,7 @@ LOOPBACK = "127.0.0.1"
 
 
 async def run_teacher(model: Path, config: "EngineConfig", draining: asyncio.Event, *, drain_s: float) -> None:
-    """Serve a model directory until ``draining`` is set. Raises UnsupportedModel, SnapshotBroken, UpdateRefused,
-    EngineFailed, OSError.
-    """
+    """Serve a model directory until drained. Raises UnsupportedModel, SnapshotBroken, EngineFailed, OSError."""
     from tidemill.launch.settings.wiring import engine_factory
 
     engine = engine_factory(config)(model, config, version=0)
@@ -48,8 +46,7 @@ async def run_teacher(model: Path, config: "EngineConfig", draining: asyncio.Eve
 
 
 def placed(config: RunConfig, ports: ExitStack) -> RunConfig:
-    """Return the configuration with an address of this machine for every teacher that has a model; its port is kept by
-    ``ports``.
+    """Return the configuration with a local address for every teacher that has a model; ``ports`` keep them.
 
     A port of an earlier start is used again if it is free.
     """

@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from tidemill.launch.checks.prepared import made_before
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.run import access, desired, feeder_process, process, scores, summary, teacher, view
 from tidemill.launch.run.audit import audit, read_cursor
+from tidemill.launch.run.bus_process import BUS_START_S, start_bus
 from tidemill.launch.run.directory import CannotBegin, directory_of_one
 from tidemill.launch.run.engine_devices import EngineDevices
 from tidemill.launch.run.host import Host
@@ -45,7 +45,7 @@ from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import Loaded, to_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 from tidemill.launch.settings.run_paths import recorded
-from tidemill.learner.feed.restart import CHECKPOINT_KEY
+from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,6 @@ WRONG_USE = 2
 """Exit code of CannotBegin."""
 CANCELLED_S = 5.0
 """Seconds that processes have to end after a second signal."""
-BUS_START_S = 60.0
-"""Seconds for the run's bus to answer."""
 HOST = "up"
 """Name of this process among the hosts of the run."""
 DRAINED = "drained"
@@ -91,9 +89,7 @@ def run_up(config: RunConfig, *, resume: bool, fresh: bool, after_epoch: int = 0
 
 
 def log_to_file(file: Path) -> None:
-    """Send all log lines of this process to a file; the terminal belongs to the view. Lines without room on its disk
-    are lost.
-    """
+    """Send this process's log lines to a file; the terminal belongs to the view. A full disk loses lines."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.StreamHandler(lossy(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)))
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s up: %(name)s: %(message)s"))
@@ -153,19 +149,15 @@ class Up:
             self.code, self.failure = exit_codes.of(error), str(error)
         except OSError as error:  # of a disk without room: the log has none for the traceback either
             log.error("crashed", exc_info=error)
-            self.code, self.failure = (
-                exit_codes.CRASHED,
-                f"{error.filename or self._root}: {error.strerror or error}; {self._cure}",
-            )
+            self.code = exit_codes.CRASHED
+            self.failure = f"{error.filename or self._root}: {error.strerror or error}; {self._cure}"
         finally:
             await self._drain()
             await self._supervisor.end(self._supervisor.names("bus"), within_s=self._drain_s)
             self._ports.close()
 
     async def _refuse_another_run(self, bus: Bus, url: str) -> None:
-        """Raise CannotBegin if the bus, which may outlive its runs (``bus.url``), holds a run of this name: the streams
-        would mix.
-        """
+        """Raise CannotBegin if the bus (``bus.url``) holds a run of this name: the streams would mix."""
         if not self._resume and await bus.tasks.last_id() > 0:
             raise CannotBegin(
                 f"{url}: has a run named {bus.run} already; resume it (--resume), or give this one a name "
@@ -180,7 +172,6 @@ class Up:
         write_whole(self._root / CONFIG_FILE, yaml_file.dump(recorded(to_map(self._config))))
 
     def _leader(self) -> list[str]:
-        """Return the arguments of the learner's leader: this machine's part of a learner on several."""
         return [] if self._config.learner.nodes == 1 else ["--node-rank", "0"]
 
     def _arguments(self, command: str) -> list[str]:
@@ -199,7 +190,6 @@ class Up:
             raise GaveUp("prepare", code, 1, 0, child.last_lines(), child.reason())
 
     async def _check_prepared(self) -> None:
-        """Check the prepared files, which did not exist at the first check. Raises CheckFailed."""
         if self._config.prepare is None:
             return
         report = await asyncio.to_thread(check, Loaded(self._config, {}), Purpose())
@@ -210,26 +200,9 @@ class Up:
             return self._config.bus.url
         if lack := self._room():
             raise CheckFailed([f"the bus is not started: {lack}"])
-        address = self._root / access.BUS_URL_FILE
-        address.unlink(missing_ok=True)  # of an earlier start that was killed
-        keeper = self._supervisor.keep("bus", self._arguments("bus"))
-        deadline = time.monotonic() + BUS_START_S
-        while not address.exists():
-            if keeper.done():
-                keeper.result()
-            if time.monotonic() > deadline:
-                raise GaveUp(
-                    "bus",
-                    -1,
-                    1,
-                    BUS_START_S,
-                    f"no address in {address} after {BUS_START_S:.0f} s; see {self._root}/logs/bus.log",
-                )
-            await asyncio.sleep(0.02)
-        return address.read_text().strip()
+        return await start_bus(self._config, self._supervisor)
 
     def _room(self) -> str:
-        """Return why the run's own bus cannot be started; empty = it can."""
         return "" if self._config.bus.url else lacking(self._root / "bus", needed_bytes(self._config.bus))
 
     async def _train(self, bus: Bus, url: str, draining: asyncio.Event) -> None:
@@ -255,7 +228,7 @@ class Up:
                 bus,
                 self._supervisor,
                 desired.LiveHost(HOST),
-                arguments=lambda role, id: [*self._arguments(role), "--bus", url, "--id", id],
+                arguments=lambda role, process_id: [*self._arguments(role), "--bus", url, "--id", process_id],
                 drain_s=self._config.up.drain_s,
                 devices=EngineDevices(bus, None if self._config.debug.rollout_only else self._config),
             )
@@ -285,7 +258,6 @@ class Up:
 
     @contextlib.asynccontextmanager
     async def _shown(self) -> AsyncIterator[None]:
-        """Run the watch and the view while entered."""
         assert self._watch is not None
         live = self._config.up.view == "live" or (self._config.up.view == "auto" and self._console.is_terminal)
         title = f"tidemill {self._config.run}"
@@ -327,14 +299,11 @@ class Up:
             self.event("as scaled: " + ", ".join(f"{role}s {count}" for role, count in sorted(now.items())))
 
     async def _until(self, works: set[asyncio.Task[None]], draining: asyncio.Event) -> bool:
-        """Return True when one of ``works`` (the learner) has ended well, False on ``draining``. Raises their errors,
-        and GaveUp.
-        """
+        """Return True when one of ``works`` has ended well, False on ``draining``. Raises their errors, GaveUp."""
         await first_of(*map(asyncio.shield, works), self._supervisor.failed(), draining.wait())
         return any(work.done() for work in works)
 
     async def _drain(self) -> None:
-        """Drain actors and learner first, then the engines and scorers that they need to finish."""
         within_s = self._drain_s
         if self._watch is not None:
             self._watch.ending = True

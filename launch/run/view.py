@@ -22,6 +22,8 @@ from tidemill.launch.run.watch import SILENT_S, RunWatch
 REFRESH_S = 0.5
 PLAIN_EVERY_S = 5.0
 """Seconds between two lines of the plain view."""
+QUIET_S = 30.0
+"""Seconds without a step behind which the plain view names what the processes wait for, and again as often."""
 EVENTS_EVERY_S = 1.0
 """Seconds after which the plain view prints new events."""
 PLOT_HEIGHT = 9
@@ -62,11 +64,9 @@ async def show_live(watch: RunWatch, title: str, console: Console) -> None:
 
 
 async def show_plain(watch: RunWatch, console: Console) -> None:
-    """Background loop: print events and evaluations once, and a line every few seconds if a step was done or the bus
-    does not answer.
-    """
+    """Background loop: print events and evaluations once, and a line of progress every few seconds."""
     printed: set[str] = set()
-    printed_step, next_s = -1, 0.0
+    printed_step, next_s, quiet_since_s = -1, 0.0, time.monotonic()
 
     def show(*lines: str) -> None:
         """Print new events, then these lines."""
@@ -80,8 +80,12 @@ async def show_plain(watch: RunWatch, console: Console) -> None:
             show()
             if time.monotonic() >= next_s:
                 next_s = time.monotonic() + PLAIN_EVERY_S
-                if line := _progress_line(watch, printed_step):
+                line = _progress_line(watch, printed_step)
+                if not line and time.monotonic() >= quiet_since_s + QUIET_S:
+                    line = waits(watch)
+                if line:
                     show(f"{watch.elapsed_s:5.0f} s   {line}")
+                    quiet_since_s = time.monotonic()
                 printed_step = printed_step if watch.bus_silence else watch.step
             await asyncio.sleep(EVENTS_EVERY_S)
     finally:
@@ -103,24 +107,20 @@ def evaluations(watch: RunWatch) -> list[str]:
 
 
 def waits(watch: RunWatch) -> str:
-    """Return the phases of the processes and their troubles, as shown before the first step is done, or why the bus
-    stores nothing.
-    """
+    """Return the phases and troubles of the processes, as shown before the first step and when no step comes."""
     if watch.full:
         return f"the bus stores nothing, the run waits: {watch.full}"
     troubles = "; ".join(f"{row.id}: {row.trouble}" for row, _ in watch.rows if row.trouble)
     rows = [f"{row.role} {row.phase}" + (f" ({row.waits_for})" if row.waits_for else "") for row, _ in watch.rows]
     return (
         (f"{troubles}; " if troubles else "")
-        + "starting: "
+        + (f"behind step {watch.step}: " if watch.outcomes else "starting: ")
         + (", ".join(rows) if rows else "no process has sent a heartbeat yet")
     )
 
 
 def picture(watch: RunWatch, title: str, *, width: int = 100, height: int = 32) -> Panel:
-    """Return the whole view, no larger than this. A block that does not fit loses lines at its bottom; the others
-    stay.
-    """
+    """Return the view, no larger than this. A block that does not fit loses lines at its bottom."""
     inner = width - 4
     events = list(watch.events)[-NUM_EVENTS:]
     if watch.bus_silence:
@@ -193,9 +193,7 @@ def _reward(watch: RunWatch, width: int, height: int) -> Text:
 
 
 def plot(values: Sequence[float], *, width: int, height: int, low: float, high: float, total: int) -> list[str]:
-    """Return a curve in braille: ``height`` lines of ``width`` characters, 2 x 4 dots each. ``total`` values would fill
-    the width.
-    """
+    """Return a curve in braille, 2 x 4 dots a character; ``total`` values would fill the width."""
     columns, levels = width * 2, height * 4
     cells = [[0] * width for _ in range(height)]
     span = (high - low) or 1.0
@@ -222,7 +220,6 @@ def _numbers(watch: RunWatch) -> Table:
 
 
 def _facts(watch: RunWatch) -> list[tuple[str, str | Text]]:
-    """Return the ``NUM_NUMBERS`` names and values of the block of numbers."""
     actors, (waiting, leased) = watch.share("actor"), watch.backlog or (0, 0)
     feeder, stream = watch.load("feeder"), watch.samples
     lag = Text(f"{watch.newest('offpolicy/lag_mean'):.2f} mean, {watch.newest('offpolicy/lag_max'):.0f} max  ").append(
@@ -273,9 +270,7 @@ def _lags(watch: RunWatch) -> Text:
 
 
 def _processes(watch: RunWatch, lines: int) -> Table:
-    """Return a table of the processes that fit in ``lines`` besides the header: those with a problem first, the others
-    summed up.
-    """
+    """Return a table of the processes, no longer than ``lines``: those with a problem first, others summed up."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
     for name, options in (
         ("process", {}),

@@ -13,7 +13,9 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from tidemill.bus.client.jetstream import StreamState
 from tidemill.bus.errors import BusError
@@ -40,14 +42,10 @@ RECENT_STEPS = 20
 
 
 class RunLines:
-    """The lines of metrics.jsonl, and of evaluations.jsonl beside it, written at once; at the end both are written
-    again, in order.
-    """
+    """The lines of metrics.jsonl and evaluations.jsonl, written at once, and again in order at the end."""
 
     def __init__(self, metrics_file: Path | None, on_event: Callable[[str], None]) -> None:
-        """Without a file nothing is written. ``on_event`` is called with a text when the disk has no room, and when it
-        has some again.
-        """
+        """Without a file nothing is written. ``on_event``: called when the disk has no room, and has some again."""
         files = () if metrics_file is None else (metrics_file, metrics_file.with_name(scores.EVALUATIONS_FILE))
         self._files, self._on_event = [GrowingFile(file) for file in files], on_event
         self._unwritten = ""
@@ -82,67 +80,61 @@ class RunLines:
             self._unwritten = ""
 
 
+@dataclass(kw_only=True, eq=False)
 class RunWatch:
     """The current state of a run, as far as it is known."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        *,
-        steps: int,
-        metrics_file: Path | None = None,
-        earlier: Mapping[int, float] | None = None,
-        room: Callable[[], str] = str,
-        after_epoch: int = 0,
-    ) -> None:
-        """``earlier``: seconds at which earlier starts of this run had done their steps; time continues from there.
+    bus: Bus = field(kw_only=False)
+    steps: int
+    metrics_file: InitVar[Path | None] = None
+    earlier: InitVar[Mapping[int, float]] = MappingProxyType({})
+    """Seconds at which earlier starts of this run had done their steps; time continues from there."""
+    room: Callable[[], str] = str
+    """Returns why the bus of this machine, while it is away, is not started; empty = for no reason known here."""
+    after_epoch: int = 0
+    """Scores up to this epoch are of another run."""
 
-        ``room``: returns why the bus of this machine, while it is away, is not started; empty = for no reason known
-        here.
-        ``after_epoch``: scores up to this epoch are of another run.
-        """
-        self._room, self._after_epoch = room, after_epoch
-        self._bus, self.steps = bus, steps
+    outcomes: dict[int, Done] = field(default_factory=dict, init=False)
+    """Newest outcome of every step."""
+    evaluated: dict[tuple[int, str], Evaluated] = field(default_factory=dict, init=False)
+    """Newest scores by version and evaluation set."""
+    reached_s: dict[int, float] = field(default_factory=dict, init=False)
+    """Seconds since the run began at which a step's outcome was first seen."""
+    rows: list[tuple[LiveRow, float]] = field(default_factory=list, init=False)
+    """(row, seconds since it changed)."""
+    loads: dict[str, dict[str, float]] = field(default_factory=dict, init=False)
+    """Last counters of every process ever seen, by ``role.id``."""
+    troubles: dict[str, str] = field(default_factory=dict, init=False)
+    """Repeated failure that each process last reported, by id."""
+    aborted_by_pushes: dict[tuple[str, int], float] = field(default_factory=dict, init=False)
+    """Requests aborted by pushes, as every engine process (id, pid) last reported."""
+    samples: StreamState | None = field(default=None, init=False)
+    backlog: tuple[int, int] | None = field(default=None, init=False)
+    """Tasks (waiting, leased)."""
+    sample: Sample | None = field(default=None, init=False)
+    """A recent sample."""
+    events: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_EVENTS), init=False)
+    rate_generated: float = field(default=0.0, init=False)
+    """Tokens per second, all actors."""
+    full: str = field(default="", init=False)
+    """Reason for which the bus stores nothing; empty while it does."""
+    bus_silence: str = field(default="", init=False)
+    """Sentence on a bus that does not answer, with the time; empty while it does."""
+    ending: bool = field(default=False, init=False)
+    """Set when the processes are drained on purpose, so that their drains are no events."""
+
+    def __post_init__(self, metrics_file: Path | None, earlier: Mapping[int, float]) -> None:
         self._lines = RunLines(metrics_file, self.event)
         self._answered_s = self._steady_s = time.monotonic()
         """Times of the bus's last answer, and since which it has answered without a gap."""
-        self._resumed_at = max(earlier or {}, default=0)
-        self._began_s = time.monotonic() - max((earlier or {}).values(), default=0.0)
-        self.outcomes: dict[int, Done] = {}
-        """Newest outcome of every step."""
-        self.evaluated: dict[tuple[int, str], Evaluated] = {}
-        """Newest scores by version and evaluation set."""
-        self.reached_s: dict[int, float] = dict(earlier or {})
-        """Seconds since the run began at which a step's outcome was first seen."""
-        self.rows: list[tuple[LiveRow, float]] = []
-        """(row, seconds since it changed)."""
-        self.loads: dict[str, dict[str, float]] = {}
-        """Last counters of every process ever seen, by ``role.id``."""
-        self.troubles: dict[str, str] = {}
-        """Repeated failure that each process last reported, by id."""
-        self.aborted_by_pushes: dict[tuple[str, int], float] = {}
-        """Requests aborted by pushes, as every engine process (id, pid) last reported."""
-        self.samples: StreamState | None = None
-        self.backlog: tuple[int, int] | None = None
-        """Tasks (waiting, leased)."""
-        self.sample: Sample | None = None
-        """A recent sample."""
-        self.events: deque[str] = deque(maxlen=NUM_EVENTS)
-        self.rate_generated = 0.0
-        """Tokens per second, all actors."""
-        self.full = ""
-        """Reason for which the bus stores nothing; empty while it does."""
-        self.bus_silence = ""
-        """Sentence on a bus that does not answer, with the time; empty while it does."""
-        self.ending = False
-        """Set when the processes are drained on purpose, so that their drains are no events."""
+        self._resumed_at = max(earlier, default=0)
+        self._began_s = time.monotonic() - max(earlier.values(), default=0.0)
+        self.reached_s |= earlier
         self._refused: set[str] = set()
         self._restarts: dict[str, float] = {}
         """Restarts of its nats-server that a process last reported, by id."""
         self._beating: dict[str, bool] = {}
-        """Whether a row has changed while it was watched. The row of a process that was killed in an earlier start does
-        not change.
-        """
+        """Whether a row has changed while it was watched: that of a process killed earlier does not."""
         self._named: dict[str, str] = {}
         """State of a process that was an event last: silent or draining."""
         self._generated: deque[tuple[float, float]] = deque(maxlen=10)
@@ -200,18 +192,18 @@ class RunWatch:
         """Background loop: watch until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow_outcomes(), name="outcomes")
-            group.create_task(self._look_around(), name="look around")
+            group.create_task(self._read_state(), name="state")
             group.create_task(self._watch_room(), name="room of the bus")
             group.create_task(self._await_answers(), name="answers")
 
     async def _follow_outcomes(self) -> None:
-        async for _, record in self._bus.plans.follow():
+        async for _, record in self.bus.plans.follow():
             if isinstance(record, Done):
                 self.outcomes[record.step] = record
                 self.reached_s.setdefault(record.step, self.elapsed_s)
                 seconds = round(self.reached_s[record.step], 3)
                 self._lines.add_step({"step": record.step, "epoch": record.epoch, "seconds": seconds, **record.metrics})
-            elif isinstance(record, Evaluated) and record.epoch > self._after_epoch:
+            elif isinstance(record, Evaluated) and record.epoch > self.after_epoch:
                 self._note_scores(record)
 
     def _note_scores(self, record: Evaluated) -> None:
@@ -233,8 +225,8 @@ class RunWatch:
             self.bus_silence = silence
             await asyncio.sleep(LOOK_EVERY_S / 2)
 
-    async def _look_around(self) -> None:
-        view = LiveView(self._bus)
+    async def _read_state(self) -> None:
+        view = LiveView(self.bus)
         while True:
             self._lines.write()
             try:
@@ -242,21 +234,21 @@ class RunWatch:
                 if now - self._answered_s > UNANSWERED_S:
                     self._steady_s = now
                 self._answered_s = now
-                self._take_rows(rows)
-                self.samples = await self._bus.samples.info()
-                self.backlog = await self._bus.tasks.backlog()
+                self._note_rows(rows)
+                self.samples = await self.bus.samples.info()
+                self.backlog = await self.bus.tasks.backlog()
                 if self.samples.messages:
-                    self.sample = await self._bus.samples.fetch(self.samples.last_seq)
+                    self.sample = await self.bus.samples.fetch(self.samples.last_seq)
             except BusError as error:
                 log.info("not read: %s", error)
             await asyncio.sleep(LOOK_EVERY_S)
 
-    def _take_rows(self, rows: list[tuple[LiveRow, float]]) -> None:
+    def _note_rows(self, rows: list[tuple[LiveRow, float]]) -> None:
         self.rows = rows
         for row, age in rows:
             self.loads[f"{row.role}.{row.id}"] = row.load
-            self._take_trouble(row)
-            self._take_state(row, age)
+            self._note_trouble(row)
+            self._note_state(row, age)
             if row.role == "engine":
                 self.aborted_by_pushes[row.id, row.pid] = count_in(row.load, "requests_aborted_by_pushes")
         self._note_refused()
@@ -268,11 +260,9 @@ class RunWatch:
         self.rate_generated = max(0.0, (g1 - g0) / (t1 - t0)) if t1 > t0 else 0.0
 
     async def _watch_room(self) -> None:
-        """Add an event when the bus stops storing, and when it stores again: apart from the reads, which a full cluster
-        may not answer.
-        """
+        """Add an event when the bus stops storing, and when it stores again (a full cluster answers no reads)."""
         while True:
-            reason = await self._bus.full() if self._bus.connected else await asyncio.to_thread(self._room) or self.full
+            reason = await self.bus.full() if self.bus.connected else await asyncio.to_thread(self.room) or self.full
             if bool(reason) != bool(self.full):
                 self.event(
                     f"bus: stores nothing, the run waits: {reason}" if reason else "bus: stores again, the run goes on"
@@ -282,10 +272,8 @@ class RunWatch:
                 self._answered_s = self._steady_s = time.monotonic()
             await asyncio.sleep(LOOK_EVERY_S)
 
-    def _take_trouble(self, row: LiveRow) -> None:
-        """Record a trouble: the first of a process is an event, and each restart of a server; the newest goes to the
-        summary.
-        """
+    def _note_trouble(self, row: LiveRow) -> None:
+        """Record a trouble; the first of a process, and each restart of a server, is an event."""
         restarts = count_in(row.load, SERVER_RESTARTS)
         again, self._restarts[row.id] = restarts > self._restarts.get(row.id, 0), restarts
         if not row.trouble:
@@ -294,13 +282,13 @@ class RunWatch:
             self.event(f"{row.id}: {row.trouble}")
         self.troubles[row.id] = row.trouble
 
-    def _take_state(self, row: LiveRow, age: float) -> None:
+    def _note_state(self, row: LiveRow, age: float) -> None:
         """Add an event when a process becomes silent, or drains while it is needed."""
         name = row.id if row.id.startswith(row.role) else f"{row.role} {row.id}"
         steady = time.monotonic() - self._steady_s > SILENT_S  # before that, rows are as old as the silence of the bus
         self._beating[name] = self._beating.get(name, False) or (name in self._beating and age < LOOK_EVERY_S / 2)
         state = ""
-        if age > SILENT_S and steady and self._beating[name] and not _ended_here(row):
+        if age > SILENT_S and steady and self._beating[name] and not _has_ended_here(row):
             state = "sends no heartbeats, is it stopped or cut off?"
         elif row.phase == "draining" and age <= SILENT_S and not self.ending:
             state = "drains"
@@ -348,7 +336,7 @@ def _cause_of_drain(row: LiveRow) -> str:
     return f": waits for {row.waits_for}" if row.phase == "draining" and row.waits_for else ""
 
 
-def _ended_here(row: LiveRow) -> bool:
+def _has_ended_here(row: LiveRow) -> bool:
     """Return whether the process of a row was one of this machine and has ended: its supervisor reports that."""
     if row.host != socket.gethostname():
         return False
@@ -378,9 +366,7 @@ class GrowingFile:
         self._waiting.append(json.dumps(line).encode() + b"\n")
 
     def write(self) -> None:
-        """Write the waiting lines. Raises OSError when that is not possible: they go on waiting, and the file is as it
-        was.
-        """
+        """Write the waiting lines. On OSError they go on waiting, and the file is as it was."""
         if not self._waiting:
             return
         descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

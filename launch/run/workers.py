@@ -40,23 +40,18 @@ def run_prepare(config: RunConfig) -> int:
 
         config.root.mkdir(parents=True, exist_ok=True)
         with (config.root / "prepare.lock").open("w") as lock:
-            fcntl.flock(
-                lock, fcntl.LOCK_EX
-            )  # several processes may call this at the same time; the second finds it done
+            # Several processes may call this at the same time; the second finds it done
+            fcntl.flock(lock, fcntl.LOCK_EX)
             prepare(config.prepare, config.root / "prepared")
     return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSettings:
-    """Settings of an engine's or actor's own machine; they override the configuration that the run has written to the
-    bus.
-    """
+    """Settings of an engine's or actor's own machine; they override the configuration on the bus."""
 
     allowed: Sequence[str] = ()
-    """Patterns of settings in that configuration that may name code and files of this machine
-    (``actors/guarded_settings.py``).
-    """
+    """Patterns of settings from the bus that may name code and files here (``actors/guarded_settings.py``)."""
     changed: "Mapping[str, Setting]" = field(default_factory=dict)
     """Settings of this machine, by path: they replace the run's settings."""
     host: str = ""
@@ -68,9 +63,7 @@ class LocalSettings:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Switch garbage collection off while entered, for large imports: collections free nothing then, and take a quarter
-    of the time.
-    """
+    """Switch garbage collection off for large imports: it frees nothing then, and takes a quarter of the time."""
     gc.disable()
     try:
         yield
@@ -94,10 +87,9 @@ async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s:
 
 
 async def run_engine(
-    config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings
+    config: RunConfig | None, run: str, bus_url: str, engine_id: str, draining: asyncio.Event, local: LocalSettings
 ) -> None:
-    """Serve a model. Without ``config``, the run's is read from the bus; a model that is not on this machine comes from
-    the learner.
+    """Serve a model; a run without ``config`` is read from the bus, a model that is not here from the learner.
 
     ``host``, ``advertise`` and ``devices`` of a configuration from the bus are never used. Raises NotAllowed,
     DeviceError.
@@ -108,31 +100,31 @@ async def run_engine(
     from tidemill.bus.client.addresses import AUTO
     from tidemill.launch.settings.wiring import engine_factory
 
-    id = id or default_id()
+    engine_id = engine_id or default_id()
     with Scratch("model") as fetched:
         if config is None:
             run = run or await found_run(bus_url, "engine", draining)
-            config = await config_on_bus(run, bus_url, "engine", id, draining, own) if run else None
+            config = await config_on_bus(run, bus_url, "engine", engine_id, draining, local) if run else None
             if config is None:
                 return
             # an engine that the learner's machine did not start shares nothing with it
             settings = config.engine
-            host = settings.host if "engine.host" in own.changed else AUTO
-            advertise = settings.advertise if "engine.advertise" in own.changed else ""
-            devices = settings.devices if "engine.devices" in own.changed else ()
+            host = settings.host if "engine.host" in local.changed else AUTO
+            advertise = settings.advertise if "engine.advertise" in local.changed else ""
+            devices = settings.devices if "engine.devices" in local.changed else ()
             elsewhere = dataclasses.replace(settings, colocated=False, host=host, advertise=advertise, devices=devices)
             config = dataclasses.replace(config, engine=elsewhere)
         engine = dataclasses.replace(
-            config.engine, host=own.host or config.engine.host, advertise=own.advertise or config.engine.advertise
+            config.engine, host=local.host or config.engine.host, advertise=local.advertise or config.engine.advertise
         )
         engine, engine_devices = await asyncio.to_thread(take_devices, dataclasses.replace(config, engine=engine))
-        model = await model_here(config, bus_url, id, fetched.path / "model", draining)
+        model = await model_here(config, bus_url, engine_id, fetched.path / "model", draining)
         if model is None:
             return
         if model != Path(config.model.path):  # its size was not known before
             await asyncio.to_thread(refuse_small_devices, config, model)
         places = engine_process.EnginePlaces(
-            run=config.run, bus_url=bus_url, bus=config.bus, model_dir=model, id=id, devices=engine_devices
+            run=config.run, bus_url=bus_url, bus=config.bus, model_dir=model, id=engine_id, devices=engine_devices
         )
         limits = engine_process.EngineLimits(drain_s=config.up.drain_s)
         with importing():
@@ -141,11 +133,7 @@ async def run_engine(
 
 
 def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
-    """Choose this engine's devices and hide the others from this process, before it initialises CUDA. Returns its
-    settings and devices.
-
-    Nothing is changed on a machine without devices. Raises DeviceError. Blocks while nvidia-smi runs.
-    """
+    """Choose this engine's devices and hide the others, before CUDA is initialised. Raises DeviceError."""
     from tidemill.actors.serving.engine_process import HeldDevices
     from tidemill.launch.checks.model import size_here
     from tidemill.launch.devices.demand import nccl_of_engine, own_place, refuse_expandable_engine
@@ -171,9 +159,7 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
 
 
 def refuse_small_devices(config: RunConfig, model: Path) -> None:
-    """Raise Refused when the devices of this engine lack the memory for a model, in ``model``. Blocks while nvidia-smi
-    runs.
-    """
+    """Raise Refused when this engine's devices lack the memory for a model. Blocks while nvidia-smi runs."""
     from tidemill.launch.checks.model import size_here
     from tidemill.launch.devices.demand import own_place
     from tidemill.launch.devices.visible import this_node
@@ -182,11 +168,9 @@ def refuse_small_devices(config: RunConfig, model: Path) -> None:
 
 
 async def config_on_bus(
-    run: str, bus_url: str, role: str, id: str, draining: asyncio.Event, own: LocalSettings
+    run: str, bus_url: str, role: str, process_id: str, draining: asyncio.Event, local: LocalSettings
 ) -> RunConfig | None:
-    """Return the learner's configuration with the changes made here; None if ``draining`` is set first. Raises
-    NotAllowed.
-    """
+    """Return the learner's configuration with the changes made here; None if drained first. Raises NotAllowed."""
     from contextlib import AsyncExitStack
 
     from tidemill.actors.engines.membership import CONFIG_KEY, config_of_run, connected
@@ -198,15 +182,15 @@ async def config_on_bus(
         values = (
             None
             if bus is None
-            else await config_of_run(bus, draining, role=role, id=id, allowed=own.allowed, changed=own.changed)
+            else await config_of_run(
+                bus, draining, role=role, id=process_id, allowed=local.allowed, changed=local.changed
+            )
         )
-    return None if values is None else from_map(values, f"run {run}, row run/{CONFIG_KEY}", own.changed)
+    return None if values is None else from_map(values, f"run {run}, row run/{CONFIG_KEY}", local.changed)
 
 
 async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:
-    """Return the model's directory if it is on this machine, else a snapshot from the learner; None if ``draining`` is
-    set first.
-    """
+    """Return the model's directory if it is here, else a snapshot from the learner; None if drained first."""
     from contextlib import AsyncExitStack
 
     from tidemill.actors.engines.membership import connected, first_row
@@ -227,7 +211,7 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
 
 
 async def run_actor(
-    config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings
+    config: RunConfig | None, run: str, bus_url: str, actor_id: str, draining: asyncio.Event, local: LocalSettings
 ) -> None:
     """Work on a run's tasks. Without ``config``, the run's is read from the bus."""
     from tidemill.actors.actor import process
@@ -235,24 +219,24 @@ async def run_actor(
     from tidemill.actors.rollout_settings import RolloutPrograms
     from tidemill.bus.processes.limits import become_undumpable
 
-    become_undumpable()  # the user's code in its children has the same user id, and could read the credentials of the bus
+    become_undumpable()  # the user's code in its children has the same user id: it could read the bus's credentials
     run = run or await found_run(bus_url, "actor", draining)
     if not run:
         return
-    id = id or default_id()
-    if config is None and own.changed:
-        config = await config_on_bus(run, bus_url, "actor", id, draining, own)
+    actor_id = actor_id or default_id()
+    if config is None and local.changed:
+        config = await config_on_bus(run, bus_url, "actor", actor_id, draining, local)
         if config is None:
             return
     actor, bus, rollouts = None, None, None
     if config is not None:
         actor, bus = config.actor, config.bus
         rollouts = RolloutPrograms(rollouts=config.rollouts, model=config.model.path)
-    await process.run_actor(bus_url, run, actor, bus, draining, id, rollouts=rollouts, allowed=own.allowed)
+    await process.run_actor(bus_url, run, actor, bus, draining, actor_id, rollouts=rollouts, allowed=local.allowed)
 
 
 async def run_scorer(
-    config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings
+    config: RunConfig | None, run: str, bus_url: str, scorer_id: str, draining: asyncio.Event, local: LocalSettings
 ) -> None:
     """Compute a run's rewards for its actors. Without ``config``, the run's is read from the bus."""
     from tidemill.actors.engines.membership import default_id
@@ -264,26 +248,26 @@ async def run_scorer(
     run = run or await found_run(bus_url, "scorer", draining)
     if not run:
         return
-    id = id or default_id()
+    scorer_id = scorer_id or default_id()
     is_own_config = config is not None
-    if config is None and own.changed:
-        config = await config_on_bus(run, bus_url, "scorer", id, draining, own)
+    if config is None and local.changed:
+        config = await config_on_bus(run, bus_url, "scorer", scorer_id, draining, local)
         if config is None:
             return
-    host, advertise = (own.host or AUTO), own.advertise
+    host, advertise = (local.host or AUTO), local.advertise
     if config is not None:  # from the bus, addresses belong to another machine, unless they are changed here
         scorers = config.actor.scorers
-        host = own.host or (scorers.host if is_own_config or "actor.scorers.host" in own.changed else AUTO)
-        advertise = own.advertise or (
-            scorers.advertise if is_own_config or "actor.scorers.advertise" in own.changed else ""
+        host = local.host or (scorers.host if is_own_config or "actor.scorers.host" in local.changed else AUTO)
+        advertise = local.advertise or (
+            scorers.advertise if is_own_config or "actor.scorers.advertise" in local.changed else ""
         )
-    place = ScorerPlace(host=host, advertise=advertise, port=own.port)
+    place = ScorerPlace(host=host, advertise=advertise, port=local.port)
     actor, bus = (None, None) if config is None else (config.actor, config.bus)
-    await run_scorer(bus_url, run, actor, bus, draining, id, place=place, allowed=tuple(own.allowed))
+    await run_scorer(bus_url, run, actor, bus, draining, scorer_id, place=place, allowed=tuple(local.allowed))
 
 
 async def run_router(
-    config: "RouterConfig", run: str, bus_url: str, id: str, draining: asyncio.Event, *, drain_s: float
+    config: "RouterConfig", run: str, bus_url: str, router_id: str, draining: asyncio.Event, *, drain_s: float
 ) -> None:
     """Serve one address for the engines of a run, and for those named in ``config``."""
     from tidemill.actors.router import server
@@ -292,7 +276,7 @@ async def run_router(
         run = run or await found_run(bus_url, "router", draining)
         if not run:
             return
-    await server.run_router(config, bus_url, run, id, draining, drain_s=drain_s)
+    await server.run_router(config, bus_url, run, router_id, draining, drain_s=drain_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,9 +293,7 @@ class ServedReward:
 async def run_reward_server(
     reward: ServedReward, limits: "ProcessLimits", draining: asyncio.Event, *, host: str, port: int, token: str
 ) -> None:
-    """Serve a reward until ``draining`` is set. Raises UnknownReward, BadRewardOption, RewardFailed, OSError (address
-    taken).
-    """
+    """Serve a reward until drained. Raises UnknownReward, BadRewardOption, RewardFailed, OSError."""
     from tidemill.actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
     from tidemill.bus.processes.limits import become_undumpable
     from tidemill.rewards.scorers import opened, opened_group
@@ -330,9 +312,7 @@ async def run_reward_server(
 
 
 async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
-    """Wait for the one run of a bus and return its name; empty if ``draining`` is set first. Raises SeveralRuns,
-    BusUnavailable.
-    """
+    """Wait for the one run of a bus; return its name, empty if drained first. Raises SeveralRuns, BusUnavailable."""
     from tidemill.bus.streams.bus import find_run
 
     name_found = ""

@@ -1,3 +1,3 @@
-"""Commands that read samples: ``tidemill tail``, ``show``, ``stats``, ``replay`` and ``archive``. They do not affect
+"""Commands that read samples: ``tidemill tail``, ``show``, ``replay`` and ``archive``. They do not affect
 training.
 """

@@ -16,11 +16,9 @@ _GOOD = 0.99
 
 
 def block(match: FoundSample, *, full: bool = False) -> Text:
-    """Return a sample as text: one line of facts; the prompt, dimmed; the response. ``full``: nothing is shortened, and
-    an episode has its messages in the place of both.
-    """
+    """Return a sample as text: facts, prompt, response. ``full``: nothing is shortened, messages for episodes."""
     line, sample = match.line, match.sample
-    if sample is None or isinstance(sample, WireError):
+    if isinstance(sample, WireError):
         return Text(f"#{line.seq} broken: {sample}\n", style="red")
     text = facts(line, sample)
     if error := sample.metadata.get("error"):

@@ -29,9 +29,7 @@ class Range:
 
     @classmethod
     def parse(cls, where: str, text: str) -> Self:
-        """Return the range of ``<0.5``, ``>=0.9``, ``1``, ``0.2..0.8`` (with both ends), ``..3``. Raises ValueError
-        naming ``where``.
-        """
+        """Return the range of ``<0.5``, ``1``, ``0.2..0.8`` (with both ends), ``..3``. Raises ValueError."""
         if (between := _BETWEEN.fullmatch(text.strip())) and any(between.groups()):
             low, high = between.groups()
             return cls(float(low or "-inf"), float(high or "inf"))
@@ -59,7 +57,6 @@ class Headline:
     """Actor as its subject has it: see ``subjects.token``."""
     task: int | None = None
     index: int | None = None
-    group_size: int | None = None
     versions: tuple[int, int] | None = None
     """Oldest and newest version; (-1, -1) for an empty response."""
     reward: float | None = None
@@ -90,7 +87,6 @@ def _headline(seq: int, stored_s: float, subject: str, headers: dict[str, str]) 
         actor=words[5],
         task=_int(fields.get("task")),
         index=_int(fields.get("index")),
-        group_size=_int(fields.get("group")),
         versions=_versions(fields.get("versions", "")),
         reward=_float(fields.get("reward")),
         status=fields.get("status"),
@@ -104,7 +100,7 @@ def _int(word: str | None) -> int | None:
 
 
 def _float(word: str | None) -> float | None:
-    """Return the number; None if it is missing or unreadable, or if no mean can include it (NaN, infinite)."""
+    """Return the number; None if it is missing, unreadable, NaN or infinite."""
     try:
         number = math.nan if word is None else float(word)
     except ValueError:
@@ -161,16 +157,16 @@ class Filter:
         return self.text is None or any(self.text.search(text) for text in (prompt_text(sample), sample.response))
 
 
-def _fits(range: Range | None, number: float | None) -> bool | None:
-    return True if range is None else None if number is None else number in range
+def _fits(bounds: Range | None, number: float | None) -> bool | None:
+    return True if bounds is None else None if number is None else number in bounds
 
 
 def _among(words: tuple[str, ...], word: str | None) -> bool | None:
     return True if not words else None if word is None else word in words
 
 
-def _same(wanted: object, found: object) -> bool | None:
-    return True if wanted is None else None if found is None else wanted == found
+def _same(value: object, field: object) -> bool | None:
+    return True if value is None else None if field is None else value == field
 
 
 def prompt_text(sample: Sample) -> str:

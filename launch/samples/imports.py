@@ -1,6 +1,6 @@
 """``tidemill data import``: recorded samples and responses from outside as rows of recorded responses, one row a group.
 
-    recordings (*.tide), their directories, JSON lines --read--> groups --checked--> rows of JSON lines for a rollout with ``use: dataset``
+    recordings (*.tide), JSON lines --read--> groups --checked--> rows (JSON lines) for a rollout with ``use: dataset``
 
 Reads files alone: a run trains the rows like any others, in an order of its own, each as often as its passes state
 (docs/sft.md).
@@ -58,9 +58,8 @@ class ImportedRows:
         new_row = row_of(where, number, {"label": None, "metadata": None, **values}, ("prompt", "label", ""))
         recorded = {name: values[name] for name in KNOWN if name in values}
         if sum(map(bool, (recorded and "response" not in values, "response" in values, "responses" in values))) != 1:
-            raise PromptError(
-                where, "one of response, responses, and text, messages or tokens in a line", ", ".join(sorted(values))
-            )
+            want = "one of response, responses, and text, messages or tokens in a line"
+            raise PromptError(where, want, ", ".join(sorted(values)))
         if "response" in values:
             recorded = {"text": values["response"], **recorded}
         responses = listed(values.get("responses", [recorded]))
@@ -145,7 +144,6 @@ def _read_lines(path: Path, rows: ImportedRows) -> None:
 
 
 def _unfit(sample: Sample) -> str:
-    """Return the reason for which a sample cannot be a recorded response; empty = it can."""
     if sample.kind is not Kind.TRAIN:
         return sample.kind.value
     if sample.status not in _RIGHT:
@@ -158,7 +156,6 @@ def _unfit(sample: Sample) -> str:
 
 
 def _response(sample: Sample) -> JsonObject:
-    """Return a sample as a recorded response: its very tokens."""
     first = len(sample.tokens) - sample.response_length
     response: JsonObject = {
         "tokens": sample.tokens[first:].tolist(),

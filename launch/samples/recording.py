@@ -3,7 +3,7 @@ behind them.
 
     frame       4 bytes length, little-endian | msgpack map
     recording   the first frame: run, creation time of the stream
-    stored      one for each sample: seq, subject, headers, stored_s, payload (the bytes as in the stream, joined from parts)
+    stored      one for each sample: seq, subject, headers, stored_s, payload (bytes of the stream, joined from parts)
     index       the last frame: seqs, offsets (of the frames), subjects, headers
     end         8 bytes offset of the index, little-endian | b"TIDEMILL"
 
@@ -97,8 +97,8 @@ class RecordingWriter:
         self._file.write(_OFFSET.pack(at) + END)
         self._file.flush()
 
-    def _frame(self, type: str, **fields: object) -> None:
-        data = msgpack.packb({"schema": SCHEMA, "type": type, **fields})
+    def _frame(self, kind: str, **fields: object) -> None:
+        data = msgpack.packb({"schema": SCHEMA, "type": kind, **fields})
         self._file.write(_LENGTH.pack(len(data)) + data)
         self._offset += _LENGTH.size + len(data)
 
@@ -128,9 +128,7 @@ class Recording:
             raise
 
     def index(self) -> list[tuple[int, int, str, dict[str, str]]]:
-        """Return (sequence, offset of its frame, subject, headers) of every sample. Raises ValueError if the recording
-        was cut off.
-        """
+        """Return (sequence, offset, subject, headers) of every sample. Raises ValueError if it was cut off."""
         size = self._file.seek(0, 2)
         self._file.seek(max(0, size - _OFFSET.size - len(END)))
         end = self._file.read()
@@ -163,9 +161,7 @@ class Recording:
         self._file.close()
 
     def _next(self, *types: str) -> JsonObject:
-        """Return the fields of the next frame. Raises EOFError if the file ends within it, ValueError if it is no frame
-        of ``types``.
-        """
+        """Return the fields of the next frame. Raises EOFError within a frame, ValueError for other types."""
         head = self._file.read(_LENGTH.size)
         data = self._file.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else b""
         if types != ("recording",) and (len(head) < _LENGTH.size or len(data) < _LENGTH.unpack(head)[0]):
@@ -177,8 +173,7 @@ class Recording:
 
 
 def repair(path: Path) -> tuple[Origin | None, int]:
-    """Write the missing index of a recording that was cut off, after its last whole frame; return (its origin, its last
-    sequence).
+    """Write the missing index of a recording that was cut off; return its origin and its last sequence.
 
     A complete recording is not changed; one without samples is removed (then the sequence is 0).
     """

@@ -16,9 +16,7 @@ DIFFERENCE = "offpolicy/logprob_diff_abs"
 
 @dataclass(slots=True, kw_only=True)
 class SampleHistory:
-    """The disposition of one sample; the fields below ``reason`` describe the step that trained it and count for
-    ``trained`` only.
-    """
+    """The disposition of one sample; fields below ``reason`` describe the step that trained it."""
 
     state: str
     """trained | dropped | duplicate | invalid | unplanned | unknown | evaluation."""

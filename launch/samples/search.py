@@ -47,9 +47,8 @@ class FoundSample:
     """A sample that fits."""
 
     line: Headline
-    stored: StoredSample | None = None
-    sample: Sample | WireError | None = None
-    """None, as ``stored``, if payloads were not requested."""
+    stored: StoredSample
+    sample: Sample | WireError
 
 
 class SampleSearch:
@@ -59,9 +58,7 @@ class SampleSearch:
         self.history, self.lags, self._filter = History(bus.jet), Lags(bus), filter
 
     async def begin(self, since: str, version: int | None) -> int:
-        """Return the sequence at which ``since`` (``10m``, ``2026-11-20T10:00``, ``#123``) or a version begins. Raises
-        ValueError.
-        """
+        """Return the first sequence of ``since`` (a time ago, ISO, ``#123``) or a version. Raises ValueError."""
         if version is not None:
             return await self.history.at_version(version)
         if sequence := _SEQUENCE.fullmatch(since):
@@ -75,29 +72,19 @@ class SampleSearch:
                 f"--since: want a time ago (10m, 2h), an ISO time, or a sequence (#123), got {since!r}"
             ) from None
 
-    async def forward(
-        self, first: int, last: int | None = None, *, payloads: bool = True
-    ) -> AsyncIterator[FoundSample]:
-        """Yield the samples from ``first`` to ``last`` that fit, in stream order; without ``last`` wait for new ones
-        until cancelled.
-        """
-        if payloads and not self._filter.of_headers:
+    async def forward(self, first: int, last: int | None = None) -> AsyncIterator[FoundSample]:
+        """Yield the samples from ``first`` to ``last`` that fit; without ``last`` wait for new ones."""
+        if not self._filter.of_headers:
             async for stored in self.history.payloads(first, last):
                 if (match := await self._open(stored)) is not None:
                     yield match
             return
         async for glimpse in self.history.glimpses(first, last):
-            if (match := await self._look(glimpse, payloads)) is not None:
+            if (match := await self._look(glimpse)) is not None:
                 yield match
 
-    async def newest(
-        self, count: int, *, first: int = 1, limit: int, payloads: bool = True
-    ) -> tuple[list[FoundSample], int, int]:
-        """Return the last ``count`` samples from ``first`` on, oldest first; the last sequence of the stream; the
-        number of sequences read.
-
-        At most ``limit`` sequences are read.
-        """
+    async def newest(self, count: int, *, first: int = 1, limit: int) -> tuple[list[FoundSample], int, int]:
+        """Return the last ``count`` samples of ``limit`` sequences, the last sequence, the number read."""
         state = await self.history.state()
         matches: list[FoundSample] = []
         high, size = state.last_seq, max(_CHUNK[0], 2 * count)
@@ -108,21 +95,17 @@ class SampleSearch:
             for glimpse in reversed(chunk):
                 if len(matches) == count:
                     break
-                if (match := await self._look(glimpse, payloads)) is not None:
+                if (match := await self._look(glimpse)) is not None:
                     matches.append(match)
             high, size = low - 1, min(2 * size, max(_CHUNK[1], 2 * count))
         return matches[::-1], state.last_seq, state.last_seq - high
 
-    async def _look(self, glimpse: Glimpse, payloads: bool) -> FoundSample | None:
+    async def _look(self, glimpse: Glimpse) -> FoundSample | None:
         line = headline(glimpse)
         if replace(self._filter, lag=None).of(line) is False:  # before the registry is read for its lag
             return None
-        line = await self.lags.of(line)
-        fits = self._filter.of(line)
-        if fits is False:
+        if self._filter.of(await self.lags.of(line)) is False:
             return None
-        if fits and not payloads and self._filter.text is None:
-            return FoundSample(line=line)
         try:
             return await self._open(await self.history.payload(glimpse.seq))
         except NotFound:  # trimmed meanwhile
@@ -169,6 +152,7 @@ def as_map(seq: int, sample: Sample | WireError) -> JsonObject:
         "seq": seq,
         "task": sample.task,
         "index": sample.index,
+        "group_size": sample.group_size,
         "attempt": sample.attempt,
         "kind": sample.kind.value,
         "status": sample.status.value,
@@ -195,9 +179,7 @@ def as_map(seq: int, sample: Sample | WireError) -> JsonObject:
 
 
 class Lags:
-    """The versions of a run by the time at which each became the head, known up to the newest sample requested so
-    far.
-    """
+    """The versions of a run by the time at which each became the head."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -215,9 +197,7 @@ class Lags:
         """Step of the head from the time at the same place of ``_times`` on."""
 
     async def of(self, line: Headline) -> Headline:
-        """Return the metadata with its lag; unchanged for an empty response, and for versions that the registry does
-        not have.
-        """
+        """Return the metadata with its lag; unchanged if empty or of versions that the registry lacks."""
         if line.versions is None or line.versions[0] < 0:
             return line
         if line.stored_s > self._known_until_s:
@@ -226,7 +206,6 @@ class Lags:
         return line if step is None or place == 0 else replace(line, lag=max(0, self._heads[place - 1] - step))
 
     async def _look(self) -> None:
-        """Read the rows written since the last look."""
         await asyncio.sleep(self._looked_s + _PAUSE_S - time.monotonic())
         self._looked_s = time.monotonic()
         info = await self._bus.jet.call(f"STREAM.INFO.{self._stream}")
@@ -241,9 +220,7 @@ class Lags:
         self._known_until_s = unix_time(info["ts"])
 
     def _order(self) -> None:
-        """Sort the heads by time. A snapshot rewrites the row of its version, but a version became the head before all
-        later ones.
-        """
+        """Sort the heads by time: a snapshot rewrites a version's row, but versions rise."""
         heads: list[tuple[float, int]] = []
         earliest_s = float("inf")
         for version in sorted(self._published, reverse=True):

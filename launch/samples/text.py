@@ -57,9 +57,7 @@ def _plain(value: object) -> object:
 
 
 def turns_in(turns: Turns) -> list[JsonObject]:
-    """Return one map for each turn, with the fields that its sample has. Columns of an invalid sample may have any
-    length.
-    """
+    """Return one map for each turn. Columns of an invalid sample may have any length."""
     columns = {
         "at": turns.at.tolist(),
         "tokens": turns.tokens.tolist(),
@@ -81,9 +79,7 @@ def turns_in(turns: Turns) -> list[JsonObject]:
 
 
 def turns_table(turns: Turns) -> Table:
-    """Return the turns as a table: sampled tokens, seconds of the model call and of tools behind it, agent, reward and
-    finish reason.
-    """
+    """Return the turns as a table: tokens, seconds of model and tools, agent, reward, finish reason."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     columns = {
         "tokens": "tokens",

@@ -21,6 +21,7 @@ from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.launch.settings.yaml_file import SettingsError, Written
 from tidemill.learner.algorithms.config import unset_names
+from tidemill.learner.algorithms.former_names import FORMER
 
 ENVIRONMENT_PREFIX = "TIDEMILL_"
 NOT_SETTINGS = ("TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD", "TIDEMILL_BUS_CREDENTIALS", "TIDEMILL_ALLOW")
@@ -31,6 +32,8 @@ REMOVED: Mapping[str, str] = {
     "weights.deltas": "engines that are behind load whole weights (docs/decisions/018-no-deltas.md)"
 }
 """Settings of earlier releases, and the reason why each is gone."""
+RENAMED = {f"learner.algorithm.{former}": f"learner.algorithm.{path}" for former, path in FORMER.items()}
+"""Settings that had another name in earlier releases, with the present name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,7 @@ class Loaded:
 def load(
     files: Path | Sequence[Path], overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Loaded:
-    """Return the run's configuration: defaults < ``files``, a later one over an earlier < ``overrides`` <
-    ``environment`` < derived.
-
-    Raises SettingsError.
-    """
+    """Return the settings: defaults < ``files`` < ``overrides`` < ``environment`` < derived. Raises SettingsError."""
     settings: dict[str, Setting] = {}
     files = [files] if isinstance(files, Path) else files
     for file in files:
@@ -72,9 +71,7 @@ def load(
 
 
 def from_map(values: Mapping[str, object], origin: str, changed: Mapping[str, Setting] | None = None) -> RunConfig:
-    """Return a configuration from a nested map, such as the run's row on the bus, and from ``changed``. Raises
-    SettingsError.
-    """
+    """Return a configuration from a map, such as the run's row on the bus, and ``changed``. Raises SettingsError."""
     settings: dict[str, Setting] = {}
     _put(settings, ((str(name), Setting(value, origin)) for name, value in values.items()))
     _put(settings, (changed or {}).items())
@@ -82,9 +79,7 @@ def from_map(values: Mapping[str, object], origin: str, changed: Mapping[str, Se
 
 
 def changes(overrides: Sequence[str], environment: Mapping[str, str]) -> dict[str, Setting]:
-    """Return the settings of ``--set`` and the environment, to apply to a later configuration. Raises SettingsError for
-    unknown ones.
-    """
+    """Return the settings of ``--set`` and the environment, for a later configuration. Raises SettingsError."""
     settings: dict[str, Setting] = {}
     _put(settings, [_override(text) for text in overrides])
     _put(settings, _from_environment(environment))
@@ -152,7 +147,6 @@ def _refuse_single_underscores(name: str, path: str) -> None:
 
 
 def _paths(section: type, prefix: str) -> Iterator[str]:
-    """Yield the dotted path of every setting and every section."""
     for name, kind in typing.get_type_hints(section).items():
         yield f"{prefix}{name}"
         if (inner := section_of(kind)) is not None:
@@ -177,7 +171,7 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
         follow("weights.overlap", False, "learner.colocated")
     rollouts = given("rollouts") or {}
     if given("actor.teachers") or any(path.startswith("actor.teachers.") for path in settings):
-        follow("learner.algorithm.distill_teacher", "engine", "actor.teachers")
+        follow("learner.algorithm.distill.teacher", "engine", "actor.teachers")
     if _all_recorded(
         rollouts, given("data.rollout"), given("data.sources"), given("data.rollout_key"), given("eval.every")
     ):
@@ -228,9 +222,7 @@ def _leaves(path: str, setting: Setting) -> Iterator[tuple[str, Setting]]:
 
 
 def _put(settings: dict[str, Setting], later: Iterable[tuple[str, Setting]]) -> None:
-    """Merge ``later`` over ``settings``: a value replaces all settings below it, the map of a section only those that
-    it names.
-    """
+    """Merge ``later`` over ``settings``: a value replaces all settings below it, a map only those it names."""
     for whole, value in later:
         for path, setting in _leaves(whole, value):
             if not (path in _sections() and setting.value == {}):
@@ -281,20 +273,20 @@ def _refuse_derived(settings: Mapping[str, Setting], config: RunConfig) -> None:
 
 
 def _refuse(problems: Sequence[Problem], settings: Mapping[str, Setting]) -> None:
-    """Raise SettingsError if there are any problems."""
     texts = []
     for problem in problems:
-        origin, reason = _origin(problem.paths, settings), REMOVED.get(problem.paths[0]) if problem.unknown else None
-        text = f"{problem.paths[0]}: this setting was removed: {reason}; delete it" if reason else problem.text
+        origin, path, text = _origin(problem.paths, settings), problem.paths[0], problem.text
+        if problem.unknown and path in REMOVED:
+            text = f"{path}: this setting was removed: {REMOVED[path]}; delete it"
+        elif problem.unknown and path in RENAMED:
+            text = f"{path}: this setting has another name now; want {RENAMED[path]}"
         texts.append(f"{origin}: {text}" if origin else text)
     if texts:
         raise SettingsError("\n".join(texts))
 
 
 def _origin(names: Sequence[str], settings: Mapping[str, Setting]) -> str:
-    """Return the origin of the first of the settings ``names`` that was set, itself or as a part of a map; empty for
-    defaults.
-    """
+    """Return the origin of the first setting of ``names`` that was set, itself or in part; empty for defaults."""
     for name in names:
         for known, setting in settings.items():
             if _within(name, known):
@@ -305,9 +297,9 @@ def _origin(names: Sequence[str], settings: Mapping[str, Setting]) -> str:
     return below.pop() if len(below) == 1 else ""
 
 
-def _line(setting: Setting, known: str, name: str) -> str:
+def _line(setting: Setting, lines: str, name: str) -> str:
     """Return the origin of a part of a setting: in a file, the line of the part."""
-    whole, part = setting.written.get(known), setting.written.get(name)
+    whole, part = setting.written.get(lines), setting.written.get(name)
     if whole is None or part is None or not setting.origin.endswith(f":{whole.line}"):
         return setting.origin
     return f"{setting.origin.removesuffix(str(whole.line))}{part.line}"

@@ -133,10 +133,10 @@ def _refuse_columns(config: "RunConfig") -> None:
             "rows; remove one of them"
         )
     constant = algorithm.by_constant
-    if config.data.limits_rows and (algorithm.overlong_buffer or constant):
+    if config.data.limits_rows and (algorithm.overlong.buffer or constant):
         raise ValueError(
             "data.sampling_key: want none with "
-            f"learner.algorithm.{'loss_constant: 0' if constant else 'overlong_buffer'}, which refers to "
+            f"learner.algorithm.{'loss_constant: 0' if constant else 'overlong.buffer'}, which refers to "
             "one sampling.max_new_tokens of all rows; remove one of them"
         )
 
@@ -246,28 +246,26 @@ def _refuse_recorded(config: "RunConfig") -> None:
 
 
 def _refuse_teachers(config: "RunConfig") -> None:
-    """Raise ValueError for teachers with scores that nothing uses, and for a loss that needs scores which no teacher
-    makes.
-    """
+    """Raise ValueError for scores of teachers that nothing uses, and for a loss that no teacher serves."""
     algorithm, teachers = config.learner.algorithm, config.actor.teachers
     if teachers and not algorithm.needs_teacher:
         raise ValueError(
-            "actor.teachers: nothing uses their scores; want learner.algorithm.distill_coef > 0 with "
-            "distill_teacher: engine, got "
-            f"distill_coef {algorithm.distill_coef:g}, distill_teacher {algorithm.distill_teacher}; set it, "
+            "actor.teachers: nothing uses their scores; want learner.algorithm.distill.coef > 0 with "
+            "distill.teacher: engine, got "
+            f"distill.coef {algorithm.distill.coef:g}, distill.teacher {algorithm.distill.teacher}; set it, "
             "or remove the teachers"
         )
     if algorithm.needs_teacher and not teachers and not config.debug.trains_only:
         raise ValueError(
-            "learner.algorithm.distill_teacher: engine wants actor.teachers: {NAME: {urls: "
+            "learner.algorithm.distill.teacher: engine wants actor.teachers: {NAME: {urls: "
             "[http://HOST:PORT]}}, got none; set them, or "
-            "distill_teacher: reference with kl.reference"
+            "distill.teacher: reference with kl.reference"
         )
-    if algorithm.advantage == "none" and not algorithm.distill_coef:
+    if algorithm.advantage == "none" and not algorithm.distill.coef:
         raise ValueError(
             "learner.algorithm.advantage: none learns nothing from rewards; want "
-            "learner.algorithm.distill_coef > 0, or "
-            f"another advantage, got distill_coef {algorithm.distill_coef:g}"
+            "learner.algorithm.distill.coef > 0, or "
+            f"another advantage, got distill.coef {algorithm.distill.coef:g}"
         )
 
 
@@ -295,15 +293,15 @@ def _refuse_rewards(config: "RunConfig") -> None:
             "would be dropped; remove it, or raise learner.group_size"
         )
     parts = config.actor.reward_parts
-    if algorithm.advantage == "gdpo" and not parts and not algorithm.gdpo_weights:
+    if algorithm.advantage == "gdpo" and not parts and not algorithm.gdpo.weights:
         raise ValueError(
             "learner.algorithm.advantage: gdpo wants several rewards: set actor.reward_parts, or "
-            "learner.algorithm.gdpo_weights with the "
+            "learner.algorithm.gdpo.weights with the "
             "names that the reward returns"
         )
-    if parts and (unknown := sorted(name for name in algorithm.gdpo_weights if name.partition(".")[0] not in parts)):
+    if parts and (unknown := sorted(name for name in algorithm.gdpo.weights if name.partition(".")[0] not in parts)):
         raise ValueError(
-            f"learner.algorithm.gdpo_weights: want names of actor.reward_parts ({', '.join(parts)}), got "
+            f"learner.algorithm.gdpo.weights: want names of actor.reward_parts ({', '.join(parts)}), got "
             f"{', '.join(unknown)}"
         )
     if config.actor.reward == BY_ROLLOUT:
@@ -317,24 +315,22 @@ def _refuse_rewards(config: "RunConfig") -> None:
 
 
 def _refuse_terms(config: "RunConfig") -> None:
-    """Raise ValueError for terms of the loss or the reward that would outweigh the reward, or have nothing to refer
-    to.
-    """
+    """Raise ValueError for terms that outweigh the reward, or have nothing to refer to."""
     algorithm = config.learner.algorithm
-    if algorithm.distill_coef and algorithm.distill_teacher == "reference" and not algorithm.kl.reference:
+    if algorithm.distill.coef and algorithm.distill.teacher == "reference" and not algorithm.kl.reference:
         raise ValueError(
-            f"learner.algorithm.distill_coef: want learner.algorithm.kl.reference, the directory of the teacher, got "
-            f"{algorithm.distill_coef!r} without one: the teacher would be the model that the run starts from"
+            f"learner.algorithm.distill.coef: want learner.algorithm.kl.reference, the directory of the teacher, got "
+            f"{algorithm.distill.coef!r} without one: the teacher would be the model that the run starts from"
         )
     for place, limit in config.sampled_limits.items():
-        if algorithm.overlong_buffer > limit > 0:
+        if algorithm.overlong.buffer > limit > 0:
             raise ValueError(
-                f"learner.algorithm.overlong_buffer: want <= {place} = {limit}, got "
-                f"{algorithm.overlong_buffer}: every response would lose "
+                f"learner.algorithm.overlong.buffer: want <= {place} = {limit}, got "
+                f"{algorithm.overlong.buffer}: every response would lose "
                 "reward; lower it"
             )
-        if not limit and (algorithm.overlong_buffer or algorithm.by_constant):
-            setting = "overlong_buffer" if algorithm.overlong_buffer else "loss_constant: 0"
+        if not limit and (algorithm.overlong.buffer or algorithm.by_constant):
+            setting = "overlong.buffer" if algorithm.overlong.buffer else "loss_constant: 0"
             raise ValueError(
                 f"{place}: want > 0 with learner.algorithm.{setting}, which refers to the most tokens that an "
                 "episode may sample, got 0"

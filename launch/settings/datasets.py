@@ -20,7 +20,7 @@ FILLER = "."
 def prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:
     """Return the prompts that ``config`` describes, the same ones every time."""
     if config.kind == "gsm8k":
-        return islice(gsm8k_prompts(DATA / "gsm8k" / f"{config.split}.jsonl"), config.count or None)
+        return islice(gsm8k_prompts(DATA / "gsm8k/train.jsonl"), config.count or None)
     return digits_prompts(config)
 
 
@@ -48,9 +48,11 @@ def sum_prompts(config: PrepareConfig, rng: random.Random) -> Iterator[dict[str,
     """Yield sums of two numbers without leading zeros."""
     for _ in range(config.count):
         lengths = [rng.randint(config.min_digits, config.max_digits) for _ in range(2)]
-        one, other = (str(rng.randint(10 ** (length - 1) if length > 1 else 0, 10**length - 1)) for length in lengths)
-        filler = FILLER * (2 * config.max_digits + 1 - len(f"{one}+{other}")) if config.fill else ""
-        yield {"prompt": f"{one}+{other}{filler}=", "label": str(int(one) + int(other))}
+        first, second = (
+            str(rng.randint(10 ** (length - 1) if length > 1 else 0, 10**length - 1)) for length in lengths
+        )
+        filler = FILLER * (2 * config.max_digits + 1 - len(f"{first}+{second}")) if config.fill else ""
+        yield {"prompt": f"{first}+{second}{filler}=", "label": str(int(first) + int(second))}
 
 
 def walk_prompts(config: PrepareConfig, rng: random.Random) -> Iterator[dict[str, str]]:
@@ -75,10 +77,7 @@ def solve(task: str, digits: str) -> str:
 
 
 def gsm8k_prompts(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the question of each GSM8K line with its label, the number after ``####``.
-
-    Raises ValueError naming the line that has no such number.
-    """
+    """Yield each GSM8K question with its label, the number after ``####``. Raises ValueError without one."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             row = json.loads(line)
@@ -90,9 +89,9 @@ def gsm8k_prompts(path: Path) -> Iterator[dict[str, str]]:
             yield {"prompt": row["question"], "label": gold.strip()}
 
 
-def gsm8k_texts(split: str) -> Iterator[str]:
+def gsm8k_texts() -> Iterator[str]:
     """Yield questions and worked answers unchanged, to train a tokenizer on."""
-    with (DATA / "gsm8k" / f"{split}.jsonl").open(encoding="utf-8") as lines:
+    with (DATA / "gsm8k/train.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
             yield row["question"]

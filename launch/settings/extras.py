@@ -26,9 +26,7 @@ EXTRAS = {
         "pyarrow",
     ),
 }
-"""Import names by extra, as in pyproject.toml (a test compares them). Small extras are first: ``explain`` names the
-first that fits.
-"""
+"""Import names by extra, as in pyproject.toml; small extras first, because ``explain`` names the first."""
 
 
 class PackagesMissing(ValueError):

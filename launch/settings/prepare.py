@@ -2,7 +2,6 @@
 settings.
 """
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidemill.bus.errors import DetailedError
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.settings.datasets import gsm8k_texts, prompts, write_prompts
@@ -25,19 +25,16 @@ CHARACTERS = "".join(dict.fromkeys("0123456789= ,.+-*/<>()" + string.ascii_lette
 """Tokens of the character tokenizer in the order of their ids (from 2); a smaller vocabulary has only the first ones.
 """
 
-VOCABULARY = {"sum": 17, "walk": 18}
-"""Tokens of tasks of the digits game that need further characters: ``+``, and ``+-``."""
-
 
 def make_model(directory: Path, config: PrepareConfig) -> None:
     """Write weights, configuration and tokenizer to ``directory``; the same bytes for the same config."""
     if config.kind == "gsm8k":
-        tokenizer = bpe_tokenizer(gsm8k_texts(config.split), config.vocab_size or 512)
+        tokenizer = bpe_tokenizer(gsm8k_texts(), config.values["vocab_size"])
     else:
-        tokenizer = character_tokenizer(config.vocab_size or VOCABULARY.get(config.task, 16))
+        tokenizer = character_tokenizer(config.values["vocab_size"])
     directory.mkdir(parents=True)
     _save_weights(directory, config, len(tokenizer))
-    tokenizer.model_max_length = config.max_position
+    tokenizer.model_max_length = config.values["max_position_embeddings"]
     tokenizer.save_pretrained(directory)
 
 
@@ -79,22 +76,8 @@ def _save_weights(directory: Path, config: PrepareConfig, vocab_size: int) -> No
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    shape = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=config.hidden,
-        intermediate_size=config.intermediate,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position,
-        rope_theta=config.rope_theta,
-        initializer_range=config.initializer_range,
-        tie_word_embeddings=config.tie_embeddings,
-        bos_token_id=None,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
-    )
+    values = {**config.values, "vocab_size": vocab_size}
+    shape = Qwen3Config(**values, bos_token_id=None, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = Qwen3ForCausalLM(shape)
@@ -119,45 +102,36 @@ class Prepared:
         return cls(model=directory / "model", prompts=directory / "prompts.jsonl")
 
 
-class PreparedOtherwise(ValueError):
+class PreparedOtherwise(DetailedError, ValueError):
     """The directory holds files made from another config, or files of unknown origin."""
 
-    def __init__(self, directory: Path, reason: str) -> None:
-        super().__init__(directory, reason)
-        self.directory, self.reason = directory, reason
-
-    def __str__(self) -> str:
-        return f"{self.directory}: {self.reason}; remove the directory, or choose another one"
+    directory: Path
+    reason: str
+    template = "{directory}: {reason}; remove the directory, or choose another one"
 
 
 def prepare(config: PrepareConfig, directory: Path) -> Prepared:
-    """Make ``model/`` and ``prompts.jsonl`` in ``directory``, unless they exist already; an incomplete directory is
-    made again.
-
-    Returns their paths. Raises PreparedOtherwise, naming the differences, if they were made from another config.
-    """
-    prepared, wanted = Prepared.in_(directory), dataclasses.asdict(config)
+    """Make ``model/`` and ``prompts.jsonl``, unless they exist; return their paths. Raises PreparedOtherwise."""
+    prepared, settings = Prepared.in_(directory), config.recorded()
     if refuse_other(config, directory):
         return prepared
     directory.mkdir(parents=True, exist_ok=True)
-    _write_record(directory, wanted, complete=False)
+    _write_record(directory, settings, complete=False)
     _make(config, prepared)
-    _write_record(directory, wanted, complete=True)
+    _write_record(directory, settings, complete=True)
     return prepared
 
 
 def refuse_other(config: PrepareConfig, directory: Path) -> bool:
-    """Return whether the files of ``config`` exist already. Raises PreparedOtherwise for files of another config or
-    unknown origin.
-    """
-    prepared, wanted = Prepared.in_(directory), dataclasses.asdict(config)
+    """Return whether the files of ``config`` exist already. Raises PreparedOtherwise for any others."""
+    prepared, settings = Prepared.in_(directory), config.recorded()
     record = _read_record(directory)
     if record is None and (prepared.model.exists() or prepared.prompts.exists()):
         raise PreparedOtherwise(
             directory, f"has a model or prompts but no {RECORD}: they were not made by this program"
         )
-    if record is not None and record["config"] != wanted:
-        raise PreparedOtherwise(directory, f"was made from another config: {_differences(record['config'], wanted)}")
+    if record is not None and record["config"] != settings:
+        raise PreparedOtherwise(directory, f"was made from another config: {_differences(record['config'], settings)}")
     return record is not None and bool(record["complete"])
 
 
@@ -172,7 +146,7 @@ def _make(config: PrepareConfig, prepared: Prepared) -> None:
     count = write_prompts(prepared.prompts, prompts(config))
     logger.info("prompts written file=%s count=%d", prepared.prompts, count)
     make_model(prepared.model, config)
-    logger.info("model written directory=%s layers=%d hidden=%d", prepared.model, config.layers, config.hidden)
+    logger.info("model written directory=%s", prepared.model)
 
 
 def _read_record(directory: Path) -> JsonObject | None:
@@ -192,8 +166,10 @@ def _write_record(directory: Path, config: Mapping[str, object], *, complete: bo
     )
 
 
-def _differences(there: Mapping[str, object], wanted: Mapping[str, object]) -> str:
-    names = sorted({*there, *wanted})
+def _differences(recorded: Mapping[str, object], settings: Mapping[str, object]) -> str:
+    names = sorted({*recorded, *settings})
     return ", ".join(
-        f"{n}: there {there.get(n)!r}, wanted {wanted.get(n)!r}" for n in names if there.get(n) != wanted.get(n)
+        f"{n}: there {recorded.get(n)!r}, wanted {settings.get(n)!r}"
+        for n in names
+        if recorded.get(n) != settings.get(n)
     )

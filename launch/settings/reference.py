@@ -4,6 +4,7 @@ the settings.
 Knows no setting by name.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,22 +16,23 @@ from tidemill.learner.algorithms.config import unset_names
 
 HEAD = """# Configuration reference
 
-Every setting of a run's configuration file: {count} of them, and {entries} of the entries of maps. This page is generated from the code; do
-not edit it:
+Every setting of a run's configuration file: {count} of them, and {entries} of the entries of maps. This page is
+generated from the code; do not edit it:
 
 ```
 tidemill config --reference > docs/configuration.md     # this page
-tidemill config --schema > tidemill.schema.json         # the same as JSON Schema, for completion and checks in an editor
+tidemill config --schema > tidemill.schema.json         # JSON Schema, for completion and checks in an editor
 ```
 
-How values from files, `--set` and the environment combine, the checks before a start, and usual mistakes with their messages:
-[configuring.md](configuring.md). Formulas and choices of the algorithm: [algorithms.md](algorithms.md). An editor with a YAML
-language server finds the schema by the first line of a file: `# yaml-language-server: $schema=tidemill.schema.json`.
+How values from files, `--set` and the environment combine, the checks before a start, and usual mistakes with their
+messages: [configuring.md](configuring.md). Formulas and choices of the algorithm: [algorithms.md](algorithms.md). An
+editor with a YAML language server finds the schema by the first line of a file:
+`# yaml-language-server: $schema=tidemill.schema.json`.
 
-"Allowed" lists the choices and bounds of one key. Settings that contradict each other are refused as well, with the reason. The default
-`preset` means the value of the preset that `learner.algorithm.correction` names.
+"Allowed" lists the choices and bounds of one key. Settings that contradict each other are refused as well, with the
+reason. The default `preset` means the value of the preset that `learner.algorithm.correction` names.
 """
-BEGIN = """Most runs set these and nothing else; `tidemill init` writes a file with them. All others are for a reason, and follow by section."""
+BEGIN = "Most runs set these and nothing else; `tidemill init` writes a file with them. All others follow by section."
 NUMBER_AS_TEXT = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
 """Pattern of numbers that may be text: an editor with YAML 1.1 reads 1e-3 as text, the loader as a number."""
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
@@ -45,9 +47,7 @@ _WORDS = {
 
 
 def schema() -> JsonObject:
-    """Return the JSON Schema (draft 2020-12) of a configuration file: types, choices, bounds, defaults, sentences; no
-    unknown keys.
-    """
+    """Return the JSON Schema (draft 2020-12) of a configuration file."""
     whole = section.schema(RunConfig)
     top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A run of Tidemill"}
     return top | _accepted(whole, whole["$defs"]) | {"type": "object"}
@@ -114,9 +114,7 @@ class Entry:
 
 
 def entries(value: JsonObject | None = None, prefix: str = "") -> Iterator[Entry]:
-    """Yield every section and setting of a schema, in the order of the dataclasses; settings of the entries of a map
-    behind the map.
-    """
+    """Yield every section and setting of a schema in order; settings of a map's entries behind the map."""
     for name, part in (value or schema())["properties"].items():
         choices = [choice for choice in part.get("anyOf", ()) if choice != {"type": "null"}]
         maps = [choice for choice in choices if "properties" in choice]
@@ -131,10 +129,17 @@ def entries(value: JsonObject | None = None, prefix: str = "") -> Iterator[Entry
             yield from entries({"properties": {f"{name}.NAME": of_map}}, prefix)
 
 
+def repeated() -> dict[str, str]:
+    """Return the sections with the keys of an earlier section, and the path of that one."""
+    first: dict[str, str] = {}
+    sections = {entry.path: json.dumps(entry.schema["properties"]) for entry in entries() if entry.is_section}
+    return {path: first[keys] for path, keys in sections.items() if first.setdefault(keys, path) != path}
+
+
 def page() -> str:
     """Return ``docs/configuration.md``: a table for each section."""
-    every = list(entries())
-    settings = [entry for entry in every if not entry.is_section]
+    every, repeats = list(entries()), repeated()
+    settings = [entry for entry in every if not entry.is_section and entry.path.rpartition(".")[0] not in repeats]
     of_maps = sum(".NAME." in entry.path for entry in settings)
     parts = [HEAD.format(count=len(settings) - of_maps, entries=of_maps)]
     parts.append(_chapter("Begin with these", BEGIN, [entry for entry in settings if entry.is_basic]))
@@ -146,6 +151,8 @@ def page() -> str:
     for entry in every:
         if entry.is_section:
             text = f"{entry.sentence} {'Left out, or `null`: nothing is made.' if entry.nullable else ''}".strip()
+            if entry.path in repeats:
+                text = f"{text} Its keys are those of `{repeats[entry.path]}`."
             within = [setting for setting in settings if setting.path.rpartition(".")[0] == entry.path]
             parts.append(_chapter(f"`{entry.path}`", text, within))
     return "\n".join(parts)
@@ -182,7 +189,6 @@ def _default(setting: Entry) -> str:
 
 
 def _allowed(value: JsonObject) -> str:
-    """Return the choices or bounds of a setting."""
     choices = [
         *value.get("enum", ()),
         *(name for choice in value.get("anyOf", ()) for name in choice.get("enum", ["module:function"])),

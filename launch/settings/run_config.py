@@ -21,12 +21,12 @@ from tidemill.bus.section import BASIC, NotNegative, Positive, PositiveFloat, Se
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.launch.settings.contradictions import refuse_contradictions
 from tidemill.launch.settings.prepare_config import PrepareConfig
+from tidemill.learner.algorithms.former_names import flat
 from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from tidemill.learner.data.config import DataConfig, Stops, StopTokens
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.evaluation.config import EvalConfig
-from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
-from tidemill.learner.settings.routing_replay import ROLLOUT
+from tidemill.learner.settings.config import ROLLOUT, LearnerConfig, StalenessConfig
 from tidemill.weightstore.config import WeightsConfig
 
 CONFIG_FILE = "config.yaml"
@@ -150,7 +150,7 @@ class RunConfig:
             "bus": dataclasses.replace(self.bus, rollouts=tuple(sorted(self.rollouts))),
             "engine": dataclasses.replace(self.engine, colocated=self.learner.colocated, routed_experts=routed),
             "actor": dataclasses.replace(
-                self.actor, routed_experts=routed, teacher_top_k=algorithm.distill_top_k if self.actor.teachers else 0
+                self.actor, routed_experts=routed, teacher_top_k=algorithm.distill.top_k if self.actor.teachers else 0
             ),
         }
         for name, made in sections.items():
@@ -201,11 +201,7 @@ class RunConfig:
         )
 
     def stream_bytes(self, max_prompt_tokens: int, routed_bytes: int = 0) -> int:
-        """Return the bytes that SAMPLES needs for kept checkpoints, lag and history, with every sample as long as
-        possible.
-
-        ``routed_bytes``: bytes of the experts of one token, where samples have them.
-        """
+        """Return the bytes that SAMPLES needs for the longest samples, with ``routed_bytes`` more per token."""
         tokens = self.sampling.max_new_tokens + max_prompt_tokens
         tokens = max(tokens, *(rollout.budget.total_tokens for rollout in self.trained_rollouts.values()), 0)
         per_sample = SAMPLE_BYTES + (SAMPLE_BYTES_PER_TOKEN + routed_bytes) * tokens
@@ -215,12 +211,10 @@ class RunConfig:
         return int(1.5 * steps * self.samples_per_step * per_sample) + history * per_sample
 
     def digest(self) -> str:
-        """Return the SHA-256, hexadecimal, of the settings that change the training; places, machines and names are
-        left out.
-        """
+        """Return the SHA-256 of the settings that change the training, without places, machines and names."""
         parts: JsonObject = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness")}
         parts["learner"] = self._learner_settings()
-        parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
+        parts["prepare"] = None if self.prepare is None else self.prepare.recorded()
         parts["data"] = self._data_settings()
         parts["reward"] = self.actor.reward_parts.given or (self.actor.reward, self.actor.reward_options)
         if self.actor.teachers:  # without their addresses, which are places
@@ -244,19 +238,18 @@ class RunConfig:
         ).hexdigest()
 
     def _learner_settings(self) -> JsonObject:
-        """Return the learner's settings that change the training."""
         settings = {name: value for name, value in dataclasses.asdict(self.learner).items() if name not in _SAME_BITS}
         _leave_out(settings, _LATER_OF_LEARNER)
         if not self.learner.hooks.given:
             del settings["hooks"]
+        settings["algorithm"] = flat(self.learner.algorithm)
         _leave_out(settings["algorithm"], _LATER_OF_ALGORITHM)
-        if not self.learner.algorithm.entropy_target:
+        if not self.learner.algorithm.entropy.target:
             for name in ("entropy_target", "entropy_delta", "entropy_coef_max"):
                 del settings["algorithm"][name]
         return settings
 
     def _data_settings(self) -> JsonObject:
-        """Return the settings of the data that change the training."""
         settings = {
             name: value for name, value in dataclasses.asdict(self.data).items() if name not in ("path", "bad_rows")
         }
@@ -299,7 +292,6 @@ _LATER_OF_DATA: JsonMapping = dict.fromkeys(
 
 
 def _leave_out(settings: JsonObject, defaults: JsonMapping) -> None:
-    """Remove the settings that have their default, or nothing."""
     for name, default in defaults.items():
         if not settings[name] or settings[name] == default:
             del settings[name]

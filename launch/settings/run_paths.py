@@ -40,23 +40,18 @@ stays as it is.
 
 
 def set_base(values: JsonObject, file: Path) -> None:
-    """Make the relative paths in the map of a run's configuration absolute, unless this is the run's working directory.
-
-    ``file``: the file that it was read from.
-    """
-    directory, there = Path(str(values.get("directory") or "")), Path(os.path.abspath(file)).parent
+    """Make relative paths in a run's configuration (of ``file``) absolute, outside its working directory."""
+    directory, absolute = Path(str(values.get("directory") or "")), Path(os.path.abspath(file)).parent
     parts = directory.parts
-    if not parts or directory.is_absolute() or there.parts[-len(parts) :] != parts:
+    if not parts or directory.is_absolute() or absolute.parts[-len(parts) :] != parts:
         return
-    base = Path(*there.parts[: -len(parts)])
+    base = Path(*absolute.parts[: -len(parts)])
     if base != Path.cwd():
         _make_absolute(values, base)
 
 
 def recorded(values: JsonObject) -> JsonObject:
-    """Return a copy of a configuration for the file in its run's directory, which may be read from any working
-    directory.
-    """
+    """Return a configuration for the file in its run's directory, readable from any working directory."""
     result = copy.deepcopy(values)
     if Path(str(values["directory"])).is_absolute():
         _make_absolute(result, Path.cwd())
@@ -64,7 +59,6 @@ def recorded(values: JsonObject) -> JsonObject:
 
 
 def _make_absolute(values: JsonObject, base: Path) -> None:
-    """Put ``base`` before the settings that are relative paths of files there."""
     for holder, name, setting in list(_texts(values, "")):
         text = str(holder[name])
         sliced = SLICE.fullmatch(text)

@@ -76,8 +76,7 @@ class Written:
 
 
 def read(file: Path) -> tuple[Any, dict[str, Written]]:
-    """Return the content of a YAML file, and how each value is written, by its dotted path. Raises SettingsError with
-    the line.
+    """Return the content of a YAML file, and how each value is written, by its dotted path. Raises SettingsError.
 
     Relative paths in the configuration of a run are those of the run's working directory
     (``tidemill.launch.settings.run_paths``).
@@ -164,9 +163,7 @@ class _Recorder:
         self._written, self._at, self._nodes = written, at, 0
 
     def note(self, node: yaml.Node, path: str, above: tuple[yaml.Node, ...]) -> None:
-        """Record a node. Raises SettingsError for a key twice in a map (YAML drops the first) and a node inside
-        itself.
-        """
+        """Record a node. Raises SettingsError for a repeated key (YAML drops the first) or a node inside itself."""
         self._nodes += 1
         line = node.start_mark.line + 1
         key_line = self._written.get(path, Written(line)).line
@@ -186,7 +183,7 @@ class _Recorder:
             self._note_map(node, path, (*above, node))
 
     def _note_map(self, node: yaml.MappingNode, path: str, above: tuple[yaml.Node, ...]) -> None:
-        seen: dict[str, int] = {}
+        first_lines: dict[str, int] = {}
         for key, item in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
@@ -195,10 +192,10 @@ class _Recorder:
                     "name: value"
                 )
             child = f"{path}.{key.value}" if path else str(key.value)
-            if key.value in seen:
+            if key.value in first_lines:
                 raise SettingsError(
-                    f"{self._at(line)}: {child}: given twice, first in line {seen[key.value]}; keep one of them"
+                    f"{self._at(line)}: {child}: given twice, first in line {first_lines[key.value]}; keep one of them"
                 )
-            seen[key.value] = line
+            first_lines[key.value] = line
             self._written[child] = Written(line)
             self.note(item, child, above)

@@ -9,7 +9,7 @@ G = groups (in formulas, the size of one group). All estimators have the same si
 response; its advantage is 0. ``members`` chooses its effect on the other samples of its group:
 
     count      its reward (0 for a failure) is in every statistic of the group
-    leave_out  the group consists of the valid samples, as if the sample had never been requested; its reward is ignored, NaN included
+    leave_out  the group consists of the valid samples; its reward is ignored, NaN included
 
 The right choice depends on why samples are missing. Let P be the probability that a response is valid and R its mean
 reward if it is; the mean gradients of ``rloo`` over the valid samples are
@@ -18,7 +18,7 @@ reward if it is; the mean gradients of ``rloo`` over the valid samples are
     missing because of the response (a time-out on long ones), failures worth 0, J = P R, grad J = P grad R + R grad P:
         leave_out    P grad R: the reward of the valid responses; the gradient ignores that fewer of them are valid
         count        P grad R + (1 - P) R grad P: part of the gradient away from failing
-        valid, reward 0, trained    P grad R + R grad P: the whole gradient, so the cure is to train on the partial responses
+        valid, reward 0, trained    P grad R + R grad P: the whole gradient: train on the partial responses
 
 (leave_out: given at least two valid samples; their number in the group is a factor). Mean-centred estimators add the
 factor (G - 1) / G with G the counted members, which differs between groups with missing samples.
@@ -47,13 +47,12 @@ def roles_of(metadata: Sequence[Mapping[str, object]], key: str, *, num_samples:
     """
     if not key:
         return [""] * num_samples
-    if not any(key in one for one in metadata):
-        found = sorted({name for one in metadata for name in one})
+    if not any(key in entry for entry in metadata):
+        keys = sorted({name for entry in metadata for name in entry})
         raise ValueError(
-            f"algorithm.rae_role: want a key of the samples' metadata, got {key!r}; the samples of the step "
-            f"have {found}"
+            f"algorithm.rae.role: want a key of the samples' metadata, got {key!r}; the samples of the step have {keys}"
         )
-    return [str(one.get(key, "")) for one in metadata]
+    return [str(entry.get(key, "")) for entry in metadata]
 
 
 def over_baselines(
@@ -80,7 +79,7 @@ def over_baselines(
         after[role] = kept * after.get(role, 0.0) + (1 - kept) * math.fsum(rewards) / len(rewards)
     if len(after) > MOST_ROLES:
         raise ValueError(
-            f"algorithm.rae_role: want at most {MOST_ROLES} roles in a run, got {len(after)}, such as {max(by_role)!r}"
+            f"algorithm.rae.role: want at most {MOST_ROLES} roles in a run, got {len(after)}, such as {max(by_role)!r}"
         )
     return rewards_N - before_N.to(rewards_N.dtype), after
 

@@ -7,12 +7,12 @@ step's number is the sum of the rows' numbers over micro-batches and ranks, and 
 divides by its number of micro-batches or ranks, the caller has to multiply by it.
 
     mode                  number, l = loss of a trainable token           length of a sample
-    token_mean            sum l / tokens                                  a token counts as much in a long sample as in a short one
-    seq_mean_token_mean   sum over samples (sum l / its tokens) / B       each sample counts the same: long wrong ones grow longer
-    seq_mean_token_sum    sum l / B                                       long samples count more, and the number grows with length
-    prompt_mean           sum over groups (sum l / their tokens) / P      each prompt counts the same, its tokens equally
-    token_sum             sum l                                           a larger batch is a larger step: scale the learning rate by hand
-    constant              sum l / (B constant)                            as seq_mean_token_sum, in units of the constant
+    token_mean            sum l / tokens                                  all tokens count the same
+    seq_mean_token_mean   sum over samples (sum l / its tokens) / B       samples count the same: long wrong ones grow
+    seq_mean_token_sum    sum l / B                                       long samples count more; it grows with length
+    prompt_mean           sum over groups (sum l / their tokens) / P      each prompt counts the same
+    token_sum             sum l                                           a larger batch is a larger step
+    constant              sum l / (B constant)                            as seq_mean_token_sum, in other units
 
 B = samples with at least one trainable token, P = groups with one. Denominators count tokens *before* any rejection:
 rejected tokens make the number smaller and do not change the factors of the others (re-normalising would amplify

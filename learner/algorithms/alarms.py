@@ -233,7 +233,7 @@ class Alarm:
 
 def check(metrics: Mapping[str, float], config: AlarmConfig, context: Context) -> tuple[Alarm, ...]:
     """Return the alarms of one step's metrics."""
-    found = []
+    alarms = []
     for name, row in THRESHOLDS.items():
         if row.metric not in metrics or name in config.ignore or _meaningless(name, metrics, context):
             continue
@@ -241,11 +241,11 @@ def check(metrics: Mapping[str, float], config: AlarmConfig, context: Context) -
         warn, error = _bounds(name, row, metrics, config, context)
         for level, bound in (("error", error), ("warn", warn)):
             if value < bound if row.below else value > bound:
-                found.append(
+                alarms.append(
                     Alarm(level=level, name=name, metric=row.metric, value=value, threshold=bound, advice=row.advice)
                 )
                 break
-    return tuple(found)
+    return tuple(alarms)
 
 
 def refuse_unknown(config: AlarmConfig) -> None:
@@ -256,7 +256,7 @@ def refuse_unknown(config: AlarmConfig) -> None:
     for name, pair in config.thresholds.items():
         row = THRESHOLDS[name]
         numbers = (
-            isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(each, int | float) for each in pair)
+            isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(bound, int | float) for bound in pair)
         )
         if not numbers or (pair[0] < pair[1] if row.below else pair[0] > pair[1]):
             raise ValueError(

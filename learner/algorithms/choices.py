@@ -11,6 +11,15 @@ DISCOUNTED = ("reinforce", "reinforce_pp")
 """
 OFFERED = ("lengths_N", "truncated_N", "parts", "metadata")
 """Arguments that an estimator by import path may ask for, by the names of its parameters."""
+_OF_TOKENS = ("delta_T", "mask_T", "sequence_T", "num_sequences")
+OWN_ARGUMENTS = {
+    "advantage": ("rewards_N", "groups_N"),
+    "loss": ("log_probs_T", "anchor_T", "tokens", "config"),
+    "weight.level": _OF_TOKENS,
+    "reject.rules": _OF_TOKENS,
+    "aggregation": ("mask_T", "sample_T", "denominators"),
+}
+"""Positional arguments of a function by import path, by setting."""
 RUNNING = ("rae",)
 """Estimators with a baseline that is carried from step to step (``learner/algorithms/advantages.py``)."""
 CREDITS = ("episode", "turn")
@@ -21,9 +30,12 @@ IN_REWARD = (*OF_TURNS, *RUNNING)
 BY_COVARIANCE = ("clip_cov", "kl_cov")
 """Losses that treat tokens of large covariance (advantage, log-prob) apart."""
 BOUNDED = ("ppo", "clip_cov", "cispo", "gspo", "gspo_token", "gmpo", "dppo_tv", "dppo_kl", "ipo")
-"""Losses with a trust region, or with bounds of their weight: they need clip_low and clip_high."""
+"""Losses with a trust region, or with bounds of their weight: they need clip.low and clip.high."""
 ANCHORED = (*BOUNDED, "kl_cov", "topr", "sapo", "vespo", "dro")
 """Losses that compare the new policy with an anchor."""
 LOSSES = (*ANCHORED, "reinforce", "sft")
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean", "token_sum", "constant")
+WEIGHTS = ("none", "token", "sequence", "geometric", "prefix")
+DPPO = ("dppo_tv", "dppo_kl", "ipo")
+"""Losses with a trust region of the probability or of its divergence."""
 KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "k1+", "k3+")

@@ -337,7 +337,7 @@ def finalize(sums: Sums) -> dict[str, float]:
     if not tokens:
         return {"train/tokens": demonstrated, **supervised}
     mean = {name: value / tokens for name, value in total.items()}
-    each = {name: value / samples for name, value in total.items()}
+    of_samples = {name: value / samples for name, value in total.items()}
     metrics = {
         **supervised,
         "train/tokens": tokens + demonstrated,
@@ -353,25 +353,25 @@ def finalize(sums: Sums) -> dict[str, float]:
         "offpolicy/weight_mean": mean["w"],
         "offpolicy/chi2": mean["w_squared"] - 1,
         "offpolicy/ess": total["w"] ** 2 / (tokens * total["w_squared"]),
-        "offpolicy/sequence_chi2": each["sequence_w_squared"] - 1,
+        "offpolicy/sequence_chi2": of_samples["sequence_w_squared"] - 1,
         "offpolicy/sequence_ess": total["sequence_w"] ** 2 / (samples * total["sequence_w_squared"]),
         "offpolicy/prob_error": mean["prob_error"],
         "offpolicy/prob_diff_mean": mean["prob_diff"],
         "offpolicy/prob_diff_std": math.sqrt(max(0.0, mean["prob_diff_squared"] - mean["prob_diff"] ** 2)),
         "offpolicy/prob_diff_max": maximum["prob_diff"],
-        "offpolicy/ppl_train": each["ppl_train"],
-        "offpolicy/ppl_rollout": each["ppl_rollout"],
-        "offpolicy/ppl_ratio": each["ppl_ratio"],
-        "offpolicy/log_ppl_diff": each["log_ppl_diff"],
-        "offpolicy/log_ppl_diff_abs": each["log_ppl_diff_abs"],
+        "offpolicy/ppl_train": of_samples["ppl_train"],
+        "offpolicy/ppl_rollout": of_samples["ppl_rollout"],
+        "offpolicy/ppl_ratio": of_samples["ppl_ratio"],
+        "offpolicy/log_ppl_diff": of_samples["log_ppl_diff"],
+        "offpolicy/log_ppl_diff_abs": of_samples["log_ppl_diff_abs"],
         "offpolicy/lag_mean": mean["lag"],
         "offpolicy/lag_max": maximum["lag"],
-        "offpolicy/span_mean": each["span"],
+        "offpolicy/span_mean": of_samples["span"],
         "offpolicy/span_max": maximum["span"],
-        "offpolicy/mixed_share": each["mixed"],
+        "offpolicy/mixed_share": of_samples["mixed"],
         "offpolicy/fresh_share": mean["fresh"],
     }
-    metrics |= _optional(total, mean, each)
+    metrics |= _optional(total, mean, of_samples)
     by_lag, by_position, by_probability = (
         sums.totals[f"by_{kind}_BC"].tolist() for kind in ("lag", "position", "probability")
     )
@@ -386,7 +386,9 @@ def finalize(sums: Sums) -> dict[str, float]:
     )
 
 
-def _optional(total: Mapping[str, float], mean: Mapping[str, float], each: Mapping[str, float]) -> dict[str, float]:
+def _optional(
+    total: Mapping[str, float], mean: Mapping[str, float], of_samples: Mapping[str, float]
+) -> dict[str, float]:
     """Return the metrics that some steps do not have."""
     metrics: dict[str, float] = {}
     if total["fresh"]:
@@ -409,8 +411,8 @@ def _optional(total: Mapping[str, float], mean: Mapping[str, float], each: Mappi
     if "rejected" in total:
         metrics |= {
             "offpolicy/rejected_tokens": mean["rejected"],
-            "offpolicy/rejected_samples": each["rejected_samples"],
-            "offpolicy/touched_samples": each["touched_samples"],
+            "offpolicy/rejected_samples": of_samples["rejected_samples"],
+            "offpolicy/touched_samples": of_samples["touched_samples"],
         }
         metrics |= {f"offpolicy/{name}": value for name, value in mean.items() if name.startswith("rejected/")}
     if "kl_reference" in total:

@@ -12,7 +12,7 @@ split.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from tidemill.learner.algorithms.advantages import (
     whitened,
 )
 from tidemill.learner.algorithms.aggregation import Denominators, Reducer, TokenLoss, aggregate
-from tidemill.learner.algorithms.choices import ANCHORED, BY_COVARIANCE, OFFERED, RUNNING
+from tidemill.learner.algorithms.choices import ANCHORED, BY_COVARIANCE, OFFERED, OWN_ARGUMENTS, RUNNING
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.importance_weights import (
     WeightFunction,
@@ -150,26 +150,26 @@ def _shaped(name: str) -> LossFunction:
         """Call the loss with the settings that it takes."""
         settings: dict[str, object] = {}
         if name in ("ppo", "gspo", "gspo_token"):
-            assert config.clip_low is not None and config.clip_high is not None
-            settings = {"clip": policy_losses.Clip(low=config.clip_low, high=config.clip_high, dual=config.clip_dual)}
+            assert config.clip.low is not None and config.clip.high is not None
+            settings = {"clip": policy_losses.Clip(low=config.clip.low, high=config.clip.high, dual=config.clip.dual)}
         elif name == "cispo":
-            settings = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+            settings = {"clip_low": config.clip.low, "clip_high": config.clip.high}
         elif name == "sapo":
-            settings = {"tau_positive": config.sapo_tau_positive, "tau_negative": config.sapo_tau_negative}
+            settings = asdict(config.sapo)
         elif name in ("dppo_tv", "dppo_kl", "ipo"):
             settings = {
-                "low": config.clip_low,
-                "high": config.clip_high,
-                "penalty": config.dppo_penalty,
-                "cap": config.dppo_ratio_cap,
+                "low": config.clip.low,
+                "high": config.clip.high,
+                "penalty": config.dppo.penalty,
+                "cap": config.dppo.ratio_cap,
             }
         elif name == "gmpo":
-            settings = {"low": config.clip_low, "high": config.clip_high}
+            settings = {"low": config.clip.low, "high": config.clip.high}
         elif name == "dro":
-            settings = {"tau": config.dro_tau}
+            settings = asdict(config.dro)
         places = tokens.by_sequence if over_sequences else ()
-        made: PolicyLoss = function(log_probs_T, anchor_T, tokens.advantages_T, tokens.mask_T, *places, **settings)
-        return made
+        loss: PolicyLoss = function(log_probs_T, anchor_T, tokens.advantages_T, tokens.mask_T, *places, **settings)
+        return loss
 
     return call
 
@@ -183,15 +183,15 @@ def _sft(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Algorith
 
 
 def _clip_cov(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
-    assert config.clip_low is not None and config.clip_high is not None
-    clip = policy_losses.Clip(low=config.clip_low, high=config.clip_high)
+    assert config.clip.low is not None and config.clip.high is not None
+    clip = policy_losses.Clip(low=config.clip.low, high=config.clip.high)
     place = (tokens.advantages_T, tokens.mask_T)
     return policy_losses.clip_cov(log_probs_T, anchor_T, *place, clip=clip, chosen_T=tokens.chosen_T)
 
 
 def _kl_cov(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     place = (tokens.advantages_T, tokens.mask_T)
-    return policy_losses.kl_cov(log_probs_T, anchor_T, *place, coef=config.kl_cov_coef, chosen_T=tokens.chosen_T)
+    return policy_losses.kl_cov(log_probs_T, anchor_T, *place, coef=config.covariance.kl_coef, chosen_T=tokens.chosen_T)
 
 
 LOSS_FUNCTIONS: Mapping[str, LossFunction] = {
@@ -211,14 +211,15 @@ class Objective:
         called.
         """
         self.config = config
-        assert config.loss is not None and config.weight is not None and config.aggregation is not None
-        self._level: str | WeightFunction = _own(config.weight, "weight") if ":" in config.weight else config.weight
+        level = config.weight.level
+        assert config.loss is not None and level is not None and config.aggregation is not None
+        self._level: str | WeightFunction = _own(level, "weight.level") if ":" in level else level
         self.mode: str | Reducer = (
             _own(config.aggregation, "aggregation") if ":" in config.aggregation else config.aggregation
         )
         """The aggregation: a name, or a function of one's own."""
         self._own_rejects: dict[str, rejection.RejectFunction] = {
-            path: _own(path, "reject") for path in config.own_rejects
+            path: _own(path, "reject.rules") for path in config.reject.functions
         }
         self._loss = LOSS_FUNCTIONS.get(config.loss) or _own(config.loss, "loss")
         self._estimator = ADVANTAGES.get(config.advantage)
@@ -232,10 +233,10 @@ class Objective:
             self.asks = frozenset({"metadata"} if config.by_role else ())
         elif not config.by_critic:  # with a critic, ``token_advantages`` makes the advantages
             self._advantages = find_function(config.advantage, "advantage")
-            given = ("rewards_N", "groups_N")
+            given = OWN_ARGUMENTS["advantage"]
             self.asks = check_call(self._advantages, given, OFFERED, path=config.advantage, setting="advantage")
         if config.advantage == "pass_at_k":
-            self._advantages = partial(pass_at_k, k=config.pass_k)
+            self._advantages = partial(pass_at_k, k=config.pass_at_k.k)
         self._whiten = config.whiten if config.whiten is not None else bool(self._estimator and self._estimator.whiten)
         self.by_token = config.kl.reward_by == "token" or (config.gamma < 1 and not config.by_critic)
         """True: the advantages of samples are discounted, charged for the divergence and whitened by
@@ -256,9 +257,9 @@ class Objective:
         """Return the rewards less the config's penalties: for overlong responses, and for ``kl_N``, each sample's
         summed KL (nats).
         """
-        if self.config.overlong_buffer:
-            rewards_N = rewards_N + self.config.overlong_penalty * overlong_penalty(
-                lengths_N, max_tokens=max_tokens, buffer=self.config.overlong_buffer
+        if self.config.overlong.buffer:
+            rewards_N = rewards_N + self.config.overlong.penalty * overlong_penalty(
+                lengths_N, max_tokens=max_tokens, buffer=self.config.overlong.buffer
             )
         if kl_N is not None:
             rewards_N = rewards_N - kl_scale * self.config.kl.reward_coef * kl_N
@@ -270,11 +271,11 @@ class Objective:
         The student is the policy of this moment: with log-probs from before the step, the gradient would be that of
         KL(pi || teacher) - KL(pi || pi_old), which pushes the policy away from where the step began.
         """
-        if not self.config.distill_coef or self.config.distill_loss != "token":
+        if not self.config.distill.coef or self.config.distill.loss != "token":
             return tokens
         teacher_T = _teacher(tokens) if self.config.needs_teacher else _reference(tokens)
         distilled_T = distillation_advantages(log_probs_T, teacher_T, tokens.mask_T)
-        return replace(tokens, advantages_T=tokens.advantages_T + self.config.distill_coef * distilled_T)
+        return replace(tokens, advantages_T=tokens.advantages_T + self.config.distill.coef * distilled_T)
 
     def advantages(
         self,
@@ -293,7 +294,7 @@ class Objective:
         that asks for them.
         Raises ValueError if no sample has a part that the config weighs, and for a result of another shape.
         """
-        if self.config.advantage == "gdpo" and (self.config.gdpo_weights or (parts and parts.names)):
+        if self.config.advantage == "gdpo" and (self.config.gdpo.weights or (parts and parts.names)):
             advantages_N = self._of_parts(parts, groups_N)
         elif self._estimator is not None:
             # opo weighs by the length of the score, so tokens of tools do not count.
@@ -320,8 +321,8 @@ class Objective:
 
         Raises ValueError if no sample has the metadata that the config names as the role.
         """
-        roles = roles_of(metadata, self.config.rae_role, num_samples=len(rewards_N))
-        advantages_N, after = over_baselines(rewards_N, roles, baselines, decay=self.config.rae_decay)
+        roles = roles_of(metadata, self.config.rae.role, num_samples=len(rewards_N))
+        advantages_N, after = over_baselines(rewards_N, roles, baselines, decay=self.config.rae.decay)
         return self._whitened(advantages_N, trainable_N), after
 
     def _whitened(self, advantages_N: Tensor, trainable_N: Tensor) -> Tensor:
@@ -331,15 +332,17 @@ class Objective:
     def _of_parts(self, parts: RewardParts | None, groups_N: Tensor) -> Tensor:
         names = parts.names if parts else ()
         # ``a.b`` is a part of ``a``, which contains it.
-        weights = self.config.gdpo_weights or {name: 1.0 for name in names if name.partition(".")[0] == name}
-        found = [name for name in names if name in weights]
-        if parts is None or not found:
+        weights = self.config.gdpo.weights or {name: 1.0 for name in names if name.partition(".")[0] == name}
+        weighed = [name for name in names if name in weights]
+        if parts is None or not weighed:
             raise ValueError(
-                f"algorithm.gdpo_weights: want parts of the reward, got {sorted(weights)}; the samples of the "
+                f"algorithm.gdpo.weights: want parts of the reward, got {sorted(weights)}; the samples of the "
                 f"step have {names}"
             )
-        values_NK = parts.values_NK[:, [names.index(name) for name in found]]
-        return gdpo(values_NK, groups_N, torch.tensor([float(weights[name]) for name in found], dtype=values_NK.dtype))
+        values_NK = parts.values_NK[:, [names.index(name) for name in weighed]]
+        return gdpo(
+            values_NK, groups_N, torch.tensor([float(weights[name]) for name in weighed], dtype=values_NK.dtype)
+        )
 
     def with_token_returns(
         self, rows: Sequence[Tokens], *, kl_scale: float, summed: Callable[[Tensor], Tensor]
@@ -422,20 +425,20 @@ class Objective:
         """
         config, sums, cut, floor, covariance = self.config, None, math.inf, -math.inf, None
         by_covariance = config.loss in BY_COVARIANCE
-        rows = [self.advised(row, _old(row)) for row in rows] if config.m2_limit or by_covariance else rows
-        if config.self_normalise:
-            level = str(config.weight)
+        rows = [self.advised(row, _old(row)) for row in rows] if config.m2.limit or by_covariance else rows
+        if config.weight.self_normalise:
+            level = str(config.weight.level)
             parts = [
                 weight_sums(self._weights(row, _old(row)), row.mask_T, *row.by_sequence, level=level) for row in rows
             ]
             sums = summed(torch.stack(parts).sum(0))
-        if config.m2_limit:
+        if config.m2.limit:
             counted = [
                 (self._m2_counted(row, delta_T := log_ratio(_old(row), row.rollout_T, row.mask_T)), delta_T)
                 for row in rows
             ]
             squares = [delta_T[counted_T].double().square() for counted_T, delta_T in counted]
-            cut = rejection.second_moment_cut(gathered(torch.cat(squares)), config.m2_limit)
+            cut = rejection.second_moment_cut(gathered(torch.cat(squares)), config.m2.limit)
         if config.top_entropy < 1:
             floor = policy_losses.top_cut(
                 gathered(torch.cat([_old_entropy(row)[row.mask_T].double() for row in rows])), config.top_entropy
@@ -457,24 +460,27 @@ class Objective:
         values = [policy_losses.covariances(_old(row), row.advantages_T, row.mask_T, means) for row in rows]
         if config.loss == "kl_cov":
             lowest = policy_losses.top_cut(
-                gathered(torch.cat([v_T[row.mask_T] for v_T, row in zip(values, rows, strict=True)])), config.cov_share
+                gathered(torch.cat([v_T[row.mask_T] for v_T, row in zip(values, rows, strict=True)])),
+                config.covariance.share,
             )
             return policy_losses.CovarianceCut(
                 means=means, low=math.nextafter(lowest, -math.inf), high=math.inf, last_draw=math.inf
             )
         cut = policy_losses.CovarianceCut(
-            means=means, low=config.clip_cov_low, high=config.clip_cov_high, last_draw=math.inf
+            means=means, low=config.covariance.low, high=config.covariance.high, last_draw=math.inf
         )
         drawn = [
             _draws(row)[policy_losses.chosen(v_T, _draws(row), row.mask_T, cut)]
             for v_T, row in zip(values, rows, strict=True)
         ]
-        last = policy_losses.last_draw(gathered(torch.cat(drawn)), max(1, int(config.cov_share * float(sums[0]))))
+        last = policy_losses.last_draw(
+            gathered(torch.cat(drawn)), max(1, int(config.covariance.share * float(sums[0])))
+        )
         return replace(cut, last_draw=last)
 
     def _m2_counted(self, tokens: Tokens, delta_T: Tensor) -> Tensor:
         """Return a mask of the tokens with a limited second moment."""
-        if self.config.m2_tokens == "all":
+        if self.config.m2.tokens == "all":
             return tokens.mask_T
         return rejection.harmful(delta_T, tokens.advantages_T, tokens.mask_T)
 
@@ -483,11 +489,11 @@ class Objective:
         response.
         """
         config, mask_T = self.config, tokens.mask_T
-        assert config.weight_low is not None and config.weight_action is not None
+        assert config.weight.low is not None and config.weight.action is not None
         delta_T = log_ratio(compared_T, tokens.rollout_T, mask_T)
         raw_T = raw_weights(delta_T, mask_T, *tokens.by_sequence, level=self._level)
         weights = bounded(
-            raw_T, mask_T, low=config.weight_low, high=config.weight_high or math.inf, action=config.weight_action
+            raw_T, mask_T, low=config.weight.low, high=config.weight.high or math.inf, action=config.weight.action
         )
         return geometric_means(weights, mask_T, *tokens.by_sequence) if config.loss == "gmpo" else weights
 
@@ -498,9 +504,9 @@ class Objective:
         config, mask_T = self.config, tokens.mask_T
         place = (mask_T, *tokens.by_sequence)
         rejected: dict[str, Tensor] = {}
-        if config.reject or config.veto:
+        if config.reject.rules or config.reject.veto:
             delta_T = log_ratio(compared_T, tokens.rollout_T, mask_T)
-            for rule in config.rejects:
+            for rule in config.reject.parsed:
                 rejected[rule.name] = rejection.outside(
                     delta_T, *place, metric=rule.metric, span=rule.span, low=rule.low, high=rule.high
                 )
@@ -508,21 +514,21 @@ class Objective:
                 name = path.partition(":")[2]
                 found_T = _chosen_by(path, function(delta_T, *place), mask_T)
                 rejected[name] = found_T | rejected[name] if name in rejected else found_T
-            if config.veto:
-                rejected["veto"] = rejection.vetoed(delta_T, *place, threshold=config.veto)
-        if config.binary_kl_limit:
+            if config.reject.veto:
+                rejected["veto"] = rejection.vetoed(delta_T, *place, threshold=config.reject.veto)
+        if config.reject.binary_kl:
             rejected["binary_kl"] = rejection.binary_kl_outside(
-                compared_T, tokens.rollout_T, mask_T, limit=config.binary_kl_limit
+                compared_T, tokens.rollout_T, mask_T, limit=config.reject.binary_kl
             )
-        if config.opsm_threshold:
+        if config.reject.opsm:
             rejected["opsm"] = rejection.opsm(
-                theta_T, tokens.rollout_T, tokens.advantages_T, *place, threshold=config.opsm_threshold
+                theta_T, tokens.rollout_T, tokens.advantages_T, *place, threshold=config.reject.opsm
             )
-        if config.m2_limit:
-            assert config.m2_keep_low is not None and config.m2_keep_high is not None
+        if config.m2.limit:
+            assert config.m2.keep_low is not None and config.m2.keep_high is not None
             start_T = log_ratio(_old(tokens), tokens.rollout_T, mask_T)
             may_T = rejection.outside_band(
-                start_T, self._m2_counted(tokens, start_T), low=config.m2_keep_low, high=config.m2_keep_high
+                start_T, self._m2_counted(tokens, start_T), low=config.m2.keep_low, high=config.m2.keep_high
             )
             rejected["m2"] = rejection.beyond(start_T, may_T, coupled.m2_cut)
         return rejected
@@ -549,7 +555,7 @@ class Objective:
                     f"{[*value_T.shape]}"
                 )
         loss_T, weights = made.loss_T, None
-        if self.config.weight != "none":
+        if self.config.weight.level != "none":
             weights = self._weights(tokens, compared_T)
             if coupled.weight_sums is not None:
                 weights = self_normalised(weights, tokens.mask_T, coupled.weight_sums)
@@ -594,7 +600,7 @@ class Objective:
         """Return (the minimised scalar, the policy loss of every token, every token's divergence from the reference or
         None).
 
-        The scalar is ``loss + kl.coef KL - entropy_coef H``, and ``+ distill_coef KL`` of the tokens that a teacher
+        The scalar is ``loss + kl.coef KL - entropy.coef H``, and ``+ distill.coef KL`` of the tokens that a teacher
         listed (``listed_TK``: their log-probs under the trained policy), each aggregated in the same way: this row's
         part of the update's number.
 
@@ -620,11 +626,11 @@ class Objective:
                 penalty_T = kl_T(log_probs_T, tokens.reference_T, tokens.mask_T, estimator=config.kl.estimator)
             total = total + kl_scale * config.kl.coef * aggregate(penalty_T, *place, mode=mode)
         if self.by_listed:
-            total = total + config.distill_coef * aggregate(
+            total = total + config.distill.coef * aggregate(
                 self.listed_divergence(tokens, listed_TK), *place, mode=mode
             )
         if entropy_coef is None:
-            entropy_coef = config.entropy_coef
+            entropy_coef = config.entropy.coef
         if entropy_coef:
             total = total - entropy_coef * aggregate(entropy_T, *place, mode=mode)
         return total, loss, divergence_T
@@ -632,22 +638,12 @@ class Objective:
     @property
     def by_listed(self) -> bool:
         """True if the loss has a divergence over the tokens that the teacher listed."""
-        return self.config.distill_loss != "token"
+        return self.config.distill.loss != "token"
 
     def listed_divergence(self, tokens: Tokens, listed_TK: Tensor | None) -> Tensor:
         """Return the divergence from the teacher over its listed tokens, [T]."""
         assert listed_TK is not None and tokens.teacher_top_TK is not None, "a divergence over listed tokens needs them"
-        return top_k_divergence(listed_TK, tokens.teacher_top_TK, tokens.mask_T, kind=self.config.distill_loss)
-
-
-_OF_TOKENS = ("delta_T", "mask_T", "sequence_T", "num_sequences")
-_GIVEN: Mapping[str, tuple[str, ...]] = {
-    "loss": ("log_probs_T", "anchor_T", "tokens", "config"),
-    "weight": _OF_TOKENS,
-    "reject": _OF_TOKENS,
-    "aggregation": ("mask_T", "sample_T", "denominators"),
-}
-"""Arguments of a function by import path, by setting."""
+        return top_k_divergence(listed_TK, tokens.teacher_top_TK, tokens.mask_T, kind=self.config.distill.loss)
 
 
 def _own(path: str, setting: str) -> Callable[..., Any]:
@@ -655,7 +651,7 @@ def _own(path: str, setting: str) -> Callable[..., Any]:
     setting.
     """
     function = find_function(path, setting)
-    check_call(function, _GIVEN[setting], path=path, setting=setting)
+    check_call(function, OWN_ARGUMENTS[setting], path=path, setting=setting)
     return function
 
 
@@ -675,7 +671,7 @@ def _chosen_by(path: str, found_T: object, mask_T: Tensor) -> Tensor:
     """Return the tokens that a rule by import path rejects. Raises ValueError for a result of another kind."""
     if not isinstance(found_T, Tensor) or (found_T.shape, found_T.dtype) != (mask_T.shape, torch.bool):
         got = f"{found_T.dtype} of {[*found_T.shape]}" if isinstance(found_T, Tensor) else type(found_T).__name__
-        raise ValueError(f"reject {path}: want a bool tensor of shape {[*mask_T.shape]}, got {got}")
+        raise ValueError(f"reject.rules {path}: want a bool tensor of shape {[*mask_T.shape]}, got {got}")
     return found_T & mask_T
 
 

@@ -391,8 +391,8 @@ def top_cut(values_M: Tensor, share: float) -> float:
     """
     if not len(values_M):
         return -math.inf
-    wanted = max(1, int(share * len(values_M)))
-    return float(values_M.double().sort(descending=True).values[wanted - 1])
+    num_chosen = max(1, int(share * len(values_M)))
+    return float(values_M.double().sort(descending=True).values[num_chosen - 1])
 
 
 def low_entropy(entropy_T: Tensor, mask_T: Tensor, floor: float) -> Tensor:
@@ -452,9 +452,9 @@ def draws(rollout_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: 
     return ((mixed_T >> 11) & (2**52 - 1)).double() / 2**52
 
 
-def last_draw(draws_M: Tensor, wanted: int) -> float:
+def last_draw(draws_M: Tensor, num_drawn: int) -> float:
     """Return the largest of the ``wanted`` smallest draws; infinity if there are no more than that."""
-    return math.inf if len(draws_M) <= wanted else float(draws_M.sort().values[wanted - 1])
+    return math.inf if len(draws_M) <= num_drawn else float(draws_M.sort().values[num_drawn - 1])
 
 
 def chosen(covariance_T: Tensor, draws_T: Tensor, mask_T: Tensor, cut: CovarianceCut) -> Tensor:
@@ -471,11 +471,11 @@ def clip_cov(
     Source: Cui et al. 2025 (2505.22617); 2e-4 of the tokens, of covariances 1 .. 5, as in verl. verl does not draw
     tokens that PPO clips already; here it may.
     """
-    made = ppo(log_probs_T, anchor_T, advantages_T, mask_T, clip=clip)
+    loss = ppo(log_probs_T, anchor_T, advantages_T, mask_T, clip=clip)
     if chosen_T is None:
-        return made
+        return loss
     return PolicyLoss(
-        loss_T=torch.where(chosen_T, 0.0, made.loss_T), clipped_T=made.clipped_T | (chosen_T & (advantages_T != 0))
+        loss_T=torch.where(chosen_T, 0.0, loss.loss_T), clipped_T=loss.clipped_T | (chosen_T & (advantages_T != 0))
     )
 
 

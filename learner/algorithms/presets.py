@@ -1,16 +1,16 @@
-"""Presets of ``learner.algorithm.correction``: fields of the objective and of the off-policy correction, by name, with
-their sources.
+"""Presets of ``learner.algorithm.correction``: settings of the objective and of the off-policy correction, by path,
+with their sources.
 """
 
 from collections.abc import Mapping
 
-_PPO: dict[str, object] = {"loss": "ppo", "anchor": "proximal", "clip_low": 0.2, "clip_high": 0.28}
+_PPO: dict[str, object] = {"loss": "ppo", "anchor": "proximal", "clip.low": 0.2, "clip.high": 0.28}
 """Range: DAPO 2503.14476."""
-_TIS: dict[str, object] = {"weight": "token", "weight_action": "clip", "weight_low": 0.0, "weight_high": 2.0}
+_TIS: dict[str, object] = {"weight.level": "token", "weight.action": "clip", "weight.low": 0.0, "weight.high": 2.0}
 """Cap of 2: Yao et al. 2025."""
-_NONE: dict[str, object] = {"weight": "none", "weight_action": "clip", "weight_low": 0.0, "weight_high": 0.0}
-_PLAIN: dict[str, object] = {"loss": "reinforce", "anchor": "none", "clip_low": 0.0, "clip_high": 0.0}
-_PRIME: dict[str, object] = {"dppo_penalty": 1e-3}
+_NONE: dict[str, object] = {"weight.level": "none", "weight.action": "clip", "weight.low": 0.0, "weight.high": 0.0}
+_PLAIN: dict[str, object] = {"loss": "reinforce", "anchor": "none", "clip.low": 0.0, "clip.high": 0.0}
+_PRIME: dict[str, object] = {"dppo.penalty": 1e-3}
 """Default of prime-rl in both of its losses; verl's dppo_tv has no such term."""
 
 PRESETS: Mapping[str, Mapping[str, object]] = {
@@ -18,49 +18,49 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "naive": _PPO | _NONE,
     "bypass": _PPO | _NONE | {"anchor": "rollout"},
     "tis": _PLAIN | _TIS,
-    "aipo": _PLAIN | _TIS | {"weight_high": 4.0},
+    "aipo": _PLAIN | _TIS | {"weight.high": 4.0},
     "decoupled": _PPO | _TIS,
     "a3po": _PPO | _TIS | {"proximal": "loglinear"},
-    "mis": _PPO | _TIS | {"weight_action": "mask", "weight_low": 0.5},
-    "icepop": _PPO | _TIS | {"weight_action": "mask", "weight_low": 0.5, "weight_high": 5.0},
-    "seq_tis": _PPO | _TIS | {"weight": "sequence"},
-    "seq_mis": _PPO | _TIS | {"weight": "sequence", "weight_action": "mask", "weight_low": 0.5},
-    "geo_mask": _PPO | _TIS | {"reject": ("k1 seq_mean 0.99 1.01",)},
-    "kpop": _PPO | _TIS | {"binary_kl_limit": 2.0},
-    "opsm": _PPO | _TIS | {"opsm_threshold": 0.5},
-    "m2po": _PLAIN | _TIS | {"weight_high": 0.0, "m2_limit": 0.04},
+    "mis": _PPO | _TIS | {"weight.action": "mask", "weight.low": 0.5},
+    "icepop": _PPO | _TIS | {"weight.action": "mask", "weight.low": 0.5, "weight.high": 5.0},
+    "seq_tis": _PPO | _TIS | {"weight.level": "sequence"},
+    "seq_mis": _PPO | _TIS | {"weight.level": "sequence", "weight.action": "mask", "weight.low": 0.5},
+    "geo_mask": _PPO | _TIS | {"reject.rules": ("k1 seq_mean 0.99 1.01",)},
+    "kpop": _PPO | _TIS | {"reject.binary_kl": 2.0},
+    "opsm": _PPO | _TIS | {"reject.opsm": 0.5},
+    "m2po": _PLAIN | _TIS | {"weight.high": 0.0, "m2.limit": 0.04},
     "m2po_harmful": _PLAIN
     | _TIS
-    | {"weight_high": 0.0, "m2_limit": 0.04, "m2_tokens": "harmful", "m2_keep_low": 0.7, "m2_keep_high": 1.5},
-    "cispo": _PPO | _NONE | {"loss": "cispo", "anchor": "rollout", "clip_low": 1.0, "clip_high": 4.0},
-    "gspo": _PPO | _TIS | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
+    | {"weight.high": 0.0, "m2.limit": 0.04, "m2.tokens": "harmful", "m2.keep_low": 0.7, "m2.keep_high": 1.5},
+    "cispo": _PPO | _NONE | {"loss": "cispo", "anchor": "rollout", "clip.low": 1.0, "clip.high": 4.0},
+    "gspo": _PPO | _TIS | {"loss": "gspo", "clip.low": 3e-4, "clip.high": 4e-4, "aggregation": "seq_mean_token_mean"},
     "gspo_token": _PPO
     | _TIS
-    | {"loss": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
-    "luspo": _PPO | _TIS | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_sum"},
-    "gmpo": _PPO | _TIS | {"loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4, "aggregation": "seq_mean_token_mean"},
+    | {"loss": "gspo_token", "clip.low": 3e-4, "clip.high": 4e-4, "aggregation": "seq_mean_token_mean"},
+    "luspo": _PPO | _TIS | {"loss": "gspo", "clip.low": 3e-4, "clip.high": 4e-4, "aggregation": "seq_mean_token_sum"},
+    "gmpo": _PPO | _TIS | {"loss": "gmpo", "clip.low": 0.4, "clip.high": 0.4, "aggregation": "seq_mean_token_mean"},
     "clip_cov": _PPO | _TIS | {"loss": "clip_cov"},
     "kl_cov": _PLAIN | _NONE | {"loss": "kl_cov", "anchor": "rollout"},
     "topr": _PLAIN | _NONE | {"loss": "topr", "anchor": "rollout"},
     "sapo": _PLAIN | _NONE | {"loss": "sapo", "anchor": "rollout", "aggregation": "seq_mean_token_mean"},
     "vespo": _PLAIN | _NONE | {"loss": "vespo", "anchor": "rollout"},
-    "dppo_tv": _PPO | _NONE | _PRIME | {"loss": "dppo_tv", "anchor": "rollout", "clip_low": 0.2, "clip_high": 0.2},
-    "dppo_kl": _PPO | _NONE | {"loss": "dppo_kl", "anchor": "rollout", "clip_low": 0.05, "clip_high": 0.05},
-    "ipo": _PPO | _NONE | _PRIME | {"loss": "ipo", "anchor": "rollout", "clip_low": 0.1, "clip_high": 0.1},
+    "dppo_tv": _PPO | _NONE | _PRIME | {"loss": "dppo_tv", "anchor": "rollout", "clip.low": 0.2, "clip.high": 0.2},
+    "dppo_kl": _PPO | _NONE | {"loss": "dppo_kl", "anchor": "rollout", "clip.low": 0.05, "clip.high": 0.05},
+    "ipo": _PPO | _NONE | _PRIME | {"loss": "ipo", "anchor": "rollout", "clip.low": 0.1, "clip.high": 0.1},
     "dro": _PLAIN | _NONE | {"loss": "dro", "anchor": "rollout"},
     "sft": _PLAIN | _NONE | {"loss": "sft"},
 }
-"""Fields of each preset; those that a preset does not name have the defaults below."""
+"""Settings of each preset; a setting that a preset does not name has the default below."""
 DEFAULTS: dict[str, object] = {
     "proximal": "recompute",
-    "reject": (),
-    "binary_kl_limit": 0.0,
-    "opsm_threshold": 0.0,
-    "m2_limit": 0.0,
-    "m2_tokens": "all",
-    "m2_keep_low": 0.0,
-    "m2_keep_high": 0.0,
-    "dppo_penalty": 0.0,
+    "reject.rules": (),
+    "reject.binary_kl": 0.0,
+    "reject.opsm": 0.0,
+    "m2.limit": 0.0,
+    "m2.tokens": "all",
+    "m2.keep_low": 0.0,
+    "m2.keep_high": 0.0,
+    "dppo.penalty": 0.0,
     "aggregation": "token_mean",
 }
-"""Fields that a preset fills and need not name."""
+"""Settings that a preset fills and need not name."""

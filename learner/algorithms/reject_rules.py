@@ -1,4 +1,4 @@
-"""Rules of ``learner.algorithm.reject``, parsed from their text. Plain numbers; ``rejection.py`` applies them."""
+"""Rules of ``learner.algorithm.reject.rules``, parsed from their text. Plain numbers; ``rejection.py`` applies them."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RejectRule:
-    """One entry of ``AlgorithmConfig.reject``."""
+    """One entry of ``RejectConfig.rules``."""
 
     metric: str
     span: str
@@ -43,17 +43,17 @@ def reject_rule(text: str) -> RejectRule:
         numbers = [float(bound) for bound in bounds]
         low, high = numbers if len(numbers) == 2 else (0.0, *numbers)
     except ValueError:
-        raise ValueError(f"reject: want {form}, got {text!r}") from None
+        raise ValueError(f"rules: want {form}, got {text!r}") from None
     if (
         metric not in ("k1", "k2", "k3")
         or span not in ("token", "seq_sum", "seq_mean", "seq_max")
         or (low and metric != "k1")
     ):
-        raise ValueError(f"reject: want {form}, got {text!r}")
+        raise ValueError(f"rules: want {form}, got {text!r}")
     if not 0 <= low < high < math.inf:
-        raise ValueError(f"reject: want 0 <= low < high, finite, got {text!r}")
+        raise ValueError(f"rules: want 0 <= low < high, finite, got {text!r}")
     if low and span == "seq_max":
-        raise ValueError(f"reject: seq_max is of the absolute log-ratio, want one bound, got {text!r}")
+        raise ValueError(f"rules: seq_max is of the absolute log-ratio, want one bound, got {text!r}")
     if metric == "k1" and not low <= 1 <= high:
-        raise ValueError(f"reject: k1 bounds the ratio pi / mu, 1 for fresh data: want low <= 1 <= high, got {text!r}")
+        raise ValueError(f"rules: k1 bounds the ratio pi / mu, 1 for fresh data: want low <= 1 <= high, got {text!r}")
     return RejectRule(metric, span, low, high)

@@ -162,7 +162,8 @@ def total_variation_outside(
     """Reject tokens whose probability the update has moved far enough: ``A > 0, p - q > high`` or ``A <= 0, p - q <
     -low``.
 
-    This is a trust region in probability, not in ratio: 1e-4 -> 1e-3 is inside, .7 -> .95 is outside. Source: DPPO 2602.04879.
+    This is a trust region in probability, not in ratio: 1e-4 -> 1e-3 is inside, .7 -> .95 is outside.
+    Source: DPPO 2602.04879.
     """
     moved_T = torch.where(mask_T, log_probs_T, 0.0).exp() - torch.where(mask_T, anchor_T, 0.0).exp()
     return mask_T & torch.where(advantages_T > 0, moved_T > high, moved_T < -low)

@@ -1,7 +1,7 @@
 """Advantages by token, and targets of the value function, from the values of a critic.
 
     rewards of samples, divergence of tokens -> rewards of tokens -+
-    values before the step ----------------------------------------+-> GAE or V-trace -> whitening -> advantages, returns
+    values before the step ----------------------------------------+-> GAE or V-trace -> whitened advantages, returns
 
 Pure functions; T = tokens of a packed row, N = samples (episodes) of the step. The unit is a token sequence: each
 sequence of an episode ends with the episode's reward, at its last trainable token, and the value behind it is 0. That
@@ -78,7 +78,7 @@ def _estimate(row: Tokens, rewards_T: Tensor, config: AlgorithmConfig) -> Estima
     if config.advantage == "gae":
         return gae(rewards_T, values_T, *place, gamma=config.gamma, lam=config.lam)
     assert row.old_T is not None, "V-trace weighs by pi_proximal / mu"
-    bars = Bars(rho_bar=config.vtrace_rho, c_bar=config.vtrace_c)
+    bars = Bars(rho_bar=config.vtrace.rho, c_bar=config.vtrace.c)
     ratio_T = log_ratio(row.old_T, row.rollout_T, row.mask_T)
     targets_T = vtrace(ratio_T, rewards_T, values_T, *place, gamma=config.gamma, lam=config.lam, bars=bars).targets_T
     # r + gamma v_next - V, without the weight of the policy gradient, which the loss applies (``algorithm.weight``).

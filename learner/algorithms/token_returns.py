@@ -28,17 +28,17 @@ def turn_returns(rewards_N: Tensor, turn_rewards_C: Tensor, turn_samples_C: Tens
     """
     num_samples = len(rewards_N)
     counts_N = torch.bincount(turn_samples_C, minlength=num_samples)
-    most = max(1, int(counts_N.max())) if num_samples else 1
-    own_NO = rewards_N.new_zeros(num_samples, most)
+    num_turns = max(1, int(counts_N.max())) if num_samples else 1
+    own_NO = rewards_N.new_zeros(num_samples, num_turns)
     own_NO[turn_samples_C, _ordinals(turn_samples_C, counts_N)] = turn_rewards_C.to(rewards_N.dtype)
     last_N = (counts_N - 1).clamp(min=0)
     at_N = torch.arange(num_samples)
     own_NO[at_N, last_N] += rewards_N - own_NO.sum(1)
     returns_NO = own_NO.clone()
-    for ordinal in range(most - 2, -1, -1):
+    for ordinal in range(num_turns - 2, -1, -1):
         returns_NO[:, ordinal] += gamma * returns_NO[:, ordinal + 1]
     # Behind the last turn there is nothing to return, and the row would read 0 there.
-    places_NO = torch.minimum(torch.arange(most)[None], last_N[:, None])
+    places_NO = torch.minimum(torch.arange(num_turns)[None], last_N[:, None])
     return returns_NO.gather(1, places_NO)
 
 

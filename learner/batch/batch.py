@@ -7,9 +7,8 @@ listed at each position. Knows numpy, no torch, no bus. ``batching.py`` makes ba
 them.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,14 +16,12 @@ from numpy.typing import NDArray
 from tidemill.bus.wire.json_object import JsonMapping
 
 Array = NDArray[Any]
-"""One dimension, of the dtype in ``DTYPES``."""
+"""One dimension, of the dtype in its field's annotation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Token sequences packed into one row. One without any is a single masked sequence, so that all ranks run the same
-    number of rows.
-    """
+    """Token sequences packed into one row; without any, one masked sequence, so that all ranks run as many rows."""
 
     tokens_T: NDArray[np.int64]
     targets_T: NDArray[np.int64]
@@ -36,8 +33,7 @@ class MicroBatch:
     sample_T: NDArray[np.int32]
     """Index of the token's sample in the step, 0..N-1; -1 in padding."""
     sequence_T: NDArray[np.int32]
-    """Index of the token's sequence in the step, 0..M-1; -1 in padding. Equal to ``sample_T`` if every sample has one.
-    """
+    """Index of the token's sequence in the step, 0..M-1; -1 in padding."""
     turn_T: NDArray[np.int32]
     """Index of the turn that sampled the target, 0..C-1; -1 where not trainable."""
     loss_mask_T: NDArray[np.bool_]
@@ -47,17 +43,13 @@ class MicroBatch:
     lag_T: NDArray[np.int32]
     """Step of the weights being trained less step of the version that made the target; -1 where not trainable."""
     teacher_log_probs_T: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
-    """Log-prob (nats) of the target under the sample's teacher; 0 where not trainable. Empty = the step's samples have
-    no teacher.
-    """
+    """Log-prob (nats) of the target under the sample's teacher, 0 where not trainable; empty = there is no teacher."""
     teacher_top_ids_TK: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     """Token ids that the teacher listed as the next token, [T x K] in one dimension; empty = it listed none (K = 0)."""
     teacher_top_log_probs_TK: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """Their log-probs (nats) under the teacher, [T x K] in one dimension."""
     experts: NDArray[np.int16] = field(default_factory=lambda: np.zeros(0, np.int16))
-    """Experts that the engine has chosen for each token, [T x layers with experts x top_k] in one dimension; -1 = not
-    known. Empty where a step replays none.
-    """
+    """Experts that the engine chose, [T x layers x top_k] in one dimension; -1 = not known. Empty = not replayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,9 +60,7 @@ class StepBatch:
     """Step from 1; it trains the weights of step - 1."""
     dp_rank: int
     recorded: bool
-    """True for a plan of an earlier start that is executed again: no version is published for it, except head + 1 after
-    the last.
-    """
+    """True for a plan of an earlier start that is executed again: only its last step is published, as head + 1."""
     micro_batches: tuple[MicroBatch, ...]
     """Rows of this rank, as many as on every other."""
     num_tokens: int
@@ -78,9 +68,7 @@ class StepBatch:
     num_minibatches: int
     """Optimizer steps; each takes the same number of micro-batches, in order."""
     max_new_tokens: int
-    """Largest number of tokens that one of the samples may have sampled: ``budget.tokens`` of an episode, else
-    ``max_new_tokens``.
-    """
+    """Largest limit of sampled tokens of a sample: ``budget.tokens`` of an episode, else ``max_new_tokens``."""
     num_sequences: int
     """M."""
     temperatures_N: NDArray[np.float64]
@@ -93,9 +81,7 @@ class StepBatch:
     """Sampled tokens of each sample, before the gate."""
     truncated_N: NDArray[np.bool_]
     unended_N: NDArray[np.bool_]
-    """True for a completed sample that does not end with an end token: the end token is lost (never True with stop
-    strings).
-    """
+    """True for a completed sample without its end token, which is lost (never True with stop strings)."""
     trainable_N: NDArray[np.int32]
     """Trainable tokens of each sample after the gate; the loss is normalised by them."""
     minibatches_N: NDArray[np.int32]
@@ -103,9 +89,7 @@ class StepBatch:
     demonstration_N: NDArray[np.bool_]
     """True for a demonstration, which only the cross-entropy trains: its log-probs are not known."""
     turn_samples_C: NDArray[np.int32]
-    """Sample of each turn; the turns of a sample are neighbours, in order of delivery. A sample that reports no turns
-    is one turn.
-    """
+    """Sample of each turn, in order of delivery; a sample that reports no turns is one turn."""
     turn_rewards_C: NDArray[np.float32]
     """Reward of each turn's own; 0 = none."""
     turn_tokens_C: NDArray[np.int32]
@@ -127,9 +111,7 @@ class StepBatch:
 
     @property
     def scored_N(self) -> NDArray[np.bool_]:
-        """True for the samples that count in reported rewards and lengths: samples of policies, or all in a step of
-        demonstrations.
-        """
+        """True for the samples in reported metrics: samples of policies; all in a step of demonstrations."""
         return np.ones_like(self.demonstration_N) if self.demonstration_N.all() else ~self.demonstration_N
 
     @property
@@ -146,57 +128,16 @@ class StepBatch:
         )
 
 
-STEP_ARRAYS = (
-    "temperatures_N",
-    *(
-        "rewards_N",
-        "groups_N",
-        "response_lengths_N",
-        "sampled_N",
-        "truncated_N",
-        "unended_N",
-        "trainable_N",
-        "minibatches_N",
-    ),
-    "demonstration_N",
-    *("turn_samples_C", "turn_rewards_C", "turn_tokens_C", "parts_NK"),
-)
-"""Arrays of a StepBatch, in the order of its frames."""
-TOKEN_ARRAYS = tuple(one.name for one in fields(MicroBatch))
-"""Arrays of a MicroBatch, in the order of its frames."""
+def _dtypes(kind: type) -> dict[str, str]:
+    """Return the little-endian dtype of each array among the fields, from its annotation ``NDArray[dtype]``."""
+    hints = {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is np.ndarray}
+    return {name: np.dtype(get_args(dtype)[0]).newbyteorder("<").str for name, (_, dtype) in hints.items()}
+
+
+STEP_DTYPES, TOKEN_DTYPES = _dtypes(StepBatch), _dtypes(MicroBatch)
+"""Dtypes of the arrays of a StepBatch and of a MicroBatch, in the order of their frames."""
 TEACHER_ARRAYS = ("teacher_log_probs_T", "teacher_top_ids_TK", "teacher_top_log_probs_TK")
 """Arrays that are empty unless a teacher has scored the samples."""
-DTYPES: Mapping[str, str] = {
-    "tokens_T": "<i8",
-    "targets_T": "<i8",
-    "position_ids_T": "<i8",
-    "cu_seqlens": "<i4",
-    "sample_T": "<i4",
-    "sequence_T": "<i4",
-    "turn_T": "<i4",
-    "loss_mask_T": "|b1",
-    "rollout_log_probs_T": "<f4",
-    "lag_T": "<i4",
-    "teacher_log_probs_T": "<f4",
-    "teacher_top_ids_TK": "<i4",
-    "teacher_top_log_probs_TK": "<f4",
-    "experts": "<i2",
-    "temperatures_N": "<f8",
-    "rewards_N": "<f4",
-    "groups_N": "<i8",
-    "response_lengths_N": "<i4",
-    "sampled_N": "<i4",
-    "truncated_N": "|b1",
-    "unended_N": "|b1",
-    "trainable_N": "<i4",
-    "minibatches_N": "<i4",
-    "demonstration_N": "|b1",
-    "turn_samples_C": "<i4",
-    "turn_rewards_C": "<f4",
-    "turn_tokens_C": "<i4",
-    "parts_NK": "<f4",
-}
-"""Dtype of each of these arrays, little-endian."""
 
 
 def without_truncated(batch: StepBatch) -> StepBatch:
@@ -206,15 +147,12 @@ def without_truncated(batch: StepBatch) -> StepBatch:
     Source: overlong filtering, DAPO 2503.14476.
     """
     trainable_N = np.where(batch.truncated_N, 0, batch.trainable_N).astype(batch.trainable_N.dtype)
-    rows = tuple(_masked(row, batch) for row in batch.micro_batches)
-    turn_tokens_C = np.where(batch.truncated_N[batch.turn_samples_C], 0, batch.turn_tokens_C).astype(
-        batch.turn_tokens_C.dtype
-    )
+    truncated_C = batch.truncated_N[batch.turn_samples_C]
     return replace(
         batch,
-        micro_batches=rows,
+        micro_batches=tuple(_masked(row, batch) for row in batch.micro_batches),
         trainable_N=trainable_N,
-        turn_tokens_C=turn_tokens_C,
+        turn_tokens_C=np.where(truncated_C, 0, batch.turn_tokens_C).astype(batch.turn_tokens_C.dtype),
         num_tokens=int(trainable_N.sum()),
     )
 
@@ -235,15 +173,8 @@ def _taught(row: MicroBatch, kept_T: NDArray[np.bool_], top_k: int) -> dict[str,
     """Return the teacher's scores of a row where its tokens are kept, 0 elsewhere; nothing for a row without scores."""
     if not len(row.teacher_log_probs_T):
         return {}
-    listed = {
-        name: getattr(row, name).reshape(-1, top_k)
-        for name in ("teacher_top_ids_TK", "teacher_top_log_probs_TK")
-        if top_k
-    }
-    return {
-        "teacher_log_probs_T": np.where(kept_T, row.teacher_log_probs_T, np.float32(0)),
-        **{
-            name: np.where(kept_T[:, None], value_TK, value_TK.dtype.type(0)).ravel()
-            for name, value_TK in listed.items()
-        },
-    }
+    scores: dict[str, NDArray[Any]] = {"teacher_log_probs_T": np.where(kept_T, row.teacher_log_probs_T, np.float32(0))}
+    for name in TEACHER_ARRAYS[1:] if top_k else ():
+        value_TK = getattr(row, name).reshape(-1, top_k)
+        scores[name] = np.where(kept_T[:, None], value_TK, value_TK.dtype.type(0)).ravel()
+    return scores

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tidemill.bus.wire.messages import Plan, Sample, Status
 from tidemill.bus.wire.routed_experts import RoutedShape, unknown_rows
-from tidemill.learner.batch.batch import DTYPES, TEACHER_ARRAYS, TOKEN_ARRAYS, Array, MicroBatch, StepBatch
+from tidemill.learner.batch.batch import TEACHER_ARRAYS, TOKEN_DTYPES, Array, MicroBatch, StepBatch
 
 
 def build_batches(
@@ -29,10 +29,9 @@ def build_batches(
     """Return the batch of every data-parallel rank for a plan and its samples (in the order of ``plan.seqs``).
 
     ``pad_to``: every row's length becomes a multiple of it (sequence and context parallelism divide rows into equal
-    parts).
-    ``eos_ids``: tokens that end a response, for ``unended_N``; empty = not known. ``token_limits``: sampled tokens that
-    an episode of a task may have, by task; a task that is not in it has ``max_new_tokens``. ``routed``: sizes of the
-    model's routing, if the experts in the samples are replayed; else None.
+    parts). ``eos_ids``: tokens that end a response, for ``unended_N``; empty = not known. ``token_limits``: maximum
+    number of sampled tokens of an episode, by task; other tasks have ``max_new_tokens``. ``routed``: sizes of the
+    model's routing, if the experts in the samples are replayed.
     """
     _check_samples(plan, samples)
     turns = [_turns(sample) for sample in samples]
@@ -68,9 +67,8 @@ def build_batches(
 
 def _rows(plan: Plan, samples: Sequence[Sample], eos_ids: frozenset[int]) -> dict[str, Array]:
     """Return the columns that hold a value for each sample."""
-    with np.errstate(
-        over="ignore"
-    ):  # rewards of old recorded plans are not bounded; the ranks skip a step with infinity
+    # Rewards of old recorded plans are not bounded; the ranks skip a step with infinity.
+    with np.errstate(over="ignore"):
         rewards_N = np.array([sample.score for sample in samples], np.float32)
     return {
         "temperatures_N": np.array([sample.sampling.temperature for sample in samples], np.float64),
@@ -86,10 +84,10 @@ def _rows(plan: Plan, samples: Sequence[Sample], eos_ids: frozenset[int]) -> dic
 
 def _parts(samples: Sequence[Sample]) -> tuple[tuple[str, ...], NDArray[np.float32]]:
     """Return the names of all parts of the rewards, in order, and their values, [N x K]; ``score`` is none of them."""
-    found = [sample.reward if isinstance(sample.reward, dict) else {} for sample in samples]
-    names = tuple(sorted({name for reward in found for name in reward} - {"score"}))
+    rewards = [sample.reward if isinstance(sample.reward, dict) else {} for sample in samples]
+    names = tuple(sorted({name for reward in rewards for name in reward} - {"score"}))
     with np.errstate(over="ignore"):  # as for the rewards
-        return names, np.array([reward.get(name, np.nan) for reward in found for name in names], np.float32)
+        return names, np.array([reward.get(name, np.nan) for reward in rewards for name in names], np.float32)
 
 
 def _unended(sample: Sample, eos_ids: frozenset[int]) -> bool:
@@ -101,9 +99,7 @@ def _unended(sample: Sample, eos_ids: frozenset[int]) -> bool:
 def trainable_lags(
     sample: Sample, version_steps: Mapping[int, int], step: int, oldest_step: int | None
 ) -> NDArray[np.int32]:
-    """Return the lag of every response token when step ``step`` trains it, [R]; -1 where the sample's or the gate's
-    mask excludes it.
-    """
+    """Return the lag of every response token in step ``step``, [R]; -1 where a mask or the gate excludes it."""
     steps_R = np.repeat(
         np.array([version_steps[span.version] for span in sample.spans], np.int64),
         [span.num_tokens for span in sample.spans],
@@ -122,8 +118,8 @@ def _check_samples(plan: Plan, samples: Sequence[Sample]) -> None:
     """Assert that these are the samples of the plan."""
     assert len(samples) == len(plan.seqs), f"plan {plan.step}: {len(plan.seqs)} sequences, {len(samples)} samples"
     rows = np.ones(len(samples), np.int32) if plan.rows is None else plan.rows
-    found = [len(sample.sizes) for sample in samples]
-    assert rows.tolist() == found, f"plan {plan.step}: rows {rows.tolist()}, sequences of its samples {found}"
+    sizes = [len(sample.sizes) for sample in samples]
+    assert rows.tolist() == sizes, f"plan {plan.step}: rows {rows.tolist()}, sequences of its samples {sizes}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,33 +154,29 @@ def _aligned(plan: Plan, samples: Sequence[Sample], turns: Sequence[_SampleTurns
         if number in left_out:
             lags_R = np.full_like(lags_R, -1)
         turn_R = np.where((lags_R >= 0) & (its.of_R >= 0), its.of_R + first_turn, -1)
-        left = right = 0
+        start = response_start = 0
         for size in sample.sizes:
-            region = slice(right, right + size.response_length)
-            tokens = sample.tokens[left : left + size.num_tokens]
+            region = slice(response_start, response_start + size.response_length)
+            tokens = sample.tokens[start : start + size.num_tokens]
             log_probs = sample.rollout_log_probs[region]
             row = _align(tokens, lags_R[region], turn_R[region], log_probs, place=(number, len(rows)))
             rows.append(row if top_k < 0 else replace(row, **_taught(sample, region, row.loss_mask_T, top_k)))
-            left, right = left + size.num_tokens, right + size.response_length
+            start, response_start = start + size.num_tokens, region.stop
         first_turn += len(its.rewards_C)
     return rows
 
 
 def _teacher_top_k(samples: Sequence[Sample]) -> int:
-    """Return K if a teacher has scored every sample of a policy, listing K tokens at each position; -1 = not every one
-    was scored so.
-    """
+    """Return K if a teacher has listed K tokens at each position of every sample of a policy; -1 = not everywhere."""
     scored = [sample for sample in samples if not sample.demonstration]
     if not scored or any(sample.teacher_log_probs is None for sample in scored):
         return -1
-    found = {sample.teacher_top_k for sample in scored if sample.response_length}
-    return found.pop() if len(found) == 1 else 0
+    counts = {sample.teacher_top_k for sample in scored if sample.response_length}
+    return counts.pop() if len(counts) == 1 else 0
 
 
 def _taught(sample: Sample, region: slice, mask_T: NDArray[np.bool_], top_k: int) -> dict[str, Array]:
-    """Return the teacher's scores of a sequence, target-aligned; 0 where its targets are not trainable. ``region``: its
-    response in R.
-    """
+    """Return the teacher's scores of a sequence with response ``region``, target-aligned; 0 where not trainable."""
     start, length = len(mask_T) - (region.stop - region.start) - 1, len(mask_T)
     taught_T, ids_TK = np.zeros(length, np.float32), np.zeros((length, top_k), np.int32)
     log_probs_TK = np.zeros((length, top_k), np.float32)
@@ -205,19 +197,19 @@ def with_experts(aligned: Sequence[MicroBatch], samples: Sequence[Sample], route
     parts: list[NDArray[np.int16]] = []
     for sample in samples:
         indices = np.full((len(sample.tokens), len(routed.layers), routed.top_k), -1, np.int16)
-        given = sample.routed_experts
+        experts = sample.routed_experts
         # Samples of recorded plans are not checked again: with other sizes they were recorded for another setting.
-        if given is not None and given.shape == indices.shape:
-            known_L = ~unknown_rows(given)
-            indices[known_L] = given[known_L]
+        if experts is not None and experts.shape == indices.shape:
+            known_L = ~unknown_rows(experts)
+            indices[known_L] = experts[known_L]
         parts += np.split(indices, np.cumsum([size.num_tokens for size in sample.sizes])[:-1])
     return [replace(row, experts=part.reshape(-1)) for row, part in zip(aligned, parts, strict=True)]
 
 
 def known_share(aligned: Sequence[MicroBatch], per_token: int) -> float:
     """Return the share of the tokens before a target that have known experts; 0 without such tokens."""
-    known = sum(int((row.experts[: (len(row.tokens_T) - 1) * per_token : per_token] >= 0).sum()) for row in aligned)
-    return known / max(1, sum(len(row.tokens_T) - 1 for row in aligned))
+    num_known = sum(int((row.experts[: (len(row.tokens_T) - 1) * per_token : per_token] >= 0).sum()) for row in aligned)
+    return num_known / max(1, sum(len(row.tokens_T) - 1 for row in aligned))
 
 
 def _align(
@@ -270,21 +262,13 @@ def _trained(
 
 
 def _padding(length: int, top_k: int, experts: int) -> MicroBatch:
-    sizes = {"teacher_log_probs_T": length * (top_k >= 0)} | dict.fromkeys(TEACHER_ARRAYS[1:], length * max(top_k, 0))
-    return MicroBatch(
-        tokens_T=np.zeros(length, np.int64),
-        targets_T=np.zeros(length, np.int64),
-        position_ids_T=np.arange(length, dtype=np.int64),
-        cu_seqlens=np.array([0, length], np.int32),
-        sample_T=np.full(length, -1, np.int32),
-        sequence_T=np.full(length, -1, np.int32),
-        turn_T=np.full(length, -1, np.int32),
-        loss_mask_T=np.zeros(length, np.bool_),
-        rollout_log_probs_T=np.zeros(length, np.float32),
-        lag_T=np.full(length, -1, np.int32),
-        experts=np.full(length * experts, -1, np.int16),
-        **{name: np.zeros(size, np.dtype(DTYPES[name])) for name, size in sizes.items()},
-    )
+    lengths = dict.fromkeys(TOKEN_DTYPES, length) | dict.fromkeys(TEACHER_ARRAYS, length * max(top_k, 0))
+    lengths |= {"teacher_log_probs_T": length * (top_k >= 0), "experts": length * experts}
+    arrays = {name: np.zeros(lengths[name], dtype) for name, dtype in TOKEN_DTYPES.items()}
+    for name in ("sample_T", "sequence_T", "turn_T", "lag_T", "experts"):
+        arrays[name].fill(-1)
+    arrays["position_ids_T"], arrays["cu_seqlens"] = np.arange(length), np.array([0, length], np.int32)
+    return MicroBatch(**arrays)
 
 
 def _pack_rank(plan: Plan, aligned: Sequence[MicroBatch], rank: int, pad_to: int) -> tuple[MicroBatch, ...]:
@@ -299,15 +283,13 @@ def _pack_rank(plan: Plan, aligned: Sequence[MicroBatch], rank: int, pad_to: int
 
 
 def _concatenate(parts: Sequence[MicroBatch], pad_to: int, top_k: int, experts: int) -> MicroBatch:
-    """Return sequences as one row. ``top_k``: tokens that a teacher listed, -1 = no teacher; ``experts``: of each
-    token, 0 = none.
-    """
+    """Return sequences as one row. ``top_k``: listed by a teacher, -1 = no teacher; ``experts``: of each token."""
     length = sum(len(part.tokens_T) for part in parts)
     # An empty micro-batch gets a row of padding, because all ranks take part in the collectives of every micro-batch.
     missing = -length % pad_to if parts else pad_to
     padded = [*parts, _padding(missing, top_k, experts)] if missing else list(parts)
     arrays = {
-        name: np.concatenate([getattr(part, name) for part in padded]) for name in TOKEN_ARRAYS if name != "cu_seqlens"
+        name: np.concatenate([getattr(part, name) for part in padded]) for name in TOKEN_DTYPES if name != "cu_seqlens"
     }
     lengths = [len(part.tokens_T) for part in padded]
     return MicroBatch(cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), **arrays)

@@ -11,35 +11,25 @@ import numpy as np
 
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Sample
-from tidemill.learner.batch.batch import DTYPES, STEP_ARRAYS, TEACHER_ARRAYS, TOKEN_ARRAYS, Array, MicroBatch, StepBatch
+from tidemill.learner.batch.batch import STEP_DTYPES, TEACHER_ARRAYS, TOKEN_DTYPES, Array, MicroBatch, StepBatch
 from tidemill.learner.errors import FeedError
 
 Frame = bytes | memoryview | Array
 """One frame of a ZMQ message."""
+_SCALARS = (
+    *("step", "dp_rank", "recorded", "num_tokens", "num_minibatches", "max_new_tokens", "num_sequences"),
+    *("teacher_top_k", "part_names", "routing", "routing_known"),
+)
+"""Fields of the header, as in a StepBatch."""
 
 
 def encode(batch: StepBatch) -> list[Frame]:
-    """Return the ZMQ frames: a msgpack header, the state, the arrays of the step, then the arrays of each micro-batch,
-    as raw bytes.
-    """
-    header = {
-        "type": "batch",
-        "step": batch.step,
-        "dp_rank": batch.dp_rank,
-        "recorded": batch.recorded,
-        "num_tokens": batch.num_tokens,
-        "num_minibatches": batch.num_minibatches,
-        "max_new_tokens": batch.max_new_tokens,
-        "num_sequences": batch.num_sequences,
-        "teacher_top_k": batch.teacher_top_k,
-        "part_names": batch.part_names,
-        "routing": batch.routing,
-        "routing_known": batch.routing_known,
-        "num_micro_batches": len(batch.micro_batches),
-    }
+    """Return the ZMQ frames: a msgpack header, the state, the arrays of the step, then those of each micro-batch."""
+    header = {"type": "batch"} | {name: getattr(batch, name) for name in _SCALARS}
+    header["num_micro_batches"] = len(batch.micro_batches)
     frames: list[Frame] = [msgpack.packb(header), batch.state]
-    frames += [_raw(batch, name) for name in STEP_ARRAYS]
-    frames += [_raw(micro_batch, name) for micro_batch in batch.micro_batches for name in TOKEN_ARRAYS]
+    frames += [_raw(batch, name, dtype) for name, dtype in STEP_DTYPES.items()]
+    frames += [_raw(row, name, dtype) for row in batch.micro_batches for name, dtype in TOKEN_DTYPES.items()]
     return frames
 
 
@@ -50,88 +40,78 @@ def encode_metadata(samples: Sequence[Sample]) -> bytes:
 
 
 def decode(header: JsonMapping, frames: Sequence[Frame], *, with_metadata: bool = False) -> StepBatch:
-    """Return the batch from its unpacked header and the frames after it; arrays are views of the frames where aligned.
+    """Return the batch of an unpacked header and the frames after it; arrays are views of the frames where aligned.
 
     ``with_metadata``: the last frame has the metadata of the samples. Raises FeedError when frames are missing or
     truncated.
     """
-    wanted = 1 + len(STEP_ARRAYS) + header["num_micro_batches"] * len(TOKEN_ARRAYS) + with_metadata
-    if len(frames) != wanted:
-        raise FeedError(f"batch {header['step']}", f"{wanted} frames", len(frames))
-    state, rest = bytes(frames[0]), list(frames[1:])
-    packed = rest.pop() if with_metadata else None
-    rows = {name: _array(name, rest.pop(0)) for name in STEP_ARRAYS}
-    if len(rows["parts_NK"]) != len(rows["rewards_N"]) * len(header["part_names"]):
-        raise FeedError(
-            f"batch {header['step']}", f"{len(header['part_names'])} parts of each reward", len(rows["parts_NK"])
-        )
+    where = f"batch {header['step']}"
+    num_frames = 1 + len(STEP_DTYPES) + header["num_micro_batches"] * len(TOKEN_DTYPES) + with_metadata
+    if len(frames) != num_frames:
+        raise FeedError(where, f"{num_frames} frames", len(frames))
+    first_row = 1 + len(STEP_DTYPES)
+    arrays: dict[str, Any] = {
+        name: _array(name, dtype, frame)
+        for (name, dtype), frame in zip(STEP_DTYPES.items(), frames[1:first_row], strict=True)
+    }
+    num_samples, part_names = len(arrays["rewards_N"]), tuple(header["part_names"])
+    if len(arrays["parts_NK"]) != num_samples * len(part_names):
+        raise FeedError(where, f"{len(part_names)} parts of each reward", len(arrays["parts_NK"]))
     layers, top_k = header["routing"]
-    groups = [rest[at : at + len(TOKEN_ARRAYS)] for at in range(0, len(rest), len(TOKEN_ARRAYS))]
+    rows = [
+        frames[at : at + len(TOKEN_DTYPES)] for at in range(first_row, num_frames - with_metadata, len(TOKEN_DTYPES))
+    ]
+    values = {name: header[name] for name in _SCALARS} | {"part_names": part_names, "routing": (layers, top_k)}
     return StepBatch(
-        step=header["step"],
-        dp_rank=header["dp_rank"],
-        recorded=header["recorded"],
-        num_tokens=header["num_tokens"],
-        num_minibatches=header["num_minibatches"],
-        max_new_tokens=header["max_new_tokens"],
-        num_sequences=header["num_sequences"],
-        teacher_top_k=header["teacher_top_k"],
-        part_names=tuple(header["part_names"]),
-        routing=(layers, top_k),
-        routing_known=header["routing_known"],
-        micro_batches=tuple(
-            _micro_batch(header["step"], group, header["teacher_top_k"], layers * top_k) for group in groups
-        ),
-        metadata=() if packed is None else _metadata(header["step"], packed, len(rows["rewards_N"])),
-        state=state,
-        **rows,
+        micro_batches=tuple(_micro_batch(where, row, header["teacher_top_k"], layers * top_k) for row in rows),
+        metadata=_metadata(where, frames[-1], num_samples) if with_metadata else (),
+        state=bytes(frames[0]),
+        **values,
+        **arrays,
     )
 
 
-def _metadata(step: int, frame: Any, num_samples: int) -> tuple[JsonMapping, ...]:
+def _metadata(where: str, frame: Any, num_samples: int) -> tuple[JsonMapping, ...]:
+    want = f"metadata of {num_samples} samples"
     try:
-        found = msgpack.unpackb(bytes(frame), strict_map_key=False)
+        metadata = msgpack.unpackb(bytes(frame), strict_map_key=False)
     except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise FeedError(f"batch {step}", f"metadata of {num_samples} samples", str(error)) from error
-    if not isinstance(found, list) or len(found) != num_samples or not all(isinstance(one, dict) for one in found):
-        got = len(found) if isinstance(found, list) else type(found).__name__
-        raise FeedError(f"batch {step}", f"metadata of {num_samples} samples", got)
-    return tuple(found)
+        raise FeedError(where, want, str(error)) from error
+    if not isinstance(metadata, list) or len(metadata) != num_samples:
+        raise FeedError(where, want, len(metadata) if isinstance(metadata, list) else type(metadata).__name__)
+    if not all(isinstance(entry, dict) for entry in metadata):
+        raise FeedError(where, want, len(metadata))
+    return tuple(metadata)
 
 
-def _raw(owner: StepBatch | MicroBatch, name: str) -> Array:
-    return np.ascontiguousarray(getattr(owner, name), np.dtype(DTYPES[name]))
+def _raw(owner: StepBatch | MicroBatch, name: str, dtype: str) -> Array:
+    return np.ascontiguousarray(getattr(owner, name), np.dtype(dtype))
 
 
-def _array(name: str, frame: Any) -> Array:
-    dtype = np.dtype(DTYPES[name])
-    view = memoryview(frame)
-    if view.nbytes % dtype.itemsize:
-        raise FeedError(f"batch frame {name}", f"a multiple of {dtype.itemsize} bytes", view.nbytes)
+def _array(name: str, dtype: str, frame: Any) -> Array:
+    view, size = memoryview(frame), np.dtype(dtype).itemsize
+    if view.nbytes % size:
+        raise FeedError(f"batch frame {name}", f"a multiple of {size} bytes", view.nbytes)
     # torch warns about arrays that it may not write. A frame of ZMQ is copied only if its buffer is read-only or not
     # aligned.
     return np.require(np.frombuffer(view, dtype), requirements=["ALIGNED", "WRITEABLE"])
 
 
-def _micro_batch(step: int, frames: Sequence[Frame], top_k: int, experts: int) -> MicroBatch:
-    micro_batch = MicroBatch(**{name: _array(name, frame) for name, frame in zip(TOKEN_ARRAYS, frames, strict=True)})
-    lengths = {
-        name: len(getattr(micro_batch, name))
-        for name in TOKEN_ARRAYS
-        if name not in ("cu_seqlens", "experts", *TEACHER_ARRAYS)
+def _micro_batch(where: str, frames: Sequence[Frame], top_k: int, experts: int) -> MicroBatch:
+    arrays = {
+        name: _array(name, dtype, frame) for (name, dtype), frame in zip(TOKEN_DTYPES.items(), frames, strict=True)
     }
-    taught = len(micro_batch.teacher_log_probs_T)
-    wanted = (taught, taught * top_k, taught * top_k)
-    if taught not in (0, lengths["tokens_T"]) or wanted != tuple(
-        len(getattr(micro_batch, name)) for name in TEACHER_ARRAYS
-    ):
-        raise FeedError(
-            f"batch {step}", f"scores of a teacher for {lengths['tokens_T']} tokens, {top_k} listed at each", wanted
-        )
-    if len(micro_batch.experts) != lengths["tokens_T"] * experts:
-        raise FeedError(
-            f"batch {step}", f"{experts} experts of each of {lengths['tokens_T']} tokens", len(micro_batch.experts)
-        )
-    if len(set(lengths.values())) != 1 or micro_batch.cu_seqlens[-1] != lengths["tokens_T"]:
-        raise FeedError(f"batch {step}", f"arrays of {micro_batch.cu_seqlens[-1]} tokens", lengths)
-    return micro_batch
+    row = MicroBatch(**arrays)
+    num_tokens, taught = len(row.tokens_T), len(row.teacher_log_probs_T)
+    sizes = (taught, len(row.teacher_top_ids_TK), len(row.teacher_top_log_probs_TK))
+    if taught not in (0, num_tokens) or sizes != (taught, taught * top_k, taught * top_k):
+        want = f"scores of a teacher for {num_tokens} tokens, {top_k} listed at each"
+        raise FeedError(where, want, (taught, taught * top_k, taught * top_k))
+    if len(row.experts) != num_tokens * experts:
+        raise FeedError(where, f"{experts} experts of each of {num_tokens} tokens", len(row.experts))
+    lengths = {
+        name: len(array) for name, array in arrays.items() if name not in ("cu_seqlens", "experts", *TEACHER_ARRAYS)
+    }
+    if len(set(lengths.values())) != 1 or row.cu_seqlens[-1] != num_tokens:
+        raise FeedError(where, f"arrays of {row.cu_seqlens[-1]} tokens", lengths)
+    return row

@@ -1,7 +1,7 @@
 """Admission control: bounds the number of tasks in flight, and chooses the next prompt, requeued ones first."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Dead, Requeue, Task
@@ -52,45 +52,37 @@ class Admission:
         self.head: tuple[int, int] | None = None
         """(version, step) of the newest published weights."""
         self._position = (0, 0)
+        """Pass and offset of the next new prompt."""
         self._pending_reissues: list[Reissue] = []
         self._unpublished: dict[int, int] = {}
-
-    def out(self, num_open: int) -> int:
-        """Return the number of tasks that count against the limit."""
-        return num_open + sum(self._unpublished.values())
+        """Groups of each trained step that no version has yet."""
 
     def wanted(self, *, num_open: int, step: int) -> TaskDemand | None:
         """Return the next task, given ``num_open`` open ones and plans up to ``step``; None while none is admitted."""
         # Open tasks count as if all of them were trained; the ones that are dropped make room again.
         needed = (self._rules.steps - step) * self._rules.groups_per_step - num_open
-        if self.head is None or needed <= 0 or self.out(num_open) >= self._rules.admitted:
+        if self.head is None or needed <= 0 or num_open + sum(self._unpublished.values()) >= self._rules.admitted:
+            return None
+        if self.exhausted:
             return None
         version, issue_step = self.head
+        epoch, offset = self._position
+        demand = TaskDemand(prompt_epoch=epoch, offset=offset, min_version=version, issue_step=issue_step)
         if not self._pending_reissues:
-            if self._passes_done:
-                return None
-            epoch, offset = self._position
-            return TaskDemand(prompt_epoch=epoch, offset=offset, min_version=version, issue_step=issue_step)
-        again = self._pending_reissues[0]
-        return TaskDemand(
-            prompt_epoch=again.prompt_epoch,
-            offset=again.offset,
-            min_version=version,
-            issue_step=issue_step,
-            reissue_of=again.root,
-            reissues=again.count,
+            return demand
+        reissue = self._pending_reissues[0]
+        return replace(
+            demand,
+            prompt_epoch=reissue.prompt_epoch,
+            offset=reissue.offset,
+            reissue_of=reissue.root,
+            reissues=reissue.count,
         )
 
     @property
-    def _passes_done(self) -> bool:
-        return 0 < self._rules.num_epochs <= self._position[0]
-
-    @property
     def exhausted(self) -> bool:
-        """Return whether no prompt is left to issue: all passes of ``rules.num_epochs`` are issued, and no reissue is
-        pending.
-        """
-        return self._passes_done and not self._pending_reissues
+        """True if all passes of ``rules.num_epochs`` are issued, and no reissue is pending."""
+        return 0 < self._rules.num_epochs <= self._position[0] and not self._pending_reissues
 
     def passed(self, epoch: int) -> None:
         """Continue with pass ``epoch``: the one before has no further prompt."""
@@ -99,10 +91,9 @@ class Admission:
     def issued(self, task: Task) -> None:
         """Register an issued task: it advances the position of new prompts, or completes a pending reissue."""
         if task.reissues:
-            self._pending_reissues = [again for again in self._pending_reissues if not again.answers(task)]
+            self._pending_reissues = [reissue for reissue in self._pending_reissues if not reissue.answers(task)]
         else:
-            # max, because the tasks of a restart are read again, and some may lie before the position of the
-            # checkpoint.
+            # max, because a restart reads tasks again, and some may lie before the position of the checkpoint.
             self._position = max(self._position, (task.prompt_epoch, task.offset + 1))
 
     def schedule_reissue(self, task: Task, open_tasks: list[Task]) -> bool:
@@ -110,45 +101,41 @@ class Admission:
 
         Returns False if the prompt has been issued again ``max_reissues`` times.
         """
-        again = Reissue.of(task)
-        if again.count > self._rules.max_reissues:
+        reissue = Reissue.of(task)
+        if reissue.count > self._rules.max_reissues:
             return False
-        self.schedule_requeue(again, open_tasks)
+        self.schedule_requeue(reissue, open_tasks)
         return True
 
-    def schedule_requeue(self, again: Reissue, open_tasks: list[Task]) -> None:
+    def schedule_requeue(self, reissue: Reissue, open_tasks: list[Task]) -> None:
         """Schedule a prompt that an operator has requeued; ``max_reissues`` does not apply."""
-        if not any(again.answers(other) for other in open_tasks):
-            self._pending_reissues.append(again)
+        if not any(reissue.answers(task) for task in open_tasks):
+            self._pending_reissues.append(reissue)
 
     def planned(self, step: int, num_groups: int) -> None:
         """Register the groups of a plan, which count against the limit until the weights of ``step`` are published."""
         if self.head is None or self.head[1] < step:
             self._unpublished[step] = num_groups
 
-    def published(self, version: int, step: int) -> bool:
-        """Register a published version. Returns False if it is not newer than the head."""
-        if self.head is not None and version <= self.head[0]:
-            return False
-        self.head = (version, step)
-        self._unpublished = {trained: count for trained, count in self._unpublished.items() if trained > step}
-        return True
+    def published(self, version: int, step: int) -> None:
+        """Register a published version; one that is not newer than the head changes nothing."""
+        if self.head is None or version > self.head[0]:
+            self.head = (version, step)
+            self._unpublished = {trained: count for trained, count in self._unpublished.items() if trained > step}
 
     def dump(self) -> dict[str, object]:
         """Return the state for a snapshot, in types of msgpack."""
         # Keys as in the first snapshots; attributes have been renamed since.
         return {
             "position": list(self._position),
-            "owed": [asdict(again) for again in self._pending_reissues],
+            "owed": [asdict(reissue) for reissue in self._pending_reissues],
             "unpublished": sorted(self._unpublished.items()),
         }
 
     def load(self, data: JsonMapping) -> None:
-        """Replace the state by one that ``dump`` has returned. The head is not part of it: the caller registers it
-        again.
-        """
+        """Replace the state by one that ``dump`` has returned. The caller registers the head again."""
         self._position = (data["position"][0], data["position"][1])
-        self._pending_reissues = [Reissue(**again) for again in data["owed"]]
+        self._pending_reissues = [Reissue(**reissue) for reissue in data["owed"]]
         self._unpublished = {step: count for step, count in data["unpublished"]}
 
 
@@ -171,10 +158,10 @@ class Requeues:
 
     def next(self, *, epoch: int, step: int) -> Requeue | None:
         """Return the record of the next prompt to issue again, before ``step``; None without any."""
-        asked = self._asked.keys() & self._decided
-        if not asked:
+        task_ids = self._asked.keys() & self._decided
+        if not task_ids:
             return None
-        dead = self._asked[min(asked)]
+        dead = self._asked[min(task_ids)]
         return Requeue(
             epoch=epoch,
             task=dead.task,
@@ -186,9 +173,7 @@ class Requeues:
         )
 
     def apply(self, record: Requeue) -> Reissue:
-        """Return the prompt of a record, which is to be issued again. Raises ReplayMismatch unless its task is settled
-        as dead.
-        """
+        """Return the reissue of a record. Raises ReplayMismatch unless its task is settled as dead."""
         if record.task not in self._decided:
             raise ReplayMismatch(
                 f"requeue of task {record.task}", "a task settled as dead, and not requeued since", "none"

@@ -1,13 +1,24 @@
-"""Arrivals: the classification of a sample that is read, samples before their task, known versions, and open evaluation
-tasks.
+"""Arrivals: classifies every message of SAMPLES once, and puts the samples into the groups of their tasks.
+
+A sample may be read before the issue of its task is confirmed; it waits here until then.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
-from tidemill.bus.wire.messages import Sample, Task
-from tidemill.learner.errors import ReplayMismatch
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.messages import Kind, Sample, Status, Task
+from tidemill.learner.buffer.groups import BufferedSample, SampleGroup, mismatch
+from tidemill.learner.buffer.ledger import SampleAccounting, SettledIds, count_of, field_of
+from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.errors import ConfigRefused, ReplayMismatch
+
+EARLY_IDS = 64
+"""Distance between the last known task and a sample's task behind which the sample belongs to no task."""
+EARLY_SAMPLES = 1024
+"""Maximum number of samples kept for tasks that are not confirmed as issued yet; further ones are invalid."""
 
 
 class Disposition(StrEnum):
@@ -28,10 +39,13 @@ class Arrival:
     name: Disposition
     reason: str = ""
     """Reason for which the sample is invalid or dropped; else empty."""
+    fills_group: bool = False
+    """True if it is the last sample of its group."""
+    may_decide: bool = False
+    """True if the next record may be another one than before."""
 
 
-@dataclass(frozen=True, slots=True)
-class EarlySample:
+class EarlySample(NamedTuple):
     """A sample of a task that is not issued yet, as it was read."""
 
     seq: int
@@ -39,70 +53,8 @@ class EarlySample:
     actor: str
 
 
-class EarlyArrivals:
-    """Training samples, and ids of dead tasks, that were read before the issue of their task. Its caller bounds their
-    number.
-    """
-
-    def __init__(self) -> None:
-        self._samples: dict[int, list[EarlySample]] = {}
-        self._dead: set[int] = set()
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return sum(map(len, self._samples.values()))
-
-    @property
-    def seqs(self) -> set[int]:
-        """Sequences of the samples."""
-        return {early.seq for waiting in self._samples.values() for early in waiting}
-
-    def add(self, early: EarlySample) -> None:
-        """Keep a sample until its task is issued."""
-        self._samples.setdefault(early.sample.task, []).append(early)
-
-    def add_dead(self, task_id: int) -> None:
-        """Note that a task was given up by its actor."""
-        self._dead.add(task_id)
-
-    def take(self, issued: int) -> Iterator[tuple[int, EarlySample]]:
-        """Remove and yield the samples of the task that was ``issued``, and of smaller ids, each with its id. Ids are
-        issued in order.
-        """
-        for task_id in [task_id for task_id in self._samples if task_id <= issued]:
-            for early in self._samples.pop(task_id):
-                yield task_id, early
-
-    def take_dead(self, issued: int) -> bool:
-        """Return whether the task that was ``issued`` is dead; it and smaller ids are forgotten."""
-        found = issued in self._dead
-        self._dead = {task_id for task_id in self._dead if task_id > issued}
-        return found
-
-
-class SampleStore:
-    """The samples of the groups that the DataSource has: it keeps their numbers, and this their content."""
-
-    def __init__(self) -> None:
-        self._samples: dict[int, Sample] = {}
-
-    def add(self, seq: int, sample: Sample) -> None:
-        """Keep the sample of a sequence of SAMPLES."""
-        self._samples[seq] = sample
-
-    def of(self, seqs: Iterable[int]) -> list[Sample]:
-        """Return the samples of some sequences, in their order. All must be kept."""
-        return [self._samples[int(seq)] for seq in seqs]
-
-    def keep_only(self, seqs: Collection[int]) -> None:
-        """Forget the samples that are buffered no longer."""
-        self._samples = {seq: sample for seq, sample in self._samples.items() if seq in seqs}
-
-
 class EvalTasks:
-    """Sizes of open evaluation tasks, and the indices of the samples that were read, which may come before their task
-    is issued.
-    """
+    """Sizes of open evaluation tasks, and the indices of their samples, which may be read before the task is issued."""
 
     def __init__(self) -> None:
         self._seen: dict[int, set[int]] = {}
@@ -172,7 +124,188 @@ class KnownVersions:
         return {span.version for span in sample.spans if span.version not in self._after}
 
     def made(self, sample: Sample, seq: int) -> bool:
-        """Return whether these versions can have made a sample at ``seq``: all are known, and none is newer than the
-        sample.
-        """
+        """Return whether its versions can have made a sample at ``seq``: all are known, and none is newer than it."""
         return all(span.version in self.steps and seq > self._after.get(span.version, 0) for span in sample.spans)
+
+
+class Arrivals:
+    """All tasks and samples that were read: open groups, settled ids, versions and counts."""
+
+    def __init__(self, rules: DataRules, *, floor: int = 0) -> None:
+        self._rules = rules
+        self.groups: dict[int, SampleGroup] = {}
+        """Open training tasks by id."""
+        self.samples, self.tasks = SettledIds(floor), SettledIds()
+        """Ids of SAMPLES and of TASKS."""
+        self.versions, self.evals, self.counts = KnownVersions(), EvalTasks(), SampleAccounting()
+        self._early: dict[int, list[EarlySample]] = {}
+        """Samples of tasks that are not issued yet, by task."""
+        self._early_dead: set[int] = set()
+        """Tasks that their actors gave up before their issue was confirmed."""
+
+    def issued(self, task: Task, now: float) -> bool:
+        """Open a task. Returns False for one that is known. Raises ConfigRefused for other sampling settings."""
+        if not self.tasks.see(task.id):
+            return False
+        if task.kind is Kind.EVAL:
+            self.evals.issued(task)
+        else:
+            _refuse_other_sampling(task, self._rules)
+            self.counts.issued += 1
+            self.groups[task.id] = SampleGroup(task=task, touched_s=now)
+        self._place_early(task, now)
+        return True
+
+    def _place_early(self, issued: Task, now: float) -> None:
+        """Place the samples that came before the issue of this task."""
+        # Ids are issued in order, so the samples of smaller ids name no task.
+        for task_id in [task_id for task_id in self._early if task_id <= issued.id]:
+            for seq, sample, actor in self._early.pop(task_id):
+                if task_id == issued.id and issued.kind is Kind.TRAIN:
+                    self._place(seq, sample, now, actor)
+                else:
+                    self._refuse(seq, "task", actor)
+        self.evals.forget_unissued(issued.id)
+        self._settle_eval(issued.id)
+        dead, self._early_dead = issued.id in self._early_dead, {id_ for id_ in self._early_dead if id_ > issued.id}
+        if dead:
+            self.abandon(issued.id, "dead")
+
+    def add(self, seq: int, sample: Sample | WireError, now: float, actor: str) -> Arrival:
+        """Classify a message of SAMPLES, as ``DataSource.add``."""
+        if not self.samples.see(seq):
+            return Arrival(Disposition.SEEN)
+        if isinstance(sample, Sample) and sample.kind is Kind.EVAL:
+            return self._add_eval(seq, sample)
+        self.counts.published += 1
+        if isinstance(sample, WireError):
+            return self._refuse(seq, field_of(sample), actor)
+        if sample.status in (Status.FAILED, Status.ABORTED) and sample.run == self._rules.run:
+            self.counts.dropped[sample.status.value] += 1
+            return self._settle(seq, Arrival(Disposition.DROPPED, sample.status.value))
+        if field_name := self._unusable_field(sample, seq):
+            return self._refuse(seq, field_name, actor)
+        if self.tasks.knows(sample.task):
+            return self._place(seq, sample, now, actor)
+        if not self._may_come_early(sample):
+            return self._refuse(seq, "task", actor)
+        self._early.setdefault(sample.task, []).append(EarlySample(seq, sample, actor))
+        return Arrival(Disposition.BUFFERED)
+
+    def _unusable_field(self, sample: Sample, seq: int) -> str:
+        """Return the first field for which no task can use a sample; empty = none."""
+        if sample.run != self._rules.run:
+            return "run"
+        if sample.status is Status.PENDING:
+            return "status"
+        if sample.demonstration and not self._rules.demonstrations:
+            return "demonstration"
+        if self._rules.teacher and not sample.demonstration and not _is_taught(sample, self._rules.teacher_top_k):
+            return "teacher_log_probs"
+        # Before the task is looked up, because a sample that comes before its task is placed later without this check.
+        # The answer is the same at every reading of the stream (docs/decisions/016).
+        return "" if self.versions.made(sample, seq) else "version"
+
+    def _place(self, seq: int, sample: Sample, now: float, actor: str) -> Arrival:
+        group = self.groups.get(sample.task)
+        if group is None:
+            return self._duplicate(seq)
+        if field_name := mismatch(group.task, sample, self._rules.max_context):
+            return self._refuse(seq, field_name, actor)
+        if sample.index in group.samples:
+            return self._duplicate(seq)
+        group.add(BufferedSample.of(seq, sample))
+        group.touched_s = now
+        return Arrival(Disposition.BUFFERED, fills_group=group.full, may_decide=group.full or bool(group.abandoned))
+
+    def _add_eval(self, seq: int, sample: Sample) -> Arrival:
+        self.counts.eval += 1
+        # Of another status, its task is tried again, or dead.
+        if sample.status in (Status.COMPLETED, Status.TRUNCATED) and self._is_awaited(sample):
+            self.evals.add(sample)
+            self._settle_eval(sample.task)
+        return self._settle(seq, Arrival(Disposition.EVAL))
+
+    def _is_awaited(self, sample: Sample) -> bool:
+        """Return whether an evaluation task is open for it, or may be just being issued. Others are only counted."""
+        size = self.evals.size(sample.task)
+        if size is None:
+            return not self.tasks.knows(sample.task) and self._may_come_early(sample)
+        return sample.index < size
+
+    def _may_come_early(self, sample: Sample) -> bool:
+        """Return whether its task may be one that is just being issued, and there is room to keep it until then."""
+        if sample.task > self.tasks.seen_to + EARLY_IDS:
+            return False
+        return self.evals.num_early + sum(map(len, self._early.values())) < EARLY_SAMPLES
+
+    def dead(self, task_id: int) -> bool:
+        """Mark a task as dead, as ``DataSource.dead``."""
+        if not self.tasks.knows(task_id) and task_id <= self.tasks.seen_to + EARLY_IDS:
+            self._early_dead.add(task_id)
+        return self.abandon(task_id, "dead") and not self.groups[task_id].is_complete(self._rules)
+
+    def abandon(self, task_id: int, reason: str) -> bool:
+        """Mark an open group as one that gets no further samples. Returns whether there is such a group."""
+        self._settle_eval(task_id, dead=True)
+        group = self.groups.get(task_id)
+        if group is None or group.abandoned:
+            return False
+        group.abandoned = reason
+        return True
+
+    def close(self, groups: Sequence[SampleGroup], seqs: Iterable[int], reason: str) -> None:
+        """Settle groups: samples in ``seqs`` for ``reason``, later samples as duplicates."""
+        named = set(seqs)
+        for group in groups:
+            del self.groups[group.task.id]
+            self.tasks.settle(group.task.id)
+            count_of(self.counts.settled, reason)
+            for sample in group.rows:
+                if sample.seq in named:
+                    self.counts.settle(reason)
+                    self.samples.settle(sample.seq)
+                else:
+                    self._duplicate(sample.seq)
+
+    def leave_out(self, group: SampleGroup, seqs: set[int]) -> None:
+        """Settle the samples of a group that are not in ``seqs`` as duplicates."""
+        for sample in group.keep(seqs):
+            self._duplicate(sample.seq)
+
+    def _settle_eval(self, task_id: int, *, dead: bool = False) -> None:
+        """Settle an evaluation task once all its samples are read. It is part of no step and not counted as issued."""
+        if self.evals.close(task_id, dead=dead):
+            self.tasks.settle(task_id)
+
+    def _refuse(self, seq: int, reason: str, actor: str) -> Arrival:
+        self.counts.refuse(reason, actor)
+        return self._settle(seq, Arrival(Disposition.INVALID, reason))
+
+    def _duplicate(self, seq: int) -> Arrival:
+        self.counts.duplicate += 1
+        return self._settle(seq, Arrival(Disposition.DUPLICATE))
+
+    def _settle(self, seq: int, arrival: Arrival) -> Arrival:
+        self.samples.settle(seq)
+        return arrival
+
+    @property
+    def num_buffered(self) -> int:
+        """Number of samples that are not settled."""
+        return sum(map(len, self._early.values())) + sum(len(group.samples) for group in self.groups.values())
+
+
+def _refuse_other_sampling(task: Task, rules: DataRules) -> None:
+    want = (rules.top_p, rules.top_k)  # log-probs are at the temperature of each sample
+    got = (task.sampling.top_p, task.sampling.top_k)
+    if want != got:
+        raise ConfigRefused(
+            "sampling", f"{got}, as in task {task.id} of this run (another one needs another run)", want
+        )
+
+
+def _is_taught(sample: Sample, teacher_top_k: int) -> bool:
+    """Return whether it has the teacher's scores that the loss needs; one without tokens needs no listed tokens."""
+    listed = sample.teacher_top_k == teacher_top_k or not teacher_top_k or not sample.response_length
+    return sample.teacher_log_probs is not None and listed

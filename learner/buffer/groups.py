@@ -1,4 +1,4 @@
-"""Open tasks with their buffered samples: the metadata that the DataSource decides on, without tensors."""
+"""Open tasks with their buffered samples, and the facts about them that the DataSource decides on."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -6,40 +6,39 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tidemill.bus.wire.messages import Sample, Task
+from tidemill.learner.buffer.rules import DataRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferedSample:
-    """Metadata of a buffered sample: sequence, index, size, score and trainable tokens by version."""
+    """A buffered sample: its sequence in SAMPLES, and the facts that decisions depend on."""
 
     seq: int
     index: int
-    num_tokens: int
-    """Tokens of all its sequences."""
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
     score: float
     by_version: tuple[tuple[int, int], ...]
     """(version, trainable tokens) of each span, zeros included."""
-    demonstration: bool = False
+    demonstration: bool
     """The sample's field ``demonstration``."""
+    sample: Sample = field(repr=False)
 
     @staticmethod
     def of(seq: int, sample: Sample) -> "BufferedSample":
-        """Return the metadata of a sample in SAMPLES at ``seq``."""
+        """Return the sample that SAMPLES has at ``seq``."""
         # Cumulative sums: the trainable tokens of a span are the difference between its two ends.
         ends = np.cumsum([0, *(span.num_tokens for span in sample.spans)])
         trainable = np.concatenate([[0], np.cumsum(sample.loss_mask, dtype=np.int64)])
         counts = trainable[ends[1:]] - trainable[ends[:-1]]
-        by_version = tuple((span.version, int(count)) for span, count in zip(sample.spans, counts, strict=True))
         return BufferedSample(
             seq=seq,
             index=sample.index,
-            num_tokens=len(sample.tokens),
             lengths=tuple(size.num_tokens for size in sample.sizes),
             score=sample.score,
-            by_version=by_version,
+            by_version=tuple((span.version, int(count)) for span, count in zip(sample.spans, counts, strict=True)),
             demonstration=sample.demonstration,
+            sample=sample,
         )
 
 
@@ -65,9 +64,7 @@ class SampleGroup:
     samples: dict[int, BufferedSample] = field(default_factory=dict)
     """Samples by index."""
     abandoned: str = ""
-    """Reason to settle the task without training it, unless it is dead and has enough samples (``DataRules``); empty =
-    none.
-    """
+    """Reason to settle the task without training it, unless it is dead and has enough samples; empty = none."""
     verdict: Verdict | None = None
     """None = not judged, and without filters always."""
     choice: Verdict | None = None
@@ -84,13 +81,13 @@ class SampleGroup:
         self.mask(frozenset())
 
     def keep(self, seqs: Collection[int]) -> list[BufferedSample]:
-        """Leave out the samples that are not in ``seqs``, and return them."""
-        others = [sample for sample in self.samples.values() if sample.seq not in seqs]
-        for sample in others:
+        """Remove the samples that are not in ``seqs``, and return them."""
+        late_samples = [sample for sample in self.samples.values() if sample.seq not in seqs]
+        for sample in late_samples:
             del self.samples[sample.index]
-        if others:
+        if late_samples:
             self._versions = self._by_step = None
-        return others
+        return late_samples
 
     def judge(self, verdict: Verdict) -> None:
         """Register the filters' decision."""
@@ -101,10 +98,24 @@ class SampleGroup:
         """Leave the tokens of these samples out of training."""
         self.masked, self._by_step = seqs, None
 
+    def is_complete(self, rules: DataRules) -> bool:
+        """Return whether it has the samples with which it is trained: all, or enough samples of a dead task."""
+        if self.abandoned == "dead":
+            return 0 < rules.min_group_size <= len(self.samples)
+        return self.full and not self.abandoned
+
+    def is_judged(self, rules: DataRules) -> bool:
+        """Return whether it is complete, and the filters of single groups have decided on it."""
+        return self.is_complete(rules) and (self.verdict is not None or not rules.filters or self.demonstrations)
+
+    def is_ready(self, rules: DataRules) -> bool:
+        """Return whether the next step may take it."""
+        return self.is_judged(rules) and (self.choice is not None or not rules.buffer_filters or self.demonstrations)
+
     @property
     def priority(self) -> float:
         """The sum of all filters."""
-        return sum(one.priority for one in (self.verdict, self.choice) if one is not None)
+        return sum(verdict.priority for verdict in (self.verdict, self.choice) if verdict is not None)
 
     @property
     def full(self) -> bool:
@@ -113,9 +124,7 @@ class SampleGroup:
 
     @property
     def demonstrations(self) -> bool:
-        """True if all its samples are demonstrations: filters do not judge them, because nothing is learnt from their
-        rewards.
-        """
+        """True if all are demonstrations, which filters do not judge: nothing is learnt from their rewards."""
         return all(sample.demonstration for sample in self.samples.values())
 
     @property
@@ -141,19 +150,15 @@ class SampleGroup:
         return {sample.score for sample in self.samples.values()}
 
     def tokens_by_step(self, steps: Mapping[int, int]) -> dict[int, int]:
-        """Return trainable tokens (> 0) by the step of the weights that made them, without masked samples.
-
-        It is cached until a sample is added or masked.
-        """
-        if self._by_step is not None:
-            return self._by_step
-        counts: dict[int, int] = {}
-        for sample in self.samples.values():
-            for version, count in sample.by_version if sample.seq not in self.masked else ():
-                if count:
-                    counts[steps[version]] = counts.get(steps[version], 0) + count
-        self._by_step = counts
-        return counts
+        """Return trainable tokens (> 0), without masked samples, by the step of the weights that made them (cached)."""
+        if self._by_step is None:
+            counts: dict[int, int] = {}
+            for sample in self.samples.values():
+                for version, count in sample.by_version if sample.seq not in self.masked else ():
+                    if count:
+                        counts[steps[version]] = counts.get(steps[version], 0) + count
+            self._by_step = counts
+        return self._by_step
 
 
 def mismatch(task: Task, sample: Sample, max_context: int) -> str:
@@ -168,12 +173,9 @@ def mismatch(task: Task, sample: Sample, max_context: int) -> str:
     # The task, not the sample, decides whether the tokens may begin otherwise than with the task's prompt.
     if sample.rollout != task.rollout:
         return "rollout"
-    wrong = _episode_mismatch(task, sample) if task.rollout else _single_turn_mismatch(task, sample)
-    if wrong:
-        return wrong
-    if max_context and max(size.num_tokens for size in sample.sizes) > max_context:
-        return "length"
-    return ""
+    if field_name := _episode_mismatch(task, sample) if task.rollout else _single_turn_mismatch(task, sample):
+        return field_name
+    return "length" if max_context and max(size.num_tokens for size in sample.sizes) > max_context else ""
 
 
 def _single_turn_mismatch(task: Task, sample: Sample) -> str:

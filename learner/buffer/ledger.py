@@ -2,12 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tidemill.bus.errors import WireError
+from tidemill.bus.wire.messages import Plan
+from tidemill.learner.buffer.groups import SampleGroup
 
 MAX_NAMES = 64
-"""Most names from outside that have counters of their own; others share one, which bounds the memory."""
+"""Maximum number of names from outside with counters of their own; others share one, which bounds the memory."""
 OTHERS = "(others)"
 """Name of the shared counter; no actor has parentheses in its name."""
 
@@ -25,9 +29,7 @@ def field_of(error: WireError) -> str:
 
 
 class SettledIds:
-    """Settled ids of a stream. An id that was seen is open or settled; ids below the last one that were never seen
-    count as settled.
-    """
+    """Settled ids of a stream. A seen id is open or settled; ids below it that were not seen are settled."""
 
     def __init__(self, floor: int = 0, settled: Iterable[int] = ()) -> None:
         self.seen_to = floor
@@ -36,9 +38,7 @@ class SettledIds:
         self._pass_earlier()
 
     def see(self, number: int) -> bool:
-        """Open the id of a message that was read; call it in order. Returns False if the id was seen or settled
-        before.
-        """
+        """Open the id of a message; call it in order. Returns False if the id was seen or settled before."""
         if number <= self.seen_to or number in self._earlier:
             return False
         self.seen_to = number
@@ -68,66 +68,46 @@ class SettledIds:
     @property
     def settled(self) -> tuple[int, ...]:
         """Settled ids above the floor."""
-        floor = self.floor
-        here = (number for number in range(floor + 1, self.seen_to + 1) if number not in self._open)
-        return (*here, *sorted(number for number in self._earlier if number > self.seen_to))
+        seen = (number for number in range(self.floor + 1, self.seen_to + 1) if number not in self._open)
+        return (*seen, *sorted(number for number in self._earlier if number > self.seen_to))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SampleAccounting:
     """Counts of training samples read from the stream by disposition (a chunked sample counts once), and of tasks."""
 
-    published: int
-    trained: int
-    dropped: dict[str, int]
-    """Dropped samples by reason: stale, filtered, filtered:NAME, empty, dead, lost, failed, aborted."""
-    duplicate: int
-    """Samples of an index that had one already, or of a settled task."""
-    invalid: dict[str, int]
-    """Invalid samples by field."""
-    invalid_of: dict[str, int]
-    """Invalid samples by actor, from their subjects."""
-    buffered: int
-    issued: int
+    published: int = 0
+    issued: int = 0
     """Training tasks issued."""
-    open: int
-    settled: dict[str, int]
-    """Tasks by reason: trained, stale, filtered, filtered:NAME, empty, dead, lost."""
-    tokens: dict[str, int]
-    """Tokens by treatment: trained, masked (by the gate), filtered (by a filter of samples), too_old (trained, older
-    than max_lag).
-    """
-    given_up: int
+    eval: int = 0
+    """Evaluation samples, which are in none of the other counts."""
+    trained: int = 0
+    duplicate: int = 0
+    """Samples of an index that had one already, or of a settled task."""
+    given_up: int = 0
     """Prompts that were dropped after max_reissues further issues."""
-    eval: int
-    """Evaluation samples, which are in none of the counts above."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Dropped samples by reason: stale, filtered, filtered:NAME, empty, dead, lost, failed, aborted."""
+    invalid: Counter[str] = field(default_factory=Counter)
+    """Invalid samples by field."""
+    invalid_of: Counter[str] = field(default_factory=Counter)
+    """Invalid samples by actor, from their subjects."""
+    settled: Counter[str] = field(default_factory=Counter)
+    """Tasks by reason: trained, stale, filtered, filtered:NAME, empty, dead, lost."""
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens by treatment: trained, masked (by the gate), filtered, too_old (trained, older than max_lag)."""
+    buffered: int = 0
+    """Samples of open tasks; 0 until ``DataSource.accounting`` completes the counts."""
+    open: int = 0
+    """Open tasks, as above."""
 
     @property
     def balanced(self) -> bool:
         """True if every sample has exactly one disposition and every issued task is open or settled."""
-        accounted = (
-            self.trained + sum(self.dropped.values()) + self.duplicate + sum(self.invalid.values()) + self.buffered
-        )
-        return self.published == accounted and self.issued == self.open + sum(self.settled.values())
+        accounted = self.trained + self.dropped.total() + self.duplicate + self.invalid.total() + self.buffered
+        return self.published == accounted and self.issued == self.open + self.settled.total()
 
-
-@dataclass(slots=True)
-class SampleCounter:
-    """Running counts of settled samples and tasks. The DataSource counts open ones."""
-
-    published: int = 0
-    issued: int = 0
-    eval: int = 0
-    trained: int = 0
-    duplicate: int = 0
-    given_up: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    invalid: Counter[str] = field(default_factory=Counter)
-    invalid_of: Counter[str] = field(default_factory=Counter)
-    settled: Counter[str] = field(default_factory=Counter)
-    tokens: Counter[str] = field(default_factory=Counter)
-
-    def count(self, disposition: str) -> None:
+    def settle(self, disposition: str) -> None:
         """Count a buffered sample as trained, or as dropped for the reason ``disposition``."""
         if disposition == "trained":
             self.trained += 1
@@ -139,10 +119,22 @@ class SampleCounter:
         count_of(self.invalid, reason)
         count_of(self.invalid_of, actor)
 
+    def count_tokens(self, plan: Plan, group: SampleGroup, *, max_lag: int) -> None:
+        """Count the tokens of a group that a plan trains."""
+        if group.masked:
+            masked = [count for row in group.rows if row.seq in group.masked for _, count in row.by_version]
+            self.tokens["filtered"] += sum(masked)
+        for step, count in group.tokens_by_step(plan.version_steps).items():
+            gated = plan.oldest_step is not None and step < plan.oldest_step
+            self.tokens["masked" if gated else "trained"] += count
+            self.tokens["too_old"] += count * (not gated and step < plan.step - 1 - max_lag)
+
+    def completed(self, *, buffered: int, open_tasks: int) -> "SampleAccounting":
+        """Return a copy with the buffered samples and open tasks."""
+        return replace(deepcopy(self), buffered=buffered, open=open_tasks)
+
     def dump(self, *, buffered: int, open_tasks: int) -> dict[str, object]:
-        """Return the counts for a snapshot, without open tasks and buffered samples: a restart reads and counts them
-        again.
-        """
+        """Return the counts for a snapshot, without open tasks and buffered samples: a restart counts them again."""
         numbers = {name: getattr(self, name) for name in ("eval", "trained", "duplicate", "given_up")}
         maps = {
             name: dict(sorted(getattr(self, name).items()))
@@ -151,25 +143,9 @@ class SampleCounter:
         return {"published": self.published - buffered, "issued": self.issued - open_tasks, **numbers, **maps}
 
     @classmethod
-    def load(cls, data: dict[str, object]) -> "SampleCounter":
-        """Return the counter of a snapshot."""
-        values = {name: Counter(value) if isinstance(value, dict) else value for name, value in data.items()}
-        return cls(**values)  # type: ignore[arg-type]
-
-    def accounting(self, *, buffered: int, open_tasks: int) -> SampleAccounting:
-        """Return the counts, completed by the buffered samples and open tasks that the DataSource counts."""
-        return SampleAccounting(
-            published=self.published,
-            trained=self.trained,
-            dropped=dict(self.dropped),
-            duplicate=self.duplicate,
-            invalid=dict(self.invalid),
-            invalid_of=dict(self.invalid_of),
-            buffered=buffered,
-            issued=self.issued,
-            open=open_tasks,
-            settled=dict(self.settled),
-            tokens=dict(self.tokens),
-            given_up=self.given_up,
-            eval=self.eval,
-        )
+    def load(cls, data: dict[str, Any]) -> "SampleAccounting":
+        """Return the counts of a snapshot."""
+        values: dict[str, Any] = {
+            name: Counter(value) if isinstance(value, dict) else value for name, value in data.items()
+        }
+        return cls(**values)

@@ -2,7 +2,7 @@
 been read.
 
     acks of TASKS --+
-                    +--> read SAMPLES to its current end --> still incomplete, and not dead --> lost(): the prompt is issued again
+                    +--> read SAMPLES to its current end --> still incomplete, not dead --> lost(): issue it again
     ack floor ------+
 
 An actor acknowledges a task when all its samples are stored. If some of them are invalid, or were never sent, the task
@@ -24,15 +24,11 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 5.0
 """Interval of reading the ack floor, which also covers acks that were missed while the connection was down."""
 GRACE_S = 0.05
-"""Grace period between an ack and the check: nearly always the samples are read by then. It also limits requests to the
-server.
-"""
+"""Grace period between an ack and the check, by which the samples are nearly always read; it also limits requests."""
 
 
 class LostTasks:
-    """Finds lost tasks for a DataSource. Consumes acks; produces ``DataSource.lost``; waits for the reader of SAMPLES
-    and for the bus.
-    """
+    """Consumes acks; produces ``DataSource.lost``; waits for the reader of SAMPLES and for the bus."""
 
     def __init__(self, bus: Bus, source: DataSource, on_lost: Callable[[], None]) -> None:
         self._bus, self._source, self._on_lost = bus, source, on_lost
@@ -65,7 +61,7 @@ class LostTasks:
         if time.monotonic() - self._looked_s >= LOOK_EVERY_S and (incomplete := self._source.incomplete()):
             by_rollout: dict[str, list[int]] = {}
             for task_id in incomplete:
-                by_rollout.setdefault(self._source.rollout_of(task_id), []).append(task_id)
+                by_rollout.setdefault(self._source.group(task_id).task.rollout, []).append(task_id)
             for rollout, ids in by_rollout.items():
                 floor = await self._bus.retry(partial(self._bus.tasks.acked_to, rollout))
                 # All tasks of a queue up to its floor are acknowledged, so it finds the acks that were missed. It is
@@ -80,9 +76,7 @@ class LostTasks:
             await self._check(task_id)
 
     async def _read_everything(self) -> None:
-        """Wait until the reader has passed the current end of SAMPLES, which includes everything that was stored before
-        these acks.
-        """
+        """Wait until the reader has passed the current end of SAMPLES, and so all that was stored before these acks."""
         self._wanted = (await self._bus.retry(self._bus.samples.info)).last_seq
         while self._read_to < self._wanted:
             await self._read_on.wait(LOOK_EVERY_S)
@@ -92,8 +86,12 @@ class LostTasks:
         dead = await self._bus.retry(partial(self._bus.dead.of, task_id))
         if dead is not None or not self._source.lacks_samples(task_id):
             return
+        group = self._source.group(task_id)
         log.warning(
-            "task lost, its prompt is issued again task=%d: acknowledged, and %s", task_id, self._source.lack(task_id)
+            "task lost, its prompt is issued again task=%d: acknowledged, %d of its %d samples are missing or invalid",
+            task_id,
+            group.task.group_size - len(group.samples),
+            group.task.group_size,
         )
         self._source.lost(task_id)
         self._on_lost()

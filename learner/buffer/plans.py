@@ -8,6 +8,7 @@ import hashlib
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -24,9 +25,7 @@ _VERSION_BYTES = 18
 
 
 def plan_bytes(*, groups: int, samples: int, sequences: int, versions: int = 1, masked: int = 0) -> int:
-    """Return an upper bound of the bytes of a plan as it is stored, which exceeds them by less than 1 kB and 17 bytes a
-    version.
-    """
+    """Return an upper bound of the bytes of a stored plan; it exceeds them by < 1 kB and 17 bytes a version."""
     rows = 4 * samples if sequences > samples else 0
     return _RECORD_BYTES + 12 * groups + 8 * samples + rows + 8 * sequences + _VERSION_BYTES * versions + 8 * masked
 
@@ -58,18 +57,13 @@ def _columns(plan: Plan) -> list[bytes]:
         plan.num_minibatches,
         plan.config_digest,
     )
-    columns = [
-        (plan.tasks, "<i8"),
-        (plan.seqs, "<i8"),
-        (plan.group_sizes, "<i4"),
-        (plan.ranks, "<i4"),
-        (plan.micro_batches, "<i4"),
-    ]
+    columns: list[tuple[NDArray[Any], str]] = [(plan.tasks, "<i8"), (plan.seqs, "<i8")]
+    columns += [(column, "<i4") for column in (plan.group_sizes, plan.ranks, plan.micro_batches)]
     # Only where a sample has several sequences, so that chains of runs without such samples are as in earlier releases.
     if plan.rows is not None and (plan.rows != 1).any():
         columns.append((plan.rows, "<i4"))
     if plan.masked is not None:
-        # Its number of columns alone would not tell it from ``rows``.
+        # The empty column marks it: without, a plan with ``masked`` and one with ``rows`` have as many columns.
         columns += [(np.zeros(0), "<i4"), (plan.masked, "<i8")]
     return [msgpack.packb(scalars), *(np.ascontiguousarray(column, dtype).tobytes() for column, dtype in columns)]
 
@@ -85,9 +79,7 @@ class Assignment:
     num_micro_batches: int
     """Micro-batches on every rank; some may be empty."""
     num_minibatches: int
-    """Number of minibatches. Minibatch k has micro-batches k c .. (k + 1) c - 1, with c = num_micro_batches /
-    num_minibatches.
-    """
+    """Minibatch k has micro-batches k c .. (k + 1) c - 1, with c = num_micro_batches / num_minibatches."""
 
 
 def assign(
@@ -112,12 +104,12 @@ def assign(
     assert sum(sizes) == len(lengths), f"groups of {sum(sizes)} samples, lengths of {len(lengths)}"
     minibatches = max(1, min(minibatches, len(sizes)))
     minibatch_of = [group % minibatches for group, size in enumerate(sizes) for _ in range(size)]
-    rows = [[row for row, number in enumerate(minibatch_of) if number == one] for one in range(minibatches)]
-    parts = [_assign([lengths[row] for row in mine], data_parallel, max_tokens) for mine in rows]
+    rows = [np.flatnonzero(np.equal(minibatch_of, number)).tolist() for number in range(minibatches)]
+    parts = [_assign([lengths[row] for row in part_rows], data_parallel, max_tokens) for part_rows in rows]
     count = max(part_count for _, _, part_count in parts)
     ranks, micro_batches = np.zeros(len(lengths), np.int32), np.zeros(len(lengths), np.int32)
-    for number, (mine, (its_ranks, its_micro_batches, _)) in enumerate(zip(rows, parts, strict=True)):
-        ranks[mine], micro_batches[mine] = its_ranks, its_micro_batches + number * count
+    for number, (part_rows, (part_ranks, part_micro_batches, _)) in enumerate(zip(rows, parts, strict=True)):
+        ranks[part_rows], micro_batches[part_rows] = part_ranks, part_micro_batches + number * count
     return Assignment(
         ranks=ranks, micro_batches=micro_batches, num_micro_batches=count * minibatches, num_minibatches=minibatches
     )

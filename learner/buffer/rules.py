@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 
 import msgpack
 
+from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.learner.errors import ConfigRefused
 
 
@@ -33,24 +34,14 @@ def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
         raise ConfigRefused("sampling.temperature", f"<= {HIGHEST_TEMPERATURE:g}", temperature)
     if top_p != 1.0 or top_k not in (-1, 0):
         want = (
-            "top_p 1 and top_k -1 (the learner computes log-probs of the whole distribution, so importance "
-            "weights of a truncated one "
-            "would be wrong)"
+            "top_p 1 and top_k -1 (the learner computes log-probs of the whole distribution, so importance weights of "
+            "a truncated one would be wrong)"
         )
         raise ConfigRefused("sampling", want, (top_p, top_k))
 
 
-_LATER = frozenset(
-    {
-        "num_epochs",
-        "filters",
-        "buffer_filters",
-        "over_sampling",
-        "demonstrations",
-        "teacher",
-        "teacher_top_k",
-        "min_group_size",
-    }
+_LATER = frozenset({"num_epochs", "filters", "buffer_filters", "over_sampling", "min_group_size"}) | frozenset(
+    {"demonstrations", "teacher", "teacher_top_k"}
 )
 """Rules that came after the first release."""
 
@@ -72,9 +63,7 @@ class DataRules:
     order_deadline_s: float = 30.0
     filter_zero_variance: bool = False
     filters: str = ""
-    """Description of the filters (``filter_settings.identity_of``); with one, complete groups wait for
-    ``DataSource.judged``.
-    """
+    """Description of the filters (``identity_of``); with one, complete groups wait for ``DataSource.judged``."""
     buffer_filters: bool = False
     """True: groups that the filters keep wait for ``DataSource.chosen``, too."""
     over_sampling: float = 0.0
@@ -118,11 +107,16 @@ class DataRules:
 
     @property
     def identity(self) -> dict[str, object]:
-        """Settings that may not change during a run, because samples do not record under which values they were
-        made.
-        """
+        """Settings that may not change during a run, because samples do not record their values."""
         names = ("run", "seed", "prompts_digest", "model", "temperature", "top_p", "top_k")
         return {name: getattr(self, name) for name in names}
+
+    def refuse_other_identity(self, recorded: JsonMapping, *, but: str = "") -> None:
+        """Raise ConfigRefused if the identity in a checkpoint differs, in an entry other than ``but``."""
+        for name, value in self.identity.items():
+            if name != but and recorded.get(name, value) != value:
+                want = f"{recorded.get(name)!r}, as in the checkpoint (another one needs another run)"
+                raise ConfigRefused(name, want, value)
 
     @property
     def digest(self) -> str:

@@ -1,6 +1,6 @@
 """Selection of complete groups for a step: gate, filter, order. Pure functions of groups, rules and the step."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,39 +24,39 @@ class Waits:
     """Seconds after which ``plan`` must be called again even without an event; None = only after an event."""
 
 
-def waits_for_groups(
-    in_flight: Sequence[SampleGroup], missing: int, *, step: int, now: float, since: float, judging: int, head: bool
+def wait_for_groups(
+    groups: Collection[SampleGroup],
+    rules: DataRules,
+    missing: int,
+    *,
+    step: int,
+    now: float,
+    waited_s: float,
+    head: tuple[int, int] | None,
 ) -> Waits:
-    """Return the wait for ``missing`` groups of ``step``, which began at ``since``; 0 = for the buffer filters alone.
-
-    ``in_flight``: open groups that are not complete. ``judging``: number of groups that filters have. ``head``: a
-    version is published.
-    """
-    wanted = f"{missing} more group{'s' * (missing > 1)}" if missing else "the buffer filters"
-    parts = [f"{wanted} for step {step}, for {now - since:.0f} s"]
-    if in_flight:
+    """Return the wait for ``missing`` of all open ``groups`` for ``step``; 0 = for the buffer filters alone."""
+    cause = f"{missing} more group{'s' * (missing > 1)}" if missing else "the buffer filters"
+    parts = [f"{cause} for step {step}, for {waited_s:.0f} s"]
+    if in_flight := [group for group in groups if not (group.full or group.is_complete(rules))]:
         oldest, silent_s = min(group.task.id for group in in_flight), now - min(group.touched_s for group in in_flight)
         parts.append(f"{len(in_flight)} in flight, oldest task {oldest}, silent for {silent_s:.0f} s")
     else:
         parts.append("none in flight")
-    if judging:
+    if judging := sum(group.is_complete(rules) and not group.is_ready(rules) for group in groups):
         parts.append(f"{judging} wait for the filters")
-    if not head:
+    if head is None:
         parts.append("no version is published yet")
     return Waits(text="; ".join(parts), missing=missing)
 
 
-def waits_for_old(old: Sequence[SampleGroup], *, step: int, now: float, left_s: float) -> Waits:
-    """Return the wait for groups in flight that ``step`` could train and the next one could not; it ends in
-    ``left_s``.
-    """
-    silent_s = now - min(group.touched_s for group in old)
+def wait_for_old_groups(old_groups: Sequence[SampleGroup], *, step: int, now: float, left_s: float) -> Waits:
+    """Return the wait of at most ``left_s`` for groups in flight that ``step`` could train and the next one not."""
+    silent_s, count = now - min(group.touched_s for group in old_groups), len(old_groups)
     text = (
-        f"{len(old)} group{'s' * (len(old) > 1)} in flight (task {old[0].task.id}, silent for {silent_s:.0f} "
-        "s) that would be "
-        f"too old for step {step + 1}; step {step} goes without in {left_s:.0f} s"
+        f"{count} group{'s' * (count > 1)} in flight (task {old_groups[0].task.id}, silent for {silent_s:.0f} s) that "
+        f"would be too old for step {step + 1}; step {step} goes without in {left_s:.0f} s"
     )
-    return Waits(text=text, missing=len(old), wake_in_s=left_s)
+    return Waits(text=text, missing=count, wake_in_s=left_s)
 
 
 FILTERED = "filtered"
@@ -86,31 +86,23 @@ def drop_reason(group: SampleGroup, steps: Mapping[int, int], rules: DataRules, 
         return "stale"
     if rules.filter_zero_variance and len(group.scores) == 1 and not group.demonstrations:
         return FILTERED
-    return verdict
+    return verdict or ("" if group.choice is None else group.choice.reason)
 
 
 def age(group: SampleGroup, steps: Mapping[int, int]) -> tuple[int, int]:
-    """Return the sort key of consumption: the oldest step that made one of the group's trainable tokens, then the task
-    id.
-    """
+    """Return the age of a group as a sort key: the oldest step that made a trainable token, then the task id."""
     return min(group.tokens_by_step(steps)), group.task.id
 
 
-def in_order(ready: Iterable[SampleGroup], steps: Mapping[int, int], rules: DataRules, step: int) -> list[SampleGroup]:
-    """Return complete groups in the order in which they are trained: those that are too old afterwards, then by
-    priority, then by age.
-    """
+def order_groups(
+    ready: Iterable[SampleGroup], steps: Mapping[int, int], rules: DataRules, step: int
+) -> list[SampleGroup]:
+    """Sort groups as they are trained: first groups that the next step could not train, then by priority and age."""
     oldest = oldest_step(rules, step)
-
-    def key(group: SampleGroup) -> tuple[bool, float, tuple[int, int]]:
-        """Return the sort key."""
-        its_age = age(group, steps)
-        return its_age[0] > oldest, -group.priority, its_age
-
-    return sorted(ready, key=key)
+    return sorted(ready, key=lambda group: (age(group, steps)[0] > oldest, -group.priority, age(group, steps)))
 
 
-def urgent(
+def urgent_groups(
     in_flight: Iterable[SampleGroup],
     chosen: Sequence[SampleGroup],
     steps: Mapping[int, int],
@@ -129,23 +121,25 @@ def urgent(
     ]
 
 
-def that_fit(chosen: Sequence[SampleGroup], max_bytes: int) -> Sequence[SampleGroup]:
-    """Return the first groups of these whose plan has at most ``max_bytes``, 0 = any number; one at least."""
-    sizes = {"groups": 0, "samples": 0, "sequences": 0, "masked": 0}
+def fit_groups(chosen: Sequence[SampleGroup], max_bytes: int) -> Sequence[SampleGroup]:
+    """Return the first groups, at least one, whose plan has at most ``max_bytes``; 0 = any number."""
+    samples = sequences = masked = 0
     versions: set[int] = set()
     for count, group in enumerate(chosen):
-        of_group = (1, len(group.samples), sum(len(sample.lengths) for sample in group.rows), len(group.masked))
-        sizes = {name: before + more for (name, before), more in zip(sizes.items(), of_group, strict=True)}
-        versions.update(group.versions)
-        if max_bytes and count and plan_bytes(**sizes, versions=len(versions)) > max_bytes:
+        samples += len(group.samples)
+        sequences += sum(len(sample.lengths) for sample in group.rows)
+        masked += len(group.masked)
+        versions |= group.versions
+        num_bytes = plan_bytes(
+            groups=count + 1, samples=samples, sequences=sequences, versions=len(versions), masked=masked
+        )
+        if max_bytes and count and num_bytes > max_bytes:
             return chosen[:count]
     return chosen
 
 
 def settled_at_once(groups: Sequence[SampleGroup], max_bytes: int) -> Sequence[SampleGroup]:
-    """Return the first groups of these that one Settle of at most ``max_bytes`` can name, 0 = any number; one at
-    least.
-    """
+    """Return the first groups, at least one, that a Settle of at most ``max_bytes`` can name; 0 = any number."""
     samples = 0
     for count, group in enumerate(groups):
         samples += len(group.samples)

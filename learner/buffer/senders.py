@@ -22,9 +22,7 @@ from tidemill.learner.buffer.ledger import count_of
 log = logging.getLogger(__name__)
 
 INVALID_IN_A_ROW = 64
-"""Invalid samples in a row after which an actor is refused. One bad prompt causes one bad group, and few groups are
-larger than this.
-"""
+"""Invalid samples in a row after which an actor is refused: one bad prompt causes fewer, as few groups are larger."""
 MAX_ACTORS = 256
 """Maximum number of actors with a counter; a new actor replaces the one with the shortest run of invalid samples."""
 MAX_WORDS = 300
@@ -47,9 +45,7 @@ class Refusal:
 
 
 class Senders:
-    """Counts invalid samples by actor, and refuses actors. It is not part of the data's state: a restart starts with
-    empty counters.
-    """
+    """Counts invalid samples by actor, and refuses actors. No part of the data's state: a restart counts anew."""
 
     def __init__(self, earlier: tuple[str, ...] = ()) -> None:
         """``earlier``: actors that an earlier start has refused."""
@@ -57,7 +53,8 @@ class Senders:
         self._in_a_row: dict[str, int] = {}
         self._totals: Counter[str] = Counter()
         self._fruitless = 0
-        self._news: dict[str, Refusal | None] = {}
+        self._unwritten: dict[str, Refusal | None] = {}
+        """Rows to write; None = to delete."""
         self._woken = Waiter()
 
     @property
@@ -83,59 +80,49 @@ class Senders:
         total = count_of(self._totals, actor)
         if total & (total - 1) == 0:  # at 1, 2, 4, 8 ... samples, so that a flood of them does not fill the log
             log.warning("sample invalid actor=%s so_far=%d error=%s", actor, total, reason)
-        if count % INVALID_IN_A_ROW == 0 and (
-            actor in self.refused or len(self.refused) < MAX_ACTORS
-        ):  # a known one updates its row
+        # An actor that is refused already updates its row.
+        if count % INVALID_IN_A_ROW == 0 and (actor in self.refused or len(self.refused) < MAX_ACTORS):
             log.error("actor refused: it sends only invalid samples actor=%s in_a_row=%d last=%s", actor, count, reason)
             self.refused.add(actor)
             self._schedule(actor, Refusal(actor=actor, invalid=count, reason=reason))
 
     def _schedule(self, actor: str, refusal: Refusal | None) -> None:
-        self._news[actor] = refusal
+        self._unwritten[actor] = refusal
         self._woken.wake()
 
     async def publish(self, bus: Bus) -> None:
-        """Write and delete the rows of refused actors until cancelled. Each further ``INVALID_IN_A_ROW`` samples update
-        the row.
-        """
+        """Write and delete the rows of refused actors until cancelled."""
         rows = bus.rows("run")
         while True:
-            while self._news:
-                actor, refusal = self._news.popitem()
+            while self._unwritten:
+                actor, refusal = self._unwritten.popitem()
                 key = refused(actor)
                 write = partial(rows.delete, key) if refusal is None else partial(rows.put, key, asdict(refusal))
                 await bus.retry(write)
             await self._woken.wait(_IDLE_S)
 
     def load(self, by_reason: Mapping[str, int], by_actor: Mapping[str, int]) -> dict[str, int]:
-        """Return the counters for the live row that are not 0: ``invalid/<reason>``, ``invalid_of/<actor>``,
-        ``refused/<actor>``.
-        """
+        """Return counters for the live row: ``invalid/<reason>``, ``invalid_of/<actor>``, ``refused/<actor>``."""
         reasons = {f"invalid/{reason}": count for reason, count in by_reason.items()}
         actors = {f"invalid_of/{actor}": count for actor, count in by_actor.items()}
         return {**reasons, **actors, **{f"refused/{actor}": 1 for actor in sorted(self.refused)}}
 
 
-def invalid_words(received: Received, reason: str) -> str:
+def describe_invalid(received: Received, reason: str) -> str:
     """Return the reason for which a sample is invalid, in one line."""
     sample = received.sample
     if isinstance(sample, WireError):
-        why = str(sample)
+        defect = str(sample)
     elif reason == "version":
-        why = (
-            "spans: want versions that existed when it was stored, got "
-            f"{sorted({span.version for span in sample.spans})}"
-        )
+        versions = sorted({span.version for span in sample.spans})
+        defect = f"spans: want versions that existed when it was stored, got {versions}"
     elif reason == "teacher_log_probs":
-        listed = (
-            "no scores"
-            if sample.teacher_log_probs is None
-            else f"scores with {sample.teacher_top_k} tokens listed at each position"
-        )
-        why = f"{reason}: want the scores of a teacher, as learner.algorithm.distill_loss needs them, got {listed}"
+        scores = f"scores with {sample.teacher_top_k} tokens listed at each position"
+        got = "no scores" if sample.teacher_log_probs is None else scores
+        defect = f"{reason}: want the scores of a teacher, as learner.algorithm.distill.loss needs them, got {got}"
     else:
-        why = f"{reason}: want what task {sample.task} has"
-    return f"sequence {received.seq}: {why}"[:MAX_WORDS]
+        defect = f"{reason}: want what task {sample.task} has"
+    return f"sequence {received.seq}: {defect}"[:MAX_WORDS]
 
 
 async def refused_before(bus: Bus) -> tuple[str, ...]:

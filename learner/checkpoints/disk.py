@@ -34,9 +34,7 @@ log = logging.getLogger(__name__)
 NO_WEIGHTS = "no_weights"
 """File in a checkpoint of a run with ``debug.rollout_only``, which has no weights."""
 TORCH_DIST = ("metadata.json", ".metadata", "common.pt")
-"""Files of every checkpoint with weights, which are in Megatron's format torch_dist; those of Megatron's own training
-have them, too.
-"""
+"""Files of every checkpoint with weights in Megatron's format torch_dist, also one of Megatron's own training."""
 _NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
 
 
@@ -49,9 +47,7 @@ class Checkpoint:
     path: Path
 
     def is_newer(self, latest: "Checkpoint") -> bool:
-        """Return whether it was written after the latest one: a start that fell back to an older checkpoint has a newer
-        epoch.
-        """
+        """Return whether it was written later: a start that fell back to an older checkpoint has a newer epoch."""
         return self.epoch > latest.epoch or (self.epoch == latest.epoch and self.step > latest.step)
 
     def is_before(self, latest: "Checkpoint") -> bool:
@@ -60,8 +56,8 @@ class Checkpoint:
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether a directory is a checkpoint of Tidemill or of Megatron with weights; ``verify`` checks its
-    content.
+    """Return whether a directory looks like a checkpoint with weights, of Tidemill or Megatron; the content is not
+    read.
     """
     return all((directory / name).is_file() for name in TORCH_DIST)
 
@@ -81,16 +77,13 @@ def commit(tmp: Path, state: bytes, *, extra: Mapping[str, object] | None = None
     disk refuses.
     """
     (tmp / STATE).write_bytes(state)
-    entries = digest(tmp, sorted(_files(tmp)))
-    write_manifest(
-        tmp,
-        Manifest(files={name: one.written_by((0,)) for name, one in entries.items()}, extra=dict(extra or {})).encode(),
-    )
+    files = {name: entry.written_by((0,)) for name, entry in digest(tmp, sorted(_files(tmp))).items()}
+    write_manifest(tmp, Manifest(files=files, extra=dict(extra or {})).encode())
     return publish(tmp)
 
 
 def digest(tmp: Path, names: Sequence[str]) -> dict[str, FileEntry]:
-    """Return size and digests of these files, each of which is synced to the disk. Raises OSError."""
+    """Return size and digests of these files, and sync each to the disk. Raises OSError."""
     # Threads are enough: hashing and reading release the GIL.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(lambda name: manifests.digested(tmp / name, durable=True), names), strict=True))
@@ -135,32 +128,26 @@ def verify(path: Path, *, partly: bool = False, stored: bool = False) -> JsonObj
     store has.
     """
     manifest = manifests.read(path)
-    wanted = sorted(
-        (name, one)
-        for name, one in manifest.files.items()
-        if not ((partly or stored) and _is_elsewhere(path, name, one, stored=stored))
+    entries = sorted(
+        (name, entry)
+        for name, entry in manifest.files.items()
+        if not ((partly or stored) and _is_elsewhere(path, name, entry, stored=stored))
     )
-    if more := sorted(set(_files(path)) - set(manifest.files) - {MANIFEST}):
-        raise CheckpointCorrupt(str(path), more[0], "no file that is not in the manifest", "one")
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for error in pool.map(lambda item: _difference(path, *item), wanted):
-            if error is not None:
-                raise error
+    if unknown := sorted(set(_files(path)) - set(manifest.files) - {MANIFEST}):
+        raise CheckpointCorrupt(str(path), unknown[0], "no file that is not in the manifest", "one")
+    for error in _differences(path, entries):
+        raise error
     return manifest.extra
 
 
 def damaged(path: Path) -> list[CheckpointCorrupt]:
-    """Read every file of the manifest that is here, and return those that differ. Raises CheckpointCorrupt without a
-    manifest.
-    """
+    """Return the damaged files of those in the manifest that are here. Raises CheckpointCorrupt without a manifest."""
     files = manifests.read(path).files
-    here = sorted((name, entry) for name, entry in files.items() if (path / name).is_file())
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return [error for error in pool.map(lambda item: _difference(path, *item), here) if error is not None]
+    return _differences(path, sorted((name, entry) for name, entry in files.items() if (path / name).is_file()))
 
 
 def held(path: Path) -> dict[str, FileEntry]:
-    """Return the entries of the manifest with a file here of the right size; the content is not read. Raises
+    """Return the manifest's entries with a file of the right size here; the content is not read. Raises
     CheckpointCorrupt.
     """
     return {name: entry for name, entry in manifests.read(path).files.items() if _has_size(path / name, entry.size)}
@@ -173,11 +160,11 @@ def manifest_digest(path: Path) -> str:
 
 def digests_of(root: Path, names: Collection[str]) -> dict[str, str]:
     """Return the digests of the manifests of checkpoints below ``root``; those without one are left out."""
-    found = {}
+    digests = {}
     for name in names:
         with suppress(OSError):
-            found[name] = manifest_digest(root / name)
-    return found
+            digests[name] = manifest_digest(root / name)
+    return digests
 
 
 def read_state(path: Path) -> bytes:
@@ -194,10 +181,8 @@ def verified_state(path: Path) -> bytes:
 
 def listed(root: Path) -> list[Checkpoint]:
     """Return the complete checkpoints under ``root``, newest (step, then epoch) first, without verifying them."""
-    found = [(match, path) for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
-    return sorted(
-        (Checkpoint(step=int(match[1]), epoch=int(match[2]), path=path) for match, path in found), reverse=True
-    )
+    checkpoints = [parse_name(path) for path in root.glob("step-*") if path.is_dir()]
+    return sorted((checkpoint for checkpoint in checkpoints if checkpoint is not None), reverse=True)
 
 
 def unfinished(root: Path) -> set[int]:
@@ -206,11 +191,9 @@ def unfinished(root: Path) -> set[int]:
 
 
 def is_spread(path: Path) -> bool:
-    """Return whether several nodes have written a checkpoint, each on its own disk; False without a readable
-    manifest.
-    """
+    """Return whether several nodes wrote it, each on its own disk; False without a readable manifest."""
     try:
-        return any(one.holders not in ((), (0,)) for one in manifests.read(path).files.values())
+        return any(entry.holders not in ((), (0,)) for entry in manifests.read(path).files.values())
     except CheckpointCorrupt:
         return False
 
@@ -218,9 +201,7 @@ def is_spread(path: Path) -> bool:
 def latest_valid(
     candidates: Iterable[Path], *, partly: bool = False, stored: bool = False
 ) -> tuple[Path | None, dict[Path, CheckpointCorrupt]]:
-    """Return the first candidate that verifies (None without one), and the errors of those before it, which are also
-    logged.
-    """
+    """Return the first candidate that verifies, or None, and the errors of those before it, which are also logged."""
     corrupt: dict[Path, CheckpointCorrupt] = {}
     for path in candidates:
         try:
@@ -255,37 +236,56 @@ def prune(root: Path, *, keep: int, latest: Checkpoint, spared: Collection[str] 
     committed to the run and are removed too. Checkpoints that its epoch has written since ``latest``, or a newer epoch,
     are kept.
     """
-    before = [one for one in listed(root) if one.is_before(latest)]
-    kept = [latest, *before[: keep - 1]]
-    for one in listed(root):
-        stays = one in before and one.path.name in spared
-        if not one.is_newer(latest) and not stays and one.path not in {other.path for other in kept}:
-            _remove(one.path)
-            log.info("checkpoint removed path=%s", one.path)
+    present = listed(root)
+    kept = set(kept_names([checkpoint.path.name for checkpoint in present], latest, keep=keep, spared=spared))
+    for checkpoint in present:
+        if checkpoint.path.name not in kept:
+            _remove(checkpoint.path)
+            log.info("checkpoint removed path=%s", checkpoint.path)
     for path in root.glob("step-*.tmp"):
         match = _NAME.fullmatch(path.stem)
         if match and int(match[2]) < latest.epoch:
             _remove(path)
-    return kept
+    return [latest, *[checkpoint for checkpoint in present if checkpoint.is_before(latest)][: keep - 1]]
+
+
+def kept_names(
+    names: Collection[str], latest: Checkpoint | None, *, keep: int, spared: Collection[str] = ()
+) -> list[str]:
+    """Return the names that are kept, newest first: newer ones, ``latest``, and ``keep - 1`` before it, or ``spared``.
+
+    All are kept without ``latest``. Names that are no checkpoint's are left out: rows of other nodes are not trusted.
+    """
+    parsed = (parse_name(Path(name)) for name in names)
+    checkpoints = sorted((checkpoint for checkpoint in parsed if checkpoint is not None), reverse=True)
+    if latest is None:
+        return [checkpoint.path.name for checkpoint in checkpoints]
+    newer = [checkpoint for checkpoint in checkpoints if checkpoint.is_newer(latest)]
+    current = [checkpoint for checkpoint in checkpoints if checkpoint.path.name == latest.path.name]
+    before = [checkpoint for checkpoint in checkpoints if checkpoint.is_before(latest)]
+    before = [*before[: keep - 1], *(checkpoint for checkpoint in before[keep - 1 :] if checkpoint.path.name in spared)]
+    return [checkpoint.path.name for checkpoint in (*newer, *current, *before)]
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory at once, also while another process writes into it: the agent of this node may be copying
-    files there.
-    """
+    """Remove a directory at once, also while the agent of this node is copying files into it."""
+    # A rename is atomic: a reader sees a whole checkpoint or none, and a copy into the old name fails at once.
     aside = path.with_name(f".{path.name}.part-{nonce()}")
     path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def named(path: Path) -> Checkpoint:
-    """Return the checkpoint with step and epoch from a directory's name. Raises ValueError for a directory that is not
-    a checkpoint.
-    """
-    match = _NAME.fullmatch(path.name)
-    if match is None:
+    """Return the checkpoint with the step and epoch in a directory's name. Raises ValueError for another name."""
+    if (checkpoint := parse_name(path)) is None:
         raise ValueError(f"{path}: want a name like step-20-epoch-1")
-    return Checkpoint(step=int(match[1]), epoch=int(match[2]), path=path)
+    return checkpoint
+
+
+def parse_name(path: Path) -> Checkpoint | None:
+    """Return the checkpoint with the step and epoch in a directory's name; None for another name."""
+    match = _NAME.fullmatch(path.name)
+    return None if match is None else Checkpoint(step=int(match[1]), epoch=int(match[2]), path=path)
 
 
 def _files(path: Path) -> list[str]:
@@ -303,17 +303,23 @@ def _is_elsewhere(path: Path, name: str, entry: FileEntry, *, stored: bool) -> b
     return (stored or entry.holders not in ((), (0,))) and name not in METADATA and not (path / name).exists()
 
 
-def _difference(path: Path, name: str, wanted: FileEntry) -> CheckpointCorrupt | None:
+def _differences(path: Path, entries: Sequence[tuple[str, FileEntry]]) -> list[CheckpointCorrupt]:
+    """Return the errors of the files that differ from their entries. Threads: hashing and reading release the GIL."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return [error for error in pool.map(lambda item: _difference(path, *item), entries) if error is not None]
+
+
+def _difference(path: Path, name: str, entry: FileEntry) -> CheckpointCorrupt | None:
     file = path / name
     if not file.is_file():
-        return CheckpointCorrupt(str(path), name, f"{wanted.size} bytes", "no such file")
+        return CheckpointCorrupt(str(path), name, f"{entry.size} bytes", "no such file")
     try:
-        if (size := file.stat().st_size) != wanted.size:
-            return CheckpointCorrupt(str(path), name, f"{wanted.size} bytes", f"{size} bytes")
-        with file.open("rb") as opened:
-            found = hashlib.file_digest(opened, "sha256").hexdigest()
-        if found != wanted.sha256:
-            return CheckpointCorrupt(str(path), name, f"sha256 {wanted.sha256}", found)
+        if (size := file.stat().st_size) != entry.size:
+            return CheckpointCorrupt(str(path), name, f"{entry.size} bytes", f"{size} bytes")
+        with file.open("rb") as content:
+            sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+        if sha256 != entry.sha256:
+            return CheckpointCorrupt(str(path), name, f"sha256 {entry.sha256}", sha256)
     except OSError as error:  # the disk fails to read the file
-        return CheckpointCorrupt(str(path), name, f"{wanted.size} bytes", str(error))
+        return CheckpointCorrupt(str(path), name, f"{entry.size} bytes", str(error))
     return None

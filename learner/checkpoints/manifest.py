@@ -2,16 +2,18 @@
 its own.
 
 A file is digested as a whole, and in blocks, so that a reader can verify a range of it without the rest. The fields of
-schema 2 are those of every release; ``blocks`` and ``holders`` are missing in manifests that were written before them.
+schema 2 are the same in every release; ``blocks`` and ``holders`` are missing in older manifests.
 """
 
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+import msgspec
 
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.errors import CheckpointCorrupt
@@ -23,19 +25,20 @@ METADATA = frozenset({".metadata", "common.pt", "metadata.json", STATE})
 """Files that every node needs to begin: Megatron's index and common part, and the DataSource's state. The manifest is
 one, too.
 """
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
     """A file of a checkpoint."""
 
-    size: int
-    sha256: str
+    size: _Natural
+    sha256: _Digest
     """Digest of the whole file."""
-    blocks: tuple[str, ...] = ()
+    blocks: tuple[_Digest, ...] = ()
     """SHA-256 of each block; empty in manifests of older releases."""
-    holders: tuple[int, ...] = ()
+    holders: tuple[_Natural, ...] = ()
     """Nodes that have written the file; empty in manifests of older releases."""
 
     def written_by(self, nodes: Sequence[int]) -> "FileEntry":
@@ -52,35 +55,31 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return the manifest's file."""
-        files = {
-            name: {"size": one.size, "sha256": one.sha256, "blocks": list(one.blocks), "holders": list(one.holders)}
-            for name, one in self.files.items()
-        }
-        content = {"schema": SCHEMA, "extra": self.extra, "files": files}
+        content = {"schema": SCHEMA, "extra": self.extra, "files": msgspec.to_builtins(self.files)}
         return json.dumps(content | {"sha256": _seal(content)}, indent=1).encode()
 
     @classmethod
     def parse(cls, where: str, data: bytes) -> "Manifest":
-        """Return the manifest in ``data``. ``where``: directory or URL, for the error. Raises CheckpointCorrupt for any
-        other content.
-        """
+        """Return the manifest in ``data``; ``where`` (directory or URL) is for the error. Raises CheckpointCorrupt."""
         try:
-            found = json.loads(data)
+            content = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise CheckpointCorrupt(where, MANIFEST, "a JSON map", str(error)) from error
-        if (
-            not isinstance(found, dict)
-            or found.get("schema") != SCHEMA
-            or not {"files", "extra", "sha256"} <= found.keys()
-        ):
-            raise CheckpointCorrupt(where, MANIFEST, f"files, extra and sha256 under schema {SCHEMA}", str(found)[:80])
-        if (seal := found.pop("sha256")) != (got := _seal(found)):
-            raise CheckpointCorrupt(where, MANIFEST, f"sha256 {seal}", got)
-        if not isinstance(found["files"], dict) or not isinstance(found["extra"], dict):
-            raise CheckpointCorrupt(where, MANIFEST, "files and extra as maps", str(found)[:80])
-        return cls(
-            files={name: _entry(where, name, value) for name, value in found["files"].items()}, extra=found["extra"]
-        )
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA or "sha256" not in content:
+            raise CheckpointCorrupt(
+                where, MANIFEST, f"files, extra and sha256 under schema {SCHEMA}", str(content)[:80]
+            )
+        if (seal := content.pop("sha256")) != (sha256 := _seal(content)):
+            raise CheckpointCorrupt(where, MANIFEST, f"sha256 {seal}", sha256)
+        try:
+            manifest = msgspec.convert(content, cls)
+        except msgspec.ValidationError as error:
+            raise CheckpointCorrupt(
+                where, MANIFEST, "files with size, sha256, blocks and holders", str(error)
+            ) from None
+        for name, entry in manifest.files.items():
+            _refuse_entry(where, name, entry)
+        return manifest
 
 
 def read(directory: Path) -> Manifest:
@@ -96,15 +95,15 @@ def read(directory: Path) -> Manifest:
 
 def digested(file: Path, *, durable: bool = False) -> FileEntry:
     """Return size and digests of a file; ``durable``: fsync it as well."""
-    whole, blocks, size = hashlib.sha256(), [], 0
-    with file.open("rb") as opened:
-        while block := opened.read(BLOCK_BYTES):
+    total, blocks, size = hashlib.sha256(), [], 0
+    with file.open("rb") as content:
+        while block := content.read(BLOCK_BYTES):
             size += len(block)
-            whole.update(block)
+            total.update(block)
             blocks.append(digest_of(block))
         if durable:
-            os.fsync(opened.fileno())
-    return FileEntry(size=size, sha256=whole.hexdigest(), blocks=tuple(blocks))
+            os.fsync(content.fileno())
+    return FileEntry(size=size, sha256=total.hexdigest(), blocks=tuple(blocks))
 
 
 def digest_of(block: bytes | memoryview) -> str:
@@ -112,33 +111,14 @@ def digest_of(block: bytes | memoryview) -> str:
     return hashlib.sha256(block).hexdigest()
 
 
-def _entry(where: str, name: str, value: object) -> FileEntry:
-    """Return a file's entry. The name is used as a path, so it must stay inside the directory."""
+def _refuse_entry(where: str, name: str, entry: FileEntry) -> None:
+    """Raise CheckpointCorrupt for a name, used as a path, that leaves the directory, and another number of blocks."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
         raise CheckpointCorrupt(where, MANIFEST, "names of files inside the directory", name)
-    values: Mapping[str, object] = value if isinstance(value, dict) else {}
-    size, sha256, blocks, holders = (values.get(key) for key in ("size", "sha256", "blocks", "holders"))
-    blocks, holders = blocks or [], holders or []
-    if (
-        type(size) is not int
-        or size < 0
-        or not _is_digest(sha256)
-        or not isinstance(blocks, list)
-        or not isinstance(holders, list)
-    ):
-        raise CheckpointCorrupt(where, MANIFEST, f"size, sha256, blocks and holders of {name}", str(value)[:80])
-    if not all(map(_is_digest, blocks)) or (blocks and len(blocks) != -(-size // BLOCK_BYTES)):
-        raise CheckpointCorrupt(
-            where, MANIFEST, f"a digest for each block of the {size} bytes of {name}", f"{len(blocks)} blocks"
-        )
-    if not all(type(node) is int and node >= 0 for node in holders):
-        raise CheckpointCorrupt(where, MANIFEST, f"numbers of nodes as holders of {name}", str(holders)[:80])
-    return FileEntry(size=size, sha256=str(sha256), blocks=tuple(blocks), holders=tuple(holders))
-
-
-def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+    if entry.blocks and len(entry.blocks) != -(-entry.size // BLOCK_BYTES):
+        want = f"a digest for each block of the {entry.size} bytes of {name}"
+        raise CheckpointCorrupt(where, MANIFEST, want, f"{len(entry.blocks)} blocks")
 
 
 def _seal(content: Mapping[str, object]) -> str:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.checkpoints.manifest import MANIFEST
@@ -31,42 +31,29 @@ _HAS_DIRECTORIES = (*OF_THIS_MACHINE, "sftp", "ssh", "smb", "ftp", "hdfs", "webh
 """Protocols in which a file needs its directory; in an object store, making one may mean making a bucket."""
 
 
-class _FileSystem(Protocol):
-    """The methods of a file system of fsspec that are used. Source: fsspec 2026.9, ``AbstractFileSystem``."""
-
-    def find(self, path: str, *, detail: bool) -> Mapping[str, Mapping[str, object]]: ...
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes: ...
-    def put_file(self, lpath: str, rpath: str) -> None: ...
-    def pipe_file(self, path: str, value: bytes) -> None: ...
-    def rm_file(self, path: str) -> None: ...
-    def rm(self, path: str, recursive: bool) -> None: ...
-    def info(self, path: str) -> Mapping[str, object]: ...
-    def makedirs(self, path: str, exist_ok: bool) -> None: ...
-    def invalidate_cache(self) -> None: ...
-
-
 class ObjectStore:
     """The checkpoints of one run. Every method raises StoreFailed when the store cannot do it now."""
 
     def __init__(self, url: str, run: str) -> None:
-        """``url``: a place that is there. Directories are made below it alone: one that is not mounted is not an empty
+        """``url`` must exist: directories are made below it alone, because one that is not mounted is not an empty
         store.
         """
         self.url = f"{url.rstrip('/')}/{run}"
-        self._opened: tuple[_FileSystem, str] | None = None
+        self._opened: tuple[Any, str] | None = None
+        """A file system of fsspec, and the path of the run in it. Source: fsspec 2026.9, ``AbstractFileSystem``."""
 
     def listing(self) -> dict[str, dict[str, int]]:
-        """Return the files of all checkpoints with their sizes, also of those that are not complete."""
+        """Return the files of all checkpoints with their sizes, also of incomplete ones."""
         with self._edge():
             files, base = self._files()
             files.invalidate_cache()
-            found: dict[str, dict[str, int]] = {}
+            sizes: dict[str, dict[str, int]] = {}
             for path, entry in self._found(files, base).items():
                 name, _, file = path.removeprefix(base).lstrip("/").partition("/")
                 size = entry.get("size")
                 if file:
-                    found.setdefault(name, {})[file] = size if isinstance(size, int) else -1
-            return found
+                    sizes.setdefault(name, {})[file] = size if isinstance(size, int) else -1
+            return sizes
 
     def manifest(self, name: str) -> bytes:
         """Return the manifest of a checkpoint. Raises FileNotFoundError."""
@@ -95,6 +82,7 @@ class ObjectStore:
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, its manifest first: one that is removed in part does not count."""
+        # Object stores remove file by file: without the manifest, a removal that is cut short counts for nothing.
         self.retract(name)
         with self._edge():
             files, base = self._files()
@@ -102,16 +90,14 @@ class ObjectStore:
                 files.rm(f"{base}/{name}", recursive=True)
 
     def owner(self) -> str:
-        """Return the identity of the run whose checkpoints these are; empty = of none yet, "?" = of one that cannot be
-        read.
-        """
+        """Return the identity of the run that owns the checkpoints; "" = none yet, "?" = it cannot be read."""
         try:
-            found = json.loads(self._read(OWNER, 0, 1 << 16))
+            content = json.loads(self._read(OWNER, 0, 1 << 16))
         except FileNotFoundError:
             return ""
         except (ValueError, RecursionError):
             return "?"
-        return str(found["run"]) if isinstance(found, dict) and found.get("run") else "?"
+        return str(content["run"]) if isinstance(content, dict) and content.get("run") else "?"
 
     def claim(self, identity: str) -> str:
         """Name the run whose checkpoints these are, if none is named and there are none. Returns the owner, "?" for an
@@ -134,11 +120,13 @@ class ObjectStore:
         with self._edge():
             files, base = self._files()
             try:
-                found = files.cat_file(f"{base}/{name}")
+                stored = files.cat_file(f"{base}/{name}")
             finally:
                 files.rm_file(f"{base}/{name}")
-        if found != content:
-            raise StoreFailed(self.url, f"want the {len(content)} bytes that were written, got {len(found)} other ones")
+        if stored != content:
+            raise StoreFailed(
+                self.url, f"want the {len(content)} bytes that were written, got {len(stored)} other ones"
+            )
 
     def _read(self, path: str, start: int, end: int) -> bytes:
         with self._edge(may_lack=True):
@@ -150,8 +138,7 @@ class ObjectStore:
             files, target = self._place(path)
             files.pipe_file(target, content)
 
-    def _place(self, path: str) -> tuple[_FileSystem, str]:
-        """Return the file system and the place of a file that is to be written."""
+    def _place(self, path: str) -> tuple[Any, str]:
         files, base = self._files()
         if self._has_directories:
             files.makedirs(f"{base}/{path}".rpartition("/")[0], exist_ok=True)
@@ -161,10 +148,8 @@ class ObjectStore:
     def _has_directories(self) -> bool:
         return protocol_of(self.url) in _HAS_DIRECTORIES
 
-    def _found(self, files: _FileSystem, base: str) -> Mapping[str, Mapping[str, object]]:
-        """Return all files below the run's place. In an object store, one that is not found is a bucket that is not
-        there.
-        """
+    def _found(self, files: Any, base: str) -> Mapping[str, Mapping[str, object]]:
+        """Return all files below the run's place. In an object store, FileNotFoundError means no bucket."""
         try:
             return files.find(base, detail=True)
         except FileNotFoundError:
@@ -172,10 +157,8 @@ class ObjectStore:
                 return {}
             raise
 
-    def _files(self) -> tuple[_FileSystem, str]:
-        """Return the file system, and the path of the run in it. Raises StoreFailed where the directory of the URL is
-        not there.
-        """
+    def _files(self) -> tuple[Any, str]:
+        """Return the file system, and the run's path in it. Raises StoreFailed where the URL's directory is missing."""
         if self._opened is None:
             from fsspec.core import url_to_fs
 
@@ -195,9 +178,7 @@ class ObjectStore:
 
     @contextmanager
     def _edge(self, *, may_lack: bool = False) -> Iterator[None]:
-        """Raise StoreFailed for the errors of any protocol, without secrets; with ``may_lack``, FileNotFoundError as it
-        is.
-        """
+        """Raise StoreFailed for the errors of any protocol, without secrets; ``may_lack``: FileNotFoundError passes."""
         try:
             yield
         except StoreFailed:

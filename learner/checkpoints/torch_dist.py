@@ -2,7 +2,7 @@
 bytes. No torch.
 
     DIR/latest_checkpointed_iteration.txt    "10", or "release"
-    DIR/iter_0000010/, or DIR/release/       metadata.json, common.pt, .metadata (the index, a pickle), *.distcp (the tensors)
+    DIR/iter_0000010/, or DIR/release/       metadata.json, common.pt, .metadata (index, a pickle), *.distcp (tensors)
 
 The index is read without its classes: no code of the pickle is run.
 """
@@ -36,13 +36,13 @@ class Index:
     """Content of ``.metadata``."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Global shape of every tensor by Megatron's name, those of the optimizer included."""
+    """Global shape of every tensor by Megatron's name, the optimizer's included."""
     sizes: Mapping[str, int]
     """Bytes that each file of tensors has at least."""
 
 
 def find(directory: Path) -> Path:
-    """Return the directory of one iteration: ``directory`` itself, or the one below it that ``TRACKER`` names. Raises
+    """Return the directory of one iteration: ``directory``, or what its ``TRACKER`` names. Raises
     ConfigRefused.
     """
     if (directory / MANIFEST).is_file():
@@ -57,7 +57,6 @@ def find(directory: Path) -> Path:
 
 
 def _named(tracker: Path) -> str:
-    """Return the name of the directory that the tracker names. Raises ConfigRefused."""
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     name = text if text == "release" else f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else ""
     if not name:
@@ -70,7 +69,6 @@ def _named(tracker: Path) -> str:
 
 
 def _seen(directory: Path) -> str:
-    """Return a description of a directory that is no checkpoint."""
     if not directory.is_dir():
         return "no such directory"
     if (directory / "config.json").is_file():
@@ -84,9 +82,7 @@ def _seen(directory: Path) -> str:
 
 
 def read_index(iteration: Path) -> Index:
-    """Return the index of a complete checkpoint. Raises ConfigRefused for files that are missing, damaged or shorter
-    than in the index.
-    """
+    """Return the index of a complete checkpoint. Raises ConfigRefused for missing, damaged or too short files."""
     if missing := [name for name in TORCH_DIST if not (iteration / name).is_file()]:
         raise ConfigRefused(
             str(iteration), f"{WANTED} with {', '.join(TORCH_DIST)}", f"no {missing[0]}: it was not written completely"
@@ -94,24 +90,24 @@ def read_index(iteration: Path) -> Index:
     try:
         backend = json.loads((iteration / TORCH_DIST[0]).read_text(encoding="utf-8"))["sharded_backend"]
         with (iteration / ".metadata").open("rb") as file:
-            found = _index(_Classless(file).load())
+            index = _index(_Classless(file).load())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
         raise ConfigRefused(
             str(iteration), f"{WANTED} with a readable index", f"{type(error).__name__}: {error}"
         ) from error
     if backend != "torch_dist":
         raise ConfigRefused(str(iteration), WANTED, f"the format {backend}")
-    for name, size in found.sizes.items():
-        there = (iteration / name).stat().st_size if (iteration / name).is_file() else -1
-        if there < size:
-            got = "no such file" if there < 0 else f"{there} bytes: it was not written completely"
+    for name, size in index.sizes.items():
+        size_on_disk = (iteration / name).stat().st_size if (iteration / name).is_file() else -1
+        if size_on_disk < size:
+            got = "no such file" if size_on_disk < 0 else f"{size_on_disk} bytes: it was not written completely"
             raise ConfigRefused(str(iteration / name), f"at least {size} bytes, as in the index", got)
-    return found
+    return index
 
 
 def described(iteration: Path) -> str:
-    """Return the name of an iteration with a digest of the index, the common part, and size and first bytes of every
-    file of tensors.
+    """Return the iteration's name, and a digest of its index, common part, and sizes and first bytes of its tensor
+    files.
     """
     total = hashlib.sha256()
     for path in sorted(iteration.glob("*.distcp")):
@@ -124,16 +120,12 @@ def described(iteration: Path) -> str:
 
 
 def layers_apart(names: Mapping[str, object]) -> bool:
-    """Return whether each layer has tensors of its own (``decoder.layers.3.``), instead of one tensor for the same part
-    of all layers.
-    """
-    return any(found[1] is not None for name in names if (found := _LAYERS.match(name)))
+    """Return whether each layer has tensors of its own (``decoder.layers.3.``), instead of one for all layers."""
+    return any(match[1] is not None for name in names if (match := _LAYERS.match(name)))
 
 
 def parts_apart(names: Mapping[str, object]) -> bool:
-    """Return whether each expert, and each half of a gated layer, has tensors of its own (Megatron's
-    ``singleton_local_shards``).
-    """
+    """Return whether each expert, and each half of a gated layer, has its own tensors (``singleton_local_shards``)."""
     return any(name.endswith(("weight_w", "weight_v")) for name in names)
 
 
@@ -144,7 +136,7 @@ class _Object:
         """Ignore the arguments: the fields that are read come with the state."""
 
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):  # that of a tensor's properties is a tuple, which is not read
+        if isinstance(state, dict):  # properties of tensors have a tuple, which is not read
             self.__dict__.update(state)
 
 
@@ -156,16 +148,14 @@ class _Classless(pickle.Unpickler):
         return tuple if (module, name) == ("torch", "Size") else type(name, (_Object,), {"__module__": "index"})
 
 
-def _index(found: Any) -> Index:
-    """Return the parts of the index that are used. Source: ``torch/distributed/checkpoint/metadata.py``,
-    ``filesystem.py``.
-    """
+def _index(metadata: Any) -> Index:
+    """Return the index. Source: ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py``."""
     shapes = {
         name: tuple(entry.size)
-        for name, entry in found.state_dict_metadata.items()
+        for name, entry in metadata.state_dict_metadata.items()
         if type(entry).__name__.startswith("Tensor")
     }
     sizes: dict[str, int] = {}
-    for place in found.storage_data.values():
+    for place in metadata.storage_data.values():
         sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
     return Index(shapes=shapes, sizes=sizes)

@@ -108,15 +108,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if self.path and self.sources:
-            raise ValueError(
-                f"sources: want either this or path, got both (path: {self.path!r}); remove one, or prepare, "
-                "which sets path"
-            )
-        if taken := OF_TEMPLATE & self.chat_template_args.keys():
-            raise ValueError(
-                f"chat_template_args: want variables of the model's template, got {sorted(taken)}, which the "
-                "program sets"
-            )
+            got = f"both (path: {self.path!r}); remove one, or prepare, which sets path"
+            raise ValueError(f"sources: want either this or path, got {got}")
+        if reserved := OF_TEMPLATE & self.chat_template_args.keys():
+            got = f"{sorted(reserved)}, which the program sets"
+            raise ValueError(f"chat_template_args: want variables of the model's template, got {got}")
         for source in self.chosen:
             Source.at(source.path)
         if self.skip_easy and self.skip_hard >= self.skip_easy:
@@ -124,9 +120,7 @@ class DataConfig:
 
     @property
     def chosen(self) -> tuple[SourceConfig, ...]:
-        """The entries of ``sources``, or ``path`` as the only one; empty without either. Raises ValueError that names
-        the setting.
-        """
+        """The entries of ``sources``, or ``path`` as the only one; empty without either."""
         return tuple(self.sources.values()) or ((SourceConfig(path=self.path),) if self.path else ())
 
     @property
@@ -139,13 +133,11 @@ class DataConfig:
         """True if rows or sources may name a reward."""
         return any(source.reward or source.reward_key for source in self.used)
 
-    def rollouts(self, known: Collection[str]) -> set[str]:
-        """Return the rollouts that rows may have: those named here and by sources, and all that are ``known`` where a
-        column names them.
-        """
+    def rollouts(self, configured: Collection[str]) -> set[str]:
+        """Return the rollouts that rows may have; where a column names them, all that are ``configured``."""
         named = {rollout_named(name) for name in (self.rollout, *(source.rollout for source in self.used))}
         columns = self.rollout_key or any(source.rollout_key for source in self.used)
-        return (named | set(known) if columns else named) - {""}
+        return (named | set(configured) if columns else named) - {""}
 
     @property
     def single_turns(self) -> bool:
@@ -164,15 +156,6 @@ class DataConfig:
             return str(getattr(self, name)) if value is None else value
 
         keys = (setting_of("prompt_key"), setting_of("label_key"), setting_of("metadata_key"))
-        names = (
-            "template",
-            "system_prompt",
-            "reward",
-            "reward_key",
-            "sampling_key",
-            "tools_key",
-            "rollout",
-            "rollout_key",
-            "responses_key",
-        )
+        names = ["template", "system_prompt", "reward", "reward_key", "sampling_key", "tools_key"]
+        names += ["rollout", "rollout_key", "responses_key"]
         return Source.at(source.path, weight=source.weight, keys=keys, **{name: setting_of(name) for name in names})

@@ -28,9 +28,7 @@ class Source:
     weight: float = 1.0
     """Times that a pass has each row: 2 = every row twice, 0.5 = half of the rows, the other half in the next pass."""
     keys: tuple[str, str, str] = ("prompt", "label", "")
-    """Those of prompt, label and metadata, in the form of ``formats.value_at``; an empty label or metadata key is not
-    read.
-    """
+    """Columns of prompt, label and metadata (``formats.value_at``); an empty label or metadata key is not read."""
     template: str = ""
     system_prompt: str = ""
     reward: str = ""
@@ -50,9 +48,7 @@ class Source:
 
     @classmethod
     def at(cls, path: str, **values: typing.Any) -> "Source":
-        """Return the source for a path that may end with a slice, ``train.jsonl@[0:1000]``. Raises PromptError for a
-        wrong slice.
-        """
+        """Return the source of a path that may end with a slice, ``train.jsonl@[0:1000]``. Raises PromptError."""
         sliced = SLICE.fullmatch(path)
         if sliced is None:
             return cls(path=Path(path), **values)

@@ -1,6 +1,6 @@
 """Collects the token-level data of a training step beside the trainer, and writes one file for each step and rank.
 
-    trainer, critic --- record, row, update ---> copies on the CPU --- end of the step: routing of the earlier stages ---> files
+    trainer, critic --- record, row, update ---> copies on the CPU --- end of the step: routing of all stages ---> files
 
 Nothing of it goes through Megatron's logging dictionary: its entries stay on the device until the step ends. Tensors
 are detached and copied to pinned host memory without waiting; one synchronization at the end of the step comes before
@@ -49,25 +49,21 @@ class _Pass:
 
 
 class Collector:
-    """The data of one step of one model at a time. A model without one has no cost. All methods are called on all
-    ranks.
-    """
+    """The data of one step of one model at a time. All methods are called on all ranks."""
 
-    def __init__(self, path: str, here: Parallel, *, role: str = ACTOR) -> None:
+    def __init__(self, path: str, parallel: Parallel, *, role: str = ACTOR) -> None:
         """``path``: with ``{step}`` and ``{rank}``; the critic's file has another name beside it."""
-        self._path, self._here, self._role = path, here, role
-        self._keeps = here.tp_rank == 0
+        self._path, self._parallel, self._role = path, parallel, role
+        self._keeps = parallel.tp_rank == 0
         """False for a rank that has the same values as the first of its tensor-parallel group."""
-        self.writes = self._keeps and is_last(here)
-        """True for a rank that has the results of the model, which are those of the last stage, and writes files of
-        them.
-        """
+        self.writes = self._keeps and is_last(parallel)
+        """True for a rank of the last stage, which has the model's results, and writes their files."""
         self._batch: StepBatch | None = None
         self._record, self._open = _Pass(), _Pass()
         self._updates: list[_Pass] = []
 
     def begin(self, batch: StepBatch, first_pass: Sequence[Fields], routed: Sequence[Routed] = ()) -> None:
-        """Begin a step. ``first_pass``: fields of each micro-batch before the first optimizer step; ``routed``: as for
+        """Begin a step. ``first_pass``: fields of each micro-batch before the first update; ``routed``: as for
         ``update``.
         """
         self._batch, self._updates, self._open = batch, [], _Pass()
@@ -80,13 +76,13 @@ class Collector:
             self._open.rows.append(_on_host(fields))
 
     def logits(self, logits_KV: Tensor, at_K: Tensor) -> None:
-        """Take logits of the micro-batch of the last ``row``: those that predict the targets at ``at_K``."""
+        """Take logits of the micro-batch of the last ``row``, which predict the targets at ``at_K``."""
         if self.writes:
             self._open.rows[-1] |= _on_host({"logits_sample": logits_KV, "logits_positions": at_K})
 
     def update(self, loss_dict: Mapping[str, float], grad_norm: float | None, routed: Sequence[Routed] = ()) -> None:
-        """End an optimizer step. ``loss_dict``: of this rank's rows. ``routed``: where this stage sent each row; empty
-        without experts.
+        """End an optimizer step. ``loss_dict``: of this rank's rows. ``routed``: this stage's routing of each row, if
+        any.
         """
         self._open.loss_dict, self._open.grad_norm = loss_dict, grad_norm
         self._open.routed = routed if self._keeps else ()
@@ -94,9 +90,7 @@ class Collector:
         self._open = _Pass()
 
     def end(self, metrics: Mapping[str, float]) -> None:
-        """Write the files of the step, and forget it. ``metrics``: of the whole step, over all ranks. Collective over
-        the stages.
-        """
+        """Write the files of the step, and forget it. ``metrics``: of all ranks. Collective over the stages."""
         batch, self._batch = self._batch, None
         assert batch is not None, "begin comes before end"
         if self._keeps:
@@ -118,26 +112,26 @@ class Collector:
 
     def _with_routing(self) -> list[int]:
         """Add the routing of all stages to the rows of every pass, on the last stage. Returns the layers."""
-        passes, last = [self._record, *self._updates], is_last(self._here)
-        found = dict(_routing(passes)) if last else {}
-        if self._here.pp_size > 1:
-            sent = ((name, tensor.to(self._here.device)) for name, tensor in _routing(() if last else passes))
-            for name, tensor in of_all(sent, self._here):
+        passes, last = [self._record, *self._updates], is_last(self._parallel)
+        tensors = dict(_routing(passes)) if last else {}
+        if self._parallel.pp_size > 1:
+            sent = ((name, tensor.to(self._parallel.device)) for name, tensor in _routing(() if last else passes))
+            for name, tensor in of_all(sent, self._parallel):
                 if last:
-                    found[name] = tensor.cpu()
-        layers = sorted({int(name.split(".")[1]) for name in found})
-        for number, one in enumerate(passes if layers else ()):
-            lengths = [len(row.tokens_T) for row in one.micro_batches]
+                    tensors[name] = tensor.cpu()
+        layers = sorted({int(name.split(".")[1]) for name in tensors})
+        for number, model_pass in enumerate(passes if layers else ()):
+            lengths = [len(row.tokens_T) for row in model_pass.micro_batches]
             for name in train_file.ROUTING:
-                whole_TLX = torch.stack([found[f"{number}.{layer}.{name}"] for layer in layers], dim=1)
-                for row, values_TLX in zip(one.rows, whole_TLX.split(lengths), strict=True):
+                whole_TLX = torch.stack([tensors[f"{number}.{layer}.{name}"] for layer in layers], dim=1)
+                for row, values_TLX in zip(model_pass.rows, whole_TLX.split(lengths), strict=True):
                     row[name] = values_TLX
         return layers
 
     # ---- files
 
     def _write(self, batch: StepBatch, metrics: Mapping[str, float], layers: Sequence[int]) -> None:
-        path = Path(self._path.format(step=batch.step, rank=self._here.rank))
+        path = Path(self._path.format(step=batch.step, rank=self._parallel.rank))
         path = path if self._role == ACTOR else train_file.critic_path(path)
         for kind in (train_file.TRAIN, train_file.RECORD):
             is_record = kind == train_file.RECORD
@@ -146,18 +140,18 @@ class Collector:
                 "kind": kind,
                 "rollout_id": batch.step,
                 "step": batch.step,
-                "rank": self._here.rank,
+                "rank": self._parallel.rank,
                 "role": self._role,
                 "num_steps": len(passes),
-                "parallel_info": self._here.info,
+                "parallel_info": self._parallel.info,
                 "routing_layers": list(layers),
                 "metrics": {} if is_record else dict(metrics),
                 "steps": [
-                    {"step_id": number, "loss_dict": dict(one.loss_dict), "grad_norm": one.grad_norm}
-                    for number, one in enumerate(passes)
+                    {"step_id": number, "loss_dict": dict(model_pass.loss_dict), "grad_norm": model_pass.grad_norm}
+                    for number, model_pass in enumerate(passes)
                 ],
             }
-            columns = [_columns(batch, one.micro_batches, one.rows) for one in passes]
+            columns = [_columns(batch, model_pass.micro_batches, model_pass.rows) for model_pass in passes]
             tensors = {
                 f"steps.{number}.{name}": value
                 for number, fields in enumerate(columns)
@@ -168,23 +162,21 @@ class Collector:
 
 
 def _with_old(update: _Pass, first_pass: Sequence[Fields]) -> list[dict[str, Tensor]]:
-    """Return the rows of an optimizer step with old log-probs, from the first pass where the algorithm has computed
-    none.
-    """
+    """Return the rows of an optimizer step, with old log-probs from the first pass if the algorithm computes none."""
     rows = zip(update.rows, first_pass, update.micro_batches, strict=True)
     return [dict(with_old(fields, first, torch.from_numpy(row.loss_mask_T))) for fields, first, row in rows]
 
 
 def _routing(passes: Sequence[_Pass]) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``<pass>.<layer>.<field>`` of the layers of this stage, for the rows of the pass in one, [T, ...]."""
-    for number, one in enumerate(passes):
-        for layer in one.routed[0] if one.routed else ():
+    """Yield ``<pass>.<layer>.<field>`` of the layers of this stage, for all rows of a pass, [T, ...]."""
+    for number, model_pass in enumerate(passes):
+        for layer in model_pass.routed[0] if model_pass.routed else ():
             for place, name in enumerate(train_file.ROUTING):
-                yield f"{number}.{layer}.{name}", torch.cat([row[layer][place] for row in one.routed])
+                yield f"{number}.{layer}.{name}", torch.cat([row[layer][place] for row in model_pass.routed])
 
 
 def _on_host(values: Fields) -> dict[str, Tensor]:
-    """Return detached copies in host memory; those of a device are complete after a synchronization."""
+    """Return detached copies in host memory; copies of a device are complete after a synchronization."""
     return {name: value.detach().to("cpu", non_blocking=True) for name, value in values.items()}
 
 
@@ -199,17 +191,15 @@ def _columns(batch: StepBatch, micro_batches: Sequence[MicroBatch], rows: Sequen
             parts.setdefault("logits_sample", []).append(arrays.pop("logits_sample"))
             parts.setdefault("logits_sequences", []).append(micro_batch.sequence_T[at_K])
             parts.setdefault("logits_positions", []).append((at_K - starts_K + 1).astype(np.int32))
-        for one in _sequences(batch, micro_batch, arrays):
-            for name, value in one.items():
+        for sequence in _sequences(batch, micro_batch, arrays):
+            for name, value in sequence.items():
                 parts.setdefault(name, []).append(np.atleast_1d(value))
-    return {name: np.concatenate(found) for name, found in parts.items()}
+    return {name: np.concatenate(pieces) for name, pieces in parts.items()}
 
 
 def _sequences(batch: StepBatch, row: MicroBatch, values: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
-    """Return the fields of each sequence of a micro-batch. Values by token are of its response: index r is response
-    token r.
-    """
-    found = []
+    """Return the fields of each sequence of a micro-batch. Values by token are of its response, from index 0."""
+    sequences = []
     several = batch.num_sequences != len(batch.rewards_N)
     for start, end in zip(row.cu_seqlens[:-1].tolist(), row.cu_seqlens[1:].tolist(), strict=True):
         sample = int(row.sample_T[start])
@@ -217,10 +207,10 @@ def _sequences(batch: StepBatch, row: MicroBatch, values: Mapping[str, NDArray[A
             continue
         trainable = np.flatnonzero(row.loss_mask_T[start:end])
         length = int(batch.response_lengths_N[sample])
-        if several:  # then the length of a sample is that of all its sequences
+        if several:  # then a sample's length counts all its sequences
             length = end - start - 1 - int(trainable[0]) if len(trainable) else 0
-        response = slice(end - 1 - length, end - 1)  # targets: the value at t is that of token t + 1
-        one: JsonObject = {
+        response = slice(end - 1 - length, end - 1)  # targets: the value at t belongs to token t + 1
+        fields: JsonObject = {
             "sequence_ids": np.int32(row.sequence_T[start]),
             "sample_ids": np.int32(sample),
             "total_lengths": np.int32(end - start),
@@ -229,8 +219,9 @@ def _sequences(batch: StepBatch, row: MicroBatch, values: Mapping[str, NDArray[A
             "loss_masks": row.loss_mask_T[response].astype(np.uint8),
             "rollout_log_probs": row.rollout_log_probs_T[response],
         }
-        whole = slice(start, end)
-        found.append(
-            one | {name: value[whole if name in train_file.BY_TOTAL else response] for name, value in values.items()}
+        all_tokens = slice(start, end)
+        sequences.append(
+            fields
+            | {name: value[all_tokens if name in train_file.BY_TOTAL else response] for name, value in values.items()}
         )
-    return found
+    return sequences

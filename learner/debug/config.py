@@ -1,4 +1,4 @@
-"""Settings of the debugging modes. Loads no torch."""
+"""Settings of the debugging modes, and the small files that they read: a request for a profile, prompts. No torch."""
 
 import json
 import string
@@ -8,9 +8,10 @@ from pathlib import Path
 
 from tidemill.bus.section import NotNegative, section
 from tidemill.bus.system.files import write_whole
+from tidemill.learner.errors import DebugFileRefused
 
 DIRECTORY = "debug"
-"""Directory of dumps and traces in that of the run."""
+"""Directory of dumps and traces, in the run's."""
 _FILE = "profile.request"
 
 
@@ -103,14 +104,14 @@ class DebugConfig:
     """Run engines and actors for ``learner.steps`` steps without training: the weights stay as they are in
     ``model.path``.
     """
-    train_only: bool = False
-    """Train without engines and actors, on the batches of ``load_rollout``, which implies it."""
     save_rollout: str = ""
     """File for the samples of each step, with ``{step}`` in its name, such as ``dump/rollout_{step}.msgpack``; empty =
     none.
     """
     load_rollout: str = ""
-    """Files of ``save_rollout`` to train on; a name without ``{step}`` is the batch of every step. Empty = none."""
+    """Files of ``save_rollout`` to train on, without engines and actors; a name without ``{step}`` is the batch of
+    every step. Empty = none.
+    """
     save_train: str = ""
     """File for the training data of each step and rank, with ``{step}`` and ``{rank}`` in its name; empty = none."""
     report: bool = True
@@ -123,15 +124,8 @@ class DebugConfig:
         refuse_places("load_rollout", self.load_rollout, allowed=("step",))
         refuse_places("save_train", self.save_train, required=("step", "rank"))
         refuse_places("dump_modules.path", self.dump_modules.path)
-        if self.rollout_only and (self.train_only or self.load_rollout):
-            other = "load_rollout" if self.load_rollout else "train_only"
-            raise ValueError(f"rollout_only: want either this or {other}, got both; remove one of them")
-        if self.train_only and not self.load_rollout:
-            raise ValueError(
-                "train_only: want load_rollout with the files of recorded batches, got none; set it, or "
-                "repeat the steps of a run on this "
-                "machine with: tidemill replay --train"
-            )
+        if self.rollout_only and self.load_rollout:
+            raise ValueError("rollout_only: want either this or load_rollout, got both; remove one of them")
         for name in ("save_train", "dump_modules"):
             if self.rollout_only and (self.save_train if name == "save_train" else self.dump_modules.step):
                 raise ValueError(f"{name}: want none with rollout_only, which trains nothing; remove one of them")
@@ -143,21 +137,54 @@ class DebugConfig:
     @property
     def trains_only(self) -> bool:
         """True if batches come from files, and nothing is generated."""
-        return self.train_only or bool(self.load_rollout)
+        return bool(self.load_rollout)
 
 
 def refuse_places(name: str, template: str, *, required: Collection[str] = (), allowed: Collection[str] = ()) -> None:
-    """Raise ValueError for a file name with unknown placeholders, or without the required ones. An empty one is
-    accepted.
-    """
+    """Raise ValueError for a file name with unknown placeholders, or without required ones. "" is accepted."""
     if not template:
         return
-    known = [*required, *(place for place in allowed if place not in required)]
-    want = " and ".join(f"{{{place}}}" for place in known) or "no placeholder"
+    placeholders = [*required, *(place for place in allowed if place not in required)]
+    want = " and ".join(f"{{{place}}}" for place in placeholders) or "no placeholder"
     try:
         places = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
-        template.format(**dict.fromkeys(known, 0))
+        template.format(**dict.fromkeys(placeholders, 0))
     except (ValueError, KeyError, IndexError, AttributeError, TypeError):
         raise ValueError(f"{name}: want a file name with {want}, got {template!r}; write other braces twice") from None
     if missing := [place for place in required if place not in places]:
         raise ValueError(f"{name}: want {want} in the file name, got {template!r}: {{{missing[0]}}} is missing")
+
+
+LEAST_TOKENS = 2
+"""Tokens of a prompt: the log-prob of the second one is the first that there is."""
+
+
+def read_prompts(path: Path) -> list[list[int]]:
+    """Return the token ids of each line: a JSON list, or a map with ``tokens``. Raises DebugFileRefused."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DebugFileRefused(
+            str(path), "a text file with a JSON list of token ids in each line", str(error)
+        ) from None
+    prompts = [_tokens(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise DebugFileRefused(str(path), "at least one prompt", "none")
+    return prompts
+
+
+def _tokens(line: str, where: str) -> list[int]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    tokens = value.get("tokens") if isinstance(value, dict) else value
+    if (
+        not isinstance(tokens, list)
+        or len(tokens) < LEAST_TOKENS
+        or any(type(token) is not int or token < 0 for token in tokens)
+    ):
+        raise DebugFileRefused(
+            where, f"a JSON list of at least {LEAST_TOKENS} token ids, or a map with tokens", repr(line[:60])
+        )
+    return list(tokens)

@@ -1,4 +1,4 @@
-"""Fields of a training step by response token, as a dump has them: those of the policy and those of the critic.
+"""Fields of a training step by response token, as a dump has them, of policy and critic.
 
 Source of names and meanings: the training output of slime's debugging page.
 """
@@ -15,33 +15,30 @@ Fields = Mapping[str, Tensor]
 """Values of a micro-batch by name, [T, ...]."""
 
 
-def of_policy(seen: Tokens, log_probs_T: Tensor, entropy_T: Tensor, loss: TokenLoss, *, anchor: str) -> Fields:
-    """Return the fields of a pass of the policy. ``anchor``: log-probs that the ratio is against, as in
-    ``AlgorithmConfig.anchor``.
+def of_policy(tokens: Tokens, log_probs_T: Tensor, entropy_T: Tensor, loss: TokenLoss, *, anchor: str) -> Fields:
+    """Return the fields of a pass of the policy. ``anchor``: as ``AlgorithmConfig.anchor``.
 
-    Where these are the old ones, and the algorithm does not need them, both are left out: ``with_old`` adds them.
+    Old log-probs that the algorithm does not need, and the ratio against them, are left to ``with_old``.
     """
-    anchor_T = seen.rollout_T if anchor == "rollout" else seen.old_T
-    found = {
-        "advantages": seen.advantages_T,
+    anchor_T = tokens.rollout_T if anchor == "rollout" else tokens.old_T
+    fields = {
+        "advantages": tokens.advantages_T,
         "current_log_probs": log_probs_T,
         "current_entropy": entropy_T,
-        "policy_importance_ratio": None if anchor_T is None else _ratio(log_probs_T, anchor_T, seen.mask_T),
-        "old_log_probs": seen.old_T,
-        "ref_log_probs": seen.reference_T,
-        "teacher_log_probs": seen.teacher_T,
-        "values": seen.values_T,
-        "returns": seen.returns_T,
+        "policy_importance_ratio": None if anchor_T is None else _ratio(log_probs_T, anchor_T, tokens.mask_T),
+        "old_log_probs": tokens.old_T,
+        "ref_log_probs": tokens.reference_T,
+        "teacher_log_probs": tokens.teacher_T,
+        "values": tokens.values_T,
+        "returns": tokens.returns_T,
         "tis_importance_weights": None if loss.weights is None else loss.weights.weight_T,
     }
-    return _present(found)
+    return _present(fields)
 
 
 def with_old(fields: Fields, first_pass: Fields, mask_T: Tensor) -> Fields:
-    """Return the fields with old log-probs, of the policy that the step starts from, and with the ratio against them,
-    if they have neither.
-
-    ``first_pass``: fields of the record. ``mask_T``: trainable tokens.
+    """Return the fields, with old log-probs and the ratio against them if they are missing. ``first_pass``: the
+    record's.
     """
     old_T = fields.get("old_log_probs", first_pass["log_probs"])
     return {
@@ -55,15 +52,15 @@ def _ratio(log_probs_T: Tensor, anchor_T: Tensor, mask_T: Tensor) -> Tensor:
     return torch.where(mask_T, (log_probs_T.detach() - anchor_T.detach()).exp(), 1.0)
 
 
-def of_critic(seen: Tokens, values_T: Tensor) -> Fields:
+def of_critic(tokens: Tokens, values_T: Tensor) -> Fields:
     """Return the fields of a pass of the critic, with the values of that pass."""
-    found = {
-        "advantages": seen.advantages_T,
-        "returns": seen.returns_T,
-        "values": seen.values_T,
+    fields = {
+        "advantages": tokens.advantages_T,
+        "returns": tokens.returns_T,
+        "values": tokens.values_T,
         "current_values": values_T,
     }
-    return _present(found | {"old_log_probs": seen.old_T, "ref_log_probs": seen.reference_T})
+    return _present(fields | {"old_log_probs": tokens.old_T, "ref_log_probs": tokens.reference_T})
 
 
 def _present(values: Mapping[str, Tensor | None]) -> Fields:

@@ -32,9 +32,7 @@ class Profiler:
         self._first = self._last = 0
 
     def request(self, request: ProfileRequest) -> None:
-        """Profile the next steps, behind a profile that is running; the newest request counts. One for another rank is
-        passed over.
-        """
+        """Profile the next steps, behind a running one. The newest request counts; one for another rank is ignored."""
         if request.rank == self._rank:
             self._pending = request
 
@@ -86,7 +84,6 @@ class Profiler:
             self._save_memory(running, trace)
 
     def _save_memory(self, running: profile, trace: Path) -> None:
-        """Write the allocations: a snapshot for torch's viewer on CUDA, a table of operators on the CPU."""
         if self._on_cuda:
             path = trace.with_name(trace.name.replace(".json.gz", "_memory.pickle"))
             torch.cuda.memory._dump_snapshot(str(path))

@@ -34,11 +34,7 @@ class Excerpt:
 
 
 def excerpt(batch: StepBatch, model_dir: Path) -> Excerpt | None:
-    """Return the text of the first sequence with sampled tokens on this rank; None without one.
-
-    It is decoded by ``tokenizer.json`` of the model directory. Without that there is no text, but the reason in
-    ``missing``.
-    """
+    """Return the first sampled text of this rank, or the reason why it has none; None without a sequence."""
     for row in batch.micro_batches:
         sampled_T = row.loss_mask_T & ~batch.demonstration_N[row.sample_T]
         for start, end in zip(row.cu_seqlens[:-1].tolist(), row.cu_seqlens[1:].tolist(), strict=True):
@@ -46,10 +42,8 @@ def excerpt(batch: StepBatch, model_dir: Path) -> Excerpt | None:
                 continue
             mean = float(row.rollout_log_probs_T[start:end][sampled_T[start:end]].mean(dtype=np.float64))
             begin = start + int(sampled_T[start:end].argmax()) + 1  # a mask is at the token before its target
-            prompt, response = (
-                row.tokens_T[max(start, begin - PROMPT_TOKENS) : begin],
-                row.tokens_T[begin:end][:RESPONSE_TOKENS],
-            )
+            prompt = row.tokens_T[max(start, begin - PROMPT_TOKENS) : begin]
+            response = row.tokens_T[begin:end][:RESPONSE_TOKENS]
             try:
                 texts = _decoded(model_dir, [prompt.tolist(), response.tolist()])
             except ValueError as error:
@@ -61,7 +55,6 @@ def excerpt(batch: StepBatch, model_dir: Path) -> Excerpt | None:
 
 
 def _decoded(model_dir: Path, sequences: Sequence[Sequence[int]]) -> list[str]:
-    """Return the texts, special tokens included. Raises ValueError without a tokenizer that can be read."""
     file = model_dir / "tokenizer.json"
     if not file.exists():
         raise ValueError(f"{file}: no such file")
@@ -77,9 +70,7 @@ OK, LOOK = "ok", "LOOK"
 LOOKS = "debug/report_look"
 """Metric: the lines of a step's report that are not good."""
 UNLIKELY = 1.0
-"""Nats by which the negated mean log-prob of sampled tokens may exceed the entropy, its expected value, before they are
-unlikely.
-"""
+"""Nats by which the negated mean log-prob of sampled tokens may exceed the entropy, which is its expected value."""
 UNIFORM_SHARE = 0.7
 """Share of the entropy of a uniform distribution above which a model has hardly learnt anything."""
 FINISHED_SHARE = 0.5
@@ -111,18 +102,18 @@ class Facts:
     """``memory`` of the step before; None for the first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Line:
     """One line of the report."""
 
     subject: str
-    found: str
+    finding: str
     good: bool
     look_at: str = ""
     """The place to look at if it is not good."""
 
     def __str__(self) -> str:
-        return f"{OK if self.good else LOOK:<5}{self.subject}: {self.found}" + (
+        return f"{OK if self.good else LOOK:<5}{self.subject}: {self.finding}" + (
             "" if self.good else f"; look at: {self.look_at}"
         )
 
@@ -139,71 +130,57 @@ def _rollout(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
     entropy = metrics.get("train/entropy", 0.0)
     if facts.log_prob_mean is not None:
         look = (
-            "whether the checkpoint was loaded and every tensor mapped (tidemill debug weights), then the "
-            "chat template: text that does "
-            "not fit it is unlikely to the model"
+            "whether the checkpoint was loaded and every tensor mapped (tidemill debug weights), then the chat "
+            "template: text that does not fit it is unlikely to the model"
         )
-        found = f"mean log-prob of sampled tokens {facts.log_prob_mean:.4f}, {-entropy:.4f} expected"
-        lines.append(
-            Line(subject="rollout", found=found, good=-facts.log_prob_mean <= entropy + UNLIKELY, look_at=look)
-        )
+        finding = f"mean log-prob of sampled tokens {facts.log_prob_mean:.4f}, {-entropy:.4f} expected"
+        lines.append(Line("rollout", finding, -facts.log_prob_mean <= entropy + UNLIKELY, look))
     if facts.excerpt is not None:
         lines.append(_text(facts.excerpt, entropy))
     if "train/entropy" in metrics:
         uniform = math.log(facts.vocab_size)
-        found = f"entropy {metrics['train/entropy']:.4f} (uniform: {uniform:.2f})"
+        finding = f"entropy {metrics['train/entropy']:.4f} (uniform: {uniform:.2f})"
         look = (
             "whether the weights were loaded: a model that knows nothing has nearly the entropy of a uniform "
             "distribution"
         )
-        lines.append(
-            Line(subject="entropy", found=found, good=metrics["train/entropy"] <= UNIFORM_SHARE * uniform, look_at=look)
-        )
+        lines.append(Line("entropy", finding, metrics["train/entropy"] <= UNIFORM_SHARE * uniform, look))
     if "train/truncated_share" in metrics:
         finished = 1 - metrics["train/truncated_share"]
         look = "sampling.max_new_tokens, the end tokens of the model, and whether the text is coherent (tidemill tail)"
-        lines.append(
-            Line(subject="finished responses", found=f"{finished:.0%}", good=finished >= FINISHED_SHARE, look_at=look)
-        )
+        lines.append(Line("finished responses", f"{finished:.0%}", finished >= FINISHED_SHARE, look))
     return lines
 
 
-def _text(one: Excerpt, entropy: float) -> Line:
-    """Return the line that shows a sampled text: whether it is coherent is for the reader; its probability has a
-    verdict.
-    """
-    shown = f"...{one.prompt!r} -> {one.response!r}..."
-    if one.missing:
-        shown = f"a sampled text cannot be decoded ({one.missing}); tidemill tail shows those that actors decode"
+def _text(sample: Excerpt, entropy: float) -> Line:
+    """Return the line with a sampled text: the reader judges its coherence, and the verdict its probability."""
+    shown = f"...{sample.prompt!r} -> {sample.response!r}..."
+    if sample.missing:
+        shown = f"a sampled text cannot be decoded ({sample.missing}); tidemill tail shows those that actors decode"
     look = (
-        "the text: if it is gibberish, weights or their mapping (tidemill debug weights); if it is coherent, "
-        "the chat template, or a model "
-        "that was not tuned on such text"
+        "the text: if it is gibberish, weights or their mapping (tidemill debug weights); if it is coherent, the chat "
+        "template, or a model that was not tuned on such text"
     )
-    found = f"{shown} mean log-prob {one.log_prob_mean:.4f}"
-    return Line(subject="sampled text", found=found, good=-one.log_prob_mean <= entropy + UNLIKELY, look_at=look)
+    finding = f"{shown} mean log-prob {sample.log_prob_mean:.4f}"
+    return Line("sampled text", finding, -sample.log_prob_mean <= entropy + UNLIKELY, look)
 
 
 def _agreement(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
     """Compare the learner's log-probs with the engines', on samples of the very weights that are trained."""
     name = next(
-        (one for one in ("offpolicy/fresh_logprob_diff_abs", "offpolicy/logprob_diff_abs") if one in metrics), ""
+        (metric for metric in ("offpolicy/fresh_logprob_diff_abs", "offpolicy/logprob_diff_abs") if metric in metrics),
+        "",
     )
     if not name:
         return []
     stale = "" if "fresh" in name else ", of older weights: part of it is the change of the weights"
-    found = f"mean |delta| {metrics[name]:.3g}, max {metrics.get('offpolicy/logprob_diff_max', math.nan):.3g}{stale}"
+    finding = f"mean |delta| {metrics[name]:.3g}, max {metrics.get('offpolicy/logprob_diff_max', math.nan):.3g}{stale}"
     look = (
-        "activations on both sides (debug.dump_modules, tidemill debug score, tidemill debug compare); "
-        "dtypes, temperature and rotary "
-        "settings of learner and engine"
+        "activations on both sides (debug.dump_modules, tidemill debug score, tidemill debug compare); dtypes, "
+        "temperature and rotary settings of learner and engine"
     )
     limit = DELTA.get(facts.dtype, DELTA["bfloat16"])
-    return [
-        Line(
-            subject="log-probs, learner - engine", found=found, good=bool(stale) or metrics[name] <= limit, look_at=look
-        )
-    ]
+    return [Line("log-probs, learner - engine", finding, bool(stale) or metrics[name] <= limit, look)]
 
 
 def _reference(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
@@ -215,31 +192,22 @@ def _reference(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
             "same weights"
         )
         moved = facts.minibatches > 1
-        found = f"KL {kl:.3g}" + (", moved by earlier minibatches" if moved else "")
-        lines.append(
-            Line(subject="log-probs, learner - reference", found=found, good=moved or abs(kl) <= KL_ZERO, look_at=look)
-        )
+        finding = f"KL {kl:.3g}" + (", moved by earlier minibatches" if moved else "")
+        lines.append(Line("log-probs, learner - reference", finding, moved or abs(kl) <= KL_ZERO, look))
     if facts.minibatches == 1 and "train/ppo_kl" in metrics:
         look = "the same; and debug.save_train with tidemill debug compare of a dump and its record"
-        found = f"{metrics['train/ppo_kl']:.3g}"
-        lines.append(
-            Line(
-                subject="change within the first update",
-                found=found,
-                good=abs(metrics["train/ppo_kl"]) <= KL_ZERO,
-                look_at=look,
-            )
-        )
+        finding = f"{metrics['train/ppo_kl']:.3g}"
+        lines.append(Line("change within the first update", finding, abs(metrics["train/ppo_kl"]) <= KL_ZERO, look))
     return lines
 
 
 def _gradient(metrics: Mapping[str, float]) -> Line:
     norm = metrics.get("train/grad_norm_max", math.nan)
     skipped = metrics.get("train/skipped_minibatches", 0.0)
-    found = f"norm {norm:.4g}" + (f", {skipped:.0f} optimizer steps skipped" if skipped else "")
+    finding = f"norm {norm:.4g}" + (f", {skipped:.0f} optimizer steps skipped" if skipped else "")
     good = math.isfinite(norm) and norm <= GRAD_NORM and not skipped
     look = "the loss and advantages of each token (debug.save_train), the share of rejected tokens, and the dtype"
-    return Line(subject="gradient", found=found, good=good, look_at=look)
+    return Line("gradient", finding, good, look)
 
 
 def _memory(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> list[Line]:
@@ -248,15 +216,15 @@ def _memory(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[fl
     for kind in sorted(before.keys() & now.keys()):
         growths = [after / was if was else 1.0 for after, was in zip(now[kind], before[kind], strict=True)]
         largest, growth = max(now[kind]), max(growths)
-        found = f"{largest / 2**20:.0f} MiB, {growth:.2f} x that of the step before"
+        finding = f"{largest / 2**20:.0f} MiB, {growth:.2f} x that of the step before"
         if len(growths) > 1:
             ranks = now[kind].index(largest), growths.index(growth)
-            found = (
+            finding = (
                 f"at most {largest / 2**20:.0f} MiB (rank {ranks[0]}), {growth:.2f} x that of the step before "
                 f"(rank {ranks[1]})"
             )
         look = (
             "learner.max_tokens_per_micro_batch, and memory that stays after a step (tidemill debug profile --memory)"
         )
-        lines.append(Line(subject=f"memory, {kind}", found=found, good=growth <= GROWTH, look_at=look))
+        lines.append(Line(f"memory, {kind}", finding, growth <= GROWTH, look))
     return lines

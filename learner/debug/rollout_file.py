@@ -1,6 +1,6 @@
 """The samples of one step in a file, as they were planned, and their distribution over the ranks of another layout.
 
-    file = msgpack objects, one after the other: a header | the plan | each sample   (plan and samples in the encoding of the bus)
+    file = msgpack objects: a header | the plan | each sample   (plan and samples in the encoding of the bus)
 
 Knows no bus and no torch.
 """
@@ -97,10 +97,9 @@ def _header(path: Path, parts: Iterator[Any]) -> JsonObject:
 
 
 def _decoded(path: Path, parts: Iterator[Any], num_samples: int) -> list[Any]:
-    """Return the plan and its samples."""
     try:
-        found = [bytes(part) for part in parts]
-        record, samples = decode_record(found[0]), [decode_sample(part) for part in found[1:]]
+        messages = [bytes(part) for part in parts]
+        record, samples = decode_record(messages[0]), [decode_sample(part) for part in messages[1:]]
     except (WireError, IndexError, TypeError, ValueError, msgpack.exceptions.UnpackException) as error:
         raise DebugFileRefused(str(path), "a plan and its samples", f"{type(error).__name__}: {error}") from None
     if not isinstance(record, Plan) or len(samples) != num_samples or len(record.seqs) != num_samples:
@@ -111,9 +110,7 @@ def _decoded(path: Path, parts: Iterator[Any], num_samples: int) -> list[Any]:
 
 
 def planned_again(rollout: Rollout, step: int, packing: Packing, *, chain: str) -> Plan:
-    """Return the plan of the same groups as step ``step``, packed for another layout. Lags and gate are the recorded
-    ones.
-    """
+    """Return the plan of the same groups as step ``step``, packed for another layout, with recorded lags and gate."""
     plan, samples = rollout.plan, rollout.samples
     later = step - plan.step
     rows = [len(sample.sizes) for sample in samples]
@@ -130,7 +127,7 @@ def planned_again(rollout: Rollout, step: int, packing: Packing, *, chain: str) 
         step=step,
         ranks=packed.ranks,
         micro_batches=packed.micro_batches,
-        version_steps={version: made + later for version, made in plan.version_steps.items()},
+        version_steps={version: version_step + later for version, version_step in plan.version_steps.items()},
         oldest_step=None if plan.oldest_step is None else plan.oldest_step + later,
         data_parallel=packing.data_parallel,
         num_micro_batches=packed.num_micro_batches,

@@ -1,13 +1,12 @@
 """The training data of one step and rank in a file, and its reader. Knows numpy, no torch.
 
     file = safetensors; its metadata has one key, ``tidemill``, with JSON: {kind, rollout_id, step, rank, role,
-parallel_info,
-    routing_layers, metrics, steps}; rollout_id and step are the same number
+           parallel_info, routing_layers, metrics, steps}; rollout_id and step are the same number
     tensors: steps.<i>.<field>, one flat array for all sequences of the optimizer step, cut by response_lengths or
-total_lengths
+           total_lengths
 
 ``kind`` is ``train``, or ``record`` for the forward pass before the first optimizer step, which has ``log_probs``,
-``entropy`` and the routing in place of the rest; that of a critic (role ``critic``) has ``values``.
+``entropy`` and the routing in place of the rest; a critic's (role ``critic``) has ``values``.
 """
 
 import json
@@ -41,15 +40,8 @@ BY_RESPONSE = (
         "advantages",
         "returns",
     ),
-    *("values", "current_values"),
-    *(
-        "current_log_probs",
-        "current_entropy",
-        "policy_importance_ratio",
-        "tis_importance_weights",
-        "log_probs",
-        "entropy",
-    ),
+    *("values", "current_values", "current_log_probs", "current_entropy", "policy_importance_ratio"),
+    *("tis_importance_weights", "log_probs", "entropy"),
 )
 """Fields with a value for each token of a response."""
 BY_SEQUENCE = ("sequence_ids", "sample_ids", "response_lengths", "total_lengths")
@@ -84,7 +76,7 @@ class TrainDump:
     """Metrics of the whole step over all ranks; empty in a record."""
     steps: Sequence[Step]
     routing_layers: Sequence[int] = ()
-    """Layers of the fields ``ROUTING``: those with experts."""
+    """Layers of the fields ``ROUTING``: the ones with experts."""
 
     @property
     def rollout_id(self) -> int:
@@ -111,8 +103,8 @@ def write(path: Path, header: Mapping[str, object], tensors: Mapping[str, Array]
     """Write the file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.new")
-    whole = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
-    save_file(whole, aside, metadata={METADATA: json.dumps(header)})
+    arrays = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    save_file(arrays, aside, metadata={METADATA: json.dumps(header)})
     os.replace(aside, path)
 
 
@@ -144,12 +136,12 @@ def train_dump(header: JsonMapping, tensors: Mapping[str, Array]) -> TrainDump:
         by_step.setdefault(int(number), {})[field] = value
     steps = [
         Step(
-            step_id=one["step_id"],
-            loss_dict=one["loss_dict"],
-            grad_norm=one["grad_norm"],
-            debug_data=_cut(by_step.get(one["step_id"], {})),
+            step_id=step["step_id"],
+            loss_dict=step["loss_dict"],
+            grad_norm=step["grad_norm"],
+            debug_data=_cut(by_step.get(step["step_id"], {})),
         )
-        for one in header["steps"]
+        for step in header["steps"]
     ]
     names = ("kind", "step", "rank", "role", "parallel_info", "metrics")
     return TrainDump(
@@ -159,11 +151,11 @@ def train_dump(header: JsonMapping, tensors: Mapping[str, Array]) -> TrainDump:
 
 def _cut(flat: Mapping[str, Array]) -> JsonObject:
     """Return the fields, those by token as a list with an array for each sequence."""
-    found: JsonObject = {}
+    fields: JsonObject = {}
     for name, value in flat.items():
         by = "total_lengths" if name in BY_TOTAL else "response_lengths" if name in BY_RESPONSE else ""
-        found[name] = np.split(value, np.cumsum(flat[by])[:-1]) if by else value
-    return found
+        fields[name] = np.split(value, np.cumsum(flat[by])[:-1]) if by else value
+    return fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +179,7 @@ def write_modules(
         "kind": MODULES,
         "source": source,
         "dtype": dtype,
-        "prompts": [list(one) for one in prompts],
+        "prompts": [list(tokens) for tokens in prompts],
         "order": list(outputs),
     }
     write(path, header, outputs)

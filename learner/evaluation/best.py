@@ -48,21 +48,20 @@ class BestCheckpoint:
 
         ``versions``: step of every version so far. ``head``: the newest of them, and its step.
         """
-        found = versions_of(
-            step, versions=versions, head=head, push_every=push_every, republished=head == self._first_head
-        )
-        return any(self._evaluations.due(version, step) for version in found)
+        republished = head == self._first_head
+        candidates = versions_of(step, versions=versions, head=head, push_every=push_every, republished=republished)
+        return any(self._evaluations.rounds.due(version, step) for version in candidates)
 
     async def spared(self) -> list[str]:
-        """Return the names of the checkpoints of the best version, and of versions that are being evaluated or will be
-        next.
-        """
+        """Return the checkpoints of the best version, and of versions that are being evaluated or will be next."""
         if not self.wanted:
             return []
         listed = await asyncio.to_thread(disk.listed, self._root)
-        found = {one.path.name for one in listed if one.step in self._evaluations.pending_steps}
+        names = {
+            checkpoint.path.name for checkpoint in listed if checkpoint.step in self._evaluations.rounds.pending_steps
+        }
         best = self._best(listed)
-        return sorted(found if best is None else found | {best[1].path.name})
+        return sorted(names if best is None else names | {best[1].path.name})
 
     async def note(self) -> None:
         """Write the row, if the best version has changed. Raises BusError."""
@@ -77,40 +76,34 @@ class BestCheckpoint:
             "set": score.set,
             "metric": score.metric,
             "value": scored.value,
+            "directory": str(checkpoint.path),
+            "epoch": self._epoch,
         }
-        row |= {"directory": str(checkpoint.path), "epoch": self._epoch}
         if row != self._row:
             await self._bus.retry(lambda: self._bus.rows("run").put(BEST_KEY, row))
-            log.info(
-                "best checkpoint=%s version=%d %s/%s=%.4g",
-                checkpoint.path,
-                scored.version,
-                score.set,
-                score.metric,
-                scored.value,
-            )
+            text = "best checkpoint=%s version=%d %s/%s=%.4g"
+            log.info(text, checkpoint.path, scored.version, score.set, score.metric, scored.value)
             self._row = row
 
     def _best(self, listed: Collection[Checkpoint]) -> tuple[Scored, Checkpoint] | None:
         """Return the best version that has a checkpoint, with the newest one of its step."""
         for scored in self._evaluations.best.ranked:
-            for one in listed:
-                if one.step == scored.step:
-                    return scored, one
+            for checkpoint in listed:
+                if checkpoint.step == scored.step:
+                    return scored, checkpoint
         return None
 
 
 def versions_of(
     step: int, *, versions: Mapping[int, int], head: tuple[int, int] | None, push_every: int, republished: bool
 ) -> Collection[int]:
-    """Return the versions that the weights of a step are, or may become: those it has when it is repeated, else the
-    next by count.
+    """Return the versions of a repeated step, or the versions that the weights of a new one may become.
 
     ``republished``: a start publishes once more the weights of its first step, or of the last step that it repeats, and
     it is not known whether it has; later versions may then be one higher.
     """
-    if known := [version for version, its in versions.items() if its == step]:
-        return known
+    if published := [version for version, version_step in versions.items() if version_step == step]:
+        return published
     if head is None or step % push_every:
         return ()
     version = head[0] + step // push_every - head[1] // push_every

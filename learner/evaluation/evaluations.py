@@ -1,6 +1,6 @@
 """Evaluation beside training: issues the tasks of a round, reads their samples, records the scores.
 
-    versions --> Rounds --> TASKS (kind eval) --> actors --> SAMPLES (kind eval) --> Rounds --> PLAN: one Evaluated for each set
+    versions --> Rounds --> TASKS (kind eval) --> actors --> SAMPLES (kind eval) --> Rounds --> PLAN: Evaluated, by set
 
 Runs in the feeder, because only the learner writes TASKS and PLAN. It shares actors and engines with training; at most
 ``eval.max_open_tasks`` prompts are out. It decides nothing that is trained.
@@ -16,14 +16,21 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.episode_limits import Budget
-from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Task
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.errors import PromptError
+from tidemill.learner.evaluation.config import EvalConfig
 from tidemill.learner.evaluation.rounds import MARK, Place, Result, Rounds, SetSize
 from tidemill.learner.evaluation.scores import BestScore
 from tidemill.learner.prompts.bad_rows import all_bad
 from tidemill.learner.prompts.prompt_file import PromptFile, sampler_seed
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 5.0
+"""Longest sleep of the loop, which is woken normally: it also notices a round that stands still."""
+EARLY = 256
+"""Maximum number of samples that are kept for a task that is not confirmed as issued yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +52,9 @@ class EvalPrompts:
         number = min(self.limit or len(self.prompts), len(self.prompts))
         rows = tuple(self._usable(number))
         identity = f"{self.prompts.digest} {self.sampling} {self.samples} {self.passes_at}"
-        if used := {
-            name: self.budgets[name] for name in sorted({self.prompts.row(row).rollout for row in rows} - {""})
-        }:
-            identity += f" {used}"
+        rollouts = sorted({self.prompts.row(row).rollout for row in rows} - {""})
+        if rollouts:
+            identity += f" { {name: self.budgets[name] for name in rollouts} }"
             if self.prompts.chat_template_args:
                 identity += f" {self.prompts.chat_template_args}"
         return SetSize(name=self.name, rows=rows, samples=self.samples, passes_at=self.passes_at, identity=identity)
@@ -70,9 +76,7 @@ class EvalPrompts:
         return usable
 
     def task(self, place: Place, rounds: Rounds, *, run: str, epoch: int, seed: int, step: int) -> Task:
-        """Return the task of one prompt. Its sampler seed depends on ``seed`` and the row alone: it is the same for all
-        versions.
-        """
+        """Return the task of a prompt. Its sampler seed is the same for all versions."""
         drawn = self.prompts.at(0, place.row)
         return Task(
             run=run,
@@ -98,60 +102,39 @@ class EvalPrompts:
         )
 
 
-log = logging.getLogger(__name__)
-
-LOOK_AGAIN_S = 5.0
-"""Longest sleep of the loop, which is woken normally: it also notices a round that stands still."""
-EARLY = 256
-"""Maximum number of samples that are kept for a task that is not confirmed as issued yet."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalPlan:
     """The sets that are evaluated, and when."""
 
+    config: EvalConfig = field(default_factory=EvalConfig)
     sets: Sequence[EvalPrompts] = ()
-    every: int = 0
-    best: str = ""
-    """SET/METRIC of the best checkpoint; empty = none is chosen."""
-    stop_after: int = 0
-    """Evaluations without a better one after which the run ends; 0 = never."""
-    at_start: bool = True
-    at_end: bool = True
     last_step: int = 0
-    exact: bool = False
-    max_open_tasks: int = 8
-    stall_s: float = 600.0
-    seed: int = 0
     max_context: int = 0
     """Longer samples are invalid; 0 = any length."""
 
     def rounds(self) -> Rounds:
         """Return the state at the start of a run. Tokenizes every prompt. Raises PromptError."""
+        config = self.config
         return Rounds(
-            [one.size() for one in self.sets] if self.every else [],
-            every=self.every,
-            at_start=self.at_start,
-            at_end=self.at_end,
+            [prompts.size() for prompts in self.sets] if config.every else [],
+            every=config.every,
+            at_start=config.at_start,
+            at_end=config.at_end,
             last_step=self.last_step,
-            max_open_tasks=self.max_open_tasks,
+            max_open_tasks=config.max_open_tasks,
         )
 
 
 class Evaluations:
-    """The loop (see the module). Consumes published versions, samples of kind eval and dead tasks; waits for samples
-    and for the bus.
-    """
+    """The loop. Consumes published versions, samples of kind eval, dead tasks; waits for samples and the bus."""
 
     def __init__(
         self, bus: Bus, plan: EvalPlan, rounds: Rounds, *, epoch: int, store: Callable[[Task], Awaitable[Task]]
     ) -> None:
-        """``store``: issues a task, registers it with the DataSource and here (``issued``), and returns it with its
-        id.
-        """
-        self._bus, self._plan, self._rounds, self._epoch, self._store = bus, plan, rounds, epoch, store
-        self._sets: Mapping[str, EvalPrompts] = {one.name: one for one in plan.sets}
-        self.best = BestScore(plan.best, stop_after=plan.stop_after)
+        """``store``: issues a task, registers it with the DataSource, and returns it with its id."""
+        self._bus, self._plan, self.rounds, self._epoch, self._store = bus, plan, rounds, epoch, store
+        self._sets: Mapping[str, EvalPrompts] = {prompts.name: prompts for prompts in plan.sets}
+        self.best = BestScore(plan.config.best, stop_after=plan.config.stop_after)
         """The scores of the run so far; the records of PLAN are read into it (``restore``) before the run goes on."""
         self.on_scores: Callable[[], Awaitable[None]] | None = None
         """Called when a version has a score for ``best``."""
@@ -162,30 +145,25 @@ class Evaluations:
         self.moved_s = time.monotonic()
         """Time of the last result, or of the begin of the round."""
         self.sampled = True
-        """False until a run that begins has its first sample: engines are being started, which takes minutes for a
-        large model.
-        """
+        """False until a run has its first sample: engines are being started, which takes minutes for a large model."""
         self._idle = asyncio.Event()
         """Set while no round is open."""
         self._note_idle()
 
     def published(self, version: int, step: int) -> None:
         """Register a published version."""
-        if self._rounds.idle:
+        if self.rounds.idle:
             self.moved_s = time.monotonic()
-        skipped = self._rounds.skipped
-        self._rounds.published(version, step)
+        skipped = self.rounds.skipped
+        self.rounds.published(version, step)
         self._note_idle()
-        if self._rounds.skipped != skipped:
-            log.warning(
-                "a version is not evaluated: evaluations take longer than eval.every = %d versions", self._plan.every
-            )
+        if self.rounds.skipped != skipped:
+            text = "a version is not evaluated: evaluations take longer than eval.every = %d versions"
+            log.warning(text, self._plan.config.every)
         self._changed.wake()
 
     async def restore(self, tasks: Sequence[Task], head: tuple[int, int] | None) -> None:
-        """Register the scores and the tasks of earlier starts, and the published version. The state of the checkpoint
-        is in the rounds.
-        """
+        """Register scores and tasks of earlier starts, and the head. The rounds have the state of the checkpoint."""
         self.sampled = False
         await self._read_scores()
         for task in tasks:
@@ -194,7 +172,7 @@ class Evaluations:
             self.published(*head)
 
     async def _read_scores(self) -> None:
-        if self._plan.best:
+        if self._plan.config.best:
             async for _, record in self._bus.plans.scan():
                 if isinstance(record, Evaluated):
                     self.best.note(record.dataset, record.version, record.step, record.metrics)
@@ -202,21 +180,13 @@ class Evaluations:
     @property
     def num_bad_rows(self) -> int:
         """Number of rows of all sets that cannot be used."""
-        return sum(len(one.prompts.bad_rows) for one in self._plan.sets)
+        return sum(len(prompts.prompts.bad_rows) for prompts in self._plan.sets)
 
     @property
     def troubles(self) -> list[str]:
         """Descriptions of these rows, for status."""
-        return [f"evaluation set {one.name}: {one.prompts.trouble}" for one in self._plan.sets if one.prompts.trouble]
-
-    @property
-    def pending_steps(self) -> set[int]:
-        """Steps of the versions that are being evaluated or will be next."""
-        return self._rounds.pending_steps
-
-    def due(self, version: int, step: int) -> bool:
-        """Return whether a version will be evaluated, if there is time."""
-        return self._rounds.due(version, step)
+        troubles = {prompts.name: prompts.prompts.trouble for prompts in self._plan.sets}
+        return [f"evaluation set {name}: {trouble}" for name, trouble in troubles.items() if trouble]
 
     def holds(self, step: int, head: tuple[int, int] | None, *, due: bool) -> bool:
         """Return whether the step behind ``step`` waits: a push of its weights would mix versions in the scores of this
@@ -224,19 +194,19 @@ class Evaluations:
 
         ``head``: version and step of the newest published weights. ``due``: the weights of ``step`` may be evaluated.
         """
-        if not (step == 0 or self._plan.exact) or not due:
+        if not (step == 0 or self._plan.config.exact) or not due:
             return False
-        return head is None or head[1] < step or not self._rounds.idle
+        return head is None or head[1] < step or not self.rounds.idle
 
     def ends_after(self, step: int, head: tuple[int, int] | None) -> None:
         """Register that the run ends after ``step``. ``head``: version and step of the newest published weights."""
-        self._rounds.ends_after(step)
+        self.rounds.ends_after(step)
         if head is not None:
             self.published(*head)
 
     def issued(self, task: Task) -> None:
         """Register a task of kind eval: just issued, or read at a restart."""
-        if not self._rounds.issued(task) and task.id not in self._rounds.open_tasks:
+        if not self.rounds.issued(task) and task.id not in self.rounds.open_tasks:
             return
         self._tasks[task.id] = task
         early, self._early = self._early, []
@@ -247,93 +217,78 @@ class Evaluations:
         """Register a sample of kind eval."""
         task = self._tasks.get(sample.task)
         if task is None:
-            if len(self._early) < EARLY and not self._rounds.idle:
+            if len(self._early) < EARLY and not self.rounds.idle:
                 self._early.append(sample)
             return
-        if wrong := mismatch(task, sample, self._plan.max_context):
-            log.warning(
-                "evaluation sample passed over task=%d index=%d: its %s is not the task's",
-                sample.task,
-                sample.index,
-                wrong,
-            )
+        if field_name := mismatch(task, sample, self._plan.max_context):
+            text = "evaluation sample passed over task=%d index=%d: its %s is not the task's"
+            log.warning(text, sample.task, sample.index, field_name)
             return
-        if self._rounds.arrived(sample):
+        if self.rounds.arrived(sample):
             self.moved_s = time.monotonic()
             self._forget()
             self._changed.wake()
 
     def gone(self, letter: Dead) -> None:
         """Register a dead task."""
-        if self._rounds.gone(letter.task):
+        if self.rounds.gone(letter.task):
             log.warning("evaluation prompt given up task=%d reason=%s", letter.task, letter.reason)
             self._forget()
             self._changed.wake()
 
     def _forget(self) -> None:
-        self._tasks = {id: task for id, task in self._tasks.items() if id in self._rounds.open_tasks}
-
-    def dump(self) -> JsonObject:
-        """Return the state for a checkpoint. Call it while no task is being issued."""
-        return self._rounds.dump()
-
-    @property
-    def waits_for(self) -> str:
-        """Description of the open round; empty without one."""
-        return self._rounds.open
+        self._tasks = {task_id: self._tasks[task_id] for task_id in self.rounds.open_tasks if task_id in self._tasks}
 
     async def run(self) -> None:
         """Issue tasks and record scores, until cancelled."""
         while True:
-            if results := self._rounds.results():
+            if results := self.rounds.results():
                 for result in results:
                     await self._record(result)
                 self._close()
-            elif (place := self._rounds.wanted()) is not None:
+            elif (place := self.rounds.wanted()) is not None:
                 await self._issue(place)
             else:
                 self._end_stalled()
-                await self._changed.wait(min(LOOK_AGAIN_S, self._plan.stall_s))
+                await self._changed.wait(min(LOOK_AGAIN_S, self._plan.config.stall_s))
 
     async def _issue(self, place: Place) -> None:
-        """Issue the task of a prompt. Raises PromptError where bad rows are refused, for one that no message can
-        carry.
-        """
+        """Issue the task of a prompt. Raises PromptError where bad rows are refused, if no message can carry it."""
         try:
-            await self._store(await asyncio.to_thread(self._task, place))  # in a thread: a prompt may have megabytes
+            # In a thread, because a prompt may have megabytes.
+            self.issued(await self._store(await asyncio.to_thread(self._task, place)))
         except WireError as error:
             prompts = self._sets[place.set].prompts
             bad = PromptError(prompts.place(place.row), f"a task with {error.field} of {error.want}", error.got)
             prompts.bad_rows.add(place.row, bad)
-            self._rounds.leave_out(place)
+            self.rounds.leave_out(place)
 
     def _close(self) -> None:
         # Behind the records: a kill in between makes the same results again, from the state of the checkpoint.
-        self._rounds.close()
+        self.rounds.close()
         self.moved_s = time.monotonic()
         self._early.clear()
         self._note_idle()
 
     def _note_idle(self) -> None:
-        self._idle.set() if self._rounds.idle else self._idle.clear()
+        self._idle.set() if self.rounds.idle else self._idle.clear()
 
     async def over(self) -> None:
         """Wait until every round that is due is recorded."""
         await self._idle.wait()
 
     def _task(self, place: Place) -> Task:
-        one = self._sets[place.set]
-        return one.task(
-            place, self._rounds, run=self._bus.run, epoch=self._epoch, seed=self._plan.seed, step=self._rounds.step
-        )
+        seed, step = self._plan.config.seed, self.rounds.step
+        prompts = self._sets[place.set]
+        return prompts.task(place, self.rounds, run=self._bus.run, epoch=self._epoch, seed=seed, step=step)
 
     def _end_stalled(self) -> None:
         silent_s = time.monotonic() - self.moved_s
-        if self._rounds.step == 0 and not self.sampled:  # steps wait, too, and learner.batch_timeout_s ends that
+        if self.rounds.step == 0 and not self.sampled:  # steps wait, too, and learner.batch_timeout_s ends that
             return
-        if not self._rounds.idle and silent_s > self._plan.stall_s:
-            log.error("%s: no result for %.0f s (eval.stall_s); it ends with what it has", self._rounds.open, silent_s)
-            self._rounds.end()
+        if not self.rounds.idle and silent_s > self._plan.config.stall_s:
+            log.error("%s: no result for %.0f s (eval.stall_s); it ends with what it has", self.rounds.open, silent_s)
+            self.rounds.end()
             self._forget()
             self._changed.wake()
 
@@ -342,12 +297,8 @@ class Evaluations:
             epoch=self._epoch, version=result.version, step=result.step, dataset=result.set, metrics=result.metrics
         )
         await self._bus.plans.append(record)
-        scored = self._plan.best and self.best.note(record.dataset, record.version, record.step, record.metrics)
+        scored = self._plan.config.best and self.best.note(record.dataset, record.version, record.step, record.metrics)
         if scored and self.on_scores is not None:
             await self.on_scores()
-        log.info(
-            "evaluated version=%d set=%s %s",
-            result.version,
-            result.set,
-            " ".join(f"{k}={v:.4g}" for k, v in result.metrics.items()),
-        )
+        metrics = " ".join(f"{name}={value:.4g}" for name, value in result.metrics.items())
+        log.info("evaluated version=%d set=%s %s", result.version, result.set, metrics)

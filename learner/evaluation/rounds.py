@@ -11,7 +11,7 @@ tasks that were issued after it are read again, so that a restart issues no prom
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class Result:
 class _Round:
     version: int
     step: int
-    same: int
+    newest_copy: int
     """Newest version with the same weights: a start publishes the weights that it begins with once more."""
     tasks: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Set and row of each issued task that is open."""
@@ -76,13 +76,14 @@ class Rounds:
         self, sets: Sequence[SetSize], *, every: int, at_start: bool, at_end: bool, last_step: int, max_open_tasks: int
     ) -> None:
         """``last_step``: of the run."""
-        self._sets = {one.name: one for one in sets}
+        self._sets = {size.name: size for size in sets}
+        self._prompts = dict.fromkeys((size.name, row) for size in sets for row in size.rows)
+        """Set and row of every prompt, in the order of their issue."""
         self._every, self._at_start, self._at_end, self._last_step = every, at_start, at_end, last_step
         self._max_open = max_open_tasks
-        self.digest = hashlib.sha256(
-            json.dumps([(one.name, one.rows, one.identity) for one in sets]).encode()
-        ).hexdigest()[:16]
-        """Digest of all sets: tasks and state of other ones are passed over."""
+        identities = json.dumps([(size.name, size.rows, size.identity) for size in sets])
+        self.digest = hashlib.sha256(identities.encode()).hexdigest()[:16]
+        """Digest of all sets: tasks and state of other sets are passed over."""
         self._open: _Round | None = None
         self._next: tuple[int, int] | None = None
         """Version and step that wait for the open round."""
@@ -91,9 +92,7 @@ class Rounds:
         self._newest_step = -1
         """Step of its weights."""
         self.skipped = 0
-        """Versions that were due and were not evaluated, because a later one was due before the round before them had
-        ended.
-        """
+        """Versions that were due and not evaluated, because a later one was due before the open round had ended."""
 
     # ---- versions
 
@@ -106,11 +105,9 @@ class Rounds:
         return version % self._every == 0 or (self._at_end and step == self._last_step)
 
     def published(self, version: int, step: int) -> None:
-        """Open the round of ``version``, if it is due and its weights have had none; or let it wait for the open
-        one.
-        """
+        """Open the round of ``version``, if it is due and its weights have had none, or let it wait for an open one."""
         if self._open is not None and step == self._open.step:
-            self._open.same = max(version, self._open.same)
+            self._open.newest_copy = max(version, self._open.newest_copy)
         newest_step = self._newest_step if self._next is None else self._next[1]
         if not self.due(version, step) or version <= self._newest or step <= newest_step:
             return
@@ -121,21 +118,18 @@ class Rounds:
         self._next = (version, step)
 
     def ends_after(self, step: int) -> None:
-        """Register that the run ends after an earlier step than the last of its settings: the version of this one is
-        due at the end.
-        """
+        """Register that the run ends after an earlier step than in the settings; the version of that step is due."""
         self._last_step = step
 
     def _begin(self, version: int, step: int) -> None:
-        self._open = _Round(version=version, step=step, same=version)
+        self._open = _Round(version=version, step=step, newest_copy=version)
         self._newest, self._newest_step = max(self._newest, version), max(self._newest_step, step)
 
     @property
     def pending_steps(self) -> set[int]:
         """Steps of the versions of the open round and of the one that waits."""
-        return ({self._open.step} if self._open is not None else set()) | (
-            {self._next[1]} if self._next is not None else set()
-        )
+        steps = set() if self._open is None else {self._open.step}
+        return steps if self._next is None else steps | {self._next[1]}
 
     @property
     def idle(self) -> bool:
@@ -152,11 +146,8 @@ class Rounds:
         """Description of the open round, for status; empty if there is none."""
         if self._open is None:
             return ""
-        total = sum(len(one.rows) for one in self._sets.values())
-        return (
-            f"evaluation of version {self._open.version}: {len(self._open.placed) - len(self._open.tasks)} of "
-            f"{total} prompts"
-        )
+        answered = len(self._open.placed) - len(self._open.tasks)
+        return f"evaluation of version {self._open.version}: {answered} of {len(self._prompts)} prompts"
 
     # ---- tasks
 
@@ -164,10 +155,9 @@ class Rounds:
         """Return the next prompt to issue; None while as many are out as may be, or nothing is left."""
         if self._open is None or len(self._open.tasks) >= self._max_open:
             return None
-        for one in self._sets.values():
-            for row in one.rows:
-                if (one.name, row) not in self._open.placed:
-                    return Place(version=self._open.version, set=one.name, row=row)
+        for name, row in self._prompts:
+            if (name, row) not in self._open.placed:
+                return Place(version=self._open.version, set=name, row=row)
         return None
 
     def mark(self, place: Place) -> JsonObject:
@@ -175,18 +165,15 @@ class Rounds:
         return {"set": place.set, "row": place.row, "digest": self.digest}
 
     def issued(self, task: Task) -> bool:
-        """Register a task of kind eval, just issued or read at a restart. Returns whether it belongs to a round that is
-        not over.
-        """
+        """Register a task of kind eval, just issued or read at a restart. Returns whether its round is not over."""
         place = self._place(task)
         if place is None or task.min_version < self._newest:
             return False
         if self._open is None or task.min_version > self._open.version:
             if task.min_version == self._newest:
                 return False  # of a round that is over
-            self._begin(
-                task.min_version, task.issue_step
-            )  # issued by a start that has ended, after its last checkpoint
+            # Issued by a start that has ended, after its last checkpoint.
+            self._begin(task.min_version, task.issue_step)
         if self._open is None or place in self._open.placed:
             return False
         self._open.placed.add(place)
@@ -198,31 +185,30 @@ class Rounds:
         if not isinstance(mark, dict) or mark.get("digest") != self.digest:
             return None
         name, row = mark.get("set"), mark.get("row")
-        known = isinstance(name, str) and name in self._sets and row in self._sets[name].rows
-        return (name, row) if known and isinstance(name, str) and isinstance(row, int) else None
+        if isinstance(name, str) and isinstance(row, int) and (name, row) in self._prompts:
+            return name, row
+        return None
 
     # ---- samples
 
     def arrived(self, sample: Sample) -> bool:
-        """Register a valid sample of kind eval. Returns whether it is a response of the open round; the first one of an
-        index counts.
-        """
+        """Register a valid sample. Returns whether it counts: it is the first of its index in the open round."""
         if sample.status not in (Status.COMPLETED, Status.TRUNCATED) or self._open is None:
             return False
         place = self._open.tasks.get(sample.task)
         if place is None:
             return False
-        there = self._open.responses.setdefault(place, {})
-        if sample.index in there or not 0 <= sample.index < self._sets[place[0]].samples:
+        responses = self._open.responses.setdefault(place, {})
+        if sample.index in responses or not 0 <= sample.index < self._sets[place[0]].samples:
             return False
-        there[sample.index] = ScoredResponse(
+        responses[sample.index] = ScoredResponse(
             score=sample.score,
             num_tokens=int(np.count_nonzero(sample.loss_mask)),
             truncated=sample.status is Status.TRUNCATED,
             oldest_version=sample.min_version,
             newest_version=sample.max_version,
         )
-        if len(there) == self._sets[place[0]].samples:
+        if len(responses) == self._sets[place[0]].samples:
             del self._open.tasks[sample.task]
         return True
 
@@ -244,15 +230,13 @@ class Rounds:
         """End the open round with the results it has: prompts that were not issued are missing, too."""
         if self._open is not None:
             self._open.tasks.clear()
-            self._open.placed = {(one.name, row) for one in self._sets.values() for row in one.rows}
+            self._open.placed = set(self._prompts)
 
     def results(self) -> list[Result]:
-        """Return the scores of the open round once all its prompts are answered or gone; else nothing. ``close``
-        follows.
-        """
+        """Return the scores of the open round once all its prompts are answered or gone; ``close`` follows."""
         if self._open is None or self._open.tasks or self.wanted() is not None:
             return []
-        return [self._result(self._open, one) for one in self._sets.values()]
+        return [self._result(self._open, size) for size in self._sets.values()]
 
     def close(self) -> None:
         """Close the open round after its results are recorded, and open the next."""
@@ -262,13 +246,15 @@ class Rounds:
             self._next = None
             self._begin(version, step)
 
-    def _result(self, done: _Round, one: SetSize) -> Result:
-        prompts = {row: list(done.responses.get((one.name, row), {}).values()) for row in one.rows}
-        versions = (done.version, done.same)
+    def _result(self, done: _Round, size: SetSize) -> Result:
         metrics = scores(
-            prompts, num_prompts=len(one.rows), samples=one.samples, passes_at=one.passes_at, versions=versions
+            {row: list(done.responses.get((size.name, row), {}).values()) for row in size.rows},
+            num_prompts=len(size.rows),
+            samples=size.samples,
+            passes_at=size.passes_at,
+            versions=(done.version, done.newest_copy),
         )
-        return Result(version=done.version, step=done.step, set=one.name, metrics=metrics)
+        return Result(version=done.version, step=done.step, set=size.name, metrics=metrics)
 
     # ---- persist
 
@@ -280,13 +266,13 @@ class Rounds:
             state["open"] = {
                 "version": self._open.version,
                 "step": self._open.step,
-                "same": self._open.same,
-                "tasks": [(id, *place) for id, place in self._open.tasks.items()],
+                "same": self._open.newest_copy,
+                "tasks": [(task_id, *place) for task_id, place in self._open.tasks.items()],
                 "placed": sorted(self._open.placed),
                 "responses": [
-                    (*place, index, one.score, one.num_tokens, one.truncated, one.oldest_version, one.newest_version)
-                    for place, there in self._open.responses.items()
-                    for index, one in there.items()
+                    (*place, index, *astuple(response))
+                    for place, responses in self._open.responses.items()
+                    for index, response in responses.items()
                 ],
             }
         return state
@@ -296,13 +282,12 @@ class Rounds:
         self._newest, self._newest_step = int(state["newest"]), int(state["newest_step"])
         if state["digest"] != self.digest or state["open"] is None:
             return
-        there = state["open"]
+        stored = state["open"]
         self._next = None if state["next"] is None else (int(state["next"][0]), int(state["next"][1]))
-        self._open = _Round(version=there["version"], step=there["step"], same=there["same"])
-        self._open.tasks = {id: (name, row) for id, name, row in there["tasks"]}
-        self._open.placed = {(name, row) for name, row in there["placed"]}
-        for name, row, index, score, num_tokens, truncated, oldest, newest in there["responses"]:
-            response = ScoredResponse(
-                score=score, num_tokens=num_tokens, truncated=truncated, oldest_version=oldest, newest_version=newest
-            )
+        self._open = _Round(version=stored["version"], step=stored["step"], newest_copy=stored["same"])
+        self._open.tasks = {task_id: (name, row) for task_id, name, row in stored["tasks"]}
+        self._open.placed = {(name, row) for name, row in stored["placed"]}
+        names = [column.name for column in fields(ScoredResponse)]
+        for name, row, index, *values in stored["responses"]:
+            response = ScoredResponse(**dict(zip(names, values, strict=True)))
             self._open.responses.setdefault((name, row), {})[index] = response

@@ -42,56 +42,51 @@ def scores(
 
     ``prompts``: the responses to each prompt that has any, of ``num_prompts`` prompts with ``samples`` responses each.
     ``versions``: the version, and the newest one with the same weights.
-    A prompt without a response is in no mean; ``missing`` says how many responses were expected and are not there.
+    A prompt without a response is in no mean; ``missing`` is the number of expected responses that are not there.
 
     - ``mean``: mean over prompts of the mean score of a prompt's responses (mean@k).
     - ``mean_low``, ``mean_high``: percentile bootstrap interval of ``mean`` over prompts, 95 % (Efron, 1979).
-    - ``pass_at_<k>``, k = 1, 2, 4 ... samples: unbiased estimate of the probability that one of k responses passes (Chen et al., 2021,
-      arXiv 2107.03374, equation 1), mean over the prompts with at least k responses.
+    - ``pass_at_<k>``, k = 1, 2, 4 ... samples: unbiased estimate of the probability that one of k responses passes
+      (Chen et al., 2021, arXiv 2107.03374, equation 1), mean over the prompts with at least k responses.
     """
-    found = [list(responses) for responses in prompts.values() if responses]
-    every = [response for responses in found for response in responses]
-    result = {
-        "prompts": float(len(found)),
-        "samples": float(len(every)),
-        "missing": float(num_prompts * samples - len(every)),
+    answered = [list(responses) for responses in prompts.values() if responses]
+    responses = [response for group in answered for response in group]
+    metrics = {
+        "prompts": float(len(answered)),
+        "samples": float(len(responses)),
+        "missing": float(num_prompts * samples - len(responses)),
     }
-    if not every:
-        return result
-    means = np.array([np.mean([response.score for response in responses]) for responses in found])
+    if not responses:
+        return metrics
+    means = np.array([np.mean([response.score for response in group]) for group in answered])
     low, high = bootstrap(means)
-    result |= {"mean": float(means.mean()), "mean_low": low, "mean_high": high}
-    counts = [(len(responses), sum(response.score >= passes_at for response in responses)) for responses in found]
+    metrics |= {"mean": float(means.mean()), "mean_low": low, "mean_high": high}
+    counts = [(len(group), sum(response.score >= passes_at for response in group)) for group in answered]
     for k in powers(samples):
         chances = [pass_at(k, total, passed) for total, passed in counts if total >= k]
         if chances:
-            result[f"pass_at_{k}"] = float(np.mean(chances))
-    version, same = versions
-    sampled = [response for response in every if response.newest_version >= 0]
-    oldest, newest = (
-        min((one.oldest_version for one in sampled), default=same),
-        max((one.newest_version for one in sampled), default=same),
-    )
-    result |= {
-        "tokens_mean": float(np.mean([response.num_tokens for response in every])),
-        "tokens_max": float(max(response.num_tokens for response in every)),
-        "truncated_share": float(np.mean([response.truncated for response in every])),
-        "versions_later": float(newest - version if newest > same else 0),
-        "versions_later_min": float(oldest - version if oldest > same else 0),
+            metrics[f"pass_at_{k}"] = float(np.mean(chances))
+    version, newest_copy = versions
+    sampled = [response for response in responses if response.newest_version >= 0]
+    oldest = min((response.oldest_version for response in sampled), default=newest_copy)
+    newest = max((response.newest_version for response in sampled), default=newest_copy)
+    return metrics | {
+        "tokens_mean": float(np.mean([response.num_tokens for response in responses])),
+        "tokens_max": float(max(response.num_tokens for response in responses)),
+        "truncated_share": float(np.mean([response.truncated for response in responses])),
+        "versions_later": float(newest - version if newest > newest_copy else 0),
+        "versions_later_min": float(oldest - version if oldest > newest_copy else 0),
     }
-    return result
 
 
 def powers(samples: int) -> list[int]:
     """Return 1, 2, 4 ... up to ``samples``, and ``samples`` itself."""
-    found = [2**power for power in range(samples.bit_length()) if 2**power <= samples]
-    return found if found[-1] == samples else [*found, samples]
+    numbers = [2**power for power in range(samples.bit_length()) if 2**power <= samples]
+    return numbers if numbers[-1] == samples else [*numbers, samples]
 
 
 def pass_at(k: int, total: int, passed: int) -> float:
-    """Return 1 - C(total - passed, k) / C(total, k): the chance that k of ``total`` responses, drawn at random, hold
-    one that passes.
-    """
+    """Return 1 - C(total - passed, k) / C(total, k): the chance that one of k responses, drawn at random, passes."""
     return 1.0 - math.comb(total - passed, k) / math.comb(total, k)
 
 
@@ -116,16 +111,12 @@ class BestScore:
     """Scores of the evaluated versions, higher is better."""
 
     def __init__(self, choice: str, *, stop_after: int = 0) -> None:
-        """``choice``: SET/METRIC. ``stop_after``: versions without a better score after which ``stopped`` has a text; 0
-        = never.
-        """
+        """``choice``: SET/METRIC. ``stop_after``: evaluations without a better score that end the run; 0 = never."""
         self.set, _, self.metric = choice.partition("/")
         self._stop_after = stop_after
         self._scored: dict[int, Scored] = {}
         self.stopped = ""
-        """The reason to end the run; empty = there is none. It stays: the last version, evaluated at the end, may have
-        a better score.
-        """
+        """The reason to end the run; empty = none. It stays, though the last version may have a better score."""
 
     def note(self, dataset: str, version: int, step: int, metrics: Mapping[str, float]) -> bool:
         """Register the scores of one set at one version, which may be repeated. Returns whether they have the score."""
@@ -134,16 +125,15 @@ class BestScore:
             return False
         self._scored[version] = Scored(version=version, step=step, value=value)
         best = self.ranked[0]
-        later = sum(other > best.version for other in self._scored)
-        if self._stop_after and later >= self._stop_after and not self.stopped:
+        num_later = sum(scored_version > best.version for scored_version in self._scored)
+        if self._stop_after and num_later >= self._stop_after and not self.stopped:
             self.stopped = (
-                f"no {self.set}/{self.metric} above {best.value:.4g} (version {best.version}, step "
-                f"{best.step}) in the {later} "
-                "evaluations after it (eval.stop_after)"
+                f"no {self.set}/{self.metric} above {best.value:.4g} (version {best.version}, step {best.step}) in "
+                f"the {num_later} evaluations after it (eval.stop_after)"
             )
         return True
 
     @property
     def ranked(self) -> Sequence[Scored]:
         """All of them, the best first; of equal ones the earliest."""
-        return sorted(self._scored.values(), key=lambda one: (-one.value, one.version))
+        return sorted(self._scored.values(), key=lambda scored: (-scored.value, scored.version))

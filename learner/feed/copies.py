@@ -1,17 +1,15 @@
-"""Checkpoints of several nodes, or with a store, as the feeder needs them: the newest whole one at the start, the
-copies of each new one.
+"""Checkpoints of several nodes, or with a store: the newest whole one at the start, the copies of each new one.
 
-Waits for the keepers of the nodes (``learner/checkpoints/keeper.py``) or for the uploads
-(``learner/checkpoints/uploads.py``), without a
-deadline: a checkpoint that has too few copies is not the latest, and the log and the feeder's row report the missing
-ones.
+Waits for the keepers of the nodes (``learner/checkpoints/node_copies.py``) or for the uploads
+(``learner/checkpoints/store_uploads.py``), without a deadline: a checkpoint with too few copies is not the latest, and
+the log and the feeder's row report the missing copies.
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,13 +20,14 @@ from tidemill.bus.liveness.keys import api_keys
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
-from tidemill.learner.checkpoints.keeper import INTERVAL_S, ROWS, Holder, digests_in, held_below, holders
 from tidemill.learner.checkpoints.manifest import MANIFEST, FileEntry, Manifest
+from tidemill.learner.checkpoints.node_copies import INTERVAL_S, ROWS, Holder, held_below, holders
 from tidemill.learner.checkpoints.object_store import OWNER, UNNAMED, ObjectStore
-from tidemill.learner.checkpoints.peers import Peer, PeerClient, PeerFailed, choose, short_of_copies
-from tidemill.learner.checkpoints.uploads import (
+from tidemill.learner.checkpoints.placement import choose, digests_in, short_of_copies
+from tidemill.learner.checkpoints.remote_files import Peer, PeerClient, PeerFailed
+from tidemill.learner.checkpoints.store_uploads import (
     MOST_PAUSE_S,
     SILENCE_S,
     Silence,
@@ -41,7 +40,7 @@ from tidemill.learner.checkpoints.uploads import (
     survey,
     uploaded,
 )
-from tidemill.learner.checkpoints.uploads import ROWS as UPLOADS
+from tidemill.learner.checkpoints.store_uploads import ROWS as UPLOADS
 from tidemill.learner.errors import CheckpointCorrupt, ConfigRefused, NoCheckpoint, StoreFailed
 
 log = logging.getLogger(__name__)
@@ -50,14 +49,12 @@ HOME = 0
 """Node of the feeder and of rank 0."""
 STORE = -1
 """Stands for the store among the nodes that have files."""
-_SAY_S = 30.0
+_LOG_S = 30.0
 """Time between two lines of the log about missing copies."""
 ASK_S = 600.0
-"""The agents of all nodes are alive when a feeder starts; their keepers answer when they have read and verified their
-disks.
-"""
+"""Time for the answers of all nodes, whose keepers read and verify their disks first."""
 T = TypeVar("T")
-Asked = dict[int, dict[str, list[str]]]
+HeldFiles = dict[int, dict[str, list[str]]]
 """node -> checkpoint -> names of the files that it has."""
 
 
@@ -77,10 +74,8 @@ class Copies:
     ) -> None:
         """``copies``: on nodes; not used with a store, which has every file of the latest checkpoint.
 
-        ``ask_s``: time for which a node that does not answer is asked again at the start; after that its disk counts as
-        lost. It is also the time for a store that does not answer, which is not lost: its error is raised then.
-        ``silence_s``: time after which a request to the store without an answer is reported, and behind the deadline
-        counts as failed.
+        ``ask_s``: time for the first answers. A node without one counts as lost; the error of a store is raised.
+        ``silence_s``: time without an answer of the store after which the wait is reported, or fails after ``ask_s``.
         """
         self._bus, self._root, self._num_nodes, self._copies, self._ask_s = bus, root, num_nodes, copies, ask_s
         self._store, self._silence_s = store, silence_s
@@ -92,14 +87,12 @@ class Copies:
     async def peers(self) -> list[Peer]:
         """Return all nodes that serve checkpoints, this one too. Raises BusUnavailable."""
         key = (await api_keys(self._bus).known()).bearer
-        return [Peer(node=one.node, url=one.url, key=key) for one in (await holders(self._bus)).values()]
+        return [Peer(node=holder.node, url=holder.url, key=key) for holder in (await holders(self._bus)).values()]
 
     async def claim(self, *, is_new: bool) -> None:
-        """Claim the store for this run, if there is one. Raises ConfigRefused for the store of another run, StoreFailed
-        for a new run's.
+        """Claim the store for this run, if there is one. Raises ConfigRefused for the store of another run.
 
-        ``is_new``: the bus has no checkpoint of the run. Otherwise a store that does not answer now is no reason not to
-        begin; one that hangs is waited for for ``silence_s``.
+        ``is_new``: the bus has no checkpoint of the run: then a store that does not answer raises StoreFailed.
         """
         if (store := self._store) is None:
             return
@@ -115,9 +108,8 @@ class Copies:
             log.error("the store of checkpoints does not answer, and begins later: %s", error)
             return
         if owner != mine:
-            raise ConfigRefused(
-                "learner.checkpoint.store", "a place for the checkpoints of this run", f"{store.url} {foreign(owner)}"
-            )
+            want = "a place for the checkpoints of this run"
+            raise ConfigRefused("learner.checkpoint.store", want, f"{store.url} {foreign(owner)}")
 
     async def whole(self, row: JsonMapping) -> Path:
         """Return the latest checkpoint of the run or, with an error in the log, the newest whole one before it.
@@ -128,7 +120,7 @@ class Copies:
         deadline = time.monotonic() + self._ask_s
         while True:
             rows, peers = await holders(self._bus), [peer for peer in await self.peers() if peer.node != HOME]
-            held, failures = await asyncio.to_thread(_asked, peers)
+            held, failures = await asyncio.to_thread(_held_files, peers)
             silent = [node for node in range(self._num_nodes) if node != HOME and node not in held]
             late = time.monotonic() >= deadline
             if not silent or late:
@@ -146,39 +138,34 @@ class Copies:
         finally:
             self.waits_for = ""
 
-    async def _in_store(self, row: JsonMapping, asked: Asked, deadline: float) -> dict[str, list[str]]:
-        """Return the files in the store of the checkpoints that the row names. Raises StoreFailed, unless the nodes
-        have the latest.
-        """
+    async def _in_store(self, row: JsonMapping, held: HeldFiles, deadline: float) -> dict[str, list[str]]:
+        """Return the stored files of the row's checkpoints. Raises StoreFailed, unless the nodes have the latest."""
         assert self._store is not None
         latest, named = Path(row["directory"]).name, digests_in(row)
         try:
-            found = await self._answered(self._survey, deadline=time.monotonic())
+            stored = await self._answered(self._survey, deadline=time.monotonic())
         except StoreFailed as error:
-            here = {
-                name
-                for held in (await asyncio.to_thread(held_below, self._root), *asked.values())
-                for name in held.get(latest, ())
-            }
-            if await asyncio.to_thread(_has_all, self._root / latest, here):
+            on_nodes = (await asyncio.to_thread(held_below, self._root), *held.values())
+            files = {name for checkpoints in on_nodes for name in checkpoints.get(latest, ())}
+            if await asyncio.to_thread(_has_all, self._root / latest, files):
                 log.error("the latest checkpoint is on the nodes, and the store does not answer: %s", error)
                 return {}
-            found = await self._answered(self._survey, deadline=deadline)
-        for name in sorted(found.keys() - named.keys()):
-            log.warning("checkpoint %s/%s is not used: the run's row does not name it", self._store.url, name)
-        trusted = {name: one for name, one in found.items() if name in named}
-        for name in [name for name, one in trusted.items() if one.digest != named[name]]:
-            one = trusted.pop(name)
-            defect = CheckpointCorrupt(
-                f"{self._store.url}/{name}", MANIFEST, f"sha256 {named[name]}, as in the run's row", one.digest
-            )
-            log.error("checkpoint in the store is of another run: %s", defect)
-        return {name: [MANIFEST, *one.held] for name, one in trusted.items()}
+            stored = await self._answered(self._survey, deadline=deadline)
+        trusted: dict[str, list[str]] = {}
+        for name, checkpoint in sorted(stored.items()):
+            place = f"{self._store.url}/{name}"
+            if name not in named:
+                log.warning("checkpoint %s is not used: the run's row does not name it", place)
+            elif checkpoint.digest != named[name]:
+                want = f"sha256 {named[name]}, as in the run's row"
+                defect = CheckpointCorrupt(place, MANIFEST, want, checkpoint.digest)
+                log.error("checkpoint in the store is of another run: %s", defect)
+            else:
+                trusted[name] = [MANIFEST, *checkpoint.held]
+        return trusted
 
     async def _survey(self, silence: Silence) -> dict[str, Stored]:
-        """Return the checkpoints in the store with a manifest. Raises StoreFailed, also for a store that is not this
-        run's.
-        """
+        """Return the checkpoints in the store. Raises StoreFailed, also for the store of another run."""
         assert self._store is not None
         mine, owner = await identity_of(self._bus), await in_daemon(self._store.owner, silence)
         if owner in UNNAMED:
@@ -188,10 +175,7 @@ class Copies:
         return (await in_daemon(partial(survey, self._store), silence))[0]
 
     async def _answered(self, ask: Callable[[Silence], Awaitable[T]], *, deadline: float) -> T:
-        """Return the store's answer. Raises StoreFailed behind the deadline, a time of the monotonic clock.
-
-        A store that hangs is asked once, and noticed behind the deadline at the next multiple of ``silence_s``.
-        """
+        """Return the store's answer. Raises StoreFailed behind the deadline (monotonic). Asks a hanging store once."""
         pause_s = INTERVAL_S
         self.waits_for = "the store of checkpoints"
         try:
@@ -216,43 +200,41 @@ class Copies:
         self.waits_for = f"the store of checkpoints: {url}: no answer for {seconds:.0f} s"
         log.error("waiting for %s", self.waits_for)
 
-    def _whole(self, row: JsonMapping, rows: dict[int, Holder], asked: Asked, peers: list[Peer]) -> Path:
-        client = PeerClient([peer for peer in peers if peer.node in asked], self._store)
+    def _whole(self, row: JsonMapping, rows: dict[int, Holder], held: HeldFiles, peers: list[Peer]) -> Path:
+        client = PeerClient([peer for peer in peers if peer.node in held], self._store)
         try:
-            held = {HOME: held_below(self._root), **asked}
+            held = {HOME: held_below(self._root), **held}
             latest, named = Path(row["directory"]).name, digests_in(row)
             order = _order({name for names in held.values() for name in names}, latest, row["step"])
-            seen = {node: one.held for node, one in rows.items()}
+            last_held = {node: holder.held for node, holder in rows.items()}
             files: dict[str, dict[str, FileEntry]] = {}
             for name in order:
                 try:
-                    data = fetch.manifest_bytes(self._root / name, client, sha256=named.get(name, ""))
+                    data = remote_files.manifest_bytes(self._root / name, client, sha256=named.get(name, ""))
                     files[name] = dict(Manifest.parse(name, data).files)
                 except CheckpointCorrupt as error:
                     log.error("checkpoint without a manifest: %s", error)
             places = "no living node" if self._store is None else "neither a living node nor the store"
-            choice = choose(order, files, held, seen, places=places)
+            choice = choose(order, files, held, last_held, places=places)
             for lack in choice.lacks:
                 log.error("checkpoint is NOT WHOLE, trying the one before it: %s", lack)
             if choice.checkpoint is None:
                 where = str(self._root) if self._store is None else f"{self._root}, {self._store.url}"
                 raise NoCheckpoint(where, "none is whole: " + "; ".join(map(str, choice.lacks)))
-            fetch.complete(self._root / choice.checkpoint, client, sha256=named.get(choice.checkpoint, ""))
+            remote_files.complete(self._root / choice.checkpoint, client, sha256=named.get(choice.checkpoint, ""))
             for name in held.get(STORE, {}).keys() & set(row.get("kept", ())):  # the best one is found by its directory
                 with suppress(CheckpointCorrupt):
-                    fetch.complete(self._root / name, client, sha256=named[name])
+                    remote_files.complete(self._root / name, client, sha256=named[name])
             return self._root / choice.checkpoint
         finally:
             client.close()
 
     async def wait(self, paths: Callable[[], Sequence[Path]]) -> Path:
-        """Wait until a checkpoint has enough holders of every file, or is in the store. Returns the newest such one.
-
-        ``paths``: returns those that wait, oldest first, at least one. It is called again for each look: one that can
-        never be copied, as a file of it is damaged, holds up no newer one.
+        """Return the newest checkpoint that has its copies, once there is one. ``paths``: returns the waiting ones,
+        oldest first, at each look: one that can never be copied, because a file is damaged, holds up no newer one.
         """
         changed = Waiter()
-        said = time.monotonic()
+        logged_s = time.monotonic()
         async with self._bus.rows("run").on_change(f"{ROWS if self._store is None else UPLOADS}.*", changed.wake):
             while True:
                 for path in reversed(paths()):
@@ -261,9 +243,9 @@ class Copies:
                         self.waits_for = ""
                         return path
                 self.waits_for = lacks  # of the oldest one
-                if time.monotonic() - said >= _SAY_S:
+                if time.monotonic() - logged_s >= _LOG_S:
                     log.warning("checkpoint is not the latest yet; it waits for %s", lacks)
-                    said = time.monotonic()
+                    logged_s = time.monotonic()
                 await changed.wait(INTERVAL_S)  # not for ever: a wake-up may be lost
 
     async def lacks(self, path: Path) -> str:
@@ -279,16 +261,14 @@ class Copies:
             rows = await holders(self._bus)
         except BusUnavailable as error:
             return f"the bus, for the holders of {checkpoint}: {error}"
-        held = {node: one.held for node, one in rows.items() if node < self._num_nodes}
+        held = {node: holder.held for node, holder in rows.items() if node < self._num_nodes}
         short = short_of_copies(files, checkpoint, held, num_nodes=self._num_nodes, copies=self._copies)
         if not short:
             return ""
         name, count = min(short.items())
-        what = (
-            f"{len(short)} files of {checkpoint} to be copied, the first is {name} with {count} of "
-            f"{self._copies} holders"
-        )
-        return "; ".join([what, *(f"node {one.node}: {one.trouble}" for one in rows.values() if one.trouble)])
+        holders_text = f"{count} of {self._copies} holders"
+        lack = f"{len(short)} files of {checkpoint} to be copied, the first is {name} with {holders_text}"
+        return _with_troubles(lack, rows.values())
 
     def _not_stored(
         self, checkpoint: str, digest: str, files: Mapping[str, FileEntry], rows: Mapping[int, Uploaded]
@@ -297,9 +277,13 @@ class Copies:
         assert self._store is not None
         if HOME in rows and rows[HOME].whole.get(checkpoint) == digest:
             return ""
-        there = {file for one in rows.values() for file in one.files.get(checkpoint, ())}
-        what = f"{checkpoint} to be uploaded to {self._store.url}: {len(there)} of {len(files)} files are there"
-        return "; ".join([what, *(f"node {one.node}: {one.trouble}" for one in rows.values() if one.trouble)])
+        stored = {file for row in rows.values() for file in row.files.get(checkpoint, ())}
+        lack = f"{checkpoint} to be uploaded to {self._store.url}: {len(stored)} of {len(files)} files are there"
+        return _with_troubles(lack, rows.values())
+
+
+def _with_troubles(lack: str, rows: Iterable[Holder | Uploaded]) -> str:
+    return "; ".join([lack, *(f"node {row.node}: {row.trouble}" for row in rows if row.trouble)])
 
 
 def _has_all(directory: Path, files: Collection[str]) -> bool:
@@ -310,26 +294,27 @@ def _has_all(directory: Path, files: Collection[str]) -> bool:
         return False
 
 
-def _asked(peers: list[Peer]) -> tuple[Asked, list[PeerFailed]]:
+def _held_files(peers: list[Peer]) -> tuple[HeldFiles, list[PeerFailed]]:
     """Return the files that each node has, and the failures of nodes that do not answer."""
-    found: Asked = {}
+    held: HeldFiles = {}
     failures = []
     client = PeerClient(peers)
     for peer in peers:
         try:
-            found[peer.node] = fetch.held_by(client, peer)
+            held[peer.node] = remote_files.held_by(client, peer)
         except PeerFailed as error:
             failures.append(error)
     client.close()
-    return found, failures
+    return held, failures
 
 
 def _order(names: set[str], latest: str, step: int) -> list[str]:
     """Return the latest checkpoint and those before it, newest first."""
-    known = []
+    checkpoints = []
     for name in names - {latest}:
-        try:
-            known.append(disk.named(Path(name)))
-        except ValueError:
-            continue
-    return [latest, *(one.path.name for one in sorted(known, reverse=True) if one.step <= step)]
+        with suppress(ValueError):
+            checkpoints.append(disk.named(Path(name)))
+    return [
+        latest,
+        *(checkpoint.path.name for checkpoint in sorted(checkpoints, reverse=True) if checkpoint.step <= step),
+    ]

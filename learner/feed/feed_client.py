@@ -1,11 +1,17 @@
-"""Client of the feed, for ranks: synchronous, with a deadline for every wait. Knows ZMQ and the feed's messages; no
-torch, no bus.
+"""Client of the feed, for ranks: synchronous, with a deadline for every wait. Knows no torch, no bus.
 
 The feeder sends a heartbeat to a waiting rank every second, with the reason of the wait. So a slow batch and a dead
 feeder differ: the deadline is for the silence of the feeder, not for the duration of the wait.
+
+With several nodes, ``Heartbeats`` sends heartbeats of the rank over a connection and a thread of its own, also while
+the rank is in a collective: gloo and NCCL cannot distinguish a slow peer from one that is gone, and a cut network gives
+no error for many minutes. The feeder answers. Either ends when it receives none for ``silence_s``; then all end.
 """
 
+import logging
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +26,15 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.frames import Frame, decode
 from tidemill.learner.errors import FeederFailed, FeederLost, FeedError
-from tidemill.learner.feed.feed_gate import admit_by
-from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feed_keys import FeedKeys, admit_by
 from tidemill.learner.feed.feed_messages import End, Last, Start, pack, unpack
 from tidemill.learner.feed.progress import sigterm_noted
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+SILENCE_S = 50.0
+"""Seconds without a heartbeat, by default: so that all end within a minute of the last one."""
 
 
 class FeedClient:
@@ -41,10 +52,8 @@ class FeedClient:
         silence_s: float = 60.0,
         on_wait: Callable[[str], None] | None = None,
     ) -> None:
-        """``keys``: of this start. ``silence_s``: seconds without a message after which the feeder counts as lost.
-
-        ``metadata``: ask for the metadata of samples, too. ``on_wait`` is called every second of a wait, with the
-        reason of the wait.
+        """``silence_s``: seconds without a message after which the feeder counts as lost. ``metadata``: ask for the
+        metadata of samples, too. ``on_wait`` is called every second of a wait, with its reason.
         """
         self._url, self._rank, self._dp_rank, self._dp_size = url, rank, dp_rank, dp_size
         self._silence_s, self._on_wait, self._last_reason = silence_s, on_wait, ""
@@ -80,22 +89,21 @@ class FeedClient:
 
     @contextmanager
     def drained_by_sigterm(self, progress: int = -1) -> Iterator[None]:
-        """Have SIGTERM end the run behind the newest step that a rank has taken: the feeder answers the next request of
-        all with ``Last``.
+        """Have SIGTERM end the run behind the ranks' newest step: all get ``Last`` at their next request.
 
-        The request for it is sent before the next one, or within a second of a wait. Nothing is interrupted. The parent
-        is notified at once, through ``progress`` (``tidemill.learner.feed.progress``).
+        Nothing is interrupted: the feeder gets the message before the next request, or within a second of a wait. The
+        parent is notified at once, through ``progress`` (``tidemill.learner.feed.progress``).
         """
 
         def note(number: int, frame: FrameType | None) -> None:
             self.draining = True
 
-        before = signal.signal(signal.SIGTERM, note)
+        previous = signal.signal(signal.SIGTERM, note)
         try:
             with sigterm_noted(progress):
                 yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, previous)
 
     def _pass_on_sigterm(self) -> None:
         if self.draining and not self._passed_on:
@@ -103,20 +111,20 @@ class FeedClient:
             self._send("drain")
 
     def hello(self) -> Start:
-        """Register this rank, and return the start of the run, which the feeder sends when it has restored its state.
+        """Register this rank, and return the start of the run, once the feeder has restored its state.
 
         Raises FeederLost (silent or unreachable), FeederFailed (it refuses this rank or has failed), FeedError.
         """
         self._registered = True
         self._send("hello", rank=self._rank, dp_rank=self._dp_rank, dp_size=self._dp_size, metadata=self._metadata)
-        header, _ = self._receive("start", wanted=("start",))
+        header, _ = self._receive("start", kinds=("start",))
         return Start(**{key: value for key, value in header.items() if key != "type"})
 
     def next(self, step: int) -> StepBatch | Last | End:
         """Return the batch of ``step`` for this data-parallel rank, or that there is none. Raises as ``hello``."""
         self._pass_on_sigterm()
         self._send("next", step=step, dp_rank=self._dp_rank)
-        header, frames = self._receive(f"batch {step}", wanted=("batch", "last", "end"))
+        header, frames = self._receive(f"batch {step}", kinds=("batch", "last", "end"))
         if header["type"] == "end":
             return End()
         if header["type"] == "last":
@@ -131,17 +139,11 @@ class FeedClient:
 
     def done(self, step: int, metrics: dict[str, float], weights_digest: str | None = None) -> None:
         """Report that step ``step`` is done, with its metrics (rank 0 only); does not wait."""
-        self._send(
-            "done",
-            step=step,
-            metrics={key: float(value) for key, value in metrics.items()},
-            weights_digest=weights_digest,
-        )
+        numbers = {key: float(value) for key, value in metrics.items()}
+        self._send("done", step=step, metrics=numbers, weights_digest=weights_digest)
 
     def published(self, version: int, step: int) -> None:
-        """Report that ``version``, the weights of ``step``, is the head in the registry (rank 0 only); does not
-        wait.
-        """
+        """Report that ``version``, of the weights of ``step``, is the registry's head (rank 0 only). Does not wait"""
         self._send("published", version=version, step=step)
 
     def checkpointed(self, step: int, directory: str) -> None:
@@ -156,24 +158,24 @@ class FeedClient:
     def _send(self, kind: str, **values: object) -> None:
         self._socket.send(pack(kind, **values))
 
-    def _receive(self, asked_for: str, *, wanted: Sequence[str]) -> tuple[JsonObject, list[Frame]]:
+    def _receive(self, request: str, *, kinds: Sequence[str]) -> tuple[JsonObject, list[Frame]]:
         """Return header and frames of the next message that is not a ``wait``. Raises as ``hello``."""
         while True:
             began = time.monotonic()
             if not self._socket.poll(int(self._silence_s * 1000)):
                 self._give_up()
-                raise FeederLost(self._url, time.monotonic() - began, asked_for, self._last_reason)
-            first, *rest = self._socket.recv_multipart(copy=False)
+                raise FeederLost(self._url, time.monotonic() - began, request, self._last_reason)
+            first, *frames = self._socket.recv_multipart(copy=False)
             header = unpack(first.buffer, where=self._url)
             if header["type"] == "wait":
                 self._note_wait(str(header.get("waits_for", "")))
             elif header["type"] == "error":
                 self._give_up()
                 raise FeederFailed(self._url, str(header.get("reason", "")), int(header.get("exit_code", CRASHED)))
-            elif header["type"] in wanted:
-                return header, [frame.buffer for frame in rest]
+            elif header["type"] in kinds:
+                return header, [frame.buffer for frame in frames]
             else:
-                raise FeedError(self._url, f"one of {list(wanted)}", header["type"])
+                raise FeedError(self._url, f"one of {list(kinds)}", header["type"])
 
     def _give_up(self) -> None:
         """Skip the sign-off and the wait for queued messages at ``close``, because the feeder is gone."""
@@ -185,3 +187,58 @@ class FeedClient:
         self._pass_on_sigterm()
         if self._on_wait is not None:
             self._on_wait(waits_for)
+
+
+def end_this_process(reason: str) -> None:
+    """End this process, whose main thread may never return from a collective. Its last line is ``reason``."""
+    exit_codes.write_reason(reason)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Heartbeats:
+    """While entered, a thread sends this rank's heartbeats, and calls ``on_silence`` once when no answers come."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        keys: FeedKeys,
+        rank: int,
+        silence_s: float = SILENCE_S,
+        on_silence: Callable[[str], None] = end_this_process,
+    ) -> None:
+        self._url, self._keys, self._rank, self._silence_s, self._on_silence = url, keys, rank, silence_s, on_silence
+        self._answered_s = time.monotonic()
+        """Time of the last answer, or of the start."""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeats to the feeder", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._answered_s = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(2 * BEAT_S)
+
+    def _run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 8)  # of a feeder that is away for long, the newest heartbeats are enough
+            socket.setsockopt(zmq.IPV6, int("[" in self._url))
+            admit_by(socket, self._keys)
+            socket.connect(self._url)
+            while not self._ended.wait(BEAT_S):
+                try:
+                    socket.send(pack("alive", rank=self._rank), zmq.DONTWAIT)
+                except zmq.Again:
+                    log.debug("heartbeat unsent rank=%d", self._rank)
+                while socket.poll(0):
+                    socket.recv_multipart()
+                    self._answered_s = time.monotonic()
+                if time.monotonic() - self._answered_s > self._silence_s:
+                    self._on_silence(f"feeder at {self._url}: no heartbeat for {self._silence_s:.0f} s")
+                    return

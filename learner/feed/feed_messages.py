@@ -1,9 +1,8 @@
 """Messages of feeder and ranks over ZMQ: the first frame is a msgpack map with ``type``; a batch has more frames.
 
-rank -> feeder: hello, next, done, published, checkpointed, drain, failed, bye. feeder -> rank: start, batch, wait (a heartbeat with the
-reason of the wait), last (the step before was the last), end, error. Both ways, over a connection of their own: alive
-(``feed_liveness.py``).
-Knows no socket.
+rank -> feeder: hello, next, done, published, checkpointed, drain, failed, bye.
+feeder -> rank: start, batch, wait (a heartbeat with the reason of the wait), last (the step before was the last), end,
+error. Both ways, over a connection of its own: alive (``feed_client.Heartbeats``). Knows no socket.
 """
 
 import reprlib
@@ -46,17 +45,11 @@ class Start:
     head_step: int
     """Step of its weights; -1 = none yet."""
     initial: str | None = None
-    """Without ``checkpoint``: verified directory of the checkpoint with the initial weights; None = as in the model
-    directory.
-    """
+    """Without ``checkpoint``: verified checkpoint with the initial weights; None = as in the model directory."""
     recorded_until: int
-    """Last step with a recorded plan (``step`` if there is none). Steps up to it are not pushed, except the last as
-    head + 1.
-    """
+    """Last step with a recorded plan, or ``step``. Up to it only the last step is pushed, as head + 1."""
     settings: Sequence[tuple[int, JsonObject]] = field(default_factory=list)
-    """Settings of the steps that are executed again: pairs of the last step with them and their record; empty = as of
-    this start.
-    """
+    """Pairs of a last step and a record of settings, for steps that are executed again; empty = as of this start."""
     manifest: str = ""
     """SHA-256 of the manifest of ``checkpoint``, when it is spread over nodes."""
     peers: Mapping[str, str] = field(default_factory=dict)
@@ -67,9 +60,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Last:
-    """Answer to the request for ``step + 1``: ``step`` was the last one, before the last of ``Start``. A request for
-    the end follows.
-    """
+    """Answer to the request for ``step + 1``: ``step`` was the last one. A request for the end follows."""
 
     step: int
     state: bytes
@@ -110,7 +101,6 @@ def unpack_from_rank(frame: bytes, *, where: str) -> JsonObject:
         raise FeedError(where, f"{kind} with {', '.join(fields) or 'nothing'}", reprlib.repr(sorted(header)))
     for name, types in fields.items():
         if type(header[name]) not in types:
-            raise FeedError(
-                where, f"{kind}.{name}: {' or '.join(one.__name__ for one in types)}", reprlib.repr(header[name])
-            )
+            want = " or ".join(wanted_type.__name__ for wanted_type in types)
+            raise FeedError(where, f"{kind}.{name}: {want}", reprlib.repr(header[name]))
     return header

@@ -1,7 +1,6 @@
-"""Server of the feed, in the feeder: registers ranks, sends batches, queues the reports of rank 0. Knows ZMQ; no bus,
-no DataSource.
+"""Server of the feed, in the feeder: registers ranks, sends batches, queues the reports of rank 0. Knows no DataSource.
 
-Consumes the ranks' messages; produces ``outcomes`` (in the order rank 0 sent them) and ``asked``; a rank waits until
+Consumes the ranks' messages; produces ``outcomes`` (in the order rank 0 sent them) and ``asked``. A rank waits until
 its batch is offered, and gets a heartbeat with the reason every second.
 """
 
@@ -19,8 +18,7 @@ from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.batch.frames import Frame
 from tidemill.learner.errors import FeedError, RankFailed, RankSilent, RanksLeft
-from tidemill.learner.feed.feed_gate import Gate
-from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feed_keys import FeedKeys, Gate
 from tidemill.learner.feed.feed_messages import Last, Start, pack, unpack_from_rank
 
 log = logging.getLogger(__name__)
@@ -50,7 +48,7 @@ class _Rank:
     dp_rank: int
     metadata: bool
     """True if the rank asks for the metadata of samples, too."""
-    asked: int = 0
+    requested: int = 0
     """Last step that the rank has requested."""
     waits: int | None = None
     """The step that the rank waits for; None = it is working."""
@@ -70,20 +68,17 @@ class _Step:
 
 
 class FeedServer:
-    """Server socket at ``listen`` (``tcp://host:*`` = any free port, see ``url``).
+    """Server socket at ``listen`` (``tcp://host:*`` = any free port, see ``url``), which admits ranks by ``keys``.
 
-    It admits ranks of this start by ``keys``. Other connections and messages are refused: counted, logged once a
-    minute, never an error.
+    Other connections and messages are refused: counted, logged once a minute, never an error.
     """
 
     def __init__(
         self, listen: str, *, keys: FeedKeys, world_size: int, data_parallel: int, rank_silence_s: float = 0.0
     ) -> None:
-        """``rank_silence_s``: longest time without a heartbeat of a rank (``feed_liveness.py``); 0 = ranks send
-        none.
-        """
+        """``rank_silence_s``: longest time without a heartbeat of a rank; 0 = ranks send none."""
         self._world_size, self._data_parallel, self._rank_silence_s = world_size, data_parallel, rank_silence_s
-        self._heard_s: dict[int, float] = {}
+        self._alive_s: dict[int, float] = {}
         """Time of the last heartbeat of every registered rank."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -118,14 +113,11 @@ class FeedServer:
         """Send queued messages (for at most a second) and release the port."""
         self._gate.close()
         self._socket.close()
-        # Blocks while messages are being sent. Shielded, because a thread that is cancelled before it begins would
-        # leave the context open.
+        # Blocks while messages are sent. Shielded: a thread that is cancelled before it begins leaves the context open.
         await asyncio.shield(asyncio.to_thread(self._context.term))
 
     async def run(self) -> None:
-        """Serve the ranks until cancelled. Raises a group of FeedError when a rank violates the protocol, RankFailed
-        when one fails.
-        """
+        """Serve the ranks until cancelled. Raises a group of FeedError (a rank violates the protocol) or RankFailed."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._gate.run(self._refuse), name="gate")
             while True:
@@ -171,8 +163,7 @@ class FeedServer:
         return len(self._ranks) < self._world_size or any(rank.metadata for rank in self._ranks.values())
 
     async def offer(self, step: int, batches: Sequence[Frames], metadata: Frame = b"") -> None:
-        """Make the frames of a step, by data-parallel rank, available to the ranks. ``metadata``: a further frame, for
-        ranks that ask.
+        """Offer the frames of a step, by data-parallel rank. ``metadata``: a further frame, for ranks that ask.
 
         A step behind the end of this start is left out: it was being planned when the end was decided.
         """
@@ -182,17 +173,14 @@ class FeedServer:
         await self._serve()
 
     async def last(self, last: Last) -> None:
-        """Answer the first request of each rank for the step after ``last.step`` with ``last``: no batch of it was or
-        will be offered.
-        """
+        """Answer the first request of each rank for the step after ``last.step``, of which no batch is offered."""
         self._last = last
         await self._serve()
 
     async def drain(self, states: Mapping[int, bytes]) -> None:
         """End this start behind the newest step that a rank has received: no rank takes another one, offered or not.
 
-        ``states``: state of the data for the checkpoints of the steps that have none yet. Ranks that have ``last``
-        already keep it.
+        ``states``: state of the data for the checkpoints of steps without one. Ranks that have ``last`` keep it.
         """
         first = 0 if self._start is None else self._start.step
         step = max([first, *map(self._taken, self._ranks.values())])
@@ -217,9 +205,7 @@ class FeedServer:
         return True
 
     async def refuse_leave(self, draining: asyncio.Event) -> None:
-        """Wait until all ranks have left while they are needed, then raise RanksLeft. Does not return when ``draining``
-        is set.
-        """
+        """Raise RanksLeft when all ranks have left while they are needed. Does not return when ``draining`` is set."""
         await self.all_ended.wait()
         await asyncio.sleep(LEAVE_S)
         if not draining.is_set():
@@ -227,9 +213,7 @@ class FeedServer:
         await asyncio.Event().wait()
 
     async def beat(self, waits_for: str) -> None:
-        """Send a heartbeat to waiting ranks, with the reason of the wait. Raises RankSilent when one sends no
-        heartbeats.
-        """
+        """Send waiting ranks a heartbeat with the reason of the wait. Raises RankSilent when one sends none."""
         self._refuse_silence()
         for identity, rank in self._ranks.items():
             if rank.waits is not None:
@@ -241,12 +225,10 @@ class FeedServer:
             await self._send(identity, pack("error", reason=reason, exit_code=exit_code))
 
     async def _alive(self, identity: bytes, rank: int) -> None:
-        """Note and answer a heartbeat. It comes over another connection than the rank's requests, which may be in a
-        collective.
-        """
+        """Note and answer a heartbeat, which has its own connection: the rank may be in a collective."""
         if not 0 <= rank < self._world_size:
             raise FeedError("heartbeat", f"a rank of {self._world_size}", rank)
-        self._heard_s[rank] = time.monotonic()
+        self._alive_s[rank] = time.monotonic()
         await self._send(identity, pack("alive"))
 
     def _refuse_silence(self) -> None:
@@ -254,7 +236,7 @@ class FeedServer:
             return
         now = time.monotonic()
         for rank in self._ranks.values():
-            silent_s = now - self._heard_s.get(rank.rank, now)
+            silent_s = now - self._alive_s.get(rank.rank, now)
             if not rank.gone and silent_s > self._rank_silence_s:
                 raise RankSilent(rank.rank, silent_s)
 
@@ -266,9 +248,7 @@ class FeedServer:
     def _handle(self, rank: _Rank, header: JsonMapping) -> None:
         kind = header["type"]
         if kind == "hello":
-            raise FeedError(
-                f"hello of rank {header['rank']}", "each rank once (the learner restarts as a whole)", "a second hello"
-            )
+            raise _second_hello(header["rank"])
         if kind == "bye":
             rank.waits, rank.gone = None, True
         elif kind == "drain":
@@ -289,18 +269,16 @@ class FeedServer:
             raise FeedError(f"hello of rank {rank.rank}", f"dp_rank of dp_size {self._data_parallel}", got)
         if not 0 <= rank.rank < self._world_size:
             raise FeedError(f"hello of rank {rank.rank}", f"a rank of {self._world_size}", rank.rank)
-        if any(other.rank == rank.rank for other in self._ranks.values()):
-            raise FeedError(
-                f"hello of rank {rank.rank}", "each rank once (the learner restarts as a whole)", "a second hello"
-            )
+        if any(registered.rank == rank.rank for registered in self._ranks.values()):
+            raise _second_hello(rank.rank)
         self._ranks[identity] = rank
-        self._heard_s.setdefault(rank.rank, time.monotonic())
+        self._alive_s.setdefault(rank.rank, time.monotonic())
 
     def _requested(self, rank: _Rank, header: Mapping[str, object]) -> None:
         step = header["step"]
-        if self._start is None or step != max(rank.asked, self._start.step) + 1:
-            raise FeedError(f"next of rank {rank.rank}", f"the step after {rank.asked}, after the start", step)
-        rank.asked = rank.waits = step
+        if self._start is None or step != max(rank.requested, self._start.step) + 1:
+            raise FeedError(f"next of rank {rank.rank}", f"the step after {rank.requested}, after the start", step)
+        rank.requested = rank.waits = step
         rank.since_s = time.monotonic()
         if step > self.asked:
             self.asked = step
@@ -309,32 +287,17 @@ class FeedServer:
     def _reported(self, rank: _Rank, kind: str, header: Mapping[str, object]) -> None:
         if rank.rank != 0:
             raise FeedError(f"{kind} of rank {rank.rank}", "it from rank 0", header)
-        self.outcomes.put_nowait(
-            RankReport(kind=kind, values={key: value for key, value in header.items() if key != "type"})
-        )
+        values = {key: value for key, value in header.items() if key != "type"}
+        self.outcomes.put_nowait(RankReport(kind=kind, values=values))
 
     async def _serve(self) -> None:
         """Send start, batch or end to every waiting rank for which it is available."""
         for identity, rank in list(self._ranks.items()):
             if rank.waits == _HELLO and self._start is not None:
-                rank.waits, rank.asked = None, self._start.step
+                rank.waits, rank.requested = None, self._start.step
                 await self._send(identity, pack("start", **asdict(self._start)))
-            elif rank.waits is not None and rank.waits in self._ready:
-                ready = self._ready[rank.waits]
-                rank.waits = None
-                await self._send(identity, *ready.batches[rank.dp_rank], *([ready.metadata] if rank.metadata else []))
-            elif (
-                rank.waits is not None and self._last is not None and not rank.has_last and rank.waits > self._last.step
-            ):
-                rank.waits, rank.has_last, rank.asked = (
-                    None,
-                    True,
-                    self._last.step,
-                )  # it makes the same request once more, for the end
-                await self._send(identity, pack("last", **asdict(self._last)))
-            elif rank.waits is not None and self._end_after is not None and rank.waits > self._end_after:
-                rank.waits, rank.gone = None, True
-                await self._send(identity, pack("end"))
+            elif rank.waits is not None:
+                await self._answer(identity, rank, rank.waits)
         self._forget()
         if not all(rank.gone for rank in self._ranks.values()):
             self.deserted.clear()
@@ -342,6 +305,19 @@ class FeedServer:
         self.deserted.set()
         if len(self._ranks) == self._world_size:
             self.all_ended.set()
+
+    async def _answer(self, identity: bytes, rank: _Rank, step: int) -> None:
+        """Answer the request of a rank for a step, if there is an answer."""
+        if step in self._ready:
+            ready, rank.waits = self._ready[step], None
+            await self._send(identity, *ready.batches[rank.dp_rank], *([ready.metadata] if rank.metadata else []))
+        elif self._last is not None and not rank.has_last and step > self._last.step:
+            # It makes the same request once more, for the end.
+            rank.waits, rank.has_last, rank.requested = None, True, self._last.step
+            await self._send(identity, pack("last", **asdict(self._last)))
+        elif self._end_after is not None and step > self._end_after:
+            rank.waits, rank.gone = None, True
+            await self._send(identity, pack("end"))
 
     def _forget(self) -> None:
         """Drop the batches that every rank has received."""
@@ -353,7 +329,11 @@ class FeedServer:
     @staticmethod
     def _taken(rank: _Rank) -> int:
         """Return the last step whose batch a rank has received."""
-        return rank.asked - (rank.waits not in (None, _HELLO))
+        return rank.requested - (rank.waits not in (None, _HELLO))
 
     async def _send(self, identity: bytes, *frames: Frame) -> None:
         await self._socket.send_multipart([identity, *frames], copy=False)
+
+
+def _second_hello(rank: int) -> FeedError:
+    return FeedError(f"hello of rank {rank}", "each rank once (the learner restarts as a whole)", "a second hello")

@@ -5,20 +5,22 @@ first error.
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
-from tidemill.bus.client.connection import cancellable
-from tidemill.bus.errors import BusError
+from tidemill.bus import exit_codes
+from tidemill.bus.errors import BusError, Fenced
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
-from tidemill.bus.streams.bus import Bus, current_epoch
+from tidemill.bus.streams.bus import Bus, connect, current_epoch, raise_epoch
+from tidemill.bus.system.coroutines import cancellable, first_error
 from tidemill.bus.wire.rows import LiveRow
+from tidemill.bus.wire.subjects import EPOCH_KEY
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.feeder_loops import Feeder, refuse_newer
 from tidemill.learner.feed.feeder_row import BEAT_S, FeederRow
 from tidemill.learner.feed.feeder_settings import FeederSettings
-from tidemill.learner.feed.feeder_start import copies_of, opened_ends, own_epoch, restore
 from tidemill.learner.feed.filtering import OpenFilter, opened_filters
+from tidemill.learner.feed.restart import copies_of, restore
 from tidemill.learner.prompts.prompt_file import PromptFile
 
 
@@ -30,11 +32,52 @@ async def run_feeder(settings: FeederSettings, prompts: PromptFile, draining: as
     PromptError, UnknownReward, BadRewardOption, RewardFailed (of a filter); of the bus
     Fenced (another learner has taken over), StreamReplaced, StreamTrimmed, BusUnavailable (not there at the start).
     """
-    async with (
-        opened_ends(settings.places, settings.learner) as (server, bus),
-        opened_filters(settings.filters) as filters,
-    ):
+    async with opened_ends(settings) as (server, bus), opened_filters(settings.filters) as filters:
         await cancellable(FeederRun(bus, settings, prompts, server, filters).run(draining))
+
+
+@asynccontextmanager
+async def opened_ends(settings: FeederSettings) -> AsyncIterator[tuple[FeedServer, Bus]]:
+    """Yield the server and the bus, with the streams of the run.
+
+    The first error inside is sent to the ranks, and raised alone.
+    """
+    places = settings.places
+    server = FeedServer(
+        places.listen,
+        keys=places.keys,
+        world_size=settings.learner.num_ranks,
+        data_parallel=settings.learner.data_parallel,
+        rank_silence_s=places.rank_silence_s,
+    )
+    try:
+        async with connect(places.bus_url, places.run, places.bus, name="feeder") as bus:
+            await bus.create_layout()
+            yield server, bus
+    except BaseException as error:
+        first = first_error(error)
+        is_cancelled = isinstance(first, asyncio.CancelledError)
+        await server.fail("it was told to end" if is_cancelled else exit_codes.message(first), exit_codes.of(first))
+        raise first from None
+    finally:
+        await server.close()
+
+
+async def own_epoch(bus: Bus, raised: int) -> int:
+    """Return the epoch of this start: ``raised``, or a new one for 0. Raises Fenced when a later one was raised."""
+    if not raised:
+        return await raise_epoch(bus)
+    newest = await current_epoch(bus)
+    if newest > raised:
+        raise Fenced(f"run.{EPOCH_KEY}", raised, newest)
+    return raised
+
+
+def row_publisher(bus: Bus, epoch: int, *, phase: str) -> HeartbeatPublisher:
+    """Return the publisher of the feeder's live row."""
+    host, pid = socket.gethostname(), os.getpid()
+    row = LiveRow(role="feeder", id="feeder", host=host, pid=pid, phase=phase, epoch=epoch)
+    return HeartbeatPublisher(bus, row, BEAT_S)
 
 
 class FeederRun:
@@ -48,12 +91,11 @@ class FeederRun:
         self._epoch = 0
 
     async def run(self, draining: asyncio.Event) -> None:
-        """Restore, feed, end. Raises a group of errors; Fenced alone when another learner has taken over, which may
-        cause any of them.
-        """
+        """Restore, feed, end. Raises a group of errors; Fenced alone when another learner has taken over."""
         try:
             await self._run(draining)
         except BaseExceptionGroup:
+            # The take-over may cause any of these errors, for example of a rank that was fenced first.
             newest = 0
             with suppress(BusError):
                 newest = await current_epoch(self._bus)
@@ -65,19 +107,10 @@ class FeederRun:
             # First, because ranks connect while the state is being restored, and get heartbeats meanwhile.
             loops = [group.create_task(self._server.run(), name="ranks")]
             self._epoch = await own_epoch(self._bus, self._settings.places.epoch)
-            row = LiveRow(
-                role="feeder",
-                id="feeder",
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                phase="starting",
-                epoch=self._epoch,
-            )
-            async with HeartbeatPublisher(self._bus, row, BEAT_S) as heartbeat:
+            async with row_publisher(self._bus, self._epoch, phase="starting") as heartbeat:
                 loops.append(group.create_task(self._row.beat(heartbeat), name="beat"))
                 feeder = await self._open()
-                for loop in feeder.loops:
-                    loops.append(group.create_task(cancellable(loop()), name=loop.__name__))
+                loops += [group.create_task(cancellable(loop()), name=name) for name, loop in feeder.loops.items()]
                 await feeder.finish(draining)
                 for loop_task in loops:
                     loop_task.cancel()

@@ -6,8 +6,8 @@
     DEAD, KV weights ---> dead(), version(), published()   +--- done, published, checkpointed <-- rank 0
     acks of TASKS ------> lost()
 
-SAMPLES and DEAD are read in intake.py, filters run in filtering.py, heartbeats are made in feeder_row.py, evaluations
-in evaluations.py. Each loop documents what it consumes, produces and waits for, and what unblocks it. All run in one
+Tasks are issued in issuing.py, SAMPLES and DEAD are read in intake.py, filters run in filtering.py, heartbeats are made
+in feeder_row.py, evaluations in evaluations.py, reports of rank 0 are recorded in outcomes.py. All loops run in one
 thread; only packing and file work run in others. A record is in the log PLAN before it is applied, and applied before
 its batch is offered.
 """
@@ -17,60 +17,53 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from tidemill.bus.errors import Fenced, WireError
+from tidemill.bus.errors import Fenced
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.system.coroutines import Waiter, first_of
+from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.messages import Kind, Plan, Requeue, Sample, Settle, Task
+from tidemill.bus.wire.messages import Plan, Requeue, Sample, Settle
 from tidemill.bus.wire.subjects import EPOCH_KEY
 from tidemill.learner.algorithms.alarms import Context
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.batch.frames import encode, encode_metadata
-from tidemill.learner.buffer.admission import TaskDemand
-from tidemill.learner.buffer.arrivals import SampleStore
 from tidemill.learner.buffer.lost import LostTasks
 from tidemill.learner.buffer.selection import Waits
 from tidemill.learner.buffer.snapshot import ROWS
+from tidemill.learner.debug.rollout_file import Rollout, save_rollout
 from tidemill.learner.evaluation.best import BestCheckpoint
 from tidemill.learner.evaluation.evaluations import Evaluations
-from tidemill.learner.feed.early_end import EarlyEnd
-from tidemill.learner.feed.episode_metrics import EpisodeAge, episode_metrics
+from tidemill.learner.feed.data_metrics import EpisodeAge, episode_metrics, facts_of
 from tidemill.learner.feed.feed_messages import Start
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.feeder_row import BEAT_S, FeederRow, Parts
 from tidemill.learner.feed.feeder_settings import FeederSettings
-from tidemill.learner.feed.feeder_start import Restored, peers_of, verified
 from tidemill.learner.feed.filtering import Filtering, OpenFilter
 from tidemill.learner.feed.intake import Intake
-from tidemill.learner.feed.new_task import prompt_for, task_of
-from tidemill.learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
+from tidemill.learner.feed.issuing import TaskIssuer
+from tidemill.learner.feed.outcomes import EarlyEnd, KeptCheckpoints, Outcomes
 from tidemill.learner.feed.recorded_responses import RecordedResponses
-from tidemill.learner.feed.recorded_steps import save_step
+from tidemill.learner.feed.restart import Restored, peers_of, verified
 from tidemill.learner.prompts.curriculum import Curriculum
-from tidemill.learner.prompts.prompt_file import Drawn, PromptFile
+from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.checkpoint_store import MOST_PENDING
 from tidemill.weightstore.store.registry import HEAD, VersionRegistry
 
 log = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 5.0
-"""Longest sleep of a loop that is normally woken."""
 PAUSE_SHARE, PAUSE_S = 4.0, 0.02
-"""Pause after a decision without a record, in times of its duration and at most in seconds: events meanwhile are
-decided on together.
-"""
+"""Pause after a decision without a record, in times of its duration and at most in seconds, to batch events."""
 COPIES_S = 30.0
-"""Time that a drained learner waits for the copies of its last checkpoint on other nodes; without them the one before
-stays the latest.
-"""
+"""Time that a drained learner waits for the copies of its last checkpoint, which is not the latest without them."""
 END_S = 60.0
 """Deadline for the ranks to request the step after the last."""
 EARLY_CHECKPOINT_FULL = 0.7
 """Share of the stream SAMPLES in use at which a step is checkpointed early, so that it can be trimmed."""
+
+Loop = Callable[[], Coroutine[Any, Any, None]]
 
 
 def refuse_newer(newest: int, epoch: int) -> None:
@@ -80,9 +73,7 @@ def refuse_newer(newest: int, epoch: int) -> None:
 
 
 class Feeder:
-    """The loops of one start, and the parts that they share. ``start_ranks`` first, then ``loops`` and ``finish``
-    beside each other.
-    """
+    """The loops of one start, and the parts that they share: ``start_ranks`` first, then ``loops`` and ``finish``."""
 
     def __init__(
         self,
@@ -96,60 +87,43 @@ class Feeder:
     ) -> None:
         resumed = restored.resumed
         self._bus, self._settings, self._prompts, self._server, self._row = bus, settings, prompts, server, row
-        self._restored, self._epoch, self._planned, self._senders = (
-            restored,
-            restored.epoch,
-            restored.planned,
-            restored.senders,
-        )
-        self._source, self._recorded = resumed.source, resumed.recorded
-        self._issuing = asyncio.Lock()
-        """Held from the issue of a task until it is registered: ids are registered in their order."""
-        self._admit = Waiter()
+        self._restored, self._source, self._recorded = restored, resumed.source, resumed.recorded
+        self._epoch, rules = restored.epoch, resumed.source.rules
         self._decide = server.waiter
         self._replayed = asyncio.Event()
         self._states: dict[int, bytes] = {}
-        """State of the data for a checkpoint of each of the last two planned steps; empty = it is ordered with the
-        batch.
-        """
-        self._buffered = SampleStore()
-        self._curriculum = Curriculum(settings.curriculum)
+        """State of the data after each of the last two steps; empty = its checkpoint is ordered with the batch."""
+        self._curriculum = Curriculum(settings.data)
         self._curriculum.load(resumed.curriculum)
+        self._issuer = TaskIssuer(bus, settings, prompts, restored, self._curriculum)
         self._lost = LostTasks(bus, self._source, self._decide.wake)
         self._evaluations = Evaluations(
-            bus, settings.evaluation, restored.rounds, epoch=self._epoch, store=self._store_task
+            bus, settings.evaluation, restored.rounds, epoch=self._epoch, store=self._issuer.store
         )
-        root, head = settings.places.checkpoints, self._source.head
-        self._best = BestCheckpoint(bus, root, self._evaluations, epoch=self._epoch, head=head)
+        root = settings.places.checkpoints
+        self._best = BestCheckpoint(bus, root, self._evaluations, epoch=self._epoch, head=self._source.head)
         self._evaluations.on_scores = self._best.note
-        self._early_end = EarlyEnd(bus, self._source, self._evaluations, self._source.rules, epoch=self._epoch)
-        age = EpisodeAge(
-            settings.learner.algorithm.alarms, Context(max_lag=self._source.rules.max_lag, gate=self._source.rules.gate)
-        )
-        kept = KeptCheckpoints(root, settings.learner.keep_checkpoints, row.copies, self._best)
+        self._early_end = EarlyEnd(bus, self._source, self._evaluations, epoch=self._epoch)
         self._outcomes = Outcomes(
             bus,
             server,
             resumed,
             epoch=self._epoch,
-            steps=self._source.rules.steps,
-            age=age,
-            kept=kept,
+            steps=rules.steps,
+            age=EpisodeAge(settings.learner.algorithm.alarms, Context(max_lag=rules.max_lag, gate=rules.gate)),
+            kept=KeptCheckpoints(root, settings.learner.keep_checkpoints, row.copies, self._best),
             on_published=self._published,
         )
+        self._filtering = Filtering(filters, self._source, may_plan=self._may_plan, decide=self._decide.wake)
         self._intake = Intake(
             bus,
             self._source,
             prompts,
             self._recorded,
             evaluations=self._evaluations,
-            senders=self._senders,
+            senders=restored.senders,
             lost=self._lost,
-            buffered=self._buffered,
             wake=self._wake,
-        )
-        self._filtering = Filtering(
-            filters, self._source, self._buffered, may_plan=self._may_plan, decide=self._decide.wake
         )
 
     async def start_ranks(self) -> None:
@@ -162,7 +136,7 @@ class Feeder:
             source=source,
             prompts=self._prompts,
             curriculum=self._curriculum,
-            senders=self._senders,
+            senders=self._restored.senders,
             intake=self._intake,
             filtering=self._filtering,
             age=self._outcomes.age,
@@ -187,17 +161,39 @@ class Feeder:
         self._note_replayed()
 
     @property
-    def loops(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-        """All loops; each ends when it is cancelled."""
-        loops = [self._follow_epoch, self._issue_tasks, self._read_samples, self._intake.follow_dead, self._follow_head]
-        loops += [self._judge_groups, self._plan_steps, self._find_lost, self._refuse_actors, self._evaluate]
-        loops += [self._answer_recorded] if self._settings.recorded else []
-        return [*loops, self._outcomes.run, self._outcomes.follow_copies]
+    def loops(self) -> dict[str, Loop]:
+        """All loops by name; each ends when it is cancelled."""
+        model = self._settings.model
+        loops: dict[str, Loop] = {
+            "epoch": self._follow_epoch,
+            "samples": partial(self._intake.read, model.vocab_size, self._settings.replayed_routing),
+            "dead tasks": self._intake.follow_dead,
+            "head": self._follow_head,
+            "steps": self._plan_steps,
+            "refused actors": partial(self._restored.senders.publish, self._bus),
+            "outcomes": self._outcomes.run,
+            "copies": self._outcomes.follow_copies,
+        }
+        # These decide what is recorded next, so they begin when all recorded steps are repeated.
+        live_loops: dict[str, Loop] = {
+            "tasks": partial(self._issuer.run, self._decide),
+            "filters": self._filtering.run,
+            "lost tasks": self._lost.run,
+            "evaluation": self._evaluations.run,
+        }
+        if self._settings.recorded:
+            responses = RecordedResponses(self._bus, self._prompts, self._settings.recorded)
+            live_loops["recorded responses"] = partial(responses.run, lambda: (self._source.head or (0, 0))[0])
+        return loops | {name: partial(self._run_replayed, loop) for name, loop in live_loops.items()}
+
+    async def _run_replayed(self, loop: Loop) -> None:
+        await self._replayed.wait()
+        await loop()
 
     async def finish(self, draining: asyncio.Event) -> None:
         """Wait until the run is finished and the ranks have received the end, or this process is drained."""
-        works = self._outcomes.finished.wait(), self._wait_drained(draining), self._server.refuse_leave(draining)
-        _, drained, _ = await first_of(*works)
+        waits = self._outcomes.finished.wait(), self._wait_drained(draining), self._server.refuse_leave(draining)
+        _, drained, _ = await first_of(*waits)
         if drained.cancelled():  # the run has finished: ``first_of`` cancels the other wait
             self._row.phase, self._row.text = "ending", "the ranks to leave"
             if not await self._server.end_run(self._outcomes.steps, within_s=END_S):
@@ -207,9 +203,7 @@ class Feeder:
             await first_of(self._evaluations.over(), draining.wait(), self._server.draining.wait())
 
     async def _wait_drained(self, draining: asyncio.Event) -> None:
-        """Wait until this process or a rank is to drain, then until the newest step that a rank has taken is in a
-        checkpoint.
-        """
+        """Wait until this process or a rank drains, then until the ranks' newest step is in a checkpoint."""
         await first_of(draining.wait(), self._server.draining.wait())
         self._server.draining.set()
         self._row.phase, self._row.text = "draining", "the ranks to write a checkpoint and leave"
@@ -220,113 +214,43 @@ class Feeder:
         with suppress(TimeoutError):
             async with asyncio.timeout(COPIES_S):
                 await self._outcomes.all_copied()
-        await (
-            draining.wait()
-        )  # else a rank was drained by another program: ``refuse_leave`` ends this start with an error
+        # Not set where another program drained a rank: then ``refuse_leave`` ends this start with an error.
+        await draining.wait()
 
-    # ---- admit: consumes wanted(), produces TASKS; waits for places, which settled groups and new versions give back
-
-    async def _issue_tasks(self) -> None:
-        await self._replayed.wait()
-        while True:
-            # Before the task is chosen: a pause after it would issue a task at a version that may have changed
-            # meanwhile.
-            await asyncio.sleep(self._senders.pause_s)
-            demand = None if self._early_end.ended else self._source.wanted()
-            if demand is None:
-                await self._admit.wait(LOOK_AGAIN_S)
-                continue
-            drawn = await prompt_for(demand, self._prompts, self._curriculum, num_epochs=self._source.rules.num_epochs)
-            if drawn is None:
-                self._source.passed(self._source.rules.num_epochs)
-            else:
-                await self._issue_prompt(drawn, demand)
-            self._decide.wake()
-
-    async def _issue_prompt(self, drawn: Drawn, demand: TaskDemand) -> None:
-        """Issue the task of a prompt that was drawn for ``demand``, unless another prompt is to be issued by now."""
-        # Asked again, because a version may have been published while the prompt was tokenized, or a prompt requeued.
-        newest = None if self._early_end.ended else self._source.wanted()
-        if newest is None or replace(newest, min_version=demand.min_version, issue_step=demand.issue_step) != demand:
-            return
-        try:
-            await self._store_task(task_of(newest, drawn, self._settings, seed=self._prompts.seed, epoch=self._epoch))
-        except WireError as error:  # larger than a message, which no try can change
-            self._prompts.leave_out(drawn.epoch, drawn.offset, error)
-
-    async def _store_task(self, task: Task) -> Task:
-        """Store and register a task. Returns it with its id."""
-        async with self._issuing:
-            task = replace(task, id=await self._bus.tasks.issue(task))
-            self._source.issued(task, time.monotonic())
-            if task.kind is Kind.EVAL:
-                self._evaluations.issued(task)
-            else:
-                self._planned.note(task)
-        return task
-
-    async def _evaluate(self) -> None:
-        await self._replayed.wait()
-        await self._evaluations.run()
-
-    async def _answer_recorded(self) -> None:
-        await self._replayed.wait()
-        await RecordedResponses(self._bus, self._prompts, self._settings.recorded).run(
-            lambda: (self._source.head or (0, 0))[0]
-        )
-
-    # ---- receive: SAMPLES and DEAD in intake.py; here the epoch and the registry's head; waits for the bus
-
-    async def _read_samples(self) -> None:
-        await self._intake.read(self._settings.model.vocab_size, self._settings.replayed_routing)
+    # ---- follow the run: consumes the epoch and the registry's head, produces published(); waits for the bus
 
     async def _follow_epoch(self) -> None:
-        """Raise Fenced when another learner takes over, also while this one writes nothing that a fence could
-        reject.
-        """
+        """Raise Fenced when another learner takes over, also while this one writes nothing that a fence rejects."""
         async for row in self._bus.rows("run").watch(EPOCH_KEY):
             refuse_newer(0 if row is None else int(row[0]["epoch"]), self._epoch)
 
     async def _follow_head(self) -> None:
-        """Produce published(); restore the registry's rows when its head is unreadable, or older than the newest
-        published version.
-        """
+        """Produce published(); restore the registry when its head is unreadable or older than the newest version."""
         registry = VersionRegistry(self._bus)
         async for _ in self._bus.rows("weights").watch(HEAD, unreadable=True):
-            known = -1 if self._source.head is None else self._source.head[0]
+            newest = -1 if self._source.head is None else self._source.head[0]
             head = await self._bus.retry(partial(registry.repaired_head, self._epoch))
-            if head is not None and head.version >= known:
+            if head is not None and head.version >= newest:
                 self._published(head.version, head.step)
-            elif known >= 0:
+            elif newest >= 0:
                 await self._bus.retry(partial(registry.restore, self._source.versions, self._epoch))
 
     def _published(self, version: int, step: int) -> None:
         self._source.published(version, step)
         self._evaluations.published(version, step)
-        self._admit.wake()
+        self._issuer.waiter.wake()
         self._decide.wake()
 
     def _wake(self) -> None:
         self._filtering.waiter.wake()
         self._decide.wake()
 
-    async def _judge_groups(self) -> None:
-        await self._replayed.wait()
-        await self._filtering.run()
-
-    async def _find_lost(self) -> None:
-        await self._replayed.wait()
-        await self._lost.run()
-
-    async def _refuse_actors(self) -> None:
-        await self._senders.publish(self._bus)
-
-    # ---- decide: consumes complete groups and recorded plans; produces PLAN and batches; waits for groups and for
-    # ranks that ask
+    # ---- decide: consumes complete groups and recorded plans, produces PLAN and batches; waits for groups and ranks
 
     async def _plan_steps(self) -> None:
         while self._source.step < self._source.rules.steps and not self._server.draining.is_set():
             if self._replayed.is_set() and (reason := self._early_end.reason(self._intake.failing.reason)):
+                self._issuer.stopped = True
                 state = self._states.get(self._source.step, b"")
                 await self._early_end.end(reason, self._server, self._outcomes, state=state)
                 break
@@ -352,23 +276,23 @@ class Feeder:
     def _next_record(self) -> tuple[Plan | Settle | Requeue | None, int | None]:
         """Return the next record, and its sequence if it is in the log already; (None, None) while there is none."""
         may_plan = self._may_plan()
+        waits_for_rank = f"rank 0 to take step {self._server.asked}"
         if self._recorded:
             seq, record = self._recorded[0]
             if isinstance(record, Plan) and not may_plan:
-                self._row.text = f"rank 0 to take step {self._server.asked}"
+                self._row.text = waits_for_rank
             elif lacking := self._source.lacks(record):
-                self._row.text = (
-                    f"{len(lacking)} samples of the recorded step {record.step} to be read again, the first at "
-                    f"{min(lacking)}"
-                )
+                samples = f"{len(lacking)} samples of the recorded step {record.step}"
+                self._row.text = f"{samples} to be read again, the first at {min(lacking)}"
             else:
                 self._recorded.popleft()
                 return record, seq
             return None, None
-        self._row.held = self._is_held()
+        step = self._source.step
+        self._row.held = self._evaluations.holds(step, self._source.head, due=self._is_evaluated(step))
         if not may_plan or self._row.held:
-            evaluation = self._evaluations.waits_for or f"the version of step {self._source.step}, which is evaluated"
-            self._row.text = evaluation if self._row.held else f"rank 0 to take step {self._server.asked}"
+            evaluation = self._evaluations.rounds.open or f"the version of step {step}, which is evaluated"
+            self._row.text = evaluation if self._row.held else waits_for_rank
             return self._source.settlement(), None
         proposal = self._source.plan(time.monotonic())
         if isinstance(proposal, Waits):
@@ -378,116 +302,96 @@ class Feeder:
         return proposal, None
 
     async def _apply(self, record: Plan | Settle | Requeue, seq: int, *, recorded: bool) -> None:
-        if isinstance(record, Requeue):
-            self._source.apply(record, seq)
-            self._admit.wake()
-            self._note_replayed()
-            log.info("requeued task=%d before_step=%d", record.task, record.step)
-            return
-        samples = self._buffered.of(record.seqs.tolist())
-        given_up = self._source.accounting().given_up
-        for task, scores in self._source.scored(record):
+        """Apply a record. A plan becomes batches, which are offered to the ranks."""
+        source = self._source
+        given_up, filtered = source.accounting().given_up, source.filtered
+        for task, scores in source.scored(record):
             if task.rollout not in self._settings.recorded:  # recorded rewards are of another policy
-                self._curriculum.note(
-                    int(self._prompts.order(task.prompt_epoch)[task.offset]), task.prompt_epoch, scores
-                )
-        filtered = self._source.filtered
-        limits = self._source.token_limits(record) if isinstance(record, Plan) else None
-        self._source.apply(record, seq)
-        self._buffered.keep_only(self._source.buffered())
-        self._admit.wake()
+                row = int(self._prompts.order(task.prompt_epoch)[task.offset])
+                self._curriculum.note(row, task.prompt_epoch, scores)
+        samples = source.samples(record) if isinstance(record, Plan) else []
+        limits = source.token_limits(record) if isinstance(record, Plan) else {}
+        source.apply(record, seq)
+        self._issuer.waiter.wake()
         self._note_replayed()
-        if isinstance(record, Settle):
+        if isinstance(record, Plan):
+            await self._offer_step(record, samples, limits, recorded=recorded, filtered=filtered)
+        elif isinstance(record, Settle):
             log.info("settled reason=%s tasks=%s before_step=%d", record.reason, record.tasks.tolist(), record.step)
-            if left_out := self._source.accounting().given_up - given_up:
-                log.warning("prompts given up count=%d issued_again=%d", left_out, self._source.rules.max_reissues)
-            return
-        await self._offer_step(record, samples, limits or {}, recorded=recorded, filtered=filtered)
+            if left_out := source.accounting().given_up - given_up:
+                log.warning("prompts given up count=%d issued_again=%d", left_out, source.rules.max_reissues)
+        else:
+            log.info("requeued task=%d before_step=%d", record.task, record.step)
 
     async def _offer_step(
-        self, record: Plan, samples: Sequence[Sample], limits: Mapping[int, int], *, recorded: bool, filtered: int
+        self, plan: Plan, samples: Sequence[Sample], limits: Mapping[int, int], *, recorded: bool, filtered: int
     ) -> None:
         """Make the batches of a step, and offer them to the ranks. ``filtered``: groups that filters dropped for it."""
-        wants = self._wants_checkpoint(record.step, recorded)
+        learner = self._settings.learner
+        is_checkpointed = self._wants_checkpoint(plan.step, recorded)
         snapshot = await self._snapshot()  # of every step: any may be the last one, by a drain or by an early end
-        state = snapshot if wants else b""
-        self._states = {step: kept for step, kept in self._states.items() if step == record.step - 1}
-        self._states[record.step] = b"" if wants else snapshot
-        pad_to, eos_ids = self._settings.learner.row_multiple, self._settings.model.eos_ids
-        build = partial(
+        self._states = {step: state for step, state in self._states.items() if step == plan.step - 1}
+        self._states[plan.step] = b"" if is_checkpointed else snapshot
+        batches = await asyncio.to_thread(
             build_batches,
-            record,
+            plan,
             samples,
             recorded=recorded,
-            state=state,
-            pad_to=pad_to,
-            eos_ids=eos_ids,
+            state=snapshot if is_checkpointed else b"",
+            pad_to=learner.row_multiple,
+            eos_ids=self._settings.model.eos_ids,
             token_limits=limits,
             routed=self._settings.replayed_routing,
         )
-        batches = await asyncio.to_thread(build)
-        await save_step(self._settings, record, samples, limits)
-        facts = facts_of(record, batches, filtered) | {"data/bad_rows": float(len(self._prompts.bad_rows))}
-        self._outcomes.planned(record, facts | episode_metrics(samples, record))
+        if self._settings.debug.save_rollout:
+            file = Path(self._settings.debug.save_rollout.format(step=plan.step))
+            rollout = Rollout(run=self._bus.run, plan=plan, samples=samples, token_limits=limits)
+            await asyncio.to_thread(save_rollout, file, rollout)
+            log.info("rollout saved step=%d samples=%d path=%s", plan.step, len(samples), file)
+        facts = facts_of(plan, batches, filtered) | {"data/bad_rows": float(len(self._prompts.bad_rows))}
+        self._outcomes.planned(plan, facts | episode_metrics(samples, plan))
         metadata = b""
-        if self._settings.learner.algorithm.may_need_metadata and self._server.wants_metadata:
+        if learner.algorithm.may_need_metadata and self._server.wants_metadata:
             metadata = await asyncio.to_thread(encode_metadata, samples)
-        await self._server.offer(record.step, [encode(batch) for batch in batches], metadata)
-        log.info(
-            "planned step=%d groups=%d samples=%d recorded=%s", record.step, len(record.tasks), len(samples), recorded
-        )
-        if len(record.tasks) < self._source.rules.groups_per_step:
-            log.warning(
-                "step %d runs SHORT: %d of %d groups",
-                record.step,
-                len(record.tasks),
-                self._source.rules.groups_per_step,
-            )
-        if self._source.left_out and not recorded:
-            text = (
-                "groups left out, because a plan must fit in a message count=%d bytes=%d; raise max_payload of "
-                "the nats-server"
-            )
-            log.warning(text, self._source.left_out, self._source.max_record_bytes)
+        await self._server.offer(plan.step, [encode(batch) for batch in batches], metadata)
+        self._log_plan(plan, recorded=recorded)
+
+    def _log_plan(self, plan: Plan, *, recorded: bool) -> None:
+        source, num_groups = self._source, len(plan.tasks)
+        log.info("planned step=%d groups=%d samples=%d recorded=%s", plan.step, num_groups, len(plan.seqs), recorded)
+        if num_groups < source.rules.groups_per_step:
+            log.warning("step %d runs SHORT: %d of %d groups", plan.step, num_groups, source.rules.groups_per_step)
+        if source.left_out and not recorded:
+            text = "groups left out, because a plan must fit in a message count=%d bytes=%d; raise max_payload of the "
+            log.warning(text + "nats-server", source.left_out, source.max_record_bytes)
 
     async def _snapshot(self) -> bytes:
-        async with self._issuing:  # a sample of a task that is not registered yet would be in neither part of the state
-            more: JsonObject = {ROWS: self._planned.dump()}
-            more |= {"curriculum": self._curriculum.dump()} if self._settings.curriculum.active else {}
-            return self._source.snapshot(self._evaluations.dump(), **more)
+        # Under the lock: a sample of a task that is not registered yet would be in neither part of the state.
+        async with self._issuer.lock:
+            states: JsonObject = {ROWS: self._restored.planned.dump()}
+            if self._curriculum.active:
+                states["curriculum"] = self._curriculum.dump()
+            return self._source.snapshot(self._evaluations.rounds.dump(), **states)
 
     def _is_evaluated(self, step: int) -> bool:
         source = self._source
-        return self._best.due(
-            step, versions=source.versions, head=source.head, push_every=self._source.rules.push_every
-        )
-
-    def _is_held(self) -> bool:
-        """Return whether the next step waits for an evaluation."""
-        step = self._source.step
-        return self._evaluations.holds(step, self._source.head, due=self._is_evaluated(step))
+        return self._best.due(step, versions=source.versions, head=source.head, push_every=source.rules.push_every)
 
     def _wants_checkpoint(self, step: int, recorded: bool) -> bool:
         every = self._settings.learner.checkpoint_every
         if step == self._source.rules.steps:
             return True
-        wanted = bool(every) and step % every == 0
-        wanted = wanted or (self._best.wanted and self._is_evaluated(step))
+        is_due = bool(every) and step % every == 0
+        is_due = is_due or (self._best.wanted and self._is_evaluated(step))
         if self._outcomes.pending >= MOST_PENDING:  # they are on the disk, which has an end
-            if wanted:
-                log.warning(
-                    "no checkpoint of step %d, because %d wait: %s",
-                    step,
-                    self._outcomes.pending,
-                    self._row.copies_waited_for,
-                )
+            if is_due:
+                text = "no checkpoint of step %d, because %d wait: %s"
+                log.warning(text, step, self._outcomes.pending, self._row.copies_waited_for)
             return False
-        if wanted:
-            return True
-        early = self._outcomes.fullness >= EARLY_CHECKPOINT_FULL and not recorded
-        return early and step - self._outcomes.checkpoint_step >= max(1, every // 4)
+        is_early = self._outcomes.fullness >= EARLY_CHECKPOINT_FULL and not recorded
+        return is_due or (is_early and step - self._outcomes.checkpoint_step >= max(1, every // 4))
 
     def _note_replayed(self) -> None:
         if not self._recorded and not self._replayed.is_set():
             self._replayed.set()
-            self._admit.wake()
+            self._issuer.waiter.wake()

@@ -15,11 +15,10 @@ from tidemill.learner.buffer.senders import Senders
 from tidemill.learner.errors import NoProgress
 from tidemill.learner.evaluation.evaluations import Evaluations
 from tidemill.learner.feed.copies import Copies
-from tidemill.learner.feed.episode_metrics import EpisodeAge
-from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE
+from tidemill.learner.feed.data_metrics import EpisodeAge
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.filtering import Filtering
-from tidemill.learner.feed.intake import Intake
+from tidemill.learner.feed.intake import UNTRAINED_SHARE, Intake
 from tidemill.learner.prompts.curriculum import Curriculum
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.config import LearnerConfig
@@ -90,7 +89,7 @@ class FeederRow:
         return "" if self.copies is None else self.copies.waits_for
 
     def _waits_for(self) -> str:
-        evaluation = self.parts.evaluations.waits_for if self.parts is not None and self.phase == "ending" else ""
+        evaluation = self.parts.evaluations.rounds.open if self.parts is not None and self.phase == "ending" else ""
         return "; ".join(text for text in (self.text, evaluation, self.copies_waited_for) if text)
 
     def _fields(self, starved_s: float) -> dict[str, object]:
@@ -100,6 +99,7 @@ class FeederRow:
         if self.phase not in ("ending", "draining"):
             self.phase = "waiting" if starved_s else ("working" if parts.replayed.is_set() else "replaying")
         accounting = parts.source.accounting()
+        reasons = accounting.settled.items()
         load = {
             "step": parts.source.step,
             "buffered": accounting.buffered,
@@ -110,14 +110,12 @@ class FeederRow:
             "bad_rows": len(parts.prompts.bad_rows) + parts.evaluations.num_bad_rows,
             "prompts_left_out": len(parts.curriculum),
             "behind": parts.intake.behind,
-        }
-        load |= {
-            "invalid": sum(accounting.invalid.values()),
+            "invalid": accounting.invalid.total(),
             **parts.senders.load(accounting.invalid, accounting.invalid_of),
+            "filtered": sum(count for reason, count in reasons if is_filtered(reason)),
         }
-        load["filtered"] = sum(count for reason, count in accounting.settled.items() if is_filtered(reason))
-        others = (parts.filtering.trouble, parts.age.trouble, parts.intake.failing.trouble)
-        troubles = (parts.prompts.trouble, *parts.evaluations.troubles, *others)
+        troubles = [parts.prompts.trouble, *parts.evaluations.troubles, parts.filtering.trouble]
+        troubles += [parts.age.trouble, parts.intake.failing.trouble]
         version = parts.source.head[0] if parts.source.head else -1
         return {
             "phase": self.phase,

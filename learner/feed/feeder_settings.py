@@ -1,8 +1,6 @@
-"""Settings of the feeder: the sections of the run's configuration as they are, and the values that follow from several
-of them.
-"""
+"""Settings of the feeder: sections of the run's configuration, and values that follow from several of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -11,25 +9,19 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Sampling
 from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.data.config import DataConfig
 from tidemill.learner.data.filter_settings import FilterConfig, identity_of
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.evaluation.evaluations import EvalPlan
 from tidemill.learner.feed.places import FeederPlaces
-from tidemill.learner.prompts.curriculum import CurriculumRules
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.checkpoint_store import LOCAL
-from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
-from tidemill.learner.settings.routing_replay import ROLLOUT
+from tidemill.learner.settings.config import ROLLOUT, LearnerConfig, StalenessConfig
 from tidemill.learner.settings.step_settings import record_of
 
 _OF_THE_LEARNER = (
-    "steps",
-    "num_epochs",
-    "groups_per_step",
-    "min_group_size",
-    "data_parallel",
-    "max_tokens_per_micro_batch",
-    "minibatches",
+    *("steps", "num_epochs", "groups_per_step", "min_group_size"),
+    *("data_parallel", "max_tokens_per_micro_batch", "minibatches"),
 )
 """Settings of the learner that the data depends on."""
 
@@ -65,14 +57,16 @@ class FeederSettings:
     """``weights.push_every``."""
     debug: DebugConfig = field(default_factory=DebugConfig)
     evaluation: EvalPlan = field(default_factory=EvalPlan)
-    curriculum: CurriculumRules = field(default_factory=CurriculumRules)
-    """Prompts that are left out for their pass rate."""
-    filters: Sequence[FilterConfig] = ()
-    """Filters of complete groups, and of the buffer."""
+    data: DataConfig = field(default_factory=DataConfig)
     budgets: Mapping[str, Budget] = field(default_factory=dict)
     """Limits of episodes, by rollout."""
     recorded: frozenset[str] = frozenset()
     """Rollouts that take the recorded responses of the rows as samples."""
+
+    @property
+    def filters(self) -> tuple[FilterConfig, ...]:
+        """Filters of complete groups, and of the buffer."""
+        return tuple(self.data.filters.values())
 
     @property
     def ahead(self) -> int:
@@ -91,9 +85,7 @@ class FeederSettings:
 
     @property
     def initial_checkpoint(self) -> Path | None:
-        """Checkpoint with the initial weights of the run; None = the run begins with the weights of the model
-        directory.
-        """
+        """Checkpoint with the initial weights of the run; None = they are in the model directory."""
         return Path(self.learner.from_checkpoint) if self.learner.from_checkpoint else None
 
     @property
@@ -103,9 +95,7 @@ class FeederSettings:
 
     @property
     def step_settings(self) -> JsonObject:
-        """Record of the settings that decide the result of a step (``tidemill.learner.settings.step_settings``); empty
-        = no step trains.
-        """
+        """Record of the settings that decide the result of a step; empty = no step trains."""
         return {} if self.debug.rollout_only else record_of(self.learner, push_every=self.push_every)
 
     def data_rules(self, prompts: PromptFile) -> DataRules:
@@ -133,7 +123,5 @@ class FeederSettings:
 
 
 def within(budget: Budget, max_context: int) -> Budget:
-    """Return the budget with sequences of at most the model's context, 0 = not known: the learner takes no longer
-    ones.
-    """
+    """Return the budget with sequences of at most the model's context, which the learner requires; 0 = not known."""
     return budget if not max_context else replace(budget, context=min(budget.context or max_context, max_context))

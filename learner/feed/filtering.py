@@ -19,7 +19,6 @@ from typing import Any
 from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.messages import Sample, Task
-from tidemill.learner.buffer.arrivals import SampleStore
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import Verdict
 from tidemill.learner.buffer.selection import FILTERED
@@ -33,9 +32,9 @@ from tidemill.rewards.registry import bind
 log = logging.getLogger(__name__)
 
 Judge = Callable[[Any], Awaitable[Any]]
-"""Returns the map of a Decision for a FilterGroup (``decision_of``), or the maps of all groups for a FilterBuffer
-(``decisions_of``).
-"""
+"""Function from a FilterGroup to the map of a Decision, or from a FilterBuffer to the maps of all its groups."""
+Unchosen = tuple[Task, Sequence[int], float]
+"""As ``DataSource.unchosen`` returns a group."""
 FAILED = "failed"
 """Reason of a group that a filter could not decide on."""
 LOOK_AGAIN_S = 5.0
@@ -64,24 +63,21 @@ class OpenFilter:
 
 @asynccontextmanager
 async def opened_filters(configs: Sequence[FilterConfig]) -> AsyncIterator[tuple[OpenFilter, ...]]:
-    """Give the filters, with their processes. Raises UnknownReward, BadRewardOption, RewardFailed."""
+    """Yield the filters, with their processes. Raises UnknownReward, BadRewardOption, RewardFailed."""
     async with AsyncExitStack() as stack:
         filters = []
         for config in configs:
             if config.use in BUILT_IN:
-                judge = _here(config)
+                judge = _built_in(config)
             else:
                 limits = ProcessLimits(timeout_s=config.timeout_s, workers=config.workers)
-                judge = (
-                    await stack.enter_async_context(
-                        FunctionProcesses(config.use, config.options, limits, contract_of(config))
-                    )
-                ).call
+                processes = FunctionProcesses(config.use, config.options, limits, contract_of(config))
+                judge = (await stack.enter_async_context(processes)).call
             filters.append(OpenFilter(config, judge))
         yield tuple(filters)
 
 
-def _here(config: FilterConfig) -> Judge:
+def _built_in(config: FilterConfig) -> Judge:
     bound = replace(bind(config.use, config.options, FILTER), name=config.name)
 
     async def judge(group: FilterGroup) -> Any:
@@ -98,18 +94,14 @@ class Filtering:
         self,
         filters: Sequence[OpenFilter],
         source: DataSource,
-        buffered: SampleStore,
         *,
         may_plan: Callable[[], bool],
         decide: Callable[[], None],
     ) -> None:
-        """``buffered``: the samples of the groups. ``may_plan``: whether the next step would be planned if it had its
-        groups.
-        ``decide``: called after each verdict.
-        """
-        self._filters = [one for one in filters if one.config.scope == "group"]
-        self._buffer_filters = [one for one in filters if one.config.scope == "buffer"]
-        self._source, self._buffered, self._may_plan, self._decide = source, buffered, may_plan, decide
+        """``may_plan``: returns whether the ranks take another step. ``decide``: called after each verdict."""
+        self._filters = [opened for opened in filters if opened.config.scope == "group"]
+        self._buffer_filters = [opened for opened in filters if opened.config.scope == "buffer"]
+        self._source, self._may_plan, self._decide = source, may_plan, decide
         self.waiter = Waiter()
         """Woken when a group may have become complete, and when a step may be planned that lacks groups."""
         self.counts: Counter[str] = Counter()
@@ -131,20 +123,20 @@ class Filtering:
                 for task, seqs in self._source.unjudged():
                     if task.id not in self._running and len(self._running) < MAX_AT_ONCE:
                         self._running.add(task.id)
-                        group.create_task(self._judge(task, seqs))
-                if (
-                    self._buffer_filters
-                    and not self._choosing
-                    and self._may_plan()
-                    and (found := self._source.unchosen())
-                ):
+                        group.create_task(self._judge(task, seqs, self._samples(task)))
+                may_choose = self._buffer_filters and not self._choosing and self._may_plan()
+                if may_choose and (unchosen := self._source.unchosen()):
                     self._choosing = True
-                    group.create_task(self._choose(found))
+                    group.create_task(self._choose(self._buffer_groups(unchosen), unchosen))
                 await self.waiter.wait(LOOK_AGAIN_S)
 
-    async def _judge(self, task: Task, seqs: Sequence[int]) -> None:
+    def _samples(self, task: Task) -> list[Sample]:
+        """Return the samples that a group has now: it may be settled, or get another one, before a filter runs."""
+        return [row.sample for row in self._source.group(task.id).rows]
+
+    async def _judge(self, task: Task, seqs: Sequence[int], samples: Sequence[Sample]) -> None:
         try:
-            verdict = await self.verdict(task, self._buffered.of(seqs))
+            verdict = await self.verdict(task, samples)
         finally:
             self._running.discard(task.id)
         self._source.judged(task.id, verdict, seqs)
@@ -155,16 +147,16 @@ class Filtering:
         """Return the verdict of all filters on a complete group."""
         group = group_of(task, samples, self._source.versions, self._source.step + 1)
         reason, masked, priority = "", set[int](), 0.0
-        for one in self._filters:
-            name = one.config.name
+        for opened in self._filters:
+            name = opened.config.name
             try:
-                decision = await one.decide(group)
+                decision = await opened.decide(group)
             except (RewardFailed, TimeoutError) as error:
                 self._failed(name, error, f"task={task.id}")
                 decision = Decision(keep=False, reason=FAILED)
             self.counts[name] += not decision.keep
             self.counts[f"{name}.masked"] += len(decision.masked)
-            if one.config.count_only:
+            if opened.config.count_only:
                 continue
             masked |= set(decision.masked)
             priority += decision.priority
@@ -175,42 +167,38 @@ class Filtering:
         self._last.append(reason)
         return Verdict(reason=reason, masked=frozenset(masked), priority=priority)
 
-    async def _choose(self, found: Sequence[tuple[Task, Sequence[int], float]]) -> None:
+    def _buffer_groups(self, unchosen: Sequence[Unchosen]) -> FilterBuffer:
         step, versions = self._source.step + 1, self._source.versions
-        groups = [
-            buffer_group(task, self._buffered.of(seqs), versions, step, priority) for task, seqs, priority in found
-        ]
+        groups = [buffer_group(task, self._samples(task), versions, step, priority) for task, _, priority in unchosen]
+        return FilterBuffer(step=step, num_wanted=self._source.rules.groups_per_step, groups=tuple(groups))
+
+    async def _choose(self, buffer: FilterBuffer, unchosen: Sequence[Unchosen]) -> None:
         try:
-            choices = await self.choices(
-                FilterBuffer(step=step, num_wanted=self._source.rules.groups_per_step, groups=tuple(groups))
-            )
+            choices = await self.choices(buffer)
         finally:
             self._choosing = False
-        self._source.chosen(step, [(task.id, seqs, choices[task.id]) for task, seqs, _ in found])
+        self._source.chosen(buffer.step, [(task.id, seqs, choices[task.id]) for task, seqs, _ in unchosen])
         self._decide()
         self.waiter.wake()  # another group may have become complete meanwhile
 
     async def choices(self, buffer: FilterBuffer) -> dict[int, Verdict]:
-        """Return the verdict of all buffer filters on each group, by task; priorities without the priorities by the
-        group's filters.
-        """
+        """Return the verdict of all buffer filters on each group, by task, with the priorities that they add."""
         verdicts = {group.task: Verdict() for group in buffer.groups}
-        for one in self._buffer_filters:
-            name = one.config.name
+        for opened in self._buffer_filters:
+            name = opened.config.name
             try:
-                decisions = await one.choose(buffer)
+                decisions = await opened.choose(buffer)
             except (RewardFailed, TimeoutError) as error:
                 self._failed(name, error, f"step={buffer.step} groups={len(buffer.groups)}")
                 decisions = [Decision(keep=False, reason=FAILED)] * len(buffer.groups)
             self.counts[name] += sum(not decision.keep for decision in decisions)
-            if one.config.count_only:
+            if opened.config.count_only:
                 continue
             kept = []
             for group, decision in zip(buffer.groups, decisions, strict=True):
+                reason = "" if decision.keep else _reason(name, decision)
                 priority = verdicts[group.task].priority + decision.priority
-                verdicts[group.task] = Verdict(
-                    reason="" if decision.keep else _reason(name, decision), priority=priority
-                )
+                verdicts[group.task] = Verdict(reason=reason, priority=priority)
                 if decision.keep:
                     kept.append(replace(group, priority=group.priority + decision.priority))
             buffer = replace(buffer, groups=tuple(kept))
@@ -227,12 +215,14 @@ class Filtering:
     @property
     def trouble(self) -> str:
         """Report for an operator: filters that fail, or that drop nearly everything; empty = nothing."""
-        found = [self._failure] if self._failure else []
+        troubles = [self._failure] if self._failure else []
         dropped = Counter(reason for reason in self._last if reason)
         if len(self._last) == MAX_AT_ONCE and dropped.total() >= DROPPED_SHARE * MAX_AT_ONCE:
-            most = dropped.most_common(1)[0][0]
-            found.append(f"filters drop {dropped.total()} of the last {MAX_AT_ONCE} groups, most of them as {most}")
-        return "; ".join(found)
+            reason = dropped.most_common(1)[0][0]
+            troubles.append(
+                f"filters drop {dropped.total()} of the last {MAX_AT_ONCE} groups, most of them as {reason}"
+            )
+        return "; ".join(troubles)
 
     def load(self) -> dict[str, float]:
         """Return the counts for the live row."""

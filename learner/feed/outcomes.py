@@ -1,17 +1,13 @@
-"""Reports of rank 0 (steps done, versions published, checkpoints written): records them on the bus, then trims the
-streams.
-"""
+"""Outcomes of steps and of the run: records the reports of rank 0 on the bus, trims the streams, ends the run."""
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusUnavailable, Fenced
@@ -19,15 +15,17 @@ from tidemill.bus.streams.bus import Bus, current_epoch
 from tidemill.bus.streams.cursors import Cursors
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Done, Plan
-from tidemill.learner.batch.batch import StepBatch
+from tidemill.bus.wire.subjects import END_KEY
+from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.snapshot import read_state
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.checkpoints.disk import Checkpoint
-from tidemill.learner.checkpoints.keeper import kept_names
-from tidemill.learner.errors import CheckpointCorrupt, FeedError
+from tidemill.learner.checkpoints.disk import Checkpoint, kept_names
+from tidemill.learner.errors import CheckpointCorrupt, FeedError, NothingTrained
 from tidemill.learner.evaluation.best import BestCheckpoint
+from tidemill.learner.evaluation.evaluations import Evaluations
 from tidemill.learner.feed.copies import Copies
-from tidemill.learner.feed.episode_metrics import EpisodeAge
+from tidemill.learner.feed.data_metrics import EpisodeAge
+from tidemill.learner.feed.feed_messages import Last
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.restart import CHECKPOINT_KEY, Resumed
 
@@ -50,9 +48,7 @@ class KeptCheckpoints:
 
 
 class Outcomes:
-    """Consumes ``server.outcomes``; produces Done records and the checkpoint row, trims the streams; sets ``finished``
-    at the end.
-    """
+    """Consumes ``server.outcomes``; produces Done records and the checkpoint row; trims streams; sets ``finished``."""
 
     def __init__(
         self,
@@ -76,9 +72,10 @@ class Outcomes:
         self._copies, self._best = kept.copies, kept.best
         self._written: list[tuple[Checkpoint, JsonMapping, Value]] = []
         """Checkpoints that wait for their copies, oldest first: checkpoint, state of the data, row."""
-        self._one_waits, self._none_waits = asyncio.Event(), asyncio.Event()
+        self._any_waits, self._none_waits = asyncio.Event(), asyncio.Event()
         self._none_waits.set()
         self._plans: dict[int, tuple[str, dict[str, float]]] = {}
+        """Chain and metrics of the planned steps."""
         self.checkpoint_step = step
         """Step of the latest checkpoint."""
         self.fullness = 0.0
@@ -96,9 +93,7 @@ class Outcomes:
         self._plans[plan.step] = (plan.chain, facts)
 
     async def run(self) -> None:
-        """Process reports until cancelled. Raises Fenced, and FeedError for a report of an unexpected step or
-        checkpoint.
-        """
+        """Process reports until cancelled. Raises Fenced, and FeedError for a report that is not expected."""
         while True:
             outcome = await self._server.outcomes.get()
             if outcome.kind == "done":
@@ -115,37 +110,23 @@ class Outcomes:
         if step != self._done + 1 or step not in self._plans:
             raise FeedError("done", f"step {self._done + 1}", step)
         self._done = step
-        before = self._earlier.get(step)
-        if before is not None and weights_digest and before.weights_digest not in (None, weights_digest):
-            log.error(
-                "step %d executed again gave OTHER weights: digest %s before, %s now",
-                step,
-                before.weights_digest,
-                weights_digest,
-            )
+        earlier = self._earlier.get(step)
+        if earlier is not None and weights_digest and earlier.weights_digest not in (None, weights_digest):
+            text = "step %d executed again gave OTHER weights: digest %s before, %s now"
+            log.error(text, step, earlier.weights_digest, weights_digest)
         metrics = metrics | self._plans[step][1]
-        metrics |= self.age.done(metrics, time.monotonic(), recorded=before is not None)
-        numbers = {name: value for name, value in metrics.items() if math.isfinite(value)}  # readers write JSON
-        done = Done(epoch=self._epoch, step=step, metrics=numbers, weights_digest=weights_digest)
-        await self._bus.plans.append(done)
-        await self._announce(done)
-        # Plans from the checkpoint on are kept: the report of a later checkpoint is compared with them.
-        self._plans = {other: kept for other, kept in self._plans.items() if other >= self.checkpoint_step}
-
-    async def _announce(self, done: Done) -> None:
-        """Publish live metrics. A loss is harmless: the Done record has the same numbers."""
-        metric = {"step": done.step, "epoch": done.epoch, "metrics": done.metrics}
-        try:
-            await self._bus.announce("learner", metric)
+        metrics |= self.age.done(metrics, time.monotonic(), recorded=earlier is not None)
+        await record_done(self._bus, self._epoch, step, metrics, weights_digest)
+        with suppress(BusUnavailable):
             self.fullness = (await self._bus.samples.info()).bytes / self._bus.config.samples_max_bytes
-        except BusUnavailable as error:
-            log.info("metrics unsent error=%s", error)
+        # Plans from the checkpoint on are kept: the report of a later checkpoint is compared with them.
+        self._plans = {planned: facts for planned, facts in self._plans.items() if planned >= self.checkpoint_step}
 
     async def _checkpointed(self, step: int, path: Path) -> None:
-        one = disk.named(path)
-        here = one.epoch == self._epoch and path.parent.resolve() == self._root.resolve()
+        checkpoint = disk.named(path)
+        is_own = checkpoint.epoch == self._epoch and path.parent.resolve() == self._root.resolve()
         # A row that names a wrong directory would make every later start fail, so the report is not trusted.
-        if not here or one.step != step or step > self._done or step not in self._plans:
+        if not is_own or checkpoint.step != step or step > self._done or step not in self._plans:
             want = f"a directory of epoch {self._epoch} in {self._root}, of a step up to {self._done}"
             raise FeedError("checkpointed", want, (step, str(path)))
         state = read_state(await asyncio.to_thread(disk.read_state, path))
@@ -157,45 +138,46 @@ class Outcomes:
         digest = await asyncio.to_thread(disk.manifest_digest, path)
         row = {"directory": str(path), "step": step, "epoch": self._epoch, "chain": chain, "manifest": digest}
         if self._copies is None:
-            await self._make_latest(one, state, row)
+            await self._make_latest(checkpoint, state, row)
         else:  # the reports behind this one do not wait for the copies
-            self._written.append((one, state, row))
-            self._one_waits.set()
+            self._written.append((checkpoint, state, row))
+            self._any_waits.set()
             self._none_waits.clear()
 
     async def follow_copies(self) -> None:
         """Make the newest checkpoint that has its copies the latest, until cancelled. Raises Fenced."""
         while True:
-            await self._one_waits.wait()
+            await self._any_waits.wait()
             assert self._copies is not None
-            await self._copied(await self._copies.wait(lambda: [one.path for one, _, _ in self._written]))
+            await self._copied(await self._copies.wait(lambda: [checkpoint.path for checkpoint, _, _ in self._written]))
 
     async def _copied(self, path: Path) -> None:
         """Make a checkpoint the latest, and drop those before it. Raises Fenced."""
-        at = next(number for number, (one, _, _) in enumerate(self._written) if one.path == path)
+        at = next(number for number, (checkpoint, _, _) in enumerate(self._written) if checkpoint.path == path)
         for older, _, _ in self._written[:at]:
             log.warning("checkpoint was overtaken before it had its copies path=%s latest=%s", older.path, path)
         await self._make_latest(*self._written[at])
         del self._written[: at + 1]  # those reported meanwhile are behind it
         if not self._written:
-            self._one_waits.clear()
+            self._any_waits.clear()
             self._none_waits.set()
 
     async def all_copied(self) -> None:
         """Wait until every reported checkpoint is the latest, or was, or a newer one is."""
         await self._none_waits.wait()
 
-    async def _make_latest(self, one: Checkpoint, state: JsonMapping, row: Value) -> None:
+    async def _make_latest(self, latest: Checkpoint, state: JsonMapping, row: Value) -> None:
         """Write the row of the latest checkpoint, then trim. Raises Fenced."""
         spared = [] if self._best is None else await self._best.spared()
         row = row | {"kept": spared} if spared else row
-        if self._copies is not None:  # an older one is used only if it is the one that was written
-            row = row | {"manifests": await asyncio.to_thread(self._digests, one, spared)}
+        if self._copies is not None:
+            # By its digest a later start recognizes an earlier checkpoint that it gets from another node or the store.
+            row = row | {"manifests": await asyncio.to_thread(self._digests, latest, spared)}
         await self._bus.retry(lambda: self._commit(row))
-        log.info("checkpoint committed step=%d path=%s", one.step, one.path)
-        self.checkpoint_step = one.step
+        log.info("checkpoint committed step=%d path=%s", latest.step, latest.path)
+        self.checkpoint_step = latest.step
         try:
-            await self._trim(one, state, spared)
+            await self._trim(latest, state, spared)
             if self._best is not None:
                 await self._best.note()
         except BusUnavailable as error:
@@ -204,7 +186,7 @@ class Outcomes:
 
     def _digests(self, latest: Checkpoint, spared: Collection[str]) -> dict[str, str]:
         """Return the digests of the manifests of the checkpoints that are kept with the latest one."""
-        names = [one.path.name for one in disk.listed(self._root)]
+        names = [checkpoint.path.name for checkpoint in disk.listed(self._root)]
         return disk.digests_of(self._root, kept_names(names, latest, keep=self._keep, spared=spared))
 
     def ends_after(self, step: int) -> None:
@@ -217,14 +199,12 @@ class Outcomes:
             self.finished.set()
 
     async def _commit(self, row: Value) -> None:
-        """Write the row. Raises Fenced for a learner that was replaced, by the newest epoch or by the epoch of the
-        stored row.
-        """
+        """Write the row. Raises Fenced for a learner that was replaced, by the newest epoch or the stored row's."""
         await self._refuse_if_replaced()
 
-        def committed(found: Value | None) -> Value:
+        def committed(stored: Value | None) -> Value:
             """Return the row. Raises Fenced if a newer learner has written the row."""
-            _refuse_newer(int((found or {}).get("epoch", 0)), self._epoch)
+            _refuse_newer(int((stored or {}).get("epoch", 0)), self._epoch)
             return row
 
         await self._bus.rows("run").change(CHECKPOINT_KEY, committed, replace_unreadable=True)
@@ -239,9 +219,8 @@ class Outcomes:
         kept = await asyncio.to_thread(disk.prune, self._root, keep=self._keep, latest=latest, spared=spared)
         try:
             oldest = read_state(await asyncio.to_thread(disk.verified_state, kept[-1].path))
-        except (
-            CheckpointCorrupt
-        ) as error:  # of one that was overtaken, for example; it goes with the checkpoints behind it
+        except CheckpointCorrupt as error:
+            # For example one that was overtaken before it had its copies. It goes with the checkpoints behind it.
             log.error("streams not trimmed, the oldest checkpoint that is kept is damaged: %s", error)
             return
         history = self._bus.config.history_samples
@@ -266,11 +245,23 @@ class Outcomes:
             return below
         if self.fullness < GIVE_UP_HISTORY_FULL:
             return needed
-        late = await cursors.give_up(below, created)
+        late_readers = ", ".join(await cursors.give_up(below, created))
         log.error(
-            "SAMPLES is %.0f %% full: readers %s are left behind at %d", 100 * self.fullness, ", ".join(late), needed
+            "SAMPLES is %.0f %% full: readers %s are left behind at %d", 100 * self.fullness, late_readers, needed
         )
         return below
+
+
+async def record_done(
+    bus: Bus, epoch: int, step: int, metrics: Mapping[str, float], weights_digest: str | None
+) -> None:
+    """Record that a step is done, and publish its metrics. A lost message is harmless: the record has the same."""
+    numbers = {name: value for name, value in metrics.items() if math.isfinite(value)}  # readers write JSON
+    await bus.plans.append(Done(epoch=epoch, step=step, metrics=numbers, weights_digest=weights_digest))
+    try:
+        await bus.announce("learner", {"step": step, "epoch": epoch, "metrics": numbers})
+    except BusUnavailable as error:
+        log.info("metrics unsent error=%s", error)
 
 
 def _refuse_newer(newest: int, epoch: int) -> None:
@@ -279,42 +270,45 @@ def _refuse_newer(newest: int, epoch: int) -> None:
         raise Fenced(f"run.{CHECKPOINT_KEY}", epoch, newest)
 
 
-def facts_of(plan: Plan, batches: Sequence[StepBatch], filtered: int = 0) -> dict[str, float]:
-    """Return the metrics of a step's data, for its Done record. ``filtered``: groups that filters dropped for it."""
-    in_queue, in_flight = lags_of(batches)
-    lags = in_queue + in_flight
-    first = batches[0]
-    packed = sum(len(part.tokens_T) for batch in batches for part in batch.micro_batches)
-    return {
-        "data/groups": float(len(plan.tasks)),
-        "data/samples": float(len(plan.seqs)),
-        "data/filtered_share": filtered / (filtered + len(plan.tasks)),
-        "data/masked_samples": 0.0 if plan.masked is None else float(len(plan.masked)),
-        "data/tokens": float(first.num_tokens),
-        "data/packed_tokens": float(packed),
-        "data/micro_batches": float(plan.num_micro_batches),
-        "data/reward_mean": float(first.rewards_N[first.scored_N].mean()),
-        "data/response_length_mean": float(first.response_lengths_N.mean()),
-        "data/truncated_share": float(first.truncated_N.mean()),
-        "data/lag_mean": float(lags.mean()) if len(lags) else 0.0,
-        "data/lag_max": float(lags.max(initial=0)),
-        "data/lag_in_flight_mean": float(in_flight.mean()) if len(lags) else 0.0,
-        "data/lag_in_queue_mean": float(in_queue.mean()) if len(lags) else 0.0,
-    }
+class EarlyEnd:
+    """End of a run before ``learner.steps``: its prompts are used up, or its scores have stopped to rise.
 
-
-def lags_of(batches: Sequence[StepBatch]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the lag of every trainable token in two parts, steps, both >= 0: (in the queue, in flight); their sum is
-    ``lag_T``.
-
-    The queue's part is the lag of the newest trainable token of the sample, which has grown since the response was
-    finished. The rest is the token's age relative to it: the versions that were published while the response was in
-    flight.
+    The reason follows from the records of PLAN and from the settings, so a restart finds it again; with other settings
+    it may not hold, and then the run goes on. Ranks learn of it when they request the step after the last, which is
+    planned by then: they publish its weights and write its checkpoint, if they have not yet.
     """
-    parts = [part for batch in batches for part in batch.micro_batches]
-    lags = np.concatenate([part.lag_T[part.loss_mask_T] for part in parts])
-    rows = np.concatenate([part.sample_T[part.loss_mask_T] for part in parts])
-    newest = np.full(len(batches[0].rewards_N), np.iinfo(np.int32).max, np.int32)
-    # Not newest[rows] = ...: a sample has many tokens, and all of them count.
-    np.minimum.at(newest, rows, lags)
-    return newest[rows], lags - newest[rows]
+
+    def __init__(self, bus: Bus, source: DataSource, evaluations: Evaluations, *, epoch: int) -> None:
+        self._bus, self._source, self._evaluations, self._epoch = bus, source, evaluations, epoch
+
+    async def begin(self) -> None:
+        """Remove the row of an earlier start."""
+        rows = self._bus.rows("run")
+        if (await rows.read(END_KEY))[1]:  # only where there is one: a user that may not purge leaves a marker instead
+            await rows.delete(END_KEY)
+
+    def reason(self, last_failure: str = "") -> str:
+        """Return the reason to end after the last planned step; empty = there is none.
+
+        ``last_failure``: of a task, in words. Raises NothingTrained when there is no step.
+        """
+        if stopped := self._evaluations.best.stopped:
+            return stopped
+        if not self._source.exhausted:
+            return ""
+        num_epochs = self._source.rules.num_epochs
+        if not self._source.step:
+            raise NothingTrained(num_epochs, self._source.accounting().settled, last_failure)
+        return f"all prompts of {num_epochs} pass{'es' * (num_epochs > 1)} are used (learner.num_epochs)"
+
+    async def end(self, reason: str, server: FeedServer, outcomes: Outcomes, *, state: bytes) -> None:
+        """End the run after the last planned step. Raises BusError.
+
+        ``state``: of the data after that step; empty = its checkpoint is ordered.
+        """
+        step = self._source.step
+        log.warning("the run ends after step %d of %d: %s", step, self._source.rules.steps, reason)
+        await self._bus.rows("run").put(END_KEY, {"step": step, "reason": reason, "epoch": self._epoch})
+        self._evaluations.ends_after(step, self._source.head)
+        await server.last(Last(step=step, state=state))
+        outcomes.ends_after(step)

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tidemill.bus.config import BusConfig
-from tidemill.learner.feed.feed_keys import FeedKeys
+
+if TYPE_CHECKING:  # it loads zmq, which commands without a learner do not have
+    from tidemill.learner.feed.feed_keys import FeedKeys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +19,7 @@ class FeederPlaces:
     bus: BusConfig = field(default_factory=BusConfig)
     listen: str
     """Where ranks connect: tcp://host:port."""
-    keys: FeedKeys
+    keys: "FeedKeys"
     """They admit the ranks."""
     checkpoints: Path
     """Root of the checkpoints."""
@@ -35,7 +38,7 @@ class RankPlaces:
     run: str
     bus_url: str
     feeder_url: str
-    feeder_keys: FeedKeys
+    feeder_keys: "FeedKeys"
     silence_s: float = 0.0
     """Longest time without a heartbeat of the feeder, in a collective, too; 0 = there are none, as on one node."""
     progress: int = -1

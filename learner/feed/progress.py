@@ -22,9 +22,7 @@ def note_step(descriptor: int) -> None:
 
 @contextmanager
 def sigterm_noted(descriptor: int) -> Iterator[None]:
-    """While entered, a SIGTERM to this process is in the pipe, if there is one (>= 0), whatever the main thread
-    computes.
-    """
+    """While entered, a SIGTERM to this process is in the pipe, if there is one (>= 0), whatever is being computed."""
     # A handler in Python waits for the end of the main thread's current call, which may be a collective of many
     # seconds. The interpreter's own handler writes the signal's number into this descriptor at once.
     before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
@@ -36,9 +34,7 @@ def sigterm_noted(descriptor: int) -> Iterator[None]:
 
 @contextmanager
 def progress_noted(on_step: Callable[[], None], on_sigterm: Callable[[], None]) -> Iterator[int]:
-    """Yield the writing end of a pipe for children; their steps call ``on_step``, a SIGTERM ``on_sigterm``. It is open
-    while entered.
-    """
+    """Yield the writing end of a pipe for children; their steps call ``on_step``, a SIGTERM ``on_sigterm``."""
     reading, writing = os.pipe()
     loop = asyncio.get_running_loop()
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 
 import numpy as np
 
@@ -40,9 +41,7 @@ class RecordedResponses:
         self._bus, self._prompts, self._rollouts = bus, prompts, rollouts
 
     async def run(self, version: Callable[[], int]) -> None:
-        """Background loop. ``version``: returns the newest published version. Raises PromptError for a row that cannot
-        be used.
-        """
+        """Background loop. ``version``: returns the newest version. Raises PromptError for an unusable row."""
         async with asyncio.TaskGroup() as group:
             for name in self._rollouts:
                 for _ in range(AT_ONCE):
@@ -56,9 +55,8 @@ class RecordedResponses:
                 if lease is not None:
                     await self._answer(lease, version)
             except WireError as error:
-                raise PromptError(
-                    f"rollout {rollout}", f"responses with {error.field} of {error.want}", error.got
-                ) from error
+                want = f"responses with {error.field} of {error.want}"
+                raise PromptError(f"rollout {rollout}", want, error.got) from error
             except BusError as error:  # the lease runs out, and the task is delivered again
                 log.warning("task not answered rollout=%s error=%s", rollout, error)
                 lease = None
@@ -70,9 +68,8 @@ class RecordedResponses:
         try:
             async with lease.kept():
                 # In a thread: a conversation is rendered once for each of its turns.
-                for sample in await asyncio.to_thread(
-                    samples_of, lease.task, self._prompts, lease.attempt, version=version()
-                ):
+                make = partial(samples_of, lease.task, self._prompts, lease.attempt, version=version())
+                for sample in await asyncio.to_thread(make):
                     await self._bus.samples.publish(sample)
                 await lease.ack()
         except asyncio.CancelledError:
@@ -81,15 +78,12 @@ class RecordedResponses:
 
 
 def samples_of(task: Task, prompts: PromptFile, attempt: str, *, version: int) -> list[Sample]:
-    """Return the samples of a task: the recorded responses of its row, by index. Raises PromptError for a row that has
-    changed.
-    """
+    """Return the samples of a task: its row's recorded responses, by index. Raises PromptError for a changed row."""
     drawn = prompts.at(task.prompt_epoch, task.offset)
-    if len(drawn.recorded) != task.group_size:
-        raise PromptError(
-            drawn.row.where, f"{task.group_size} responses, as when its task was issued", len(drawn.recorded)
-        )
-    return [_sample(task, index, one, attempt, version, drawn.row.where) for index, one in enumerate(drawn.recorded)]
+    where, responses = drawn.row.where, drawn.recorded
+    if len(responses) != task.group_size:
+        raise PromptError(where, f"{task.group_size} responses, as when its task was issued", len(responses))
+    return [_sample(task, index, response, attempt, version, where) for index, response in enumerate(responses)]
 
 
 def _sample(task: Task, index: int, recorded: RecordedSequence, attempt: str, version: int, where: str) -> Sample:
@@ -106,8 +100,7 @@ def _sample(task: Task, index: int, recorded: RecordedSequence, attempt: str, ve
         response=recorded.text,
         rollout_log_probs=np.zeros(length, np.float32) if recorded.log_probs is None else recorded.log_probs,
         loss_mask=recorded.loss_mask,
-        # No version has made these tokens. Of the newest one they count as fresh: their age is not known, and the gate
-        # is not for them.
+        # No version has made these tokens. As tokens of the newest one they are fresh: the gate is not for them.
         spans=(Span(version=max(version, task.min_version), num_tokens=length),),
         reward=recorded.reward,
         status=Status.TRUNCATED if recorded.truncated else Status.COMPLETED,

@@ -1,4 +1,4 @@
-"""Steps in files: written by a feeder as it plans them, and fed to the ranks in place of samples from the bus.
+"""Feeder of recorded steps: the steps in files are fed to the ranks, in place of samples from the bus.
 
     files of debug.load_rollout -> plan for this layout -> batches -> ranks (ZMQ);  done <- rank 0 -> log PLAN
 
@@ -9,48 +9,29 @@ checkpoint: a restart begins at step 1.
 
 import asyncio
 import logging
-import math
-import os
-import socket
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from tidemill.bus.client.connection import cancellable
-from tidemill.bus.errors import BusUnavailable
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.system.coroutines import first_of
-from tidemill.bus.wire.messages import Done, Plan, Sample
-from tidemill.bus.wire.rows import LiveRow
+from tidemill.bus.system.coroutines import cancellable, first_of
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.batch.frames import encode, encode_metadata
 from tidemill.learner.buffer.plans import GENESIS
-from tidemill.learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_again, save_rollout
+from tidemill.learner.debug.rollout_file import Packing, load_rollout, planned_again
 from tidemill.learner.errors import FeedError
+from tidemill.learner.feed.data_metrics import facts_of
 from tidemill.learner.feed.feed_messages import Start
 from tidemill.learner.feed.feed_server import FeedServer, Frames
+from tidemill.learner.feed.feeder import opened_ends, own_epoch, row_publisher
+from tidemill.learner.feed.feeder_loops import END_S
 from tidemill.learner.feed.feeder_row import BEAT_S
 from tidemill.learner.feed.feeder_settings import FeederSettings
-from tidemill.learner.feed.feeder_start import opened_ends, own_epoch, verified
-from tidemill.learner.feed.outcomes import facts_of
+from tidemill.learner.feed.outcomes import record_done
+from tidemill.learner.feed.restart import verified
 from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
-
-END_S = 60.0
-"""Deadline for the ranks to request the step after the last."""
-
-
-async def save_step(
-    settings: FeederSettings, plan: Plan, samples: Sequence[Sample], token_limits: Mapping[int, int]
-) -> None:
-    """Write the samples of a planned step, if the run saves them."""
-    if settings.debug.save_rollout:
-        file = Path(settings.debug.save_rollout.format(step=plan.step))
-        rollout = Rollout(run=settings.places.run, plan=plan, samples=samples, token_limits=token_limits)
-        await asyncio.to_thread(save_rollout, file, rollout)
-        log.info("rollout saved step=%d samples=%d path=%s", plan.step, len(samples), file)
 
 
 async def run_recorded_feeder(settings: FeederSettings, draining: asyncio.Event) -> None:
@@ -58,7 +39,7 @@ async def run_recorded_feeder(settings: FeederSettings, draining: asyncio.Event)
 
     Raises as ``run_feeder``, and DebugFileRefused, CheckpointCorrupt.
     """
-    async with opened_ends(settings.places, settings.learner) as (server, bus):
+    async with opened_ends(settings) as (server, bus):
         await cancellable(RecordedFeeder(bus, settings, server).run(draining))
 
 
@@ -78,25 +59,16 @@ class RecordedFeeder:
         async with asyncio.TaskGroup() as group:
             loops = [group.create_task(self._server.run(), name="ranks")]
             self._epoch = await own_epoch(self._bus, self._settings.places.epoch)
-            row = LiveRow(
-                role="feeder",
-                id="feeder",
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                phase="working",
-                epoch=self._epoch,
-            )
-            async with HeartbeatPublisher(self._bus, row, BEAT_S) as heartbeat:
+            async with row_publisher(self._bus, self._epoch, phase="working") as heartbeat:
                 await self._bus.plans.fence(self._epoch)
                 head = await VersionRegistry(self._bus).repaired_head(self._epoch)
-                version, step = (-1, -1) if head is None else (head.version, head.step)
                 start = Start(
                     epoch=self._epoch,
                     checkpoint=None,
                     step=0,
                     steps=self._num_steps,
-                    head_version=version,
-                    head_step=step,
+                    head_version=-1 if head is None else head.version,
+                    head_step=-1 if head is None else head.step,
                     initial=await verified(self._settings.initial_checkpoint),
                     recorded_until=0,
                 )
@@ -140,9 +112,7 @@ class RecordedFeeder:
         self._text = f"rank 0 to finish step {self._step}"
 
     def _next(self) -> tuple[list[Frames], bytes]:
-        """Read and pack the next step. Returns the frames of each data-parallel rank and their metadata. Raises
-        DebugFileRefused.
-        """
+        """Read and pack the next step: frames of each data-parallel rank, and metadata. Raises DebugFileRefused."""
         step, learner = self._step + 1, self._settings.learner
         rollout = load_rollout(Path(self._settings.debug.load_rollout.format(step=step)))
         packing = Packing(
@@ -161,20 +131,13 @@ class RecordedFeeder:
         )
         self._facts[step] = facts_of(plan, batches)
         self._chain, self._step = plan.chain, step
-        log.info(
-            "loaded step=%d run=%s recorded_step=%d samples=%d",
-            step,
-            rollout.run,
-            rollout.plan.step,
-            len(rollout.samples),
-        )
+        text = "loaded step=%d run=%s recorded_step=%d samples=%d"
+        log.info(text, step, rollout.run, rollout.plan.step, len(rollout.samples))
         with_metadata = learner.algorithm.may_need_metadata and self._server.wants_metadata
         return [encode(batch) for batch in batches], encode_metadata(rollout.samples) if with_metadata else b""
 
     async def _report_steps(self) -> None:
-        """Record the steps that rank 0 reports as done. Versions are in the registry already, and there are no
-        checkpoints.
-        """
+        """Record the steps that rank 0 reports as done. Versions are in the registry, and there are no checkpoints."""
         while True:
             outcome = await self._server.outcomes.get()
             if outcome.kind == "done":
@@ -185,11 +148,6 @@ class RecordedFeeder:
         if step != self._done + 1 or step not in self._facts:
             raise FeedError("done", f"step {self._done + 1}", step)
         self._done = step
-        numbers = {name: value for name, value in (metrics | self._facts.pop(step)).items() if math.isfinite(value)}
-        await self._bus.plans.append(Done(epoch=self._epoch, step=step, metrics=numbers, weights_digest=weights_digest))
-        try:
-            await self._bus.announce("learner", {"step": step, "epoch": self._epoch, "metrics": numbers})
-        except BusUnavailable as error:
-            log.info("metrics unsent error=%s", error)
+        await record_done(self._bus, self._epoch, step, metrics | self._facts.pop(step), weights_digest)
         if step == self._num_steps:
             self._finished.set()

@@ -1,4 +1,4 @@
-"""Restart of a learner: finds the newest usable checkpoint and the records that were written after it."""
+"""Restart of a learner: the state from the newest usable checkpoint, and the records that were written after it."""
 
 import asyncio
 import logging
@@ -11,19 +11,28 @@ from pathlib import Path
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Done, Kind, Plan, Requeue, Settle, Task
+from tidemill.bus.wire.rows import VersionRow
 from tidemill.bus.wire.subjects import SETTINGS_KEY
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.buffer.senders import Senders, refused_before
 from tidemill.learner.buffer.snapshot import ROWS, read_state
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.checkpoints.keeper import CHECKPOINT_KEY
+from tidemill.learner.checkpoints.object_store import ObjectStore
+from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
 from tidemill.learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
+from tidemill.learner.evaluation.rounds import Rounds
 from tidemill.learner.feed.copies import Copies
+from tidemill.learner.feed.feeder_settings import FeederSettings
 from tidemill.learner.prompts.planned_rows import PlannedRows
+from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.step_settings import refuse_built_in
+from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
 
+RecordAt = tuple[int, Plan | Settle | Requeue]
+"""A record and its sequence in PLAN."""
 _STORE_BACK = f"put the bus's store back, or {NEW_RUN}"
 
 
@@ -33,7 +42,7 @@ class Resumed:
 
     source: DataSource
     checkpoint: Path | None
-    recorded: deque[tuple[int, Plan | Settle | Requeue]]
+    recorded: deque[RecordAt]
     """(sequence in PLAN, record) after the checkpoint, in order; they must be applied again unchanged."""
     recorded_until: int
     """Last recorded step; the checkpoint's if there is none."""
@@ -64,37 +73,32 @@ async def resume(
     row = await bus.rows("run").get(CHECKPOINT_KEY)
     if copies is not None:
         await copies.claim(is_new=row is None)
-    checkpoint = None if row is None else await _loaded(root, row[0], copies)
+    checkpoint: Path | None = None
+    if row is not None:
+        checkpoint = await (asyncio.to_thread(_usable, root, row[0]) if copies is None else copies.whole(row[0]))
     state: JsonObject = {}
     if checkpoint is None:
-        # No checkpoint: the run has just begun, or ended before its first one. All samples are read again from the
-        # first one there is.
+        # The run has just begun, or ended before its first checkpoint: all samples are read again.
         cursor = await bus.samples.cursor()
         source = DataSource(rules, epoch=epoch, created=cursor.created, floor=cursor.floor)
     else:
-        data = await asyncio.to_thread(disk.read_state, checkpoint)
-        source, state = DataSource.restore(rules, data, epoch=epoch), read_state(data)
-        if ROWS in state:
-            differences = await asyncio.to_thread(planned.load, state[ROWS])
-            if state["identity"]["prompts_digest"] != rules.prompts_digest:
-                log.warning(
-                    "the prompts are other files than those of %s: %s; no planned row differs",
-                    checkpoint.name,
-                    differences,
-                )
+        source, state = await _restored_source(checkpoint, rules, planned, epoch=epoch)
     versions, eval_tasks = await _register_tasks(bus, source, planned)
     recorded, done, executed = await _records(bus, source, versions)
-    _refuse_lost_plans(bus.run, root, has_place=row is not None or bool(recorded))
+    if row is None and not recorded and (checkpoints := disk.listed(root)):
+        raise RunLost(bus.run, str(checkpoints[0].path))
     await _refuse_lost_tasks(bus, source, [record for _, record in recorded])
-    for _, record in recorded:
-        _refuse_other_layout(rules, record)
-    steps = [record.step for _, record in recorded if isinstance(record, Plan)]
-    log.info("resumed step=%d recorded=%d checkpoint=%s epoch=%d", source.step, len(steps), checkpoint, epoch)
+    plans = [record for _, record in recorded if isinstance(record, Plan)]
+    for plan in plans:
+        if plan.data_parallel != rules.data_parallel:
+            want = f"{plan.data_parallel} until the recorded step {plan.step} is in a checkpoint"
+            raise ConfigRefused("learner.data_parallel", want, rules.data_parallel)
+    log.info("resumed step=%d recorded=%d checkpoint=%s epoch=%d", source.step, len(plans), checkpoint, epoch)
     return Resumed(
         source=source,
         checkpoint=checkpoint,
         recorded=recorded,
-        recorded_until=max(steps, default=source.step),
+        recorded_until=max((plan.step for plan in plans), default=source.step),
         done=done,
         executed=executed,
         versions=versions,
@@ -102,6 +106,20 @@ async def resume(
         curriculum=state.get("curriculum", ()),
         eval_tasks=eval_tasks,
     )
+
+
+async def _restored_source(
+    checkpoint: Path, rules: DataRules, planned: PlannedRows, *, epoch: int
+) -> tuple[DataSource, JsonObject]:
+    """Return the DataSource of a checkpoint, and the state that it was restored from."""
+    data = await asyncio.to_thread(disk.read_state, checkpoint)
+    source, state = DataSource.restore(rules, data, epoch=epoch), read_state(data)
+    if ROWS in state:
+        differences = await asyncio.to_thread(planned.load, state[ROWS])
+        if state["identity"]["prompts_digest"] != rules.prompts_digest:
+            text = "the prompts are other files than those of %s: %s; no planned row differs"
+            log.warning(text, checkpoint.name, differences)
+    return source, state
 
 
 async def recorded_versions(bus: Bus) -> dict[int, int]:
@@ -113,42 +131,33 @@ async def recorded_versions(bus: Bus) -> dict[int, int]:
     return versions
 
 
-async def _loaded(root: Path, row: JsonMapping, copies: Copies | None) -> Path:
-    """Return the checkpoint to load. Raises NoCheckpoint."""
-    return await asyncio.to_thread(_usable, root, row) if copies is None else await copies.whole(row)
-
-
 def _usable(root: Path, row: JsonMapping) -> Path:
-    """Return the latest checkpoint of the run or, with an error in the log, the newest valid one before it. Corrupt
-    ones are set aside.
+    """Return the latest checkpoint of the run or, with an error in the log, the newest valid one before it.
 
-    Raises NoCheckpoint if none is valid.
+    Corrupt checkpoints are set aside. Raises NoCheckpoint if none is valid.
     """
     latest = root / Path(row["directory"]).name  # only the name, because the root may have been moved
-    before = [one.path for one in disk.listed(root) if one.step <= row["step"] and one.path.name != latest.name]
-    found, corrupt = disk.latest_valid([latest, *before])
-    if found is None:
+    earlier = [
+        checkpoint.path
+        for checkpoint in disk.listed(root)
+        if checkpoint.step <= row["step"] and checkpoint.path.name != latest.name
+    ]
+    valid, corrupt = disk.latest_valid([latest, *earlier])
+    if valid is None:
         raise NoCheckpoint(str(root), "none is whole: " + "; ".join(map(str, corrupt.values())))
     for path in corrupt:
-        if not disk.is_spread(
-            path
-        ):  # else it is not damaged: the rest is on other nodes, which this start does not have
+        # One that is spread is not damaged: its other files are on nodes that this start does not have.
+        if not disk.is_spread(path):
             disk.set_aside(path)
-    return found
-
-
-def _refuse_lost_plans(run: str, root: Path, *, has_place: bool) -> None:
-    if not has_place and (kept := disk.listed(root)):
-        raise RunLost(run, str(kept[0].path))
+    return valid
 
 
 async def _refuse_lost_tasks(bus: Bus, source: DataSource, records: Sequence[Plan | Settle | Requeue]) -> None:
     named = [int(task) for record in records if isinstance(record, Plan | Settle) for task in record.tasks]
-    wanted, last = max((source.task_floor, *named)), await bus.tasks.last_id()
-    if last < wanted:
-        raise ReplayMismatch(
-            "stream TASKS", f"tasks up to {wanted}", f"{last} as the last one: it was made anew; {_STORE_BACK}"
-        )
+    newest, last_id = max((source.task_floor, *named)), await bus.tasks.last_id()
+    if last_id < newest:
+        got = f"{last_id} as the last one: it was made anew; {_STORE_BACK}"
+        raise ReplayMismatch("stream TASKS", f"tasks up to {newest}", got)
 
 
 async def _register_tasks(bus: Bus, source: DataSource, planned: PlannedRows) -> tuple[dict[int, int], list[Task]]:
@@ -173,17 +182,17 @@ async def _register_tasks(bus: Bus, source: DataSource, planned: PlannedRows) ->
 
 async def _records(
     bus: Bus, source: DataSource, versions: dict[int, int]
-) -> tuple[deque[tuple[int, Plan | Settle | Requeue]], dict[int, Done], dict[int, int]]:
+) -> tuple[deque[RecordAt], dict[int, Done], dict[int, int]]:
     """Read the records after the state, and add their versions to ``versions``.
 
     Returns (records to repeat, outcomes by step, epochs of the first outcomes by step).
 
     Raises ReplayMismatch if the last plan of the state is not in the log.
     """
-    recorded: deque[tuple[int, Plan | Settle | Requeue]] = deque()
+    recorded: deque[RecordAt] = deque()
     done: dict[int, Done] = {}
     executed: dict[int, int] = {}
-    found = source.plan_seq == 0
+    has_last_plan = source.plan_seq == 0
     async for seq, record in bus.plans.scan(max(1, source.plan_seq)):
         if isinstance(record, Plan):
             versions |= record.version_steps
@@ -199,8 +208,8 @@ async def _records(
         elif isinstance(record, Done):
             done[record.step] = record
             executed.setdefault(record.step, record.epoch)
-        found = found or seq == source.plan_seq
-    if not found:
+        has_last_plan = has_last_plan or seq == source.plan_seq
+    if not has_last_plan:
         want = f"the plan of step {source.step}"
         raise ReplayMismatch(f"log PLAN at {source.plan_seq}", want, f"nothing: it was made anew; {_STORE_BACK}")
     return recorded, done, executed
@@ -214,7 +223,7 @@ async def recorded_settings(bus: Bus, resumed: Resumed, now: JsonObject, *, epoc
     """
     rows = bus.rows("run")
     await rows.put(f"{SETTINGS_KEY}.{epoch}", now)
-    found: list[tuple[int, JsonObject]] = []
+    settings: list[tuple[int, JsonObject]] = []
     for step in (record.step for _, record in resumed.recorded if isinstance(record, Plan)):
         first = resumed.executed.get(step)  # a step that was planned alone has the settings of this start
         then = now if first is None else (await rows.read(f"{SETTINGS_KEY}.{first}"))[0]
@@ -225,13 +234,91 @@ async def recorded_settings(bus: Bus, resumed: Resumed, now: JsonObject, *, epoc
             then = now
         refuse_built_in(then, now, step)
         record = {} if then == now else then
-        if found and found[-1][1] == record:
-            found.pop()
-        found.append((step, record))
-    return found
+        if settings and settings[-1][1] == record:
+            settings.pop()
+        settings.append((step, record))
+    return settings
 
 
-def _refuse_other_layout(rules: DataRules, record: Plan | Settle | Requeue) -> None:
-    if isinstance(record, Plan) and record.data_parallel != rules.data_parallel:
-        want = f"{record.data_parallel} until the recorded step {record.step} is in a checkpoint"
-        raise ConfigRefused("learner.data_parallel", want, rules.data_parallel)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """The state with which the parts of a feeder begin."""
+
+    epoch: int
+    resumed: Resumed
+    planned: PlannedRows
+    rounds: Rounds
+    """State of the evaluation in the checkpoint."""
+    senders: Senders
+    settings: list[tuple[int, JsonObject]]
+    """Settings with which recorded steps are repeated, see ``Start.settings``."""
+
+
+async def restore(
+    bus: Bus, settings: FeederSettings, prompts: PromptFile, *, epoch: int, copies: Copies | None
+) -> Restored:
+    """Restore the state from the checkpoint and the streams, and the registry from both. The caller has fenced PLAN and
+    TASKS.
+
+    Raises as ``resume``.
+    """
+    planned, root = PlannedRows(prompts), settings.places.checkpoints
+    resumed = await resume(
+        bus, rules=settings.data_rules(prompts), epoch=epoch, root=root, planned=planned, copies=copies
+    )
+    resumed.source.max_record_bytes = bus.plans.max_record_bytes
+    now = settings.step_settings
+    recorded = await recorded_settings(bus, resumed, now, epoch=epoch) if now else []
+    registry = VersionRegistry(bus)
+    if await registry.lost(resumed.versions):
+        await registry.restore(resumed.versions | await recorded_versions(bus), epoch)
+    head = await first_head(registry, settings.initial_model, epoch)
+    if head is not None:  # a publisher fences the head before it writes one
+        resumed.source.published(head.version, head.step)
+    rounds = await asyncio.to_thread(settings.evaluation.rounds)
+    if resumed.evaluation is not None:
+        rounds.load(resumed.evaluation)
+    senders = Senders(await refused_before(bus))
+    return Restored(epoch=epoch, resumed=resumed, planned=planned, rounds=rounds, senders=senders, settings=recorded)
+
+
+def copies_of(bus: Bus, settings: FeederSettings) -> Copies | None:
+    """Return the checkpoints as they are spread over nodes or a store; None where one directory has all of them."""
+    places, store = settings.places, settings.learner.checkpoint.url
+    if store:
+        return Copies(bus, places.checkpoints, num_nodes=places.num_nodes, store=ObjectStore(store, places.run))
+    if settings.num_copies and places.num_nodes > 1:
+        return Copies(bus, places.checkpoints, num_nodes=places.num_nodes, copies=settings.num_copies)
+    return None
+
+
+async def peers_of(copies: Copies | None, checkpoint: Path | None) -> JsonObject:
+    """Return the fields of ``Start`` with the nodes that serve the checkpoint; none where this node has all files."""
+    if copies is None or checkpoint is None:
+        return {}
+    peers = {str(peer.node): peer for peer in await copies.peers()}
+    keys = {peer.key for peer in peers.values()}
+    return {
+        "manifest": await asyncio.to_thread(disk.manifest_digest, checkpoint),
+        "peers": {node: peer.url for node, peer in peers.items()},
+        "peer_key": keys.pop() if keys else "",
+    }
+
+
+async def verified(checkpoint: Path | None) -> str | None:
+    """Return the directory after its files were compared with the manifest. Raises CheckpointCorrupt."""
+    if checkpoint is None:
+        return None
+    await asyncio.to_thread(disk.verify, checkpoint)
+    return str(checkpoint)
+
+
+async def first_head(registry: VersionRegistry, initial_model: str, epoch: int) -> VersionRow | None:
+    """Return the head, restored if it cannot be read. Raises Fenced.
+
+    ``initial_model``: published as version 0 first, because no rank publishes any; empty = a rank does.
+    """
+    if initial_model:
+        await registry.fence(epoch)
+        await registry.publish_initial(initial_model, epoch)
+    return await registry.repaired_head(epoch)

@@ -1,19 +1,19 @@
-"""Buffer filters: functions that see all complete groups at once, before a step is planned, and decide which of them it
-takes.
+"""Buffer filters: functions that see all complete groups before a step is planned, and decide which of them it takes.
 
-They are users' functions, which run in child processes (``learner/feed/filtering.py``). One is called when there are
-enough groups for a step, and again when others have come while its drops left too few.
+They are users' functions, which run in child processes (``learner/feed/filtering.py``). Each is called when there are
+enough groups for a step, and again with new groups after its drops left too few.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Prompt, Sample, Status, Task
 from tidemill.learner.data.filter_settings import FilterConfig
-from tidemill.learner.filters.filters import FILTER, Decision, decision_of
+from tidemill.learner.filters.filters import FILTER, Decision, decision_of, encode_argument
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import Contract
 
@@ -98,63 +98,23 @@ def decisions_of(name: str, result: object) -> list[JsonObject] | None:
     if result is None:
         return None
     if not isinstance(result, list | tuple):
-        raise RewardFailed(
-            name, f"want a list with a result for each group, or None, got {result!r}"[:500], "buffer filter"
-        )
-    found = [decision_of(name, one) for one in result]
-    if masking := [place for place, one in enumerate(found) if one["masked"]]:
-        raise RewardFailed(
-            name, f"result {masking[0]}: want no 'masked' from a buffer filter, which sees no tokens", "buffer filter"
-        )
-    return found
+        want = f"want a list with a result for each group, or None, got {result!r}"
+        raise RewardFailed(name, want[:500], "buffer filter")
+    decisions = [decision_of(name, group_result) for group_result in result]
+    if masking := [place for place, decision in enumerate(decisions) if decision["masked"]]:
+        want = f"result {masking[0]}: want no 'masked' from a buffer filter, which sees no tokens"
+        raise RewardFailed(name, want, "buffer filter")
+    return decisions
 
 
-def decisions_in(name: str, found: Sequence[JsonMapping] | None, buffer: FilterBuffer) -> list[Decision]:
-    """Return the Decisions in maps of ``decisions_of`` for the groups of this buffer. Raises RewardFailed for another
-    number of them.
-    """
-    if found is None:
+def decisions_in(name: str, results: Sequence[JsonMapping] | None, buffer: FilterBuffer) -> list[Decision]:
+    """Return the Decisions on the groups of a buffer. Raises RewardFailed for another number of results."""
+    if results is None:
         return [Decision() for _ in buffer.groups]
-    if len(found) != len(buffer.groups):
-        raise RewardFailed(
-            name, f"want a result for each of the {len(buffer.groups)} groups, got {len(found)}", "buffer filter"
-        )
-    return [Decision(keep=one["keep"], reason=one["reason"], priority=one["priority"]) for one in found]
-
-
-def _encode(buffer: FilterBuffer) -> bytes:
-    groups = [
-        {
-            "task": one.task,
-            "prompt": one.prompt,
-            "label": one.label,
-            "metadata": dict(one.metadata),
-            "priority": one.priority,
-            "samples": [
-                {
-                    "index": sample.index,
-                    "reward": sample.reward,
-                    "parts": dict(sample.parts),
-                    "num_tokens": sample.num_tokens,
-                    "status": sample.status.value,
-                    "lag": sample.lag,
-                    "metadata": dict(sample.metadata),
-                }
-                for sample in one.samples
-            ],
-        }
-        for one in buffer.groups
-    ]
-    return json.dumps({"step": buffer.step, "num_wanted": buffer.num_wanted, "groups": groups}).encode()
-
-
-def _decode(found: JsonMapping) -> FilterBuffer:
-    groups = tuple(BufferGroup(**{**one, "samples": tuple(map(_sample, one["samples"]))}) for one in found["groups"])
-    return FilterBuffer(step=found["step"], num_wanted=found["num_wanted"], groups=groups)
-
-
-def _sample(found: JsonMapping) -> BufferSample:
-    return BufferSample(**{**found, "status": Status(found["status"])})
+    if len(results) != len(buffer.groups):
+        want = f"want a result for each of the {len(buffer.groups)} groups, got {len(results)}"
+        raise RewardFailed(name, want, "buffer filter")
+    return [Decision(**{**result, "masked": ()}) for result in results]
 
 
 BUFFER_FILTER = Contract(
@@ -163,8 +123,8 @@ BUFFER_FILTER = Contract(
     argument="FilterBuffer",
     path="tidemill.learner.filters.buffer_filters:BUFFER_FILTER",
     table={},
-    encode=_encode,
-    decode=_decode,
+    encode=encode_argument,
+    decode=lambda values: msgspec.convert(values, FilterBuffer),
     checked=decisions_of,
 )
 """The contract of buffer filters: a FilterBuffer in, a result for each of its groups out."""

@@ -8,10 +8,11 @@ by import path run in child processes (``learner/feed/filtering.py``).
 import base64
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -46,9 +47,7 @@ class FilterSample:
     status: Status
     """COMPLETED or TRUNCATED."""
     sequences: tuple[SequenceSize, ...]
-    """Sizes of its token sequences, which lie one after the other in ``tokens`` and, with their response regions, in
-    ``log_probs``.
-    """
+    """Sizes of its token sequences, one after the other in ``tokens``, and their responses in ``log_probs``."""
     metadata: JsonMapping = field(default_factory=dict)
     lag: int = 0
     """Steps from the weights of its oldest token to the weights of the last planned step."""
@@ -60,9 +59,9 @@ class FilterSample:
     @property
     def response_tokens(self) -> NDArray[np.int32]:
         """The tokens of the response regions, [R], each at the place of its log-prob."""
-        ends = np.cumsum([one.num_tokens for one in self.sequences])
+        ends = np.cumsum([size.num_tokens for size in self.sequences])
         return np.concatenate(
-            [self.tokens[end - one.response_length : end] for end, one in zip(ends, self.sequences, strict=True)]
+            [self.tokens[end - size.response_length : end] for end, size in zip(ends, self.sequences, strict=True)]
         )
 
 
@@ -78,15 +77,10 @@ class FilterGroup:
     """In the order of their index."""
 
     def values(self, part: str = "") -> NDArray[np.float64]:
-        """Return the reward of each sample, or one part of it, [G]. Raises RewardFailed where a sample lacks the
-        part.
-        """
+        """Return the reward of each sample, or a part of it, [G]. Raises RewardFailed where a sample lacks the part."""
         if lacking := [sample.index for sample in self.samples if part and part not in sample.parts]:
-            raise RewardFailed(
-                "",
-                f"want part {part!r} in every reward; sample {lacking[0]} has {sorted(self.samples[0].parts)}",
-                "filter",
-            )
+            got = f"sample {lacking[0]} has {sorted(self.samples[0].parts)}"
+            raise RewardFailed("", f"want part {part!r} in every reward; {got}", "filter")
         return np.array([sample.parts[part] if part else sample.reward for sample in self.samples], np.float64)
 
 
@@ -146,23 +140,19 @@ def mean_reward(
 ) -> Decision:
     """Drop a group with a mean reward below ``at_least`` (reason ``hard``) or above ``at_most`` (reason ``easy``)."""
     mean = float(group.values(part).mean())
-    return Decision(
-        keep=at_least <= mean <= at_most, reason="hard" if mean < at_least else "easy" if mean > at_most else ""
-    )
+    reason = "hard" if mean < at_least else "easy" if mean > at_most else ""
+    return Decision(keep=at_least <= mean <= at_most, reason=reason)
 
 
 def truncated(group: FilterGroup, *, max_share: float = 1.0) -> Decision:
     """Mask truncated samples; drop a group with a larger share of them than ``max_share``."""
-    found = tuple(sample.index for sample in group.samples if sample.status is Status.TRUNCATED)
-    return Decision(keep=len(found) <= max_share * len(group.samples), masked=found)
+    masked = _indexes(group, lambda sample: sample.status is Status.TRUNCATED)
+    return Decision(keep=len(masked) <= max_share * len(group.samples), masked=masked)
 
 
 def length(group: FilterGroup, *, at_least: int = 0, at_most: int = 2**31) -> Decision:
     """Mask samples with fewer or more tokens that the model has sampled."""
-    counts = [int(np.count_nonzero(sample.loss_mask)) for sample in group.samples]
-    return Decision(
-        masked=tuple(one.index for one, n in zip(group.samples, counts, strict=True) if not at_least <= n <= at_most)
-    )
+    return Decision(masked=_indexes(group, lambda sample: not at_least <= sample.loss_mask.sum() <= at_most))
 
 
 def repetition(group: FilterGroup, *, window: int = 3000, prob: float = 0.99) -> Decision:
@@ -170,13 +160,11 @@ def repetition(group: FilterGroup, *, window: int = 3000, prob: float = 0.99) ->
 
     Source: prime-rl's filter of this name, with its defaults.
     """
-    return Decision(masked=tuple(one.index for one in group.samples if longest_run(one, math.log(prob)) >= window))
+    return Decision(masked=_indexes(group, lambda sample: longest_run(sample, math.log(prob)) >= window))
 
 
 def longest_run(sample: FilterSample, above: float) -> int:
-    """Return the most sampled tokens in a row with a log-prob above ``above``; tokens of the environment in between are
-    passed over.
-    """
+    """Return the longest run of sampled tokens with a log-prob above ``above``; other tokens do not break it."""
     certain = sample.log_probs[sample.loss_mask.astype(np.bool_)] > above
     edges = np.flatnonzero(~np.concatenate([[False], certain, [False]]))
     return int(np.diff(edges).max() - 1)
@@ -189,12 +177,16 @@ def gibberish(group: FilterGroup, *, vocab_size: int, rare_from: int = 100_000, 
     Source: prime-rl's filter of this name, with its defaults. Ids grow with rarity in byte-pair vocabularies.
     """
     bound = -math.log(vocab_size) - offset
-    return Decision(masked=tuple(one.index for one in group.samples if _is_gibberish(one, rare_from, bound)))
+
+    def has_rare_token(sample: FilterSample) -> bool:
+        rare = (sample.response_tokens > rare_from) & (sample.log_probs < bound)
+        return bool((rare & sample.loss_mask.astype(np.bool_)).any())
+
+    return Decision(masked=_indexes(group, has_rare_token))
 
 
-def _is_gibberish(sample: FilterSample, rare_from: int, bound: float) -> bool:
-    rare = sample.response_tokens > rare_from
-    return bool((rare & (sample.log_probs < bound) & sample.loss_mask.astype(np.bool_)).any())
+def _indexes(group: FilterGroup, is_masked: Callable[[FilterSample], bool]) -> tuple[int, ...]:
+    return tuple(sample.index for sample in group.samples if is_masked(sample))
 
 
 # ---- contract
@@ -206,7 +198,7 @@ def decision_of(name: str, result: object) -> JsonObject:
     """Return a filter's result as the map of a Decision. Raises RewardFailed.
 
     It may return a Decision, True or None (keep), False (drop), a text (drop for this reason, "" = keep), a map with
-    some of the fields of a Decision, or an object with ``keep`` and, if it likes, ``reason``.
+    some fields of a Decision, or an object with ``keep`` and perhaps ``reason``.
     """
     if isinstance(result, str):
         result = {"keep": not result, "reason": result}
@@ -215,42 +207,31 @@ def decision_of(name: str, result: object) -> JsonObject:
     elif not isinstance(result, Mapping) and hasattr(result, "keep"):
         result = {field: getattr(result, field) for field in _FIELDS if hasattr(result, field)}
     if not isinstance(result, Mapping) or not result.keys() <= set(_FIELDS):
-        raise RewardFailed(
-            name,
-            f"want true, false, a reason or a map with some of {', '.join(_FIELDS)}, got {result!r}"[:500],
-            "filter",
-        )
+        raise _failed(name, f"want true, false, a reason or a map with some of {', '.join(_FIELDS)}, got {result!r}")
     keep, masked = result.get("keep", True), result.get("masked", ())
     if not isinstance(keep, bool | np.bool_):
-        raise RewardFailed(name, f"keep: want true or false, got {keep!r}"[:500], "filter")
-    if not isinstance(masked, list | tuple) or not all(
-        isinstance(one, int) and not isinstance(one, bool) for one in masked
-    ):
-        raise RewardFailed(name, f"masked: want a list of indexes, got {masked!r}"[:500], "filter")
+        raise _failed(name, f"keep: want true or false, got {keep!r}")
+    if not isinstance(masked, list | tuple) or not all(type(index) is int for index in masked):
+        raise _failed(name, f"masked: want a list of indexes, got {masked!r}")
     try:
         priority = float(result.get("priority", 0.0))
     except (TypeError, ValueError, OverflowError):
         priority = math.nan
     if not abs(priority) <= MAX_PRIORITY:
-        raise RewardFailed(
-            name, f"priority: want a number within +-1e6, got {result.get('priority')!r}"[:500], "filter"
-        )
+        raise _failed(name, f"priority: want a number within +-1e6, got {result.get('priority')!r}")
     return {"keep": bool(keep), "reason": _short(result.get("reason")), "masked": list(masked), "priority": priority}
 
 
-def decision_in(name: str, found: JsonMapping, group: FilterGroup) -> Decision:
-    """Return the Decision in a map of ``decision_of`` for this group. Raises RewardFailed for indexes that it does not
-    have.
-    """
-    indexes = {sample.index for sample in group.samples}
-    if wrong := sorted(set(found["masked"]) - indexes):
-        raise RewardFailed(name, f"masked: want indexes from 0 to {len(indexes) - 1}, got {wrong[0]}", "filter")
-    return Decision(
-        keep=found["keep"],
-        reason=found["reason"],
-        masked=tuple(sorted(set(found["masked"]))),
-        priority=found["priority"],
-    )
+def _failed(name: str, text: str, kind: str = "filter") -> RewardFailed:
+    return RewardFailed(name, text[:500], kind)
+
+
+def decision_in(name: str, result: JsonMapping, group: FilterGroup) -> Decision:
+    """Return the Decision of a map for this group. Raises RewardFailed for indexes that it does not have."""
+    indexes, masked = {sample.index for sample in group.samples}, set(result["masked"])
+    if wrong := sorted(masked - indexes):
+        raise _failed(name, f"masked: want indexes from 0 to {len(indexes) - 1}, got {wrong[0]}")
+    return Decision(**{**result, "masked": tuple(sorted(masked))})
 
 
 _FIELDS = ("keep", "reason", "masked", "priority")
@@ -262,57 +243,20 @@ def _short(reason: object) -> str:
     return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "_.+-") else "_" for letter in text)
 
 
-def _encode(group: FilterGroup) -> bytes:
-    found = {
-        "prompt": group.prompt,
-        "label": group.label,
-        "metadata": dict(group.metadata),
-        "samples": [
-            {
-                "index": one.index,
-                "reward": one.reward,
-                "parts": dict(one.parts),
-                "response": one.response,
-                "tokens": _text(one.tokens, "<i4"),
-                "log_probs": _text(one.log_probs, "<f4"),
-                "loss_mask": _text(one.loss_mask, "u1"),
-                "status": one.status.value,
-                "metadata": dict(one.metadata),
-                "lag": one.lag,
-                "sequences": [list(size) for size in one.sequences],
-                "num_turns": one.num_turns,
-                "transcript": list(one.transcript),
-            }
-            for one in group.samples
-        ],
-    }
-    return json.dumps(found).encode()
+def encode_argument(argument: object) -> bytes:
+    """Return the argument of a filter as JSON, with arrays as base64. Raises TypeError, ValueError, RecursionError."""
+    return json.dumps(msgspec.to_builtins(argument, builtin_types=(bytes,), enc_hook=_array_text)).encode()
 
 
-def _decode(found: JsonMapping) -> FilterGroup:
-    samples = tuple(
-        FilterSample(
-            **{
-                **one,
-                "tokens": _array(one["tokens"], "<i4"),
-                "log_probs": _array(one["log_probs"], "<f4"),
-                "loss_mask": _array(one["loss_mask"], "u1"),
-                "status": Status(one["status"]),
-                "sequences": tuple(SequenceSize(*size) for size in one["sequences"]),
-                "transcript": tuple(one["transcript"]),
-            }
-        )
-        for one in found["samples"]
-    )
-    return FilterGroup(prompt=found["prompt"], label=found["label"], metadata=found["metadata"], samples=samples)
+def _array_text(values: object) -> str:
+    if not isinstance(values, np.ndarray):
+        raise TypeError(f"want values of JSON, got {type(values).__name__}")
+    return base64.b64encode(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).tobytes()).decode()
 
 
-def _text(values: NDArray[Any], dtype: str) -> str:
-    return base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode()
-
-
-def _array(text: str, dtype: str) -> NDArray[Any]:
-    return np.frombuffer(base64.b64decode(text), dtype)
+def _array(kind: Any, text: str) -> NDArray[Any]:
+    (dtype,) = get_args(get_args(kind)[1])  # of NDArray[np.int32], which is ndarray[shape, dtype[int32]]
+    return np.frombuffer(base64.b64decode(text), np.dtype(dtype).newbyteorder("<"))
 
 
 FILTER = Contract(
@@ -321,8 +265,8 @@ FILTER = Contract(
     argument="FilterGroup",
     path="tidemill.learner.filters.filters:FILTER",
     table=TABLE,
-    encode=_encode,
-    decode=_decode,
+    encode=encode_argument,
+    decode=lambda values: msgspec.convert(values, FilterGroup, dec_hook=_array),
     checked=decision_of,
 )
 """The contract of filters: a FilterGroup in, a Decision or a shorter form of one out."""

@@ -105,7 +105,7 @@ class Replicas:
     """Weights of a bucket, with overlap; None = Megatron's choice, 40 million."""
 
 
-def choose_replicas(learner: LearnerConfig, here: Parallel) -> Replicas:
+def choose_replicas(learner: LearnerConfig, ranks: Parallel) -> Replicas:
     """Return the sharing for the settings and this world: none with one copy of the model, overlap only on CUDA unless
     it is demanded.
 
@@ -113,9 +113,9 @@ def choose_replicas(learner: LearnerConfig, here: Parallel) -> Replicas:
     pass. With virtual stages there is no overlap: Megatron's interleaved schedule ends with an error where one of its
     chunks has been reduced early.
     """
-    if here.dp_size * here.cp_size == 1:
+    if ranks.dp_size * ranks.cp_size == 1:
         return Replicas()
-    on = {"auto": here.device.type == "cuda" and here.vp_size == 1, "always": True, "never": False}
+    on = {"auto": ranks.device.type == "cuda" and ranks.vp_size == 1, "always": True, "never": False}
     return Replicas(
         distributed_optimizer=learner.distributed_optimizer,
         overlap_grad_reduce=on[learner.overlap_grad_reduce],
@@ -123,24 +123,24 @@ def choose_replicas(learner: LearnerConfig, here: Parallel) -> Replicas:
     )
 
 
-def choose_device(wanted: str) -> torch.device:
+def choose_device(setting: str) -> torch.device:
     """Return the device of this process for ``auto | cpu | cuda``. LOCAL_RANK selects one of several GPUs.
 
     Raises ConfigRefused for ``cuda`` where torch has none.
     """
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigRefused("learner.device", "auto or cpu where torch finds no GPU", wanted)
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if setting == "cuda" and not torch.cuda.is_available():
+        raise ConfigRefused("learner.device", "auto or cpu where torch finds no GPU", setting)
+    if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
 
 
-def choose_dtype(wanted: str, device: torch.device) -> str:
+def choose_dtype(setting: str, device: torch.device) -> str:
     """Return ``float32`` or ``bfloat16`` for ``auto | float32 | bfloat16`` on ``device``."""
-    if wanted != "auto":
-        return wanted
+    if setting != "auto":
+        return setting
     return "bfloat16" if device.type == "cuda" else "float32"
 
 

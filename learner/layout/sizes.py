@@ -73,37 +73,37 @@ def refusals(
         want = f"one of {', '.join(FAMILIES)}, or learner.bridge for another family"
         return [ConfigRefused(f"{where}: model_type", want, family)]
     family = str(family)
-    found = [
+    problems = [
         *_split_refusals(values, family, where, tensor_parallel),
         *_expert_layout(values, family, where, expert_parallel),
     ]
     if family in EXPERTS_OF and tensor_parallel > 1 and not sequence_parallel:
         want = "true with learner.tensor_parallel > 1 for a model with experts: every rank sends its own tokens to them"
-        found.append(ConfigRefused("learner.sequence_parallel", want, sequence_parallel))
+        problems.append(ConfigRefused("learner.sequence_parallel", want, sequence_parallel))
     if not own_bridge:
-        found += (
+        problems += (
             ConfigRefused(f"{where}: {name}", want, values.get(name)) for name, want in _value_refusals(values, family)
         )
     layers, heads = values.get("num_hidden_layers"), values.get("num_attention_heads")
     parts = tensor_parallel * context_parallel
     if isinstance(layers, int):
         edges = (first_stage_layers, last_stage_layers)
-        found += _stage_refusals(layers, where, pipeline_parallel, virtual_pipeline, edges)
+        problems += _stage_refusals(layers, where, pipeline_parallel, virtual_pipeline, edges)
     if isinstance(heads, int) and heads % parts and context_parallel > 1:
         wanted = (
             f"a multiple of learner.tensor_parallel x learner.context_parallel = {parts}, whose ranks divide the "
             "heads for attention"
         )
-        found.append(ConfigRefused(f"{where}: num_attention_heads", wanted, heads))
+        problems.append(ConfigRefused(f"{where}: num_attention_heads", wanted, heads))
     if own_bridge:
-        return found
+        return problems
     try:
         rope_arguments(as_older(values).get("rope_scaling"), where=where, family=family)
     except ConfigRefused as refused:
-        found.append(refused)
+        problems.append(refused)
     except ValueError as error:
-        found.append(ConfigRefused(f"{where}: rope_parameters", "one set for all layers", str(error)))
-    return found
+        problems.append(ConfigRefused(f"{where}: rope_parameters", "one set for all layers", str(error)))
+    return problems
 
 
 def stage_layers(num_layers: int, pipeline_parallel: int, first: int = 0, last: int = 0) -> list[int]:
@@ -112,10 +112,12 @@ def stage_layers(num_layers: int, pipeline_parallel: int, first: int = 0, last: 
 
     Layers that are left over, which ``refusals`` refuses, are those of the last stage.
     """
-    others = pipeline_parallel - bool(first) - bool(last)
-    each = (num_layers - first - last) // others if others else 0
-    found = [first or each, *[each] * (pipeline_parallel - 2), last or each][-pipeline_parallel:]
-    return [*found[:-1], num_layers - sum(found[:-1])]
+    inner_stages = pipeline_parallel - bool(first) - bool(last)
+    inner_layers = (num_layers - first - last) // inner_stages if inner_stages else 0
+    layers = [first or inner_layers, *[inner_layers] * (pipeline_parallel - 2), last or inner_layers][
+        -pipeline_parallel:
+    ]
+    return [*layers[:-1], num_layers - sum(layers[:-1])]
 
 
 def num_senders(tensor_parallel: int, expert_parallel: int, at_most: int = 0) -> int:
@@ -124,8 +126,8 @@ def num_senders(tensor_parallel: int, expert_parallel: int, at_most: int = 0) ->
 
     They are those of the first copy of the model, and those that have experts of it.
     """
-    found = math.lcm(tensor_parallel, expert_parallel)
-    return min(found, at_most) if at_most else found
+    senders = math.lcm(tensor_parallel, expert_parallel)
+    return min(senders, at_most) if at_most else senders
 
 
 class Dealt:
@@ -149,17 +151,17 @@ def _stage_refusals(
     """Yield an error for layers that the stages cannot share. ``edges``: layers of the first and of the last stage, 0 =
     as the others.
     """
-    given = [f"learner.{name}_stage_layers" for name, one in zip(("first", "last"), edges, strict=True) if one]
-    others, rest = pipeline - len(given), layers - sum(edges)
-    if not given:
+    set_edges = [f"learner.{name}_stage_layers" for name, edge in zip(("first", "last"), edges, strict=True) if edge]
+    inner_stages, inner_layers = pipeline - len(set_edges), layers - sum(edges)
+    if not set_edges:
         chunks = pipeline * virtual
         if layers % chunks:
             factors = "learner.pipeline_parallel" + (" x learner.virtual_pipeline" if virtual > 1 else "")
             want = f"a multiple of {factors} = {chunks}, or learner.first_stage_layers or learner.last_stage_layers"
             yield ConfigRefused(f"{where}: num_hidden_layers", want, layers)
-    elif rest < others or (rest % others if others else rest):
-        want = f"{sum(edges)}, of {' and '.join(given)}" + (
-            f", and equal numbers for {others} other stages" if others else ""
+    elif inner_layers < inner_stages or (inner_layers % inner_stages if inner_stages else inner_layers):
+        want = f"{sum(edges)}, of {' and '.join(set_edges)}" + (
+            f", and equal numbers for {inner_stages} other stages" if inner_stages else ""
         )
         yield ConfigRefused(f"{where}: num_hidden_layers", want, layers)
 
@@ -256,18 +258,18 @@ def rope_arguments(scaling: Any, *, where: str = "model", family: str = "") -> J
     """
     if not scaling:
         return {}
-    given = scaling if isinstance(scaling, Mapping) else {"type": "?"}
-    kind, factor = given.get("rope_type", given.get("type", "default")), given.get("factor")
+    rope = scaling if isinstance(scaling, Mapping) else {"type": "?"}
+    kind, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("factor")
     if kind == "default":
         return {}
     if family == "deepseek_v3":
         # Both scales: transformers and mbridge have different defaults for them.
         needed = ("factor", "mscale", "mscale_all_dim", "original_max_position_embeddings")
-        if kind == "yarn" and all(given.get(name) for name in needed):
+        if kind == "yarn" and all(rope.get(name) for name in needed):
             return {}  # the bridge reads them
         raise ConfigRefused(f"{where}: rope_scaling", f"none, or yarn with {', '.join(needed)}", scaling)
     if kind == "linear" and factor:
         return {"seq_len_interpolation_factor": factor}
-    if kind == "llama3" and factor and all(given.get(name) == value for name, value in _LLAMA3.items()):
+    if kind == "llama3" and factor and all(rope.get(name) == value for name, value in _LLAMA3.items()):
         return {"rope_scaling": True, "rope_scaling_factor": factor}
     raise ConfigRefused(f"{where}: rope_scaling", "none, linear, or llama3 with Llama's own constants", scaling)

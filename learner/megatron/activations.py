@@ -4,7 +4,7 @@ share.
     embedding | layers.<i>.attention.qkv, .attention.core, .attention, .mlp.experts, .mlp, layers.<i> (its output) |
 norm | log_probs
 
-    rank: its layers, its tokens, its heads -> whole outputs of the stage (tensor-, context-parallel ranks) -> rank 0: all stages, in order
+    rank: its layers, tokens, heads -> outputs of the stage (tensor-, context-parallel ranks) -> rank 0: all stages
 
 The numbers of the layers are those of the whole model at every layout. ``.mlp.experts`` is 1 where a token is sent to
 an expert, else 0. Shape letters: T = tokens of one prompt, with padding; C = those of this context-parallel rank; H =
@@ -49,8 +49,8 @@ class _Prompt:
 def _with_bias(output: Any) -> Tensor:
     """Return the output with its bias, where Megatron returns that apart."""
     value, bias = output[:2] if isinstance(output, tuple) else (output, None)
-    whole: Tensor = value + bias if isinstance(bias, Tensor) and bias.ndim == 1 else value
-    return whole
+    summed: Tensor = value + bias if isinstance(bias, Tensor) and bias.ndim == 1 else value
+    return summed
 
 
 def _sent(output: tuple[Tensor, Tensor]) -> Tensor:
@@ -79,18 +79,18 @@ def module_outputs(
     One prompt at a time, without padding beyond that of the layout, under the current weights. Collective over all
     ranks; rank 0 gets the whole outputs of all stages, the other ranks get none. Latent attention has no attention.qkv.
     """
-    here, found = policy.parallel, {}
-    in_first_column = here.dp_rank == here.tp_rank == here.cp_rank == 0
+    ranks, found = policy.parallel, {}
+    in_first_column = ranks.dp_rank == ranks.tp_rank == ranks.cp_rank == 0
     policy.memory.want("a forward pass")
     for number, tokens in enumerate(prompts):
-        own = _of_stage(policy, tokens, names)
+        stage_outputs = _of_stage(policy, tokens, names)
         if not in_first_column:
             continue
-        whole = dict(own if here.pp_size == 1 else stages.of_all(iter(own), here))
-        if here.rank == 0:
-            for name in sorted(whole, key=_order):
+        outputs = dict(stage_outputs if ranks.pp_size == 1 else stages.of_all(iter(stage_outputs), ranks))
+        if ranks.rank == 0:
+            for name in sorted(outputs, key=_order):
                 last = len(tokens) - (name == LOG_PROBS)  # the last token has no target
-                found[f"{number}.{name}"] = whole[name][:last].float().cpu().numpy()
+                found[f"{number}.{name}"] = outputs[name][:last].float().cpu().numpy()
     return found
 
 
@@ -103,43 +103,44 @@ def _order(name: str) -> float:
 @torch.no_grad()
 def _of_stage(policy: Policy, tokens: Sequence[int], names: str) -> list[tuple[str, Tensor]]:
     """Return the whole outputs [T, W] of this rank's stage, in the order of computation; collective over all ranks."""
-    here, taken = policy.parallel, dict[str, Tensor]()
+    ranks, outputs = policy.parallel, dict[str, Tensor]()
     places = [place for place in _places(policy) if fnmatchcase(place.name, names)]
 
     def finish(prompt: _Prompt, hidden_CH: Tensor) -> tuple[Tensor, None]:
         """Take the log-probs. Returns a loss that is not used."""
         if fnmatchcase(LOG_PROBS, names):
             weight_VH = output_weight(policy.chunks[-1])
-            taken[LOG_PROBS] = log_probs_and_entropy(hidden_CH, weight_VH, prompt.targets_T, group=here.tp_group)[0][
+            outputs[LOG_PROBS] = log_probs_and_entropy(hidden_CH, weight_VH, prompt.targets_T, group=ranks.tp_group)[0][
                 :, None
             ]
         return hidden_CH.new_zeros(()), None
 
-    with _hooked(places, taken), megatron_device():
-        run_rows(policy, [_prompt(tokens, here)], finish, forward_only=True)
+    with _hooked(places, outputs), megatron_device():
+        run_rows(policy, [_prompt(tokens, ranks)], finish, forward_only=True)
     together = {place.name: place.together for place in places}
-    whole = [(name, together[name](value) if name in together else value) for name, value in taken.items()]
-    return [(name, gather_parts(value, here.cp_group) if here.cp_size > 1 else value) for name, value in whole]
+    named_values = [(name, together[name](value) if name in together else value) for name, value in outputs.items()]
+    return [(name, gather_parts(value, ranks.cp_group) if ranks.cp_size > 1 else value) for name, value in named_values]
 
 
-def _prompt(tokens: Sequence[int], here: Parallel) -> _Prompt:
+def _prompt(tokens: Sequence[int], ranks: Parallel) -> _Prompt:
     """Return this rank's part of a prompt, with padding as a sequence of its own to a multiple of the ranks that divide
     its tokens.
     """
-    padding = -len(tokens) % (here.tp_size * here.cp_size)
+    padding = -len(tokens) % (ranks.tp_size * ranks.cp_size)
     ends = [0, len(tokens), *([len(tokens) + padding] if padding else [])]
     ids_T, targets_T = torch.tensor([*tokens, *[0] * padding]), torch.tensor([*tokens[1:], *[0] * (padding + 1)])
     positions_T = torch.cat([torch.arange(end - start) for start, end in pairwise(ends)])
     ids_C, targets_C, positions_C = (
-        own_part(one, here.cp_rank, here.cp_size).to(here.device) for one in (ids_T, targets_T, positions_T)
+        own_part(values_T, ranks.cp_rank, ranks.cp_size).to(ranks.device)
+        for values_T in (ids_T, targets_T, positions_T)
     )
     return _Prompt(tokens_T=ids_C, targets_T=targets_C, packed=packed_row(np.array(ends, np.int32), positions_C))
 
 
 @contextmanager
-def _hooked(places: Sequence[_Place], taken: dict[str, Tensor]) -> Iterator[None]:
+def _hooked(places: Sequence[_Place], outputs: dict[str, Tensor]) -> Iterator[None]:
     """Take the outputs of the modules while entered, in ``taken``."""
-    handles = [place.module.register_forward_hook(_taking(place, taken)) for place in places]
+    handles = [place.module.register_forward_hook(_taking(place, outputs)) for place in places]
     try:
         yield
     finally:
@@ -147,31 +148,31 @@ def _hooked(places: Sequence[_Place], taken: dict[str, Tensor]) -> Iterator[None
             handle.remove()
 
 
-def _taking(place: _Place, taken: dict[str, Tensor]) -> Take:
+def _taking(place: _Place, outputs: dict[str, Tensor]) -> Take:
     def take(module: Any, inputs: Any, output: Any) -> None:
         """Keep a copy of the value. The rows behind the prompt are padding of the pipeline's schedule."""
-        if place.name not in taken:
+        if place.name not in outputs:
             value = place.of(output).detach()
-            taken[place.name] = value.reshape(-1, value.shape[-1]).clone()
+            outputs[place.name] = value.reshape(-1, value.shape[-1]).clone()
 
     return take
 
 
 def _places(policy: Policy) -> Iterator[_Place]:
     """Yield the places of this rank's layers."""
-    here, config = policy.parallel, policy.config
+    ranks, config = policy.parallel, policy.config
 
     def tokens(value: Tensor) -> Tensor:
         """Return the tokens of all tensor-parallel ranks, which sequence parallelism divides."""
-        return gather_parts(value, here.tp_group) if here.sequence_parallel else value
+        return gather_parts(value, ranks.tp_group) if ranks.sequence_parallel else value
 
     def heads(value_CW: Tensor) -> Tensor:
         """Return the heads of all tensor-parallel ranks, in their order."""
-        return gather_parts(value_CW.t(), here.tp_group).t() if here.tp_size > 1 else value_CW
+        return gather_parts(value_CW.t(), ranks.tp_group).t() if ranks.tp_size > 1 else value_CW
 
     def query_key_value(value_CW: Tensor) -> Tensor:
         """Return all queries, all keys, all values of all ranks."""
-        return torch.cat([heads(part) for part in _split(value_CW, config, here.tp_size)], dim=-1)
+        return torch.cat([heads(part) for part in _split(value_CW, config, ranks.tp_size)], dim=-1)
 
     for model in policy.chunks:
         if model.pre_process:

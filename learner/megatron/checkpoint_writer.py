@@ -1,6 +1,6 @@
 """Writer of Megatron's distributed checkpoint format that runs in the rank's own process, in two parts.
 
-    StagedSave.save   all ranks together: plan the files, copy this rank's tensors to host memory (or only refer to them)
+    StagedSave.save   all ranks together: plan the files, copy this rank's tensors to host memory, or refer to them
     Staged.write      any thread, no collective: write this rank's file
     Staged.finish     rank 0, with the results of all ranks: write the index (.metadata)
 
@@ -91,7 +91,7 @@ class Staged:
     def finish(self, results: Sequence[Sequence[WriteResult]]) -> None:
         """Write the index of all files from the results of every rank; on rank 0. Raises OSError."""
         assert self.metadata is not None, "rank 0 has the index"
-        self.writer.finish(self.metadata, [list(one) for one in results])
+        self.writer.finish(self.metadata, [list(result) for result in results])
 
 
 def files_of(results: Sequence[WriteResult]) -> list[str]:

@@ -26,15 +26,15 @@ def norm_over_ranks(grads: Sequence[Tensor], group: dist.ProcessGroup, device: t
     return float(square.item() ** 0.5)
 
 
-def clip_factor(norm: float, most: float) -> float:
+def clip_factor(norm: float, max_norm: float) -> float:
     """Return the factor for gradients of norm ``norm``: 1 up to ``most``, and above it that which reduces the norm to
     ``most``.
     """
-    return min(1.0, most / (norm + SMALL))
+    return min(1.0, max_norm / (norm + SMALL))
 
 
 @torch.no_grad()
-def clipped(inner: Any, most: float, device: torch.device) -> float:
+def clipped(inner: Any, max_norm: float, device: torch.device) -> float:
     """Scale the gradients of Megatron's optimizers, which are ready, where their norm is above ``most``. Returns the
     norm before that.
 
@@ -48,7 +48,7 @@ def clipped(inner: Any, most: float, device: torch.device) -> float:
         grads = [grad for each in several for grad in each.get_main_grads_for_grad_norm()]
         norms.append(norm_over_ranks(grads, several[0].get_grad_stats_parallel_group(), device))
     norm = norms[0] if len(norms) == 1 else math.sqrt(sum(each**2 for each in norms))
-    factor = clip_factor(norm, most)
+    factor = clip_factor(norm, max_norm)
     grads = [parameter.grad for each in optimizers for parameter in each.get_parameters()]
     if factor < 1.0 and (present := [grad.detach() for grad in grads if grad is not None]):
         torch._foreach_mul_(present, factor)

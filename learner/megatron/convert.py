@@ -30,12 +30,12 @@ from tidemill.learner.megatron import state
 from tidemill.learner.megatron.model import DTYPES, Policy, build_policy
 from tidemill.learner.megatron.tuning import ADAPTER, Tuning, write_adapter
 from tidemill.learner.settings.lora import LoraConfig
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store import snapshot_files
 
 _TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-def to_model(checkpoint: Path, out: Path, model_dir: Path, here: Parallel, *, bridge_class: str = "") -> int:
+def to_model(checkpoint: Path, out: Path, model_dir: Path, ranks: Parallel, *, bridge_class: str = "") -> int:
     """Write the model of a checkpoint to ``out``, with configuration and tokenizer of ``model_dir``. Returns the step
     of the checkpoint.
 
@@ -43,19 +43,21 @@ def to_model(checkpoint: Path, out: Path, model_dir: Path, here: Parallel, *, br
     ``bridge_class``: as for ``build_policy``. Raises ConfigRefused for a checkpoint of another model,
     CheckpointCorrupt, OSError.
     """
-    policy, step = _loaded(checkpoint, model_dir, here, bridge_class)
-    snapshot.write(out, dict(policy.export()), version=-1, step=step, model_dir=model_dir)
+    policy, step = _loaded(checkpoint, model_dir, ranks, bridge_class)
+    snapshot_files.write(out, dict(policy.export()), version=-1, step=step, model_dir=model_dir)
     if policy.adapters is not None:
         write_adapter(out / ADAPTER, dict(policy.export_adapters()), policy.adapters.config, model_dir)
     return step
 
 
-def weights_of(checkpoint: Path, model_dir: Path, here: Parallel, *, bridge_class: str = "") -> dict[str, torch.Tensor]:
+def weights_of(
+    checkpoint: Path, model_dir: Path, ranks: Parallel, *, bridge_class: str = ""
+) -> dict[str, torch.Tensor]:
     """Return the weights that ``to_model`` writes, with adapters merged into them. Raises as it does."""
-    return dict(_loaded(checkpoint, model_dir, here, bridge_class)[0].export())
+    return dict(_loaded(checkpoint, model_dir, ranks, bridge_class)[0].export())
 
 
-def to_checkpoint(model_dir: Path, out: Path, here: Parallel, *, bridge_class: str = "") -> None:
+def to_checkpoint(model_dir: Path, out: Path, ranks: Parallel, *, bridge_class: str = "") -> None:
     """Write the weights of a model directory as a checkpoint. ``bridge_class``: as for ``build_policy``.
 
     Raises ConfigRefused, FileExistsError, OSError.
@@ -64,7 +66,7 @@ def to_checkpoint(model_dir: Path, out: Path, here: Parallel, *, bridge_class: s
         raise FileExistsError(f"{out}: want a new directory, got one that exists")
     tuning = Tuning(trains=False)
     policy = build_policy(
-        model_dir, dtype=_dtype_of_model(model_dir), parallel=here, tuning=tuning, bridge_class=bridge_class
+        model_dir, dtype=_dtype_of_model(model_dir), parallel=ranks, tuning=tuning, bridge_class=bridge_class
     )
     aside = out.with_name(f"{out.name}-{nonce()}.tmp")
     aside.mkdir(parents=True)
@@ -76,7 +78,7 @@ def to_checkpoint(model_dir: Path, out: Path, here: Parallel, *, bridge_class: s
         raise
 
 
-def _loaded(checkpoint: Path, model_dir: Path, here: Parallel, bridge_class: str) -> tuple[Policy, int]:
+def _loaded(checkpoint: Path, model_dir: Path, ranks: Parallel, bridge_class: str) -> tuple[Policy, int]:
     """Return a policy with the weights of a checkpoint, and its step. Raises ConfigRefused, CheckpointCorrupt,
     OSError.
     """
@@ -86,7 +88,7 @@ def _loaded(checkpoint: Path, model_dir: Path, here: Parallel, bridge_class: str
         lora = load_common_state_dict(str(checkpoint)).get("facts", {}).get("lora")
         tuning = Tuning(lora=_lora(lora), trains=False)
         policy = build_policy(
-            model_dir, dtype=_dtype(checkpoint), parallel=here, tuning=tuning, bridge_class=bridge_class
+            model_dir, dtype=_dtype(checkpoint), parallel=ranks, tuning=tuning, bridge_class=bridge_class
         )
         return policy, state.load_model(checkpoint, policy=policy, setting="--model")
 
@@ -96,9 +98,9 @@ def one_process() -> Iterator[Parallel]:
     """Form Megatron's groups of this process alone. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment
     are those of one.
     """
-    here = parallel.join(tensor_parallel_size=1, device=torch.device("cpu"), seed=0)
+    ranks = parallel.join(tensor_parallel_size=1, device=torch.device("cpu"), seed=0)
     try:
-        yield here
+        yield ranks
     finally:
         parallel.leave()
 
@@ -127,9 +129,9 @@ def _readable(checkpoint: Path) -> Iterator[None]:
 
 def _dtype(checkpoint: Path) -> str:
     """Return the dtype of the weights in a checkpoint. Raises ConfigRefused for another than those of the learner."""
-    found = dist_checkpointing.load_tensors_metadata(str(checkpoint))
-    beside = ("optimizer", "chained_", "proximal.", "reference.", "critic.")
-    weights = {name: part.dtype for name, part in found.items() if not name.startswith(beside)}
+    tensors = dist_checkpointing.load_tensors_metadata(str(checkpoint))
+    other_prefixes = ("optimizer", "chained_", "proximal.", "reference.", "critic.")
+    weights = {name: part.dtype for name, part in tensors.items() if not name.startswith(other_prefixes)}
     return _named(next(iter(weights.values()), None), str(checkpoint))
 
 
@@ -145,7 +147,7 @@ def _dtype_of_model(model_dir: Path) -> str:
 
 
 def _named(dtype: Any, where: str) -> str:
-    name = next((name for name, one in DTYPES.items() if one == dtype), "")
+    name = next((name for name, choice in DTYPES.items() if choice == dtype), "")
     if not name:
         raise ConfigRefused(where, f"weights in {' or '.join(DTYPES)}", str(dtype))
     return name

@@ -1,6 +1,6 @@
 """The critic: a second model with a value head, its optimizer, and the steps that train it beside the policy.
 
-    rows -> values, forward only -> (advantages and returns: ``token_advantages``) -> for each minibatch: value loss, backward, Adam
+    rows -> values, forward only -> (advantages and returns: ``token_advantages``) -> each minibatch: value loss, Adam
 
 It knows nothing of the policy. Shape letters: T = tokens of a packed micro-batch, C = those of this rank's part of it.
 """
@@ -93,9 +93,9 @@ class Critic:
         still move.
         """
         every = [row.seen for rows, _ in minibatches for row in rows]
-        fit = summed(torch.stack([_fit_sums(seen) for seen in every]).sum(0))
+        fit = summed(torch.stack([_fit_sums(tokens) for tokens in every]).sum(0))
         if self._collector is not None:
-            self._collector.begin(batch, [_first_pass(seen) for seen in every])
+            self._collector.begin(batch, [_first_pass(tokens) for tokens in every])
         updates = []
         for rows, denominators in minibatches:
             if denominators.tokens:
@@ -112,26 +112,26 @@ class Critic:
 
     def _metrics(self, updates: Sequence[_Update], fit: Tensor, *, summed: Summed) -> dict[str, float]:
         """Return the metrics of the optimizer steps that were not skipped, over all ranks."""
-        taken = [update for update in updates if update.norm is not None]
+        done = [update for update in updates if update.norm is not None]
         metrics = {
-            "critic/skipped_minibatches": float(len(updates) - len(taken)),
+            "critic/skipped_minibatches": float(len(updates) - len(done)),
             "critic/lr": sum(update.rate for update in updates) / max(1, len(updates)),
             **_fit(fit),
         }
-        if not taken:
+        if not done:
             return metrics
-        loss, clipped, tokens = summed(torch.stack([update.sums for update in taken]).sum(0)).tolist()
+        loss, clipped, tokens = summed(torch.stack([update.sums for update in done]).sum(0)).tolist()
         return metrics | {
-            "critic/loss": loss / len(taken),
+            "critic/loss": loss / len(done),
             "critic/clip_fraction": clipped / max(1.0, tokens),
-            "critic/grad_norm": sum(update.norm for update in taken if update.norm is not None) / len(taken),
+            "critic/grad_norm": sum(update.norm for update in done if update.norm is not None) / len(done),
         }
 
     def _minibatch(self, rows: Sequence[Row], denominators: Denominators, step: int) -> _Update:
         self.optimizer.zero_grad()
         parts = run_rows(self.model, rows, partial(self._loss, denominators=denominators))
-        here = self.model.parallel
-        sums = of_last(None if parts is None else torch.stack(parts).sum(0).cpu(), here).to(here.device)
+        ranks = self.model.parallel
+        sums = of_last(None if parts is None else torch.stack(parts).sum(0).cpu(), ranks).to(ranks.device)
         norm, rate = self.optimizer.step(step, loss=float(sums[0]))
         if self._collector is not None:
             loss, clipped, tokens = sums.tolist()
@@ -140,20 +140,20 @@ class Critic:
 
     def _whole(self, values_C1: Tensor) -> Tensor:
         """Return the values of the whole row, on all context-parallel ranks."""
-        here = self.model.parallel
-        return values_C1 if here.cp_size == 1 else gather_parts(values_C1, here.cp_group)
+        ranks = self.model.parallel
+        return values_C1 if ranks.cp_size == 1 else gather_parts(values_C1, ranks.cp_group)
 
     def _loss(self, row: Row, values_C1: Tensor, *, denominators: Denominators) -> tuple[Tensor, Tensor]:
-        seen, values_T = row.seen, self._whole(values_C1)[:, 0]
-        assert seen.values_T is not None and seen.returns_T is not None
+        tokens, values_T = row.seen, self._whole(values_C1)[:, 0]
+        assert tokens.values_T is not None and tokens.returns_T is not None
         if self._collector is not None:
-            self._collector.row(of_critic(seen, values_T))
-        place = (values_T, seen.values_T, seen.returns_T, seen.mask_T)
+            self._collector.row(of_critic(tokens, values_T))
+        place = (values_T, tokens.values_T, tokens.returns_T, tokens.mask_T)
         total = aggregate(
-            value_loss(*place, clip=self._clip), seen.mask_T, seen.sample_T, denominators, mode="token_mean"
+            value_loss(*place, clip=self._clip), tokens.mask_T, tokens.sample_T, denominators, mode="token_mean"
         )
         clipped = value_clipped(*place, clip=self._clip).sum()
-        return total, torch.stack([total.detach().double(), clipped.double(), seen.mask_T.sum().double()])
+        return total, torch.stack([total.detach().double(), clipped.double(), tokens.mask_T.sum().double()])
 
 
 def open_critic(
@@ -182,18 +182,18 @@ def open_critic(
     return Critic(model, optimizer, learner.critic, collector)
 
 
-def _first_pass(seen: Tokens) -> Fields:
-    assert seen.values_T is not None
-    return {"values": seen.values_T}
+def _first_pass(tokens: Tokens) -> Fields:
+    assert tokens.values_T is not None
+    return {"values": tokens.values_T}
 
 
-def _fit_sums(seen: Tokens) -> Tensor:
+def _fit_sums(tokens: Tokens) -> Tensor:
     """Return (tokens, sum V, sum R, sum R^2, sum (R - V), sum (R - V)^2) of a row before the step, float64 [6]."""
-    assert seen.values_T is not None and seen.returns_T is not None
-    values_M, returns_M = seen.values_T[seen.mask_T].double(), seen.returns_T[seen.mask_T].double()
+    assert tokens.values_T is not None and tokens.returns_T is not None
+    values_M, returns_M = tokens.values_T[tokens.mask_T].double(), tokens.returns_T[tokens.mask_T].double()
     gaps_M = returns_M - values_M
     sums = [values_M, returns_M, returns_M.square(), gaps_M, gaps_M.square()]
-    return torch.stack([seen.mask_T.sum().double(), *(each.sum() for each in sums)])
+    return torch.stack([tokens.mask_T.sum().double(), *(part.sum() for part in sums)])
 
 
 def _fit(sums: Tensor) -> dict[str, float]:

@@ -14,7 +14,7 @@ from tidemill.bus.system.foreign import described, errors_as
 from tidemill.bus.system.functions import check_call, find_function
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.errors import HookFailed
-from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.config import HooksConfig
 
 NO_HOOKS = HooksConfig()
 

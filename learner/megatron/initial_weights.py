@@ -46,10 +46,10 @@ def load_initial(bridge: Any, chunks: Sequence[GPTModel], model_dir: Path, check
         bridge.load(chunks, model_dir)
     else:
         iteration = torch_dist.find(checkpoint)
-        found: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(found, torch_dist.described(iteration))
-        if len(set(found)) > 1:  # nodes with disks of their own
-            raise ConfigRefused(torch_dist.SETTING, "one checkpoint on all nodes", sorted(set(found)))
+        errors: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(errors, torch_dist.described(iteration))
+        if len(set(errors)) > 1:  # nodes with disks of their own
+            raise ConfigRefused(torch_dist.SETTING, "one checkpoint on all nodes", sorted(set(errors)))
         load_megatron(iteration, chunks, setting=torch_dist.SETTING)
 
 
@@ -59,40 +59,40 @@ def load_megatron(iteration: Path, chunks: Sequence[GPTModel], *, setting: str) 
 
     Raises ConfigRefused, which names ``setting``, for a checkpoint of another model or one that is not complete.
     """
-    there = torch_dist.read_index(iteration).shapes
+    stored = torch_dist.read_index(iteration).shapes
     content: dict[str, JsonObject] = {}
     for number, chunk in enumerate(chunks):
-        entries = {name: entry for name, entry in _sharded(chunk, there).items() if not is_adapter(name)}
+        entries = {name: entry for name, entry in _sharded(chunk, stored).items() if not is_adapter(name)}
         content[str(number)] = {name: entry for name, entry in entries.items() if not isinstance(entry, ShardedObject)}
-        _take_other_names(content[str(number)], there)
+        _take_other_names(content[str(number)], stored)
         refuse_another_model(iteration, content[str(number)], setting, "a checkpoint of the model in model.path")
     with plain_torch():
         loaded, unused, _ = dist_checkpointing.load(content, str(iteration), strict="return_all")
-    if more := sorted(name for name in unused if name.startswith(_OF_THE_MODEL) and "_extra_state" not in name):
+    if unread := sorted(name for name in unused if name.startswith(_OF_THE_MODEL) and "_extra_state" not in name):
         raise ConfigRefused(
             setting,
             "a checkpoint of the model in model.path, and of no more layers or parts",
-            f"{more[0]} in {iteration}",
+            f"{unread[0]} in {iteration}",
         )
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[str(number)] | _without_data(chunk))
     return int(loaded.get("iteration", 0))
 
 
-def _sharded(chunk: GPTModel, there: Mapping[str, object]) -> JsonObject:
+def _sharded(chunk: GPTModel, stored: Mapping[str, object]) -> JsonObject:
     """Return the sharded state of a chunk, with layers and experts in one tensor or apart, as in the checkpoint."""
     metadata = {
-        "non_homogeneous_layers": torch_dist.layers_apart(there),
-        "singleton_local_shards": torch_dist.parts_apart(there),
+        "non_homogeneous_layers": torch_dist.layers_apart(stored),
+        "singleton_local_shards": torch_dist.parts_apart(stored),
     }
     listed = chunk.config.moe_layer_freq
     if isinstance(listed, list) and all(listed):
         chunk.config.moe_layer_freq = 1  # the same; but with a list Megatron gives each layer tensors of its own
     try:
-        found: JsonObject = chunk.sharded_state_dict(metadata=metadata)
+        entries: JsonObject = chunk.sharded_state_dict(metadata=metadata)
     finally:
         chunk.config.moe_layer_freq = listed
-    return found
+    return entries
 
 
 def _without_data(chunk: GPTModel) -> JsonObject:
@@ -104,15 +104,15 @@ def _without_data(chunk: GPTModel) -> JsonObject:
     }
 
 
-def _take_other_names(part: JsonMapping, there: Collection[str]) -> None:
+def _take_other_names(part: JsonMapping, stored: Collection[str]) -> None:
     """Change the keys of tensors that are missing in a checkpoint to those that Megatron's layers of Transformer Engine
     have for them.
     """
     for tensor in part.values():
         for ours, theirs in OTHER_NAMES.items():
-            if isinstance(tensor, ShardedTensor) and tensor.key not in there and tensor.key.endswith(ours):
-                other = tensor.key.removesuffix(ours) + theirs
-                tensor.key = other if other in there else tensor.key
+            if isinstance(tensor, ShardedTensor) and tensor.key not in stored and tensor.key.endswith(ours):
+                stored_name = tensor.key.removesuffix(ours) + theirs
+                tensor.key = stored_name if stored_name in stored else tensor.key
 
 
 def refuse_another_model(
@@ -123,22 +123,22 @@ def refuse_another_model(
     It may have more rows of the vocabulary, which Megatron pads to a multiple of a number of its command line, unless
     ``exactly``.
     """
-    there = {
+    stored = {
         name: tuple(part.global_shape)
         for name, part in dist_checkpointing.load_tensors_metadata(str(directory)).items()
     }
     for part in _tensors(model):
-        shape, found = tuple(part.global_shape), there.get(part.key)
+        shape, stored_shape = tuple(part.global_shape), stored.get(part.key)
         if (
-            found is not None
+            stored_shape is not None
             and part.allow_shape_mismatch
             and not exactly
-            and found[1:] == shape[1:]
-            and found[0] > shape[0]
+            and stored_shape[1:] == shape[1:]
+            and stored_shape[0] > shape[0]
         ):
             continue
-        if found != shape:
-            got = f"has the shape {found}" if found is not None else "is missing"
+        if stored_shape != shape:
+            got = f"has the shape {stored_shape}" if stored_shape is not None else "is missing"
             raise ConfigRefused(setting, f"{want}: {part.key} {got} in {directory}", shape)
 
 

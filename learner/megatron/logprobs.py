@@ -21,22 +21,22 @@ from tidemill.learner.megatron.layers.context import gather_parts
 
 @torch.no_grad()
 def logits_at(
-    hidden_CH: Tensor, weight_VH: Tensor, at_K: Tensor, here: Parallel, *, temperature: float | Tensor
+    hidden_CH: Tensor, weight_VH: Tensor, at_K: Tensor, ranks: Parallel, *, temperature: float | Tensor
 ) -> Tensor:
     """Return the logits / temperature at the places ``at_K`` of the whole row, [K, V] float32, on all ranks of the row.
 
     Collective over the tensor- and context-parallel ranks, which have the same places. A temperature of 0 counts as 1;
     a tensor has that of each token of this rank's part, [C].
     """
-    local_K = at_K - here.cp_rank * len(hidden_CH)
+    local_K = at_K - ranks.cp_rank * len(hidden_CH)
     mine_K = (local_K >= 0) & (local_K < len(hidden_CH))
     at = local_K.clamp(0, len(hidden_CH) - 1)
     hidden_KH = torch.where(mine_K[:, None], hidden_CH[at], 0)
     divisor = temperature[at, None] if isinstance(temperature, Tensor) else temperature or 1.0
     logits_KV = (hidden_KH @ weight_VH.t()).float() / divisor
-    if here.cp_size > 1:
-        dist.all_reduce(logits_KV, group=here.cp_group)  # the ranks of other parts have 0 there
-    return gather_parts(logits_KV.t(), here.tp_group).t() if here.tp_size > 1 else logits_KV
+    if ranks.cp_size > 1:
+        dist.all_reduce(logits_KV, group=ranks.cp_group)  # the ranks of other parts have 0 there
+    return gather_parts(logits_KV.t(), ranks.tp_group).t() if ranks.tp_size > 1 else logits_KV
 
 
 CHUNK_ELEMENTS = LOGITS_AT_ONCE
@@ -221,7 +221,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         logits = _Logits(hidden_TH, weight_VH, ctx.scale, kept_TV, fused=ctx.how.fused)
         totals = _Gradients(hidden_TH, weight_VH, in_one_chunk=kept_TV is not None, frozen=not ctx.needs_input_grad[1])
         with_entropy = bool((grad_entropy_T != 0).any())  # without an entropy bonus its term costs nothing
-        given = _Given(
+        saved = _Given(
             ids_TJ=local_TJ,
             mine_TJ=mine_TJ,
             normalizer_T=normalizer_T,
@@ -231,7 +231,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         )
         for start, z_TC in logits.chunks():
             grad_TC = (
-                _fused_gradient(given, start, z_TC, logits) if ctx.how.fused else _gradient(given, start, z_TC, logits)
+                _fused_gradient(saved, start, z_TC, logits) if ctx.how.fused else _gradient(saved, start, z_TC, logits)
             )
             totals.add(start, grad_TC.to(weight_VH.dtype))
         grad_TH = _all_reduced(totals.hidden_TH, ctx.group, dist.ReduceOp.SUM).to(hidden_TH.dtype)
@@ -278,23 +278,23 @@ class _Given(NamedTuple):
     """None = 0 for all tokens."""
 
 
-def _gradient(given: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Tensor:
+def _gradient(saved: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Tensor:
     """Return the gradient by the unscaled logits: sum_J g (1[id] - p) - h p (log p + H), g = that by the log-probs, h =
     by the entropy.
     """
-    column_TJ, inside_TJ = _columns(given.ids_TJ, given.mine_TJ, start, z_TC.shape[1])
-    grad_T1 = given.grad_log_probs_TJ.sum(1, keepdim=True)
-    log_p_TC = z_TC.sub_(given.normalizer_T[:, None])
-    if given.grad_entropy_T is not None:
+    column_TJ, inside_TJ = _columns(saved.ids_TJ, saved.mine_TJ, start, z_TC.shape[1])
+    grad_T1 = saved.grad_log_probs_TJ.sum(1, keepdim=True)
+    log_p_TC = z_TC.sub_(saved.normalizer_T[:, None])
+    if saved.grad_entropy_T is not None:
         p_TC = torch.exp(log_p_TC, out=logits.spare(z_TC))
-        grad_TC = log_p_TC.add_(given.entropy_T[:, None]).mul_(-given.grad_entropy_T[:, None]).sub_(grad_T1).mul_(p_TC)
+        grad_TC = log_p_TC.add_(saved.entropy_T[:, None]).mul_(-saved.grad_entropy_T[:, None]).sub_(grad_T1).mul_(p_TC)
     else:
         grad_TC = log_p_TC.exp_().mul_(-grad_T1)
-    grad_TC.scatter_add_(1, column_TJ, torch.where(inside_TJ, given.grad_log_probs_TJ, 0.0))
+    grad_TC.scatter_add_(1, column_TJ, torch.where(inside_TJ, saved.grad_log_probs_TJ, 0.0))
     return logits.scaled(grad_TC)
 
 
-def _fused_gradient(given: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Tensor:
+def _fused_gradient(saved: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Tensor:
     """Return the same as ``_gradient`` from unscaled logits."""
     from tidemill.learner.megatron.layers.fused_log_probs import logits_gradient
 
@@ -304,11 +304,11 @@ def _fused_gradient(given: _Given, start: int, z_TC: Tensor, logits: "_Logits") 
         out_TC,
         logits.scale,
         start=start,
-        ids_TJ=given.ids_TJ,
-        normalizer_T=given.normalizer_T,
-        entropy_T=given.entropy_T,
-        grad_log_probs_TJ=given.grad_log_probs_TJ,
-        grad_entropy_T=given.grad_entropy_T,
+        ids_TJ=saved.ids_TJ,
+        normalizer_T=saved.normalizer_T,
+        entropy_T=saved.entropy_T,
+        grad_log_probs_TJ=saved.grad_log_probs_TJ,
+        grad_entropy_T=saved.grad_entropy_T,
     )
     return out_TC
 
@@ -407,12 +407,12 @@ class _Gradients:
             torch.mm(grad_TC.t(), self._hidden_TH, out=self.weight_VH[rows])
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` to ``total``, which may have a wider dtype."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
+def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
+    """Add ``first @ second`` to ``total``, which may have a wider dtype."""
+    if total.dtype == first.dtype:
+        total.addmm_(first, second)
     else:
-        total += left @ right
+        total += first @ second
 
 
 def _local_ids(ids_TJ: Tensor, num_local: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:

@@ -121,9 +121,9 @@ class Meter:
         self, policy: Policy, flops: StepFlops, critic: StepFlops | None = None, *, warmup_steps: int = 0
     ) -> None:
         """``warmup_steps``: first steps, in which the critic alone is trained."""
-        here = policy.parallel
-        self._flops, self._critic, self._warmup_steps, self._device = flops, critic, warmup_steps, here.device
-        self._shared_by = here.tp_size * here.pp_size * here.cp_size
+        ranks = policy.parallel
+        self._flops, self._critic, self._warmup_steps, self._device = flops, critic, warmup_steps, ranks.device
+        self._shared_by = ranks.tp_size * ranks.pp_size * ranks.cp_size
         self._on_cuda = self._device.type == "cuda"
         self._peak = (
             peak_tflops(torch.cuda.get_device_name(self._device)) if self._on_cuda and policy.config.bf16 else None
@@ -143,13 +143,13 @@ class Meter:
         bfloat16.
         """
         rate = self.operations(batch) / seconds / 1e12
-        found = {"train/tflops": rate}
+        metrics = {"train/tflops": rate}
         if self._peak is not None:
-            found["train/mfu"] = rate / self._peak
+            metrics["train/mfu"] = rate / self._peak
         if self._on_cuda:
-            found["train/peak_memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+            metrics["train/peak_memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
             torch.cuda.reset_peak_memory_stats(self._device)
-        return found
+        return metrics
 
 
 def peak_tflops(name: str) -> float | None:

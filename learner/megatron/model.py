@@ -124,8 +124,8 @@ class Policy:
         ones.
         Raises MemoryReleased.
         """
-        own = self.export_stage()
-        yield from own if self.parallel.pp_size == 1 else stages.of_all(own, self.parallel)
+        stage_weights = self.export_stage()
+        yield from stage_weights if self.parallel.pp_size == 1 else stages.of_all(stage_weights, self.parallel)
 
     def export_stage(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of this stage as ``export`` does; collective over the tensor-parallel ranks alone."""
@@ -138,16 +138,16 @@ class Policy:
         among which its layers are dealt out, of those that have parts of them. All of these run the iterator to its
         end; any other rank gets nothing.
         """
-        here, dealt = self.parallel, Dealt(senders)
-        for name, tensor in self.export_stage() if here.exports else ():
-            if dealt.sender(name) == here.export_place:
+        ranks, dealt = self.parallel, Dealt(senders)
+        for name, tensor in self.export_stage() if ranks.exports else ():
+            if dealt.sender(name) == ranks.export_place:
                 yield name, tensor
 
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole matrices of all adapters under PEFT's names; collective as ``export``."""
         assert self.adapters is not None, "there are no adapters"
-        own = self.adapters.export()
-        yield from own if self.parallel.pp_size == 1 else stages.of_all(own, self.parallel)
+        stage_weights = self.adapters.export()
+        yield from stage_weights if self.parallel.pp_size == 1 else stages.of_all(stage_weights, self.parallel)
 
     def help_export_adapters(self) -> None:
         """Take part in the collectives in which rank 0 exports the adapters, if there are any."""
@@ -276,7 +276,7 @@ def _data_parallel(
 ) -> DistributedDataParallel:
     """Wrap a chunk. Gradients are scratch memory, because each minibatch sets them to zero first."""
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,  # gradients of many micro-batches and ranks are added up, each much smaller than the sum
+        grad_reduce_in_fp32=True,  # gradients of many micro-batches and ranks are added up, each far below the sum
         overlap_grad_reduce=replicas.overlap_grad_reduce,
         use_distributed_optimizer=replicas.distributed_optimizer,
         overlap_param_gather=replicas.overlap_param_gather,
@@ -448,11 +448,11 @@ class OtherWeights:
         self._set(weight, self._own[name])
         self._away.discard(name)
 
-    def _set(self, weight: Tensor, other: Tensor) -> None:
+    def _set(self, weight: Tensor, source: Tensor) -> None:
         if self._in_place:
-            weight.copy_(other, non_blocking=True)
+            weight.copy_(source, non_blocking=True)
         else:
-            weight.data = other.to(weight.dtype)  # the copy itself, unless its dtype is another
+            weight.data = source.to(weight.dtype)  # the copy itself, unless its dtype is another
 
     @torch.no_grad()
     def __exit__(self, *error: object) -> None:

@@ -77,13 +77,13 @@ class OffloadedAdam:
 
     def tensors(self) -> list[tuple[Piece, dict[str, Tensor]]]:
         """Return each piece with its state on the host."""
-        found = []
+        entries = []
         for block in self.blocks:
             parts = {name: block.views(flat) for name, flat in block.host.items()}
-            found += [
+            entries += [
                 (piece, {name: views[at] for name, views in parts.items()}) for at, piece in enumerate(block.pieces)
             ]
-        return found
+        return entries
 
     def zero_grad(self) -> None:
         """Do nothing: gradients are in the wrapper's buffers."""
@@ -142,13 +142,13 @@ class OffloadedAdam:
 
     def _update(self, block: Block, group: Mapping[str, Any], scale: float) -> None:
         device = block.pieces[0].parameter.device
-        there = {name: flat.to(device, non_blocking=True, copy=True) for name, flat in block.host.items()}
+        moved = {name: flat.to(device, non_blocking=True, copy=True) for name, flat in block.host.items()}
         weights = [piece.of(piece.parameter) for piece in block.pieces]
         grads = [piece.of(piece.parameter.main_grad) for piece in block.pieces]  # type: ignore[attr-defined]
         if scale < 1.0:
             torch._foreach_mul_(grads, scale)
-        mains = block.views(there[MAIN]) if MAIN in there else weights
-        first, second = (block.views(there[name]) for name in STATE)
+        mains = block.views(moved[MAIN]) if MAIN in moved else weights
+        first, second = (block.views(moved[name]) for name in STATE)
         adamw(
             mains,
             grads,
@@ -165,25 +165,25 @@ class OffloadedAdam:
             eps=group["eps"],
             maximize=False,
         )
-        if MAIN in there:
+        if MAIN in moved:
             for weight, main in zip(weights, mains, strict=True):
                 weight.copy_(main)
         for name, flat in block.host.items():
-            flat.copy_(there[name], non_blocking=True)
+            flat.copy_(moved[name], non_blocking=True)
 
 
 def cut(pieces: Sequence[Piece], size: int) -> Iterator[tuple[Piece, ...]]:
     """Yield runs of pieces with ``size`` elements each, but for the last; a piece that does not fit is cut."""
-    run, left = [], size
+    run, room = [], size
     for piece in pieces:
         start = piece.start
         while start < piece.end:
-            part = Piece(piece.parameter, start, min(piece.end, start + left))
+            part = Piece(piece.parameter, start, min(piece.end, start + room))
             run.append(part)
-            start, left = part.end, left - (part.end - part.start)
-            if not left:
+            start, room = part.end, room - (part.end - part.start)
+            if not room:
                 yield tuple(run)
-                run, left = [], size
+                run, room = [], size
     if run:
         yield tuple(run)
 

@@ -122,8 +122,8 @@ class PolicyOptimizer:
         for group in inner.param_groups:
             group["fused"] = True  # one kernel for all parameters of a group, on the CPU too
         if config.name == "sgd":
-            for one in inner.chained_optimizers:
-                one.init_state_fn = (
+            for part in inner.chained_optimizers:
+                part.init_state_fn = (
                     _without_momentum  # Megatron has none for SGD, and calls it before it loads a checkpoint
                 )
         return inner
@@ -191,8 +191,8 @@ class PolicyOptimizer:
         if self._offloaded is not None:
             self._offloaded.reset()
             return
-        for one in self.inner.chained_optimizers:
-            for state in one.optimizer.state.values():
+        for part in self.inner.chained_optimizers:
+            for state in part.optimizer.state.values():
                 for tensor in state.values():
                     if isinstance(tensor, Tensor):
                         tensor.zero_()
@@ -204,8 +204,8 @@ class PolicyOptimizer:
         A sum of squares beyond float32 counts as not finite, because Megatron computes the norm for clipping from it.
         """
         squares = [float(torch.linalg.vector_norm(gradient)) ** 2 for gradient in self._reduced()]
-        here = self._policy.parallel
-        sums = torch.tensor([loss, rate, sum(squares)], dtype=torch.float64, device=here.device)
+        ranks = self._policy.parallel
+        sums = torch.tensor([loss, rate, sum(squares)], dtype=torch.float64, device=ranks.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
         # One all-reduce decides for all ranks. A rank that skipped alone would leave the others with different weights.
@@ -217,7 +217,7 @@ class PolicyOptimizer:
             step,
             loss,
             norm,
-            here.rank,
+            ranks.rank,
         )
         return False
 
@@ -268,8 +268,10 @@ class PolicyOptimizer:
             return
         common = loaded["optimizer"].get("optimizer", loaded["optimizer"])
         self._taken = int(common["state"].get("common_step", 0))  # the plain optimizer leaves out 0
-        own = {tensor.untyped_storage().data_ptr() for _, named in self._state_of_pieces() for tensor in named.values()}
-        assert all(tensor.untyped_storage().data_ptr() in own for tensor in loaded[PIECES]), (
+        owned = {
+            tensor.untyped_storage().data_ptr() for _, named in self._state_of_pieces() for tensor in named.values()
+        }
+        assert all(tensor.untyped_storage().data_ptr() in owned for tensor in loaded[PIECES]), (
             "Megatron has loaded into other tensors"
         )
         if self._offloaded is not None:

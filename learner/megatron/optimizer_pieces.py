@@ -134,16 +134,16 @@ def rectangles(first: int, last: int, width: int) -> list[tuple[int, int, int, i
     """Cut elements ``first`` to ``last`` of a matrix with rows of ``width`` into (row, column, rows, columns), in the
     elements' order.
     """
-    found = []
+    boxes = []
     while first < last:
         row, column = divmod(first, width)
         if column or last - first < width:
             rows, columns = 1, min(width - column, last - first)
         else:
             rows, columns = (last - first) // width, width
-        found.append((row, column, rows, columns))
+        boxes.append((row, column, rows, columns))
         first += rows * columns
-    return found
+    return boxes
 
 
 def make_leaves(inner: Any) -> None:
@@ -170,9 +170,9 @@ def state_of_pieces(inner: Any, pieces: Sequence[Piece]) -> list[tuple[Piece, di
     step has made it.
     """
     mains = {
-        id(parameter): (main, each.optimizer) for each in inner.chained_optimizers for parameter, main in _mains(each)
+        id(parameter): (main, part.optimizer) for part in inner.chained_optimizers for parameter, main in _mains(part)
     }
-    found = []
+    states = []
     for piece in pieces:
         main, adam = mains[id(piece.parameter)]
         assert main.numel() == piece.end - piece.start, "Megatron divides its buckets in another way"
@@ -181,10 +181,10 @@ def state_of_pieces(inner: Any, pieces: Sequence[Piece]) -> list[tuple[Piece, di
             # Every parameter needs a step of its own, because torch counts it in place.
             state.update(step=torch.zeros((), device=main.device), **{name: torch.zeros_like(main) for name in STATE})
         named = {name: state[name].view(-1) for name in STATE}
-        found.append(
+        states.append(
             (piece, named if piece.parameter.dtype == torch.float32 else {**named, MAIN: main.detach().view(-1)})
         )
-    return found
+    return states
 
 
 def _mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -195,10 +195,10 @@ def _mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
             *zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True),
         )
     elif hasattr(optimizer, "float16_groups"):
-        own = optimizer.fp32_from_fp32_groups
+        main_groups = optimizer.fp32_from_fp32_groups
         pairs = (
             *zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True),
-            *zip(own, own, strict=True),
+            *zip(main_groups, main_groups, strict=True),
         )
     else:
         pairs = tuple((group["params"], group["params"]) for group in optimizer.optimizer.param_groups)
@@ -208,6 +208,6 @@ def _mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 def set_steps(inner: Any, steps: int) -> None:
     """Set the number of steps in the state of Megatron's optimizers."""
-    for each in inner.chained_optimizers:
-        for state in each.optimizer.state.values():
+    for part in inner.chained_optimizers:
+        for state in part.optimizer.state.values():
             state["step"].fill_(steps)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.megatron.model import Policy, WeightBackup, initial_weights, reference_weights
 
 

@@ -56,7 +56,7 @@ class Routing:
             [(layer, router.router_replay) for layer, router in _routers(chunk) if router.router_replay]
             for chunk in chunks
         ]
-        routers = [one for own in by_chunk for one in own]
+        routers = [one for chunk_routers in by_chunk for one in chunk_routers]
         self._replays: list[Any] = [replay for _, replay in routers]
         ends = list(accumulate(map(len, by_chunk), initial=0))
         self._of_chunks = [slice(start, end) for start, end in pairwise(ends)]
@@ -110,32 +110,32 @@ class Routing:
                 replay.clear_router_replay_action()
                 replay.clear_indices()
 
-    def observe(self, here: Parallel) -> None:
+    def observe(self, ranks: Parallel) -> None:
         """From now on every row keeps in ``PackedRow.routed`` where its last pass sent the tokens of the whole row.
 
         A layer costs a synchronization, and a collective where other ranks have other tokens of the row.
         """
         for layer, router in self._all.items():
-            router.register_forward_hook(partial(self._note, layer, here))
+            router.register_forward_hook(partial(self._note, layer, ranks))
 
     def _note(
-        self, layer: int, here: Parallel, router: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor]
+        self, layer: int, ranks: Parallel, router: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor]
     ) -> None:
         if self._row is None:  # a pass of recomputation, which comes behind that of its row
             return
         with torch.no_grad():
             weights_TE, sent_TE = outputs
             experts_TK = sent_TE.nonzero()[:, 1].view(-1, router.topk)
-            found: tuple[Tensor, ...] = (
+            noted: tuple[Tensor, ...] = (
                 experts_TK.int(),
                 weights_TE.gather(1, experts_TK),
                 _affinities(router, inputs[0]),
             )
             # With experts, tensor parallelism is never without sequence parallelism.
-            for size, group in ((here.tp_size, here.tp_group), (here.cp_size, here.cp_group)):
-                found = tuple(gather_parts(values, group) for values in found) if size > 1 else found
+            for size, group in ((ranks.tp_size, ranks.tp_group), (ranks.cp_size, ranks.cp_group)):
+                noted = tuple(gather_parts(values, group) for values in noted) if size > 1 else noted
             # To the host at once: the rows of a step together would fill the device.
-            self._row.routed[layer] = tuple(values.to("cpu", non_blocking=True) for values in found)
+            self._row.routed[layer] = tuple(values.to("cpu", non_blocking=True) for values in noted)
 
     @contextmanager
     def row(self, packed: PackedRow, chunk: int) -> Iterator[None]:
@@ -152,17 +152,17 @@ class Routing:
             self._row = None
 
     @contextmanager
-    def _recorded_or_replayed(self, packed: PackedRow, own: slice) -> Iterator[None]:
+    def _recorded_or_replayed(self, packed: PackedRow, places: slice) -> Iterator[None]:
         """``own``: places of the chunk's routers. Chunks of different rows alternate; each chunk gets the rows in their
         order.
         """
-        replays = self._replays[own]
+        replays = self._replays[places]
         if self._mode == "record":
             _act(replays, RouterReplayAction.RECORD)
             yield
-            packed.experts = (*packed.experts[: own.start], *_recorded(replays))
+            packed.experts = (*packed.experts[: places.start], *_recorded(replays))
             return
-        known = packed.experts[own]
+        known = packed.experts[places]
         for replay, experts in zip(replays, known, strict=bool(known)):  # a row without known experts has none to set
             replay.set_target_indices(experts)
         _act(replays, RouterReplayAction.REPLAY_FORWARD if known else RouterReplayAction.RECORD)

@@ -109,36 +109,36 @@ def step_of(batch: StepBatch, *, constant: float) -> Step:
     )
 
 
-def rows_of(batch: StepBatch, here: Parallel, routing: Routing | None = None) -> list[Row]:
+def rows_of(batch: StepBatch, ranks: Parallel, routing: Routing | None = None) -> list[Row]:
     """Return the micro-batches of a batch on the device of this rank, its part of each. ``routing``: that of the model
     they are for.
     """
-    rows = [_row(micro_batch, batch, here) for micro_batch in batch.micro_batches]
+    rows = [_row(micro_batch, batch, ranks) for micro_batch in batch.micro_batches]
     if routing is not None and batch.routing != (0, 0):
         for row, micro_batch in zip(rows, batch.micro_batches, strict=True):
             experts_TEK = tensor_of(micro_batch.experts).view(-1, *batch.routing)
-            row.packed.experts = routing.own(_part_of_router(experts_TEK, here).to(here.device, non_blocking=True))
+            row.packed.experts = routing.own(_part_of_router(experts_TEK, ranks).to(ranks.device, non_blocking=True))
     return rows
 
 
-def _part_of_router(values_T: Tensor, here: Parallel) -> Tensor:
+def _part_of_router(values_T: Tensor, ranks: Parallel) -> Tensor:
     """Return this rank's part of values of a row's tokens where experts are chosen: sequence parallelism divides the
     tokens there, too.
     """
-    part = own_part(values_T, here.cp_rank, here.cp_size)
+    part = own_part(values_T, ranks.cp_rank, ranks.cp_size)
     return own_part(
-        part, here.tp_rank, here.tp_size
+        part, ranks.tp_rank, ranks.tp_size
     )  # with experts, tensor parallelism is never without sequence parallelism
 
 
-def _row(micro_batch: MicroBatch, batch: StepBatch, here: Parallel) -> Row:
+def _row(micro_batch: MicroBatch, batch: StepBatch, ranks: Parallel) -> Row:
     demonstration_N, temperatures_N, top_k = (
         tensor_of(batch.demonstration_N),
         tensor_of(batch.temperatures_N),
         batch.teacher_top_k,
     )
-    to = partial(torch.Tensor.to, device=here.device, non_blocking=True)
-    part = partial(own_part, rank=here.cp_rank, size=here.cp_size)
+    to = partial(torch.Tensor.to, device=ranks.device, non_blocking=True)
+    part = partial(own_part, rank=ranks.cp_rank, size=ranks.cp_size)
     mask_T, sample_T = tensor_of(micro_batch.loss_mask_T), tensor_of(micro_batch.sample_T).long()
     sequence_T = tensor_of(micro_batch.sequence_T).long()
     padding_T = sample_T < 0

@@ -1,6 +1,6 @@
 """Rows through the model by Megatron's schedules: one row after the other, or a pipeline of stages (1F1B, interleaved).
 
-    row -> this rank's chunk(s) of the layers -> hidden states -> ``finish`` on the last stage -> loss, result -> backward
+    row -> this rank's chunk(s) of the layers -> hidden states -> ``finish`` on the last stage -> loss -> backward
 
 Knows the policy and the inputs of its model; the loss is a function that it is given.
 """
@@ -97,12 +97,12 @@ def run_rows(
         """Return (loss, number of tokens, result) for the schedule. The number is 0: the loss has its denominators
         already.
         """
-        none = torch.zeros((), dtype=torch.int, device=output.device)
+        no_tokens = torch.zeros((), dtype=torch.int, device=output.device)
         with plain_torch():
             if isinstance(row, _Filler):
-                return output.sum() * 0, none, None
+                return output.sum() * 0, no_tokens, None
             loss, result = finish(row, output[0])
-            return loss, none, result
+            return loss, no_tokens, result
 
     def step(rows_left: Iterator[Row | _Filler], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """Run a chunk of the model on its next row. Returns its output, and the function that makes the loss of it."""
@@ -147,20 +147,20 @@ def _padding_mask(policy: Policy, packed: PackedRow, model: Any) -> Tensor | Non
     """
     if packed.padding_T is None or not policy.mixture.counts_tokens:
         return None
-    here, padding_T = policy.parallel, packed.padding_T
-    if here.sequence_parallel and not get_attr_wrapped_model(model, "pre_process"):
-        padding_T = own_part(padding_T, here.tp_rank, here.tp_size)
+    ranks, padding_T = policy.parallel, packed.padding_T
+    if ranks.sequence_parallel and not get_attr_wrapped_model(model, "pre_process"):
+        padding_T = own_part(padding_T, ranks.tp_rank, ranks.tp_size)
     return padding_T[None]
 
 
 def _fillers(policy: Policy, num_rows: int) -> list[_Filler]:
     """Return rows of padding for the interleaved schedule, which wants a multiple of the number of stages."""
-    here = policy.parallel
-    missing = -num_rows % here.pp_size if here.vp_size > 1 else 0
+    ranks = policy.parallel
+    missing = -num_rows % ranks.pp_size if ranks.vp_size > 1 else 0
     if not missing:
         return []
-    length = here.cp_size * here.tp_size
-    positions_T = own_part(torch.arange(length, device=here.device), here.cp_rank, here.cp_size)
+    length = ranks.cp_size * ranks.tp_size
+    positions_T = own_part(torch.arange(length, device=ranks.device), ranks.cp_rank, ranks.cp_size)
     padding_T = torch.ones_like(positions_T, dtype=torch.bool)
     packed = packed_row(np.array([0, length], np.int32), positions_T, padding_T=padding_T)
     return [_Filler(tokens_T=torch.zeros_like(positions_T), packed=packed)] * missing

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.learner.checkpoints.peers import CheckpointFiles
+from tidemill.learner.checkpoints.remote_files import CheckpointFiles
 from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
 from tidemill.learner.megatron.checkpoint_writer import HostCopies, Staged, StagedSave
 from tidemill.learner.megatron.cpu_shim import megatron_device, plain_torch
@@ -209,7 +209,7 @@ def _write_all(staged: Staged) -> None:
     results: list[list[WriteResult] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(results, staged.write())
     if dist.get_rank() == 0:
-        staged.finish([one for one in results if one is not None])
+        staged.finish([result for result in results if result is not None])
     dist.barrier()
 
 
@@ -351,31 +351,33 @@ def _refuse_other_roles(directory: Path, facts: JsonMapping, beside: Beside) -> 
             beside.reference,
         ),
     }
-    for name, (setting, there, absent, now) in roles.items():
+    for name, (setting, stored, absent, now) in roles.items():
         saved = bool(facts.get(name, False))
         if saved is not (now is not None):
             want = (
-                f"{there if saved else absent}, as in the run that saved {directory}; undo the change, or start "
+                f"{stored if saved else absent}, as in the run that saved {directory}; undo the change, or start "
                 "another run"
             )
-            raise ConfigRefused(setting, want, absent if saved else there)
+            raise ConfigRefused(setting, want, absent if saved else stored)
 
 
 def _refuse_other_adapters(directory: Path, facts: JsonMapping, policy: Policy, want: str) -> None:
     """Raise ConfigRefused when the checkpoint has no adapters and the policy has, or the reverse, or others, or ones on
     another model.
     """
-    there: JsonMapping | None = facts.get("lora")
-    here = None if policy.adapters is None else policy.adapters.facts()
-    if there == here:
+    stored: JsonMapping | None = facts.get("lora")
+    current = None if policy.adapters is None else policy.adapters.facts()
+    if stored == current:
         return
-    if there is None or here is None:
+    if stored is None or current is None:
         raise ConfigRefused(
-            "learner.lora.rank", f"{want}: {directory} has {'no' if there is None else 'only'} adapters", _rank_of(here)
+            "learner.lora.rank",
+            f"{want}: {directory} has {'no' if stored is None else 'only'} adapters",
+            _rank_of(current),
         )
-    name = next(name for name, value in there.items() if here.get(name) != value)
+    name = next(name for name, value in stored.items() if current.get(name) != value)
     field = "model.path" if name == "base" else f"learner.lora.{name}"
-    raise ConfigRefused(field, f"{want}: {there[name]!r} in {directory}", here.get(name))
+    raise ConfigRefused(field, f"{want}: {stored[name]!r} in {directory}", current.get(name))
 
 
 def _rank_of(facts: JsonMapping | None) -> int:

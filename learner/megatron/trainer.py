@@ -1,7 +1,7 @@
 """The optimizer steps of one StepBatch: micro-batches through Megatron's schedule, the objective, its diagnostics,
 Adam.
 
-    batch -> old and reference log-probs, where needed -> advantages -> for each minibatch: corrections, loss, backward, Adam
+    batch -> old and reference log-probs, where needed -> advantages -> for each minibatch: corrections, loss, Adam
 
 Shape letters: T = tokens of a packed micro-batch, H = hidden size, N = samples of the step on all ranks.
 """
@@ -46,7 +46,7 @@ from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.routing import balanced
 from tidemill.learner.megatron.rows import Row, Step, rows_of, step_of, tensor_of
 from tidemill.learner.megatron.schedule import run_rows
-from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.config import HooksConfig
 from tidemill.learner.settings.step_settings import StepSettings
 
 _BASELINE = "baseline/"
@@ -146,8 +146,8 @@ class Trainer:
 
     def _set(self, algorithm: AlgorithmConfig, turn_gamma: float | None) -> None:
         self._objective, self._algorithm, self._turn_gamma = Objective(algorithm), algorithm, turn_gamma
-        self.entropy_bonus = EntropyBonus(coef=algorithm.entropy_coef)
-        """Coefficient of the entropy bonus, which ``entropy_target`` moves; part of the checkpoint then."""
+        self.entropy_bonus = EntropyBonus(coef=algorithm.entropy.coef)
+        """Coefficient of the entropy bonus, which ``entropy.target`` moves; part of the checkpoint then."""
 
     def configure(self, settings: StepSettings) -> None:
         """Take over the settings of the next steps, as a start does that continues from a checkpoint of the step
@@ -163,7 +163,7 @@ class Trainer:
         """State beside weights and optimizers, equal on all ranks: part of the checkpoint."""
         adaptive = {"entropy_coef": self.entropy_bonus.coef, "entropy_low": float(self.entropy_bonus.low)}
         running = {_BASELINE + role: baseline for role, baseline in self.baselines.items()}
-        adaptive = adaptive if self._algorithm.entropy_target else {}
+        adaptive = adaptive if self._algorithm.entropy.target else {}
         return {"kl_scale": self.kl_scale, "trained_tokens": self._trained_tokens, **adaptive, **running}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
@@ -171,11 +171,13 @@ class Trainer:
         schedule needs.
         """
         self.kl_scale = numbers["kl_scale"]
-        if self._algorithm.entropy_target and "entropy_coef" in numbers:  # missing where the target was set later
+        if self._algorithm.entropy.target and "entropy_coef" in numbers:  # missing where the target was set later
             self.entropy_bonus = EntropyBonus(coef=numbers["entropy_coef"], low=bool(numbers["entropy_low"]))
         if self._algorithm.advantage in RUNNING:
             self.baselines = {
-                name.removeprefix(_BASELINE): one for name, one in numbers.items() if name.startswith(_BASELINE)
+                name.removeprefix(_BASELINE): baseline
+                for name, baseline in numbers.items()
+                if name.startswith(_BASELINE)
             }
         if "trained_tokens" not in numbers and any(optimizer.by_tokens for optimizer in self._optimizers):
             raise ConfigRefused(
@@ -258,8 +260,8 @@ class Trainer:
     def _want_scores(self, batch: StepBatch) -> None:
         """Raise ConfigRefused for samples without the scores of a teacher that the algorithm needs."""
         scored = all(len(row.teacher_log_probs_T) for row in batch.micro_batches)
-        if self._algorithm.needs_teacher and not (scored and batch.teacher_top_k >= self._algorithm.distill_top_k):
-            want = "samples with the scores of a teacher (learner.algorithm.distill_teacher: engine)"
+        if self._algorithm.needs_teacher and not (scored and batch.teacher_top_k >= self._algorithm.distill.top_k):
+            want = "samples with the scores of a teacher (learner.algorithm.distill.teacher: engine)"
             raise ConfigRefused(
                 f"step {batch.step}: teacher_log_probs", want, "samples without them, such as those of an older run"
             )
@@ -298,8 +300,8 @@ class Trainer:
         )
         if self._critic is not None:
             valued = self._critic.valued(rows)
-            seen = with_token_advantages(valued, rewards_N, algorithm, kl_scale=self.kl_scale, summed=self._summed)
-            return [replace(row, seen=each) for row, each in zip(rows, seen, strict=True)]
+            tokens = with_token_advantages(valued, rewards_N, algorithm, kl_scale=self.kl_scale, summed=self._summed)
+            return [replace(row, seen=row_tokens) for row, row_tokens in zip(rows, tokens, strict=True)]
         if self._turn_gamma is None:
             advantages = self._of_samples(rewards_N, step)
         else:
@@ -312,8 +314,8 @@ class Trainer:
         ]
         if not objective.by_token:
             return rows
-        seen = objective.with_token_returns([row.seen for row in rows], kl_scale=self.kl_scale, summed=self._summed)
-        return [replace(row, seen=each) for row, each in zip(rows, seen, strict=True)]
+        tokens = objective.with_token_returns([row.seen for row in rows], kl_scale=self.kl_scale, summed=self._summed)
+        return [replace(row, seen=row_tokens) for row, row_tokens in zip(rows, tokens, strict=True)]
 
     def _of_samples(self, rewards_N: Tensor, step: Step) -> Tensor:
         """Return the advantage of each sample; demonstrations have none, and are in no baseline."""
@@ -336,20 +338,20 @@ class Trainer:
         )
         return advantages_N
 
-    def _advised(self, seen: Tokens, advantages: Tensor, place_T: Tensor) -> Tokens:
+    def _advised(self, tokens: Tokens, advantages: Tensor, place_T: Tensor) -> Tokens:
         """Return the inputs with the advantage of each token: ``place_T`` is its index in ``advantages``, -1 = none."""
         # -1 reads the first advantage and is set to 0.
         advantages_T = torch.where(place_T >= 0, advantages[place_T.clamp(min=0)], 0.0)
-        return replace(seen, advantages_T=advantages_T)
+        return replace(tokens, advantages_T=advantages_T)
 
     def _divergences(self, rows: list[Row], num_samples: int) -> Tensor:
         """Return ``sum_t log pi_old - log pi_reference`` of every sample of the step, on all ranks, [N] on the CPU."""
         total_N = torch.zeros(num_samples, dtype=torch.float64)
         for row in rows:
-            seen = row.seen
-            assert seen.old_T is not None and seen.reference_T is not None
-            gap_T = (seen.old_T - seen.reference_T).double()
-            total_N += sequence_sums(gap_T, seen.mask_T, seen.sample_T, num_samples).cpu()
+            tokens = row.seen
+            assert tokens.old_T is not None and tokens.reference_T is not None
+            gap_T = (tokens.old_T - tokens.reference_T).double()
+            total_N += sequence_sums(gap_T, tokens.mask_T, tokens.sample_T, num_samples).cpu()
         return self._summed(total_N)
 
     def _minibatch(self, rows: list[Row], step: Step, terms: _Terms, batch: StepBatch, number: int) -> _Update:
@@ -382,7 +384,7 @@ class Trainer:
         scale = 1.0
         if self._algorithm.ess_lr and denominators.tokens:
             # After the backward pass, because the gradient does not depend on it: only the learning rate does.
-            scale = rate_factor(*self._summed(sums.totals["ess"]).tolist(), base=self._algorithm.ess_lr_base)
+            scale = rate_factor(*self._summed(sums.totals["ess"]).tolist(), base=self._algorithm.ess_lr)
         norm, rate = self._optimizer.step(batch.step, loss=float(sums.totals["loss"]), scale=scale)
         if norm is None:  # skipped, after the biases have moved with the gradients
             for bias, before in biases:
@@ -417,22 +419,22 @@ class Trainer:
 
     def _metrics(self, updates: list[_Update]) -> dict[str, float]:
         """Return the metrics of the minibatches that were not skipped, over all ranks."""
-        taken = [update for update in updates if update.norm is not None]
+        done = [update for update in updates if update.norm is not None]
         metrics = {
-            "train/skipped_minibatches": float(len(updates) - len(taken)),
+            "train/skipped_minibatches": float(len(updates) - len(done)),
             "train/lr": sum(update.rate for update in updates) / len(updates),
         }
         # Nothing was trained, and means over no token would be NaN.
-        if not taken:
+        if not done:
             return metrics | {"train/tokens": 0.0}
         sums = diagnostics.all_reduced(
-            diagnostics.merged(update.sums for update in taken), self._policy.parallel.dp_group
+            diagnostics.merged(update.sums for update in done), self._policy.parallel.dp_group
         )
-        norms = [update.norm for update in taken if update.norm is not None]
+        norms = [update.norm for update in done if update.norm is not None]
         return {
             **metrics,
             **diagnostics.finalize(sums),
-            "train/loss": float(sums.totals["loss"]) / len(taken),
+            "train/loss": float(sums.totals["loss"]) / len(done),
             "train/grad_norm": sum(norms) / len(norms),
             "train/grad_norm_max": max(norms),
         }
@@ -455,13 +457,13 @@ class Trainer:
         if self._algorithm.needs_reference:
             metrics["train/kl_scale"] = self.kl_scale
         algorithm = self._algorithm
-        if algorithm.entropy_target:
+        if algorithm.entropy.target:
             metrics["train/entropy_coef"] = self.entropy_bonus.applied
             if "train/entropy" in metrics and not self._warms_up(batch.step):
                 bounds = {
-                    "target": algorithm.entropy_target,
-                    "delta": algorithm.entropy_delta,
-                    "most": algorithm.entropy_coef_max,
+                    "target": algorithm.entropy.target,
+                    "delta": algorithm.entropy.delta,
+                    "most": algorithm.entropy.coef_max,
                 }
                 self.entropy_bonus = self.entropy_bonus.after(metrics["train/entropy"], **bounds)
 
@@ -470,9 +472,9 @@ class Trainer:
     def _summed(self, values: Tensor) -> Tensor:
         group = self._policy.parallel.dp_group
         if dist.get_world_size(group) > 1:
-            here = values.to(self._policy.parallel.device)
-            dist.all_reduce(here, group=group)
-            values = here.to(values.device)
+            moved = values.to(self._policy.parallel.device)
+            dist.all_reduce(moved, group=group)
+            values = moved.to(values.device)
         return values
 
     def _gathered(self, values_M: Tensor) -> Tensor:
@@ -496,53 +498,53 @@ class Trainer:
         """Return the scores of each row, without gradient, on all ranks. ``list_most``: number of the most probable
         tokens to list.
         """
-        here = self._policy.parallel
+        ranks = self._policy.parallel
 
         def collect(row: Row, hidden_TH: Tensor) -> tuple[Tensor, tuple[Tensor, _Listed]]:
             """Return a loss that is not used, log-probs and entropies, [T, 2], and the listed tokens."""
             ids_TK = (
-                most_probable(hidden_TH, output_weight(self._policy.chunks[-1]), list_most, group=here.tp_group)
+                most_probable(hidden_TH, output_weight(self._policy.chunks[-1]), list_most, group=ranks.tp_group)
                 if list_most
                 else None
             )
-            *both, listed_TK = self._log_probs(replace(row, listed_TK=ids_TK), hidden_TH, listed=True)
-            return both[0].sum(), (torch.stack(both, dim=1), (ids_TK, listed_TK))
+            *scores, listed_TK = self._log_probs(replace(row, listed_TK=ids_TK), hidden_TH, listed=True)
+            return scores[0].sum(), (torch.stack(scores, dim=1), (ids_TK, listed_TK))
 
         results = run_rows(self._policy, rows, collect, forward_only=True)
         lengths = [len(row.seen.mask_T) for row in rows]
-        both_TT2 = tensors_of_last(None if results is None else [both_T2 for both_T2, _ in results], lengths, 2, here)
+        both_TT2 = tensors_of_last(None if results is None else [both_T2 for both_T2, _ in results], lengths, 2, ranks)
         listed: list[_Listed] = [(None, None)] * len(rows) if results is None else [listed for _, listed in results]
         return [
-            _Scores(log_probs_T=both_T2[:, 0], entropy_T=both_T2[:, 1], listed=each)
-            for both_T2, each in zip(both_TT2, listed, strict=True)
+            _Scores(log_probs_T=both_T2[:, 0], entropy_T=both_T2[:, 1], listed=row_listed)
+            for both_T2, row_listed in zip(both_TT2, listed, strict=True)
         ]
 
     def _sums(self, parts: list[Sums] | None) -> Sums:
         """Return the sums over the rows on all stages; ``parts``: those of the rows on the last stage, elsewhere
         None.
         """
-        here = self._policy.parallel
+        ranks = self._policy.parallel
         merged = None if parts is None else diagnostics.merged(parts)
-        if merged is not None and here.pp_size == 1:
+        if merged is not None and ranks.pp_size == 1:
             return merged
-        return of_last(None if merged is None else merged.to("cpu"), here).to(here.device)
+        return of_last(None if merged is None else merged.to("cpu"), ranks).to(ranks.device)
 
     def _log_probs(self, row: Row, hidden_TH: Tensor, *, listed: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return log-probs, entropies, and with ``listed`` the log-probs of the teacher's tokens, of the whole row on
         all ranks of it.
         """
-        here, weight_VH = self._policy.parallel, output_weight(self._policy.chunks[-1])
+        ranks, weight_VH = self._policy.parallel, output_weight(self._policy.chunks[-1])
         inputs, fused = (hidden_TH, weight_VH, row.targets_T), self._policy.bridge.kernels.fused_log_probs
         overlapped = self._policy.replicas.overlap_grad_reduce and not is_embedding_too(self._policy.chunks[-1])
-        rest = {"temperature": row.temperature, "group": here.tp_group, "fused": fused, "placeholder": overlapped}
+        options = {"temperature": row.temperature, "group": ranks.tp_group, "fused": fused, "placeholder": overlapped}
         if listed and row.listed_TK is not None:
-            *both, listed_TK = listed_log_probs(*inputs, row.listed_TK, **rest)
-            found = torch.cat([torch.stack(both, dim=1), listed_TK], dim=1)
+            *scores, listed_TK = listed_log_probs(*inputs, row.listed_TK, **options)
+            columns = torch.cat([torch.stack(scores, dim=1), listed_TK], dim=1)
         else:
-            found = torch.stack(log_probs_and_entropy(*inputs, **rest), dim=1)
-        if here.cp_size > 1:
-            found = gather_parts(found, here.cp_group)
-        return found[:, 0], found[:, 1], found[:, 2:] if found.shape[1] > 2 else None
+            columns = torch.stack(log_probs_and_entropy(*inputs, **options), dim=1)
+        if ranks.cp_size > 1:
+            columns = gather_parts(columns, ranks.cp_group)
+        return columns[:, 0], columns[:, 1], columns[:, 2:] if columns.shape[1] > 2 else None
 
     def _loss(
         self,
@@ -555,56 +557,56 @@ class Trainer:
         supervised: Supervised | None,
     ) -> tuple[Tensor, Sums]:
         log_probs_T, entropy_T, listed_TK = self._log_probs(row, hidden_TH, listed=self._objective.by_listed)
-        seen = self._objective.advised(row.seen, log_probs_T)
+        tokens = self._objective.advised(row.seen, log_probs_T)
         total, loss, divergence_T = self._objective.total(
             log_probs_T,
             entropy_T,
-            seen,
+            tokens,
             denominators,
             coupled,
             kl_scale=self.kl_scale,
-            entropy_coef=self.entropy_bonus.applied if self._algorithm.entropy_target else None,
+            entropy_coef=self.entropy_bonus.applied if self._algorithm.entropy.target else None,
             listed_TK=listed_TK,
         )
         if self._collector is not None:
             self._collector.row(
-                fields.of_policy(seen, log_probs_T, entropy_T, loss, anchor=str(self._algorithm.anchor))
+                fields.of_policy(tokens, log_probs_T, entropy_T, loss, anchor=str(self._algorithm.anchor))
             )
-            at_K = seen.mask_T.nonzero()[:LOGITS_POSITIONS, 0]
+            at_K = tokens.mask_T.nonzero()[:LOGITS_POSITIONS, 0]
             if len(at_K):
                 weight_VH = output_weight(self._policy.chunks[-1])
                 logits_KV = logits_at(hidden_TH, weight_VH, at_K, self._policy.parallel, temperature=row.temperature)
                 self._collector.logits(logits_KV, at_K)
         sums = diagnostics.token_sums(
-            seen,
+            tokens,
             log_probs_T=log_probs_T,
             entropy_T=entropy_T,
             position_T=row.position_T,
             loss=loss,
             lag_buckets=self._lag_buckets,
         )
-        more: dict[str, Tensor] = {}
+        totals: dict[str, Tensor] = {}
         if supervised is not None:
-            term, more = supervised.term(log_probs_T, row.demonstrated_T, row.seen.sample_T)
+            term, totals = supervised.term(log_probs_T, row.demonstrated_T, row.seen.sample_T)
             total = total + term
-        more["loss"] = total.detach().double()
+        totals["loss"] = total.detach().double()
         if divergence_T is not None:
-            more["kl_reference"] = torch.where(seen.mask_T, divergence_T, 0.0).sum().double()
-        if self._algorithm.needs_teacher and seen.teacher_T is not None:
-            more["teacher_kl"] = log_ratio(log_probs_T.detach(), seen.teacher_T, seen.mask_T).sum().double()
+            totals["kl_reference"] = torch.where(tokens.mask_T, divergence_T, 0.0).sum().double()
+        if self._algorithm.needs_teacher and tokens.teacher_T is not None:
+            totals["teacher_kl"] = log_ratio(log_probs_T.detach(), tokens.teacher_T, tokens.mask_T).sum().double()
         if listed_TK is not None:
-            more["teacher_top_kl"] = self._objective.listed_divergence(seen, listed_TK.detach()).sum().double()
+            totals["teacher_top_kl"] = self._objective.listed_divergence(tokens, listed_TK.detach()).sum().double()
         if self._algorithm.ess_lr:
-            more["ess"] = sequence_weight_sums(log_probs_T, seen)
-        return total, Sums(totals={**sums.totals, **more}, maxima=sums.maxima)
+            totals["ess"] = sequence_weight_sums(log_probs_T, tokens)
+        return total, Sums(totals={**sums.totals, **totals}, maxima=sums.maxima)
 
 
 def _referred(row: Row, scores: _Scores) -> Row:
     """Return the row with the scores of the reference; those of a teacher's tokens replace those of the samples."""
-    seen, (ids_TK, listed_TK) = replace(row.seen, reference_T=scores.log_probs_T), scores.listed
+    tokens, (ids_TK, listed_TK) = replace(row.seen, reference_T=scores.log_probs_T), scores.listed
     if ids_TK is None:
-        return replace(row, seen=seen)
-    return replace(row, listed_TK=ids_TK, seen=replace(seen, teacher_top_TK=listed_TK))
+        return replace(row, seen=tokens)
+    return replace(row, listed_TK=ids_TK, seen=replace(tokens, teacher_top_TK=listed_TK))
 
 
 def _routed(rows: list[Row]) -> list[Routed]:

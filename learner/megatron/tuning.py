@@ -20,7 +20,7 @@ from tidemill.learner.megatron.layers.lora import Adapters
 from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.lora import CONFIG, WEIGHTS, LoraConfig
 from tidemill.learner.settings.schedule import frozen_names
-from tidemill.weightstore.store.snapshot import ASIDE, rename_into_place
+from tidemill.weightstore.store.snapshot_files import ASIDE, rename_into_place
 
 ADAPTER = "adapter"
 """Directory of the adapters inside that of the merged model: beside the model's files, libraries would load them on top

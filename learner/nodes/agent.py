@@ -1,6 +1,6 @@
 """The agent of a node: parent of its ranks, and on the leader's node of the feeder.
 
-    view      rows of all nodes, row ``attempt`` ──► decide (rendezvous.py) ──► start, drain, end ranks; write ``attempt`` (attempts.py)
+    view      rows of all nodes, row ``attempt`` ──► decide (rendezvous.py) ──► start, drain, end ranks, the attempt
     row       own row, every second
     probes    calls to the other nodes, while there are no ranks
     ranks     run_part (ranks/process.py), while an attempt runs
@@ -12,11 +12,10 @@ or ``draining``.
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 from tidemill.bus import exit_codes
@@ -24,11 +23,12 @@ from tidemill.bus.errors import BusError, RowConflict, UnreadableRow
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.subjects import nonce
+from tidemill.learner.errors import LearnerEnded, NodeRefused
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.nodes.attempts import Attempts, Work
-from tidemill.learner.nodes.errors import LearnerEnded, NodeRefused
 from tidemill.learner.nodes.node_rows import Attempt, NodeRow, Phase, State, bracketed, cut
 from tidemill.learner.nodes.own_row import OwnRow
+from tidemill.learner.nodes.probes import Probes, answering
 from tidemill.learner.nodes.rendezvous import (
     LEADER,
     Action,
@@ -44,103 +44,6 @@ from tidemill.learner.nodes.rendezvous import (
 )
 from tidemill.learner.nodes.view import LOOK_S, View
 from tidemill.learner.ranks.process import ChildFailed, Part
-
-CALL_S = 3.0
-"""Deadline of a call: a lost first packet is sent again after one second."""
-AGAIN_S = 2.0
-"""Seconds between two calls to a node that was not reached."""
-_GREETING = "tidemill node "
-_MOST_LINE = 64
-_MOST_REASON = 200
-REACHED = ""
-"""Result of a call that was answered by the right agent."""
-
-
-@asynccontextmanager
-async def answering(agent: str, bind: str) -> AsyncIterator[int]:
-    """While entered, answer every connection with the nonce of this agent. Gives the port. Raises OSError."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send the nonce, and close; nothing is read."""
-        with suppress(OSError, TimeoutError):
-            writer.write(f"{_GREETING}{agent}\n".encode())
-            async with asyncio.timeout(CALL_S):
-                await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(answer, bind.strip("[]"), 0)
-    try:
-        yield int(server.sockets[0].getsockname()[1])
-    finally:
-        server.close()
-
-
-async def call(other: NodeRow) -> str:
-    """Call a node at its advertised address. Returns ``REACHED``, or why it was not."""
-    writer: asyncio.StreamWriter | None = None
-    try:
-        async with asyncio.timeout(CALL_S):
-            reader, writer = await asyncio.open_connection(
-                other.address.strip("[]"), other.probe_port, limit=_MOST_LINE
-            )
-            line = await reader.readline()
-    except TimeoutError:
-        return f"no answer within {CALL_S:.0f} s"
-    except (OSError, ValueError) as error:  # ValueError: a line that is too long
-        number = getattr(error, "errno", None) or 0  # asyncio's own text has the address again
-        return cut(os.strerror(number).lower() if number > 0 else str(error) or type(error).__name__)[:_MOST_REASON]
-    finally:
-        if writer is not None:
-            writer.close()
-    if line != f"{_GREETING}{other.agent}\n".encode():
-        return "another process answers there"
-    return REACHED
-
-
-class Probes:
-    """The calls of one agent, made while it has no ranks."""
-
-    def __init__(
-        self, mine: Callable[[], NodeRow], others: Callable[[], Mapping[int, NodeRow]], on_results: Callable[..., None]
-    ) -> None:
-        """``others``: rows of the nodes as last read. ``on_results`` is called with the new ``reached``."""
-        self._mine, self._others, self._on_results = mine, others, on_results
-        self._wake = Waiter()
-
-    def wake(self) -> None:
-        """Look at the rows again."""
-        self._wake.wake()
-
-    async def run(self) -> None:
-        """Background loop: call every offer of another node until it is reached."""
-        while True:
-            await self.look()
-            await self._wake.wait(AGAIN_S)
-
-    async def look(self) -> None:
-        """Call the offers that are not reached yet, all at the same time, and report the results for those that
-        stand.
-        """
-        mine = self._mine()
-        if mine.phase is not Phase.READY:
-            return
-        offers = [
-            row
-            for row in self._others().values()
-            if row.node != mine.node and row.phase is Phase.READY and row.probe_port
-        ]
-        called = [row for row in offers if mine.reached.get(row.nonce) != REACHED]
-        results = dict(zip([row.nonce for row in called], await asyncio.gather(*map(call, called)), strict=True))
-        if self._mine().nonce != mine.nonce:
-            return  # the results are those of an offer that has ended meanwhile
-        kept = {row.nonce: mine.reached[row.nonce] for row in offers if row.nonce in mine.reached}
-        reached = kept | results
-        for row in called:
-            if (reason := results[row.nonce]) and mine.reached.get(row.nonce) != reason:
-                log.warning("%s is not reached at %s:%d: %s", row.name, row.address, row.probe_port, reason)
-        if reached != mine.reached:
-            self._on_results(reached=reached)
-
 
 log = logging.getLogger(__name__)
 
@@ -171,18 +74,17 @@ class Agent:
     def __init__(
         self, bus: Bus, row: NodeRow, work: Work, *, bind: str, limits: Limits, on_change: Callable[[NodeRow], None]
     ) -> None:
-        """``row``: the facts of this node, without nonces and keys. ``bind``: address to listen on, which may differ
-        from the advertised.
+        """``row``: the facts of this node. ``bind``: address to listen on, which may differ from the advertised one.
 
         ``on_change`` is called with the row when its phase, wait or reason has changed.
         """
         self._bus, self._work, self._bind, self._limits, self._on_change = bus, work, bind, limits, on_change
         self._keys = FeedKeys.new()
-        self._own = OwnRow(bus.rows("run"), replace(row, nonce=nonce(), agent=nonce(), key=self._keys.ranks_public))
+        self._own_row = OwnRow(bus.rows("run"), replace(row, nonce=nonce(), agent=nonce(), key=self._keys.ranks_public))
         self._wake = Waiter()
         self._view = View(bus, self._on_read)
         self._attempts = Attempts(bus, self._view, work, bind=bind)
-        self._probes = Probes(lambda: self.row, self._others, self._own.update)
+        self._probes = Probes(lambda: self.row, self._read_rows, self._own_row.update)
         self._ranks: asyncio.Task[None] | None = None
         self._drain = asyncio.Event()
         self._stopped = False
@@ -194,17 +96,15 @@ class Agent:
     @property
     def row(self) -> NodeRow:
         """The row of this agent, as it is now."""
-        return self._own.row
+        return self._own_row.row
 
     async def run(self, draining: asyncio.Event) -> None:
-        """Run attempts until the last step is done, or drained. Raises NodeRefused, NodeReplaced, LearnerEnded,
-        BusUnavailable.
-        """
+        """Run until the last step or a drain. Raises NodeRefused, NodeReplaced, LearnerEnded, BusUnavailable."""
         async with AsyncExitStack() as stack:
-            self._own.update(probe_port=await stack.enter_async_context(answering(self.row.agent, self._bind)))
-            await self._own.claim(self._limits.silence_s)
+            self._own_row.update(probe_port=await stack.enter_async_context(answering(self.row.agent, self._bind)))
+            await self._own_row.claim(self._limits.silence_s)
             works = {
-                "row": self._own.keep(),
+                "row": self._own_row.keep(),
                 "view": self._view.run(),
                 "probes": self._probes.run(),
                 "stop": self._stop_on(draining),
@@ -218,16 +118,16 @@ class Agent:
             try:
                 await self._act_until_left(loops)
             except LearnerEnded as error:  # the row stays: it has the reason
-                self._own.update(phase=Phase.FAILED, reason=cut(error.reason), exit_code=error.exit_code)
-                await self._own.stored(RENEWED_S)
+                self._own_row.update(phase=Phase.FAILED, reason=cut(error.reason), exit_code=error.exit_code)
+                await self._own_row.stored(RENEWED_S)
                 raise
-        await self._own.remove()
+        await self._own_row.remove()
 
     def _on_read(self) -> None:
         self._wake.wake()
         self._probes.wake()
 
-    def _others(self) -> dict[int, NodeRow]:
+    def _read_rows(self) -> dict[int, NodeRow]:
         reading = self._view.reading
         return {} if reading is None else {node: seen.row for node, seen in reading.seen.items()}
 
@@ -242,7 +142,7 @@ class Agent:
             if self._stopped and self._ranks is None and self.row.phase is Phase.READY:
                 return
             if self._stopped and self.row.phase is Phase.RUNNING:
-                self._own.update(phase=Phase.DRAINING)  # the leader drains the ranks of all nodes
+                self._own_row.update(phase=Phase.DRAINING)  # the leader drains the ranks of all nodes
             action = self._decide()
             if isinstance(action, Leave):
                 await self._leave(action)
@@ -294,7 +194,7 @@ class Agent:
         text = action.waits_for if isinstance(action, Wait) else ""
         if text.partition(" (silent")[0] != self.row.waits_for.partition(" (silent")[0]:
             log.info("node=%d %s", self.row.node, f"waiting for {text}" if text else type(action).__name__.lower())
-            self._own.update(waits_for=cut(text))
+            self._own_row.update(waits_for=cut(text))
         now = time.monotonic()
         missing = isinstance(action, Wait) and action.missing
         self._missing_since = (self._missing_since or now) if missing else None
@@ -304,7 +204,6 @@ class Agent:
             )
 
     async def _form(self, action: Form) -> None:
-        """Write the next attempt. Its feeder admits the ranks of the other nodes."""
         self._keys = replace(
             self._keys, others_public=tuple(row.key for row in action.offers if row.node != self.row.node)
         )
@@ -313,7 +212,6 @@ class Agent:
     # ---- ranks
 
     async def _start(self, attempt: Attempt) -> None:
-        """Start the processes of this node. Raises LearnerEnded for a node that cannot run them."""
         me = self.row
         if me.node == LEADER and attempt.epoch != self._attempts.raised:  # a write that was taken for lost
             await self._attempts.record(me, State.ENDING, "a later epoch was raised")
@@ -335,7 +233,7 @@ class Agent:
             await self._give_up(str(error), error.exit_code)
         self._drain.clear()
         self._stepped()
-        self._own.update(phase=Phase.RUNNING, epoch=attempt.epoch, reason="")
+        self._own_row.update(phase=Phase.RUNNING, epoch=attempt.epoch, reason="")
         self._ranks = asyncio.create_task(self._work.run(part, self._drain, self._stepped), name="ranks")
         self._ranks.add_done_callback(lambda _: self._wake.wake())
 
@@ -356,7 +254,7 @@ class Agent:
                 await self._give_up(str(error), error.exit_code)
             await self._ended_badly(reason)
         else:
-            self._own.update(phase=Phase.FINISHED)
+            self._own_row.update(phase=Phase.FINISHED)
 
     async def _ended_badly(self, reason: str) -> None:
         """End the ranks of a failed attempt, and offer again. Raises LearnerEnded after too many failures."""
@@ -385,7 +283,9 @@ class Agent:
         if reason:
             log.warning("node=%d offers itself again: %s", self.row.node, reason)
         self._keys = FeedKeys.new()
-        self._own.update(nonce=nonce(), key=self._keys.ranks_public, phase=Phase.READY, reason=cut(reason), reached={})
+        self._own_row.update(
+            nonce=nonce(), key=self._keys.ranks_public, phase=Phase.READY, reason=cut(reason), reached={}
+        )
         self._wake.wake()
 
     async def _leave(self, action: Leave) -> None:
@@ -398,7 +298,6 @@ class Agent:
             await self._end_ranks()
 
     async def _end_ranks(self) -> None:
-        """End the processes of this node, if there are any, whatever they do."""
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.cancel()

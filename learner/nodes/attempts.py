@@ -13,9 +13,9 @@ from tidemill.bus.errors import BusError
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import Bus, raise_epoch
 from tidemill.bus.wire.subjects import nonce
-from tidemill.learner.nodes import agreement
-from tidemill.learner.nodes.errors import NodeRefused
+from tidemill.learner.errors import NodeRefused
 from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, Attempt, NodeRow, State, bracketed, cut, row_value
+from tidemill.learner.nodes.rendezvous import refuse_unlike
 from tidemill.learner.nodes.view import READ_S, View
 from tidemill.learner.ranks.process import Part
 
@@ -24,19 +24,17 @@ class Work(Protocol):
     """The ranks of one node."""
 
     def opened(self, bus: Bus) -> AbstractAsyncContextManager[None]:
-        """Run the servers of this node, from the claim of its row to the end of its agent. Raises OSError,
-        BusUnavailable.
-        """
+        """Run the node's servers, from the claim of its row to the end of its agent. Raises OSError, BusUnavailable."""
         raise NotImplementedError
 
     def layout(self, offers: Sequence[NodeRow]) -> tuple[int, ...]:
-        """Return the number of ranks of each node. Raises NodeRefused for nodes that cannot run the learner together.
-        Only the leader's.
+        """Return the number of ranks of each node. Raises NodeRefused for nodes that do not fit together. Only the
+        leader's.
         """
         raise NotImplementedError
 
     async def check(self, proof: str) -> None:
-        """Check this node before its ranks start. ``proof``: that of the leader's directory. Raises NodeRefused."""
+        """Check this node before its ranks start. ``proof``: of the leader's directory. Raises NodeRefused."""
         raise NotImplementedError
 
     async def prove(self, proof: str) -> None:
@@ -44,11 +42,7 @@ class Work(Protocol):
         raise NotImplementedError
 
     async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
-        """Run the processes until they have ended with success, or drained. When cancelled, it ends them first. Raises
-        ChildFailed.
-
-        ``on_step`` is called after steps of its ranks.
-        """
+        """Run the processes until they succeed, or have drained; a cancellation ends them. Raises ChildFailed."""
         raise NotImplementedError
 
 
@@ -71,18 +65,17 @@ class Attempts:
         self._ports.close()
 
     async def form(self, me: NodeRow, offers: Sequence[NodeRow], feeder_key: str) -> None:
-        """Write the next attempt; nodes that do not fit together give one that has failed. Raises RowConflict,
-        BusError, OSError.
-        """
+        """Write the next attempt, or a failed one for nodes that do not fit. Raises RowConflict, BusError, OSError."""
         reading = self._view.reading
         assert reading is not None
         refused: NodeRefused | None = None
         ranks = tuple(1 for _ in offers)
         try:
-            agreement.refuse_unlike(offers)
+            refuse_unlike(offers)
             ranks = self._work.layout(offers)
         except NodeRefused as error:
             refused = error
+        # Before the attempt is written: ranks of an earlier epoch are fenced wherever they still run.
         epoch = self.raised = await raise_epoch(self._bus)
         self._ports.close()
         feeder, master = (self._ports.enter_context(KeptPort(self._bind)).number for _ in range(2))
@@ -114,9 +107,7 @@ class Attempts:
         )
 
     async def try_record(self, me: NodeRow, state: State, reason: str, exit_code: int = 0) -> None:
-        """Record a state for the other agents, which also see it in this node's row, unless the attempt is over
-        already.
-        """
+        """Record a state unless the attempt is over; other agents see it in this node's row as well."""
         reading = self._view.reading
         try:
             if reading is not None and reading.attempt is not None and reading.attempt.state not in _OVER:

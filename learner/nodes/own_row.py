@@ -14,7 +14,7 @@ from pathlib import Path
 from tidemill.bus.client.rows import Rows
 from tidemill.bus.errors import BusError, BusUnavailable, RowConflict, WireError
 from tidemill.bus.system.coroutines import Waiter
-from tidemill.learner.nodes.errors import NodeRefused, NodeReplaced
+from tidemill.learner.errors import NodeRefused, NodeReplaced
 from tidemill.learner.nodes.node_rows import NODE_KEY, NodeRow, Phase, node_of, row_value
 
 log = logging.getLogger(__name__)
@@ -53,44 +53,42 @@ class OwnRow:
         """Return whether the bus has the row as it is now, or a newer one, within this time."""
         changes = self._changes
         deadline = time.monotonic() + within_s
-        while self._stored < changes and (left := deadline - time.monotonic()) > 0:
-            await self._written.wait(left)
+        while self._stored < changes and (remaining_s := deadline - time.monotonic()) > 0:
+            await self._written.wait(remaining_s)
         return self._stored >= changes
 
     async def claim(self, silence_s: float) -> None:
-        """Write the row for the first time. Raises NodeRefused when another agent has this node rank,
-        BusUnavailable.
-        """
+        """Write the first row. Raises NodeRefused when another agent has this node rank, BusUnavailable."""
         began = time.monotonic()
-        known: int | None = None
+        last_revision: int | None = None
         while True:
             value, revision = await self._rows.read(self._key)
-            other = None if value is None else self._parsed(value)
-            changed = known is not None and revision != known
-            if other is not None and changed and other.phase is not Phase.FAILED:
-                raise _taken(self.row, other)
+            rival = None if value is None else self._parsed(value)
+            changed = last_revision is not None and revision != last_revision
+            if rival is not None and changed and rival.phase is not Phase.FAILED:
+                raise _taken(self.row, rival)
             over = time.monotonic() - began > silence_s
-            if other is None or over or other.phase is Phase.FAILED or _is_gone(other, self.row):
+            if rival is None or over or rival.phase is Phase.FAILED or _is_gone(rival, self.row):
                 try:
                     self._revision = await self._rows.update(self._key, row_value(self.row), revision)
                     return
                 except RowConflict:  # another agent was faster: the next reading shows it
-                    known = -1 if known is None else known
+                    last_revision = -1 if last_revision is None else last_revision
                     continue
-            if known is None:
+            if last_revision is None:
                 log.warning(
                     "%s has a row from %s pid=%d: waiting up to %.0f s for its next heartbeat",
                     self._key,
-                    *_of(other),
+                    rival.host,
+                    rival.pid,
                     silence_s,
                 )
-            known = revision
+            last_revision = revision
+            # Two looks at the revision tell a live agent from the row of a dead one, whatever its clock.
             await asyncio.sleep(_LOOK_S)
 
     async def keep(self) -> None:
-        """Background loop: write the row every second and after each change. Raises NodeReplaced when another agent has
-        taken it over.
-        """
+        """Write the row every second and after each change. Raises NodeReplaced when another agent has it."""
         while True:
             changes = self._changes
             self.row = replace(self.row, beats=self.row.beats + 1)
@@ -111,8 +109,8 @@ class OwnRow:
         try:
             async with asyncio.timeout(WRITE_S):
                 value, _ = await self._rows.read(self._key)
-                found = None if value is None else self._parsed(value)
-                if found is not None and found.agent == self.row.agent:
+                row = None if value is None else self._parsed(value)
+                if row is not None and row.agent == self.row.agent:
                     await self._rows.delete(self._key)
         except (BusError, TimeoutError) as error:
             log.warning("row not removed key=%s error=%s", self._key, str(error) or "no answer")
@@ -123,13 +121,12 @@ class OwnRow:
             value, revision = await self._rows.read(self._key)
         except BusUnavailable:
             return
-        found = None if value is None else self._parsed(value)
-        if found is not None and found.agent != self.row.agent:
-            raise NodeReplaced(self.row.node, f"{found.host} pid {found.pid}")
-        self._revision = revision  # also that of an unreadable row, or of none
+        row = None if value is None else self._parsed(value)
+        if row is not None and row.agent != self.row.agent:
+            raise NodeReplaced(self.row.node, f"{row.host} pid {row.pid}")
+        self._revision = revision  # also where the row is unreadable, or missing
 
     def _parsed(self, value: dict[str, object]) -> NodeRow | None:
-        """Return the row; None for one that does not fit, which is replaced."""
         try:
             return node_of(self._key, value)
         except WireError as error:
@@ -137,25 +134,21 @@ class OwnRow:
             return None
 
 
-def _of(row: NodeRow) -> tuple[str, int]:
-    return row.host, row.pid
-
-
-def _taken(mine: NodeRow, other: NodeRow) -> NodeRefused:
-    got = f"a second one: node rank {mine.node} has an agent on {other.host}, pid {other.pid}"
+def _taken(mine: NodeRow, rival: NodeRow) -> NodeRefused:
+    got = f"a second one: node rank {mine.node} has an agent on {rival.host}, pid {rival.pid}"
     return NodeRefused(
         f"--node-rank {mine.node}", "one agent", got, "give every node a rank of its own, or end the other agent"
     )
 
 
-def _is_gone(other: NodeRow, mine: NodeRow) -> bool:
+def _is_gone(rival: NodeRow, mine: NodeRow) -> bool:
     """Return whether the agent ran on this machine and has ended. One elsewhere can only be judged by its silence."""
-    if not other.place or other.place != mine.place or other.pid <= 0:
+    if not rival.place or rival.place != mine.place or rival.pid <= 0:
         return False
     try:
-        os.kill(other.pid, 0)
+        os.kill(rival.pid, 0)
     except ProcessLookupError:
         return True
     except PermissionError:
         return False
-    return other.pid == mine.pid
+    return rival.pid == mine.pid

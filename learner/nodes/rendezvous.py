@@ -6,18 +6,20 @@ Every agent offers itself under a nonce. The leader (node 0) forms an attempt fr
 compare-and-set on the row ``attempt``, and only when none of these offers belongs to the attempt before it. An agent
 runs ranks only under an attempt that names its nonce, and takes a new nonce only after its ranks have ended. So
 according to the rows, no two attempts have ranks at the same time. The leader waits until the agent of each node has
-reached those of all others (``reached``): ranks that cannot connect would wait for gloo's timeouts.
+reached the agents of all others (``reached``): ranks that cannot connect would wait for gloo's timeouts.
 An agent reads the rows of the nodes first and the attempt afterwards: an agent that leaves at the end has recorded the
 end before.
 
 Consumes rows; produces actions. A wait names the nodes or the event that ends it.
 """
 
+import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tidemill.bus import exit_codes
-from tidemill.learner.nodes import agreement
+from tidemill.bus.config import is_loopback
+from tidemill.learner.errors import NodeRefused
 from tidemill.learner.nodes.node_rows import Attempt, NodeRow, Phase, State
 
 LEADER = 0
@@ -33,9 +35,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Do nothing until a row changes. ``missing``: it waits for nodes that are not there, or that do not reach each
-    other.
-    """
+    """Do nothing until a row changes. ``missing``: nodes are not there, or do not reach each other."""
 
     waits_for: str = ""
     missing: bool = False
@@ -87,7 +87,7 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """End the agent; no rank of this node is alive, or those that are end by themselves after the last step."""
+    """End the agent; no rank of this node is alive, or its ranks end by themselves after the last step."""
 
     exit_code: int = 0
     reason: str = ""
@@ -96,14 +96,11 @@ class Leave:
 Action = Wait | Form | Record | Start | Drain | End | Renew | Leave
 
 
-def decide(me: NodeRow, seen: Mapping[int, Seen], attempt: Attempt | None, *, silence_s: float) -> Action:
-    """Return the next action of an agent.
-
-    ``seen``: the rows of all nodes as read, its own among them; ``silence_s``: longest silence of a live one.
-    """
+def decide(me: NodeRow, rows: Mapping[int, Seen], attempt: Attempt | None, *, silence_s: float) -> Action:
+    """Return an agent's next action. ``rows``: of all nodes; ``silence_s``: maximum silence of a live one."""
     mine = attempt if attempt is not None and attempt.has(me) else None
     if me.phase is Phase.READY:
-        return _ready(me, seen, attempt, mine, silence_s)
+        return _ready(me, rows, attempt, mine, silence_s)
     if mine is None:
         reason = "another attempt has begun" if attempt is not None else "the row of the attempt is gone"
         return Renew(reason) if me.phase is Phase.FINISHED else End(reason)
@@ -115,15 +112,14 @@ def decide(me: NodeRow, seen: Mapping[int, Seen], attempt: Attempt | None, *, si
         return Leave(mine.exit_code, mine.reason) if mine.state is State.FAILED else Renew(mine.reason)
     if me.node == LEADER and me.phase is Phase.FINISHED and mine.state is not State.DRAINING:
         return Record(State.DONE)  # all that counts is stored, even if another node fails while it leaves
-    if (trouble := _trouble(me, seen, mine, silence_s)) is not None:
+    if (trouble := _trouble(me, rows, mine, silence_s)) is not None:
         return trouble if me.node == LEADER else End(trouble.reason)
-    return _drained(me, seen, mine) if mine.state is State.DRAINING else _running(me, seen, mine)
+    return _drained(me, rows, mine) if mine.state is State.DRAINING else _running(me, rows, mine)
 
 
 def _ready(
     me: NodeRow, seen: Mapping[int, Seen], attempt: Attempt | None, mine: Attempt | None, silence_s: float
 ) -> Action:
-    """Return the action of an agent without ranks."""
     if mine is not None:
         if mine.state is State.FORMING:
             return Start(mine)
@@ -139,7 +135,7 @@ def _ready(
     busy = [row for row in rows if row.phase is not Phase.READY or (attempt is not None and attempt.has(row))]
     if busy:
         return Wait(f"the ranks of the last attempt to end: {', '.join(row.name for row in busy)}")
-    if (apart := _apart(rows)) and agreement.fit(rows):  # nodes that do not fit together are refused at once
+    if (apart := _apart(rows)) and fit(rows):  # nodes that do not fit together are refused at once
         return Wait("; ".join(apart), missing=True)
     if me.node != LEADER:
         return Wait(f"{seen[LEADER].row.name} to form an attempt")
@@ -148,45 +144,40 @@ def _ready(
     return Form(tuple(rows))
 
 
-def _missing(me: NodeRow, seen: Mapping[int, Seen], silence_s: float) -> list[str]:
-    """Return the nodes that are not there, for a message."""
+def _missing(me: NodeRow, rows: Mapping[int, Seen], silence_s: float) -> list[str]:
     missing = []
     for node in range(me.nodes):
-        there = seen.get(node)
-        if there is None:
+        seen_row = rows.get(node)
+        if seen_row is None:
             missing.append(
                 f"node {node} (never seen, or it has left)" if node != me.node else "its own row to be stored"
             )
-        elif node != me.node and there.silent_s > silence_s:
-            missing.append(f"{there.row.name} (silent for {there.silent_s:.0f} s)")
-        elif node != me.node and there.row.phase is Phase.FAILED:
-            missing.append(f"{there.row.name} (given up: {there.row.reason or 'no reason'})")
+        elif node != me.node and seen_row.silent_s > silence_s:
+            missing.append(f"{seen_row.row.name} (silent for {seen_row.silent_s:.0f} s)")
+        elif node != me.node and seen_row.row.phase is Phase.FAILED:
+            missing.append(f"{seen_row.row.name} (given up: {seen_row.row.reason or 'no reason'})")
     return missing
 
 
 def _apart(rows: Sequence[NodeRow]) -> list[str]:
-    """Return the calls between nodes that have failed, for a message, or that some are not made yet; empty = all reach
-    all.
-    """
-    pairs = [(row, other, row.reached.get(other.nonce)) for row in rows for other in rows if row is not other]
+    """Return the failed calls between nodes, for a message, or that some are not made yet; [] = all reach all."""
+    pairs = [(row, peer, row.reached.get(peer.nonce)) for row in rows for peer in rows if row is not peer]
     failed = [
-        f"{row.name_with_address} to reach {other.name_with_address}: {result}"
-        for row, other, result in pairs
-        if result
+        f"{row.name_with_address} to reach {peer.name_with_address}: {result}" for row, peer, result in pairs if result
     ]
-    more = [f"{len(failed) - 4} more"] if len(failed) > 4 else []
-    return [*failed[:4], *more] or ["the nodes to call each other"] * any(result is None for _, _, result in pairs)
+    remainder = [f"{len(failed) - 4} more"] if len(failed) > 4 else []
+    return [*failed[:4], *remainder] or ["the nodes to call each other"] * any(result is None for _, _, result in pairs)
 
 
-def _trouble(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt, silence_s: float) -> Record | None:
+def _trouble(me: NodeRow, rows: Mapping[int, Seen], mine: Attempt, silence_s: float) -> Record | None:
     """Return the record of the reason to end the attempt, from the rows of the other nodes; None = there is none."""
     for node, nonce in enumerate(mine.nonces):
         if node == me.node:
             continue
-        there = seen.get(node)
-        if there is None:
+        seen_row = rows.get(node)
+        if seen_row is None:
             return Record(State.ENDING, f"node {node} has left")
-        row = there.row
+        row = seen_row.row
         if row.phase is Phase.FAILED and row.nonce == nonce:
             return Record(State.FAILED, f"{row.name}: {row.reason}", row.exit_code or exit_codes.CRASHED)
         if row.nonce != nonce:
@@ -194,16 +185,16 @@ def _trouble(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt, silence_s: fl
                 "another agent has its node rank" if mine.state is not State.FORMING else "it has offered again"
             )
             return Record(State.ENDING, f"{row.name}: {why}")
-        if there.silent_s > silence_s:
-            return Record(State.ENDING, f"{row.name} is silent for {there.silent_s:.0f} s")
+        if seen_row.silent_s > silence_s:
+            return Record(State.ENDING, f"{row.name} is silent for {seen_row.silent_s:.0f} s")
     return None
 
 
-def _drained(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt) -> Action:
+def _drained(me: NodeRow, rows: Mapping[int, Seen], mine: Attempt) -> Action:
     if me.phase is not Phase.FINISHED:
         return Drain(mine.reason)
-    others = [there.row for there in seen.values() if mine.has(there.row) and there.row.node != me.node]
-    if me.node == LEADER and all(row.phase is Phase.FINISHED for row in others):
+    peers = [seen_row.row for seen_row in rows.values() if mine.has(seen_row.row) and seen_row.row.node != me.node]
+    if me.node == LEADER and all(row.phase is Phase.FINISHED for row in peers):
         return Record(State.ENDING, mine.reason)
     return Wait("the ranks to finish their step")
 
@@ -218,3 +209,66 @@ def _running(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt) -> Action:
     if mine.state is State.FORMING and all(row.phase in (Phase.RUNNING, Phase.FINISHED) for row in rows):
         return Record(State.RUNNING)
     return Wait()
+
+
+def refuse_unlike(offers: Sequence[NodeRow]) -> None:
+    """Raise NodeRefused for nodes with other versions, settings or sizes, and addresses that cannot connect them."""
+    leader = offers[0]
+    for row in offers[1:]:
+        if row.nodes != leader.nodes:
+            raise NodeRefused(
+                row.name,
+                f"--nodes {leader.nodes}, as {leader.name}",
+                f"{row.nodes}",
+                "start all agents with the same number",
+            )
+        if bool(row.devices) != bool(leader.devices):
+            got = "devices" if row.devices else "none"
+            raise NodeRefused(
+                row.name,
+                f"{'devices' if leader.devices else 'no devices'}, as {leader.name}",
+                got,
+                "learner.device: cpu",
+            )
+        for name in sorted({*leader.versions, *row.versions}):
+            want, got = leader.versions.get(name, "none"), row.versions.get(name, "none")
+            if want != got:
+                cure = (
+                    "use the same configuration on all nodes"
+                    if name == "settings"
+                    else "install the same versions on all nodes"
+                )
+                raise NodeRefused(row.name, f"{name} {want}, as {leader.name}", got, cure)
+    if len({row.place for row in offers}) > 1 or not leader.place:
+        for row in offers:
+            if is_loopback(row.address):
+                cure = (
+                    f"--host ADDRESS, or a --bus address of the network; {row.name} is reached under "
+                    f"{row.address} by itself only"
+                )
+                raise NodeRefused(row.name, "an address that the other nodes reach", row.address, cure)
+
+
+def fit(offers: Sequence[NodeRow]) -> bool:
+    """Return whether ``refuse_unlike`` accepts these nodes."""
+    try:
+        refuse_unlike(offers)
+    except NodeRefused:
+        return False
+    return True
+
+
+def refuse_public(address: str, *, insecure: bool) -> None:
+    """Raise NodeRefused for an address of the internet: torch's store, gloo and NCCL have no authentication."""
+    try:
+        public = ipaddress.ip_address(address.strip("[]")).is_global
+    except ValueError:
+        return  # a name: its owner knows the network
+    if public and not insecure:
+        want = "an address of a private network: the ranks' own connections have no authentication"
+        raise NodeRefused(
+            "learner: address of this node",
+            want,
+            f"{address}, which is public",
+            "--host ADDRESS, or learner.insecure_network: true",
+        )

@@ -32,17 +32,15 @@ class Silences:
         self._read_s, self._count_from_s = None, float("inf")
 
     def read(self, stamps: Mapping[int, Hashable], now: float) -> dict[int, float]:
-        """Note a reading of all rows; ``stamps`` change with their writes. Returns the seconds for which each has not
-        changed.
-        """
+        """Note a reading of all rows; ``stamps`` change with their writes. Returns the seconds without a change."""
         if self._count_from_s == float("inf"):
             self._count_from_s = now + GRACE_S
         passed = 0.0 if self._read_s is None else max(0.0, now - max(self._read_s, self._count_from_s))
         self._read_s = now
         silent = {}
         for node, stamp in stamps.items():
-            same = node in self._stamps and self._stamps[node] == stamp
-            silent[node] = self._silent[node] + passed if same else 0.0
+            is_unchanged = node in self._stamps and self._stamps[node] == stamp
+            silent[node] = self._silent[node] + passed if is_unchanged else 0.0
         self._stamps, self._silent = dict(stamps), silent
         return dict(silent)
 
@@ -105,7 +103,7 @@ class View:
         writes = self._writes
         try:
             async with asyncio.timeout(READ_S):
-                found = await self._rows.all(NODE_KEY)
+                node_values = await self._rows.all(NODE_KEY)
                 value, revision = await self._rows.read(ATTEMPT_KEY)
         except (BusError, TimeoutError):
             self._silences.lost(time.monotonic())
@@ -113,7 +111,7 @@ class View:
             return
         rows = {
             row.node: (row, stamp)
-            for key, (row_map, stamp) in found.items()
+            for key, (row_map, stamp) in node_values.items()
             if (row := self._node(key, row_map, stamp)) is not None
         }
         now = time.monotonic()

@@ -46,14 +46,10 @@ class BadRows:
             log.warning("further bad rows are counted alone; tidemill data check names all of them")
 
     def trouble(self, total: int) -> str:
-        """Return their number and the first of them, for status; empty while there are none. ``total``: number of
-        rows.
-        """
-        return (
-            f"{len(self)} of {total} rows left out so far (data.bad_rows), the first: {self._first}"
-            if self._numbers
-            else ""
-        )
+        """Return their number and the first one, for status; empty while there are none. ``total``: number of rows."""
+        if not self._numbers:
+            return ""
+        return f"{len(self)} of {total} rows left out so far (data.bad_rows), the first: {self._first}"
 
 
 def all_bad(first: PromptError, place: str, count: int) -> PromptError:
@@ -63,9 +59,7 @@ def all_bad(first: PromptError, place: str, count: int) -> PromptError:
 
 @contextmanager
 def rejections(where: str) -> Iterator[None]:
-    """Raise PromptError for a row that the tokenizer or the chat template rejects with any error; a template is a
-    program.
-    """
+    """Raise PromptError for any error of the tokenizer or of the chat template, which is a program."""
 
     def refused(error: BaseException) -> PromptError:
         if isinstance(error, TextTooLong):

@@ -1,16 +1,14 @@
-"""Columns of a row besides prompt, label and metadata: its temperature and limits of sampling, the name of its reward,
-its tools.
-"""
+"""Columns of a row besides prompt, label and metadata: its sampling, its reward, its rollout, its tools."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeGuard
 
 from tidemill.bus.config import RUN_NAME, SINGLE_TURN
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.chat_messages import chat_tools
-from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.json_object import JsonObject, is_integer, is_number
 from tidemill.bus.wire.messages import Sampling
 from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from tidemill.learner.data.config import MAX_LETTERS, MAX_STOPS
@@ -38,13 +36,7 @@ class RowSampling:
 
     def of(self, run: Sampling) -> Sampling:
         """Return the run's sampling with these settings."""
-        return replace(
-            run,
-            temperature=run.temperature if self.temperature is None else self.temperature,
-            max_new_tokens=run.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens,
-            stop=run.stop if self.stop is None else self.stop,
-            stop_token_ids=run.stop_token_ids if self.stop_token_ids is None else self.stop_token_ids,
-        )
+        return replace(run, **{name: value for name, value in asdict(self).items() if value is not None})
 
 
 def sampling_in(values: Mapping[str, object], key: str, *, where: str) -> RowSampling:
@@ -67,32 +59,27 @@ def sampling_in(values: Mapping[str, object], key: str, *, where: str) -> RowSam
         numbers = f"a number from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
         want = f"{numbers} in '{key}.temperature' (of 0 there is no distribution to correct for)"
         raise PromptError(where, want, repr(temperature)[:80])
-    longest = settings.get("max_new_tokens")
-    if longest is not None and not _whole(longest, at_least=1):
-        raise PromptError(where, f"a whole number >= 1 in '{key}.max_new_tokens'", repr(longest)[:80])
+    max_new_tokens = settings.get("max_new_tokens")
+    if max_new_tokens is not None and not _whole(max_new_tokens, at_least=1):
+        raise PromptError(where, f"a whole number >= 1 in '{key}.max_new_tokens'", repr(max_new_tokens)[:80])
     stop, ids = _listed(settings.get("stop")), _listed(settings.get("stop_token_ids"))
     if stop is not None and not (
         len(stop) <= MAX_STOPS and all(isinstance(text, str) and 0 < len(text) <= MAX_LETTERS for text in stop)
     ):
-        raise PromptError(
-            where, f"at most {MAX_STOPS} texts of 1 to {MAX_LETTERS} letters in '{key}.stop'", repr(stop)[:80]
-        )
+        want = f"at most {MAX_STOPS} texts of 1 to {MAX_LETTERS} letters in '{key}.stop'"
+        raise PromptError(where, want, repr(stop)[:80])
     if ids is not None and not (len(ids) <= MAX_STOPS and all(_whole(entry, at_least=0) for entry in ids)):
         raise PromptError(where, f"at most {MAX_STOPS} token ids in '{key}.stop_token_ids'", repr(ids)[:80])
     return RowSampling(
         temperature=None if temperature is None else float(temperature),
-        max_new_tokens=longest,
+        max_new_tokens=max_new_tokens,
         stop=stop,
         stop_token_ids=ids,
     )
 
 
 def _is_temperature(value: object) -> TypeGuard[int | float]:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE
-    )
+    return is_number(value) and LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE
 
 
 def refuse_limits(sampling: RowSampling, rollout: str, *, where: str, key: str) -> None:
@@ -125,9 +112,7 @@ def rollout_in(values: Mapping[str, object], key: str, *, where: str) -> str | N
 
 
 def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[JsonObject]:
-    """Return the tools in column ``key``, a list or JSON text of one, in the form of templates; none for null. Raises
-    PromptError.
-    """
+    """Return the tools in column ``key``, a list or JSON text of one, as templates read them. Raises PromptError."""
     tools = value_at(values, key, where=where, setting="data.tools_key") if key else None
     if tools is None:
         return []
@@ -135,9 +120,8 @@ def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[Json
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
-            raise PromptError(
-                where, f"a list of tools, or one as JSON text, in {key!r}", f"{tools!r:.80} ({error})"
-            ) from None
+            want = f"a list of tools, or one as JSON text, in {key!r}"
+            raise PromptError(where, want, f"{tools!r:.80} ({error})") from None
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         got = f"{len(tools)} tools" if isinstance(tools, list) else kind_of(tools)
         raise PromptError(where, f"a list of at most {MAX_TOOLS} tools, or one as JSON text, in {key!r}", got)
@@ -145,9 +129,8 @@ def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[Json
     try:
         return chat_tools(tools, key)
     except WireError as error:
-        raise PromptError(
-            where, f"tools with a name, or with function.name, in {key!r}", f"{error.got!r:.80}"
-        ) from None
+        want = f"tools with a name, or with function.name, in {key!r}"
+        raise PromptError(where, want, f"{error.got!r:.80}") from None
 
 
 def _listed(value: Any) -> tuple[Any, ...] | None:
@@ -155,4 +138,4 @@ def _listed(value: Any) -> tuple[Any, ...] | None:
 
 
 def _whole(value: object, *, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and at_least <= value < 2**31
+    return is_integer(value) and at_least <= value < 2**31

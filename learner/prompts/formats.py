@@ -31,14 +31,12 @@ MAX_ROWS = 50_000_000
 
 
 def is_function(path: Path) -> bool:
-    """Return whether ``path`` names a function."""
+    """Return whether a path stands for a function."""
     return str(path).startswith(PREFIX)
 
 
 def rows_of(path: Path) -> Iterator[JsonMapping | PromptError]:
-    """Yield the maps of a function; for a row that is none, the error in its place. Raises PromptError for a function
-    that fails.
-    """
+    """Yield the maps of a function; for another row, the error. Raises PromptError for a function that fails."""
     rows = _called(path)
     for number in range(MAX_ROWS + 1):
         with errors_as(partial(_refused, f"{path}:{number + 1}", "a row, or the end")):
@@ -47,11 +45,8 @@ def rows_of(path: Path) -> Iterator[JsonMapping | PromptError]:
             return
         if number == MAX_ROWS:
             break
-        yield (
-            row
-            if isinstance(row, dict)
-            else PromptError(f"{path}:{number + 1}", "a map", f"{type(row).__name__} {row!r:.80}")
-        )
+        got = f"{type(row).__name__} {row!r:.80}"
+        yield row if isinstance(row, dict) else PromptError(f"{path}:{number + 1}", "a map", got)
     raise PromptError(str(path), f"at most {MAX_ROWS} rows", "more; a function must end")
 
 
@@ -85,65 +80,53 @@ def _refused(where: str, want: str, error: BaseException) -> PromptError:
 
 
 SUFFIXES = (".jsonl", ".parquet")
+"""Kinds of files."""
 _NUMBERED = re.compile(r"(?P<name>.*?)(?P<between>[-_.]?)\d+(?:[-_]of[-_](?P<count>\d+)(?:-[0-9a-f]{8,})?)?")
-"""The name of a shard without its suffix: train-00000-of-00002, part_7, train-00000-of-00002-1b2c3d4e5f607182 (older
-files of the Hub).
-"""
+"""Name of a shard without its suffix: train-00000-of-00002, part_7; older files of the Hub have a hash behind it."""
 
 
-def is_pattern(path: Path) -> bool:
-    """Return whether a path stands for the files that match it: ``train-*.parquet``."""
-    return glob.has_magic(str(path))
-
-
-def matching(pattern: Path) -> list[Path]:
-    """Return the files that match a pattern, in the order of their names. Raises PromptError for none, and for files of
-    two kinds.
-    """
-    found = [Path(one) for one in sorted(glob.glob(str(pattern)))]
-    if not found:
+def _matching_files(pattern: Path) -> list[Path]:
+    """Return the files that match a pattern, sorted. Raises PromptError for none, and for files of two kinds."""
+    files = [Path(file) for file in sorted(glob.glob(str(pattern)))]
+    if not files:
         raise PromptError(str(pattern), "a file of prompts", "no file that matches")
-    return _of_one_kind(str(pattern), found)
+    _refuse_two_kinds(str(pattern), files)
+    return files
 
 
-def shards_in(directory: Path, *, kinds: str) -> list[Path]:
+def _shards_in(directory: Path) -> list[Path]:
     """Return the files of a directory, in the order of their names. Files of other kinds are passed over.
 
-    ``kinds``: the paths that can be read, in words. Raises PromptError for none, for files of two kinds, for those of
-    several names (they may be a split for training and one for tests), and where one of ``-of-`` is missing.
+    Raises PromptError for none, for files of two kinds or of several names (they may be a split for training and one
+    for tests), and where one of ``-of-`` is missing.
     """
-    there = sorted(directory.iterdir())
-    found = [one for one in there if one.suffix in SUFFIXES and not one.name.startswith(".") and one.is_file()]
-    if not found:
-        below = ", ".join(str(one) for one in there if one.is_dir() and not one.name.startswith("."))
-        raise PromptError(
-            str(directory),
-            kinds,
-            "a directory without state.json and shards" + (f"; in it are {below:.300}" if below else ""),
-        )
-    _of_one_kind(str(directory), found)
-    groups: dict[str, int] = {}
-    for one in found:
-        shard = _NUMBERED.fullmatch(one.stem)
-        groups.setdefault(
-            one.name if shard is None else f"{shard['name']}{shard['between']}*{one.suffix}",
-            int((shard and shard["count"]) or 0),
-        )
-    if len(groups) > 1:
-        got = f"those of {len(groups)}; name one of them: {', '.join(str(directory / one) for one in groups):.600}"
+    entries = [entry for entry in sorted(directory.iterdir()) if not entry.name.startswith(".")]
+    files = [entry for entry in entries if entry.suffix in SUFFIXES and entry.is_file()]
+    if not files:
+        folders = ", ".join(str(entry) for entry in entries if entry.is_dir())
+        hint = f"; in it are {folders:.300}" if folders else ""
+        raise PromptError(str(directory), KINDS, f"a directory without state.json and shards{hint}")
+    _refuse_two_kinds(str(directory), files)
+    counts: dict[str, int] = {}
+    """Number of shards by their common name; 0 = not in the name."""
+    for file in files:
+        shard = _NUMBERED.fullmatch(file.stem)
+        name = file.name if shard is None else f"{shard['name']}{shard['between']}*{file.suffix}"
+        counts.setdefault(name, int((shard and shard["count"]) or 0))
+    if len(counts) > 1:
+        names = ", ".join(str(directory / name) for name in counts)
+        got = f"those of {len(counts)}; name one of them: {names:.600}"
         raise PromptError(str(directory), "shards of one name, such as train-00000-of-00002.parquet", got)
-    [(name, count)] = groups.items()
-    if count not in (0, len(found)):
-        raise PromptError(str(directory), f"all {count} shards {name}", f"{len(found)} of them")
-    return found
+    [(name, count)] = counts.items()
+    if count not in (0, len(files)):
+        raise PromptError(str(directory), f"all {count} shards {name}", f"{len(files)} of them")
+    return files
 
 
-def _of_one_kind(where: str, found: Sequence[Path]) -> list[Path]:
-    kinds = {one.suffix for one in found}
-    if kinds - {*SUFFIXES} or len(kinds) > 1 or not all(one.is_file() for one in found):
-        odd = next((one for one in found if one.suffix not in SUFFIXES or not one.is_file()), None)
-        raise PromptError(where, "either .jsonl or .parquet files", "both" if odd is None else str(odd))
-    return list(found)
+def _refuse_two_kinds(where: str, files: Sequence[Path]) -> None:
+    odd_file = next((file for file in files if file.suffix not in SUFFIXES or not file.is_file()), None)
+    if odd_file is not None or len({file.suffix for file in files}) > 1:
+        raise PromptError(where, "either .jsonl or .parquet files", "both" if odd_file is None else str(odd_file))
 
 
 LINE_BYTES = 64 << 20
@@ -173,19 +156,15 @@ def data_files(path: Path) -> list[Path]:
     if is_function(path):
         return [path]
     if path.is_dir():
-        return (
-            _arrow_files(path)
-            if (path / STATE).is_file() or (path / SPLITS).is_file()
-            else shards_in(path, kinds=KINDS)
-        )
-    if not path.is_file() and is_pattern(path):
-        return matching(path)
+        is_saved = (path / STATE).is_file() or (path / SPLITS).is_file()
+        return _arrow_files(path) if is_saved else _shards_in(path)
+    if not path.is_file() and glob.has_magic(str(path)):
+        return _matching_files(path)
     if not path.is_file():
         raise PromptError(str(path), "a file of prompts", "no such file")
     if path.suffix not in SUFFIXES:
-        raise PromptError(
-            str(path), KINDS if path.suffix == ".arrow" else "a .jsonl or .parquet file", f"suffix {path.suffix!r}"
-        )
+        want = KINDS if path.suffix == ".arrow" else "a .jsonl or .parquet file"
+        raise PromptError(str(path), want, f"suffix {path.suffix!r}")
     return [path]
 
 
@@ -215,7 +194,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, JsonMapping | PromptError]]:
             if not line:
                 return
             if len(line) > LINE_BYTES:
-                while line and not line.endswith(b"\n"):  # its rest
+                while line and not line.endswith(b"\n"):
                     line = file.readline(LINE_BYTES)
                 yield where, PromptError(where, f"a line of at most {LINE_BYTES} bytes", "a longer one")
             elif line.strip():
@@ -254,11 +233,10 @@ def _arrow_files(path: Path) -> list[Path]:
     """Return the files of a directory of ``Dataset.save_to_disk``: ``state.json`` lists them (datasets 2 to 5)."""
     state = path / STATE
     if (path / SPLITS).is_file():
-        found = ", ".join(sorted(str(one.parent) for one in path.glob(f"*/{STATE}"))) or "none"
-        raise PromptError(str(path), "the directory of one split", f"one of several splits; name one of them: {found}")
+        splits = ", ".join(sorted(str(file.parent) for file in path.glob(f"*/{STATE}"))) or "none"
+        raise PromptError(str(path), "the directory of one split", f"one of several splits; name one of them: {splits}")
     try:
-        said = json.loads(state.read_bytes())
-        names = [one["filename"] for one in said["_data_files"]]
+        names = [entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise PromptError(str(state), "a map with _data_files", f"{type(error).__name__}: {error}") from error
     for name in names:
@@ -281,9 +259,7 @@ def _read_arrow(files: Iterable[Path]) -> Iterator[JsonMapping]:
 
 
 def count_rows(path: Path) -> int | None:
-    """Return the number of rows without their values; None where that takes long: for functions and large JSONL
-    files.
-    """
+    """Return the number of rows; None where counting takes long: for functions and large JSONL files."""
     files = data_files(path)
     if is_function(path) or (
         files[0].suffix == ".jsonl" and sum(file.stat().st_size for file in files) > COUNTED_BYTES
@@ -309,54 +285,51 @@ def _count(file: Path) -> int:
 
 
 def value_at(values: Mapping[str, object], key: str, *, where: str, setting: str) -> Any:
-    """Return the value under ``key``, or that under its parts in nested maps (``reward_model.ground_truth``).
+    """Return the value under ``key``, or under its parts in nested maps (``reward_model.ground_truth``).
 
     A key that exists unsplit takes precedence on every level. Raises PromptError with the keys of the level at which
     the lookup fails.
     """
-    level, rest, path = values, key, ""
-    while rest not in level:
-        head, _, rest = rest.partition(".")
+    level, remainder, path = values, key, ""
+    while remainder not in level:
+        head, _, remainder = remainder.partition(".")
         below = level.get(head)
-        if not rest or not isinstance(below, Mapping):
-            inside = f" in {path!r}" if path else ""
-            got = (
-                f"keys {sorted(level)}{inside}"
-                if head not in level or not rest
-                else f"{kind_of(below)} in {_joined(path, head)!r}"
-            )
+        if not remainder or not isinstance(below, Mapping):
+            got = f"keys {sorted(level)}" + (f" in {path!r}" if path else "")
+            if head in level and remainder:
+                got = f"{kind_of(below)} in {_joined(path, head)!r}"
             raise PromptError(where, f"key {key!r} ({setting})", got)
         level, path = below, _joined(path, head)
-    return level[rest]
+    return level[remainder]
 
 
 def refuse_unsendable(value: object, *, where: str, key: str) -> None:
     """Raise PromptError for a value that a task cannot carry: not of JSON, not finite, or text that is not Unicode."""
     pending = [(key, value)]
     while pending:
-        place, one = pending.pop()
-        if isinstance(one, str):
-            if not one.isascii() and any("\ud800" <= letter <= "\udfff" for letter in one):
-                raise PromptError(where, f"Unicode text in {place!r}", f"half of a surrogate pair in {one[:80]!a}")
-        elif isinstance(one, Mapping):
-            if not all(isinstance(name, str) for name in one):
-                raise PromptError(where, f"a map with texts as keys in {place!r}", repr(sorted(map(repr, one)))[:80])
-            pending += [(place, name) for name in one] + [(_joined(place, name), below) for name, below in one.items()]
-        elif isinstance(one, (list, tuple)):
-            pending += [(place, below) for below in one]
-        elif isinstance(one, bool) or one is None or isinstance(one, bytes):
+        place, part = pending.pop()
+        if isinstance(part, str):
+            if not part.isascii() and any("\ud800" <= letter <= "\udfff" for letter in part):
+                raise PromptError(where, f"Unicode text in {place!r}", f"half of a surrogate pair in {part[:80]!a}")
+        elif isinstance(part, Mapping):
+            if not all(isinstance(name, str) for name in part):
+                got = repr(sorted(map(repr, part)))[:80]
+                raise PromptError(where, f"a map with texts as keys in {place!r}", got)
+            pending += [(place, name) for name in part]
+            pending += [(_joined(place, name), below) for name, below in part.items()]
+        elif isinstance(part, (list, tuple)):
+            pending += [(place, below) for below in part]
+        elif isinstance(part, bool) or part is None or isinstance(part, bytes):
             continue
-        elif isinstance(one, int):
-            if not -(2**63) <= one < 2**64:
-                raise PromptError(
-                    where, f"whole numbers of 64 bits in {place!r}", f"{len(str(one))} digits; write it as text"
-                )
-        elif not isinstance(one, (float, Decimal)):
-            raise PromptError(
-                where, f"values of JSON in {place!r}", f"a {type(one).__name__}; save the column as text or a number"
-            )
-        elif not math.isfinite(one):
-            raise PromptError(where, f"finite numbers in {place!r}", f"{one}; write null, or remove the row")
+        elif isinstance(part, int):
+            if not -(2**63) <= part < 2**64:
+                got = f"{len(str(part))} digits; write it as text"
+                raise PromptError(where, f"whole numbers of 64 bits in {place!r}", got)
+        elif not isinstance(part, (float, Decimal)):
+            got = f"a {type(part).__name__}; save the column as text or a number"
+            raise PromptError(where, f"values of JSON in {place!r}", got)
+        elif not math.isfinite(part):
+            raise PromptError(where, f"finite numbers in {place!r}", f"{part}; write null, or remove the row")
 
 
 def messages_in(value: object, *, where: str, key: str) -> list[JsonObject]:

@@ -23,19 +23,19 @@ class Share:
         return int(self.weight)
 
     @property
-    def rest(self) -> int:
+    def extra(self) -> int:
         """Rows that a pass has once more, in turn; < size."""
         return min(round((self.weight - self.whole) * self.size), self.size - 1)
 
     @property
     def in_pass(self) -> int:
         """Rows of this source in a pass."""
-        return self.whole * self.size + self.rest
+        return self.whole * self.size + self.extra
 
     @property
     def passes(self) -> int:
         """Passes after which every row has been in one, wherever they begin."""
-        return 1 if self.whole else -(-self.size // self.rest) * 2
+        return 1 if self.whole else -(-self.size // self.extra) * 2
 
 
 def order_of(shares: Sequence[Share], *, shuffle: bool, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -48,15 +48,15 @@ def order_of(shares: Sequence[Share], *, shuffle: bool, seed: int, epoch: int) -
 
 
 def _parts(share: Share, *, shuffle: bool, seed: int, epoch: int) -> list[NDArray[np.int64]]:
-    every = np.arange(share.first, share.first + share.size, dtype=np.int64)
-    parts = [every] * share.whole
-    # The rest goes round and round through the source: pass e has its places e * rest to (e + 1) * rest - 1.
-    done, end = epoch * share.rest, (epoch + 1) * share.rest
+    rows = np.arange(share.first, share.first + share.size, dtype=np.int64)
+    parts = [rows] * share.whole
+    # The extra rows go round and round through the source: pass e has its places e * extra to (e + 1) * extra - 1.
+    done, end = epoch * share.extra, (epoch + 1) * share.extra
     while done < end:
         cycle, begin = divmod(done, share.size)
         stop = min(share.size, begin + end - done)
-        turned = every[_sorted(share.size, _seed_of(share.name, seed), cycle)] if shuffle else every
-        parts.append(turned[begin:stop])
+        ordered = rows[_sorted(share.size, _seed_of(share.name, seed), cycle)] if shuffle else rows
+        parts.append(ordered[begin:stop])
         done += stop - begin
     return parts
 

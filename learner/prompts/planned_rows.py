@@ -70,11 +70,11 @@ class PlannedRows:
         planned = np.unpackbits(np.frombuffer(state["planned"], np.uint8), count=len(before)).astype(np.bool_)
         self._next = (state["next"][0], state["next"][1])
         self._refuse_other_order(state, len(before))
-        both = min(len(before), len(now))
-        changed = before[:both] != now[:both]
-        if len(lost := np.flatnonzero(changed & planned[:both])):
+        common = min(len(before), len(now))
+        changed = before[:common] != now[:common]
+        if len(lost := np.flatnonzero(changed & planned[:common])):
             raise self._other_row(int(lost[0]))
-        self._planned[:both] = planned[:both]
+        self._planned[:common] = planned[:common]
         return self._differences(np.flatnonzero(changed), len(before))
 
     def _refuse_other_order(self, state: JsonMapping, count: int) -> None:
@@ -91,21 +91,18 @@ class PlannedRows:
                 want = (
                     f"{count} rows, and the weights and the shuffling of the sources, as when pass {epoch} was planned"
                 )
-                raise _refused(
-                    want,
-                    f"{len(self._prompts.digests)} rows in another order; append rows with data.shuffle: false alone",
-                )
+                got = f"{len(self._prompts.digests)} rows in another order; append rows with data.shuffle: false alone"
+                raise _refused(want, got)
 
     def _differences(self, changed: NDArray[np.int64], count: int) -> str:
-        places = ", ".join(self._prompts.place(int(number)) for number in changed[:_MAX_NAMED])
-        words = (
-            [f"{len(changed)} of {count} rows differ ({places}{', ...' if len(changed) > _MAX_NAMED else ''})"]
-            if len(changed)
-            else []
-        )
-        if more := len(self._prompts.digests) - count:
-            words.append(f"{abs(more)} rows {'more' if more > 0 else 'fewer'}")
-        return "; ".join(words) or "the rows are the same"
+        differences = []
+        if len(changed):
+            places = ", ".join(self._prompts.place(int(number)) for number in changed[:_MAX_NAMED])
+            dots = ", ..." if len(changed) > _MAX_NAMED else ""
+            differences.append(f"{len(changed)} of {count} rows differ ({places}{dots})")
+        if added := len(self._prompts.digests) - count:
+            differences.append(f"{abs(added)} rows {'more' if added > 0 else 'fewer'}")
+        return "; ".join(differences) or "the rows are the same"
 
 
 def _facts(shares: list[Share]) -> list[list[object]]:

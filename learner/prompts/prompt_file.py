@@ -17,11 +17,7 @@ from tidemill.learner.data.config import REFUSE
 from tidemill.learner.data.source import Source
 from tidemill.learner.errors import PromptError
 from tidemill.learner.prompts.bad_rows import BadRows, all_bad
-from tidemill.learner.prompts.formats import (
-    add_rows,
-    data_files,
-    is_function,
-)
+from tidemill.learner.prompts.formats import add_rows, data_files, is_function
 from tidemill.learner.prompts.mixing import Share, order_of
 from tidemill.learner.prompts.responses import RecordedSequence, Recordings
 from tidemill.learner.prompts.rows import PromptRow, RowRules, RowTokens, refuse_template, row_digest, scan_rows
@@ -113,8 +109,7 @@ class PromptFile:
         self.shuffle, self.seed, self._rules = shuffle, seed, rules or RowRules()
         self._row_tokens = RowTokens(tokenize, max_tokens=max_tokens, recordings=recordings)
         self.chat_template_args = dict(chat_template_args or {})
-        # Before the rows are read: a file that changes while it is read then differs from the one that later starts
-        # find.
+        # Before the rows are read: a file that changes meanwhile then differs from the file of later starts.
         self.digest = prompts_digest(self.sources, shuffle=shuffle, seed=seed)
         self.bad_rows = BadRows(self._rules.policy)
         self._rows: list[PromptRow | PromptError] = []
@@ -157,9 +152,7 @@ class PromptFile:
         return self.bad_rows.trouble(len(self._rows))
 
     def row(self, number: int) -> PromptRow:
-        """Return the row of a number, which counts through the sources in their order. Raises PromptError for a bad
-        row.
-        """
+        """Return the row of a number, which counts through the sources. Raises PromptError for a bad row."""
         row = self._rows[number]
         if isinstance(row, PromptError):
             raise row
@@ -181,16 +174,14 @@ class PromptFile:
         number = int(self.order(epoch)[offset])
         row = self.row(number)
         tokens, recorded = self._row_tokens.of(row)
-        args = self.chat_template_args if row.rollout and not recorded else {}
-        digest = int(self.digests[number])
         return Drawn(
             epoch=epoch,
             offset=offset,
             row=row,
             tokens=tokens,
             recorded=recorded,
-            chat_template_args=args,
-            digest=digest,
+            chat_template_args=self.chat_template_args if row.rollout and not recorded else {},
+            digest=int(self.digests[number]),
         )
 
     def after(self, epoch: int, offset: int) -> Drawn:
@@ -199,8 +190,7 @@ class PromptFile:
         Raises PromptError when no row can be used, and with the policy refuse for any bad row.
         """
         first_error: PromptError | None = None
-        # The rest of this pass and all of the next, which has another order; more where a pass has only some of the
-        # rows.
+        # This pass to its end and all of the next, in its other order; more where a pass has only some of the rows.
         for _ in range((1 + max(share.passes for share in self.shares)) * len(self)):
             if offset >= len(self):
                 epoch, offset = epoch + 1, 0
@@ -216,15 +206,12 @@ class PromptFile:
     def leave_out(self, epoch: int, offset: int, error: WireError) -> None:
         """Make the row at a position bad, because no task can carry it. Raises PromptError with the policy refuse."""
         number = int(self.order(epoch)[offset])
-        self._rows[number] = bad = PromptError(
-            self.place(number), f"a task with {error.field} of {error.want}", error.got
-        )
-        self.bad_rows.add(number, bad)
+        bad_row = PromptError(self.place(number), f"a task with {error.field} of {error.want}", error.got)
+        self._rows[number] = bad_row
+        self.bad_rows.add(number, bad_row)
 
 
 def sampler_seed(seed: int, epoch: int, offset: int, reissues: int) -> int:
-    """Return the sampler seed of a group (its samples add their index): 0 <= seed < 2**31 - 2**16, by SHA-256 of the
-    arguments.
-    """
+    """Return the sampler seed of a group (its samples add their index), 0 <= seed < 2**31 - 2**16, by SHA-256."""
     digest = hashlib.sha256(f"{seed}.{epoch}.{offset}.{reissues}".encode()).digest()
     return int.from_bytes(digest[:8], "little") % (2**31 - 2**16)  # room for 2**16 indices below 2**31

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.chat_messages import ASSISTANT
 from tidemill.bus.wire.invariants import check_log_probs, check_reward
-from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.json_object import JsonObject, is_number
 from tidemill.bus.wire.messages import Prompt
 from tidemill.learner.errors import PromptError
 from tidemill.learner.prompts.formats import kind_of, messages_in, refuse_unsendable, value_at
@@ -147,9 +147,7 @@ class RecordedRow:
 
 
 def responses_in(values: Mapping[str, object], key: str, *, where: str) -> tuple[RecordedResponse, ...]:
-    """Return the responses in column ``key``: one, a list of them, or a list of maps as JSON text; none for null.
-    Raises PromptError.
-    """
+    """Return the responses in column ``key``: one, a list, or JSON text of one; none for null. Raises PromptError."""
     column = value_at(values, key, where=where, setting="data.responses_key") if key else None
     if column is None:
         return ()
@@ -160,29 +158,25 @@ def responses_in(values: Mapping[str, object], key: str, *, where: str) -> tuple
     return tuple(_response(entry, where=where, key=f"{key}[{number}]") for number, entry in enumerate(responses))
 
 
-def listed(found: object) -> list[Any]:
+def listed(column: object) -> list[Any]:
     """Return the responses of a column as a list: one, several, or a list of maps as JSON text."""
-    if isinstance(found, str) and found.startswith(
-        "[{"
-    ):  # the usual form in Parquet and Arrow, where a map has all rows' keys
+    # JSON text is the usual form in Parquet and Arrow, where a map has the keys of all rows.
+    if isinstance(column, str) and column.startswith("[{"):
         with suppress(ValueError, RecursionError):  # a text that begins like that
-            found = json.loads(found)
-    return found if isinstance(found, list) else [found]
+            column = json.loads(column)
+    return column if isinstance(column, list) else [column]
 
 
 def in_conversation(prompt: Prompt, *, where: str) -> tuple[list[JsonObject], RecordedResponse]:
-    """Return the prompt of a whole conversation, and its response: the messages from the assistant's first one on.
-    Raises PromptError.
-    """
-    first = (
-        0 if isinstance(prompt, str) else next((at for at, turn in enumerate(prompt) if turn["role"] == ASSISTANT), 0)
-    )
-    if isinstance(prompt, str) or not first:
+    """Split a conversation into prompt and response, from the assistant's first message on. Raises PromptError."""
+    turns = [] if isinstance(prompt, str) else prompt
+    first = next((at for at, turn in enumerate(turns) if turn["role"] == ASSISTANT), 0)
+    if not first:
         want = (
             "responses in data.responses_key, or chat messages with one of the user before the first of the assistant"
         )
         raise PromptError(where, want, f"{prompt!r:.80}")
-    return list(prompt[:first]), RecordedResponse(messages=_messages(prompt[first:], where=where, key="messages"))
+    return list(turns[:first]), RecordedResponse(messages=_messages(turns[first:], where=where, key="messages"))
 
 
 def _response(value: object, *, where: str, key: str) -> RecordedResponse:
@@ -195,26 +189,23 @@ def _response(value: object, *, where: str, key: str) -> RecordedResponse:
         raise PromptError(where, f"only {', '.join(KNOWN)} in {key}", unknown[0])
     if len(kinds := [name for name in KNOWN[:3] if name in fields]) != 1:
         raise PromptError(where, f"one of text, messages and tokens in {key}", ", ".join(kinds) or "none")
-    if kinds != ["tokens"] and (
-        only := [name for name in ("prompt_tokens", "log_probs", "loss_mask") if name in fields]
-    ):
-        raise PromptError(
-            where, f"tokens with {only[0]} in {key}, one of each", f"{kinds[0]}, whose tokens are not known"
-        )
+    of_tokens = [name for name in ("prompt_tokens", "log_probs", "loss_mask") if name in fields]
+    if kinds != ["tokens"] and of_tokens:
+        got = f"{kinds[0]}, whose tokens are not known"
+        raise PromptError(where, f"tokens with {of_tokens[0]} in {key}, one of each", got)
     if "text" in fields and not (isinstance(fields["text"], str) and fields["text"]):
         raise PromptError(where, f"a text that is not empty in {key}.text", f"{fields['text']!r:.80}")
+    temperature = fields.get("temperature")
     response = RecordedResponse(
         text=fields.get("text"),
         messages=_messages(fields["messages"], where=where, key=f"{key}.messages") if "messages" in fields else (),
         tokens=_ids(fields.get("tokens", ()), where=where, key=f"{key}.tokens"),
         prompt_tokens=_ids(fields.get("prompt_tokens", ()), where=where, key=f"{key}.prompt_tokens"),
         log_probs=_numbers(fields.get("log_probs", ()), where=where, key=f"{key}.log_probs"),
-        loss_mask=_ids(fields.get("loss_mask", ()), where=where, key=f"{key}.loss_mask", most=2),
+        loss_mask=_ids(fields.get("loss_mask", ()), where=where, key=f"{key}.loss_mask", below=2),
         reward=_reward(fields.get("reward", 0.0), where=where, key=f"{key}.reward"),
         truncated=fields.get("truncated", False) is True,
-        temperature=float(_number(fields["temperature"], where=where, key=f"{key}.temperature"))
-        if "temperature" in fields
-        else None,
+        temperature=None if temperature is None else _number(temperature, where=where, key=f"{key}.temperature"),
     )
     if kinds == ["tokens"]:
         _check_tokens(response, where=where, key=key)
@@ -240,27 +231,23 @@ def _check_tokens(response: RecordedResponse, *, where: str, key: str) -> None:
 def _messages(value: Any, *, where: str, key: str) -> tuple[JsonObject, ...]:
     messages = messages_in(value, where=where, key=key)
     if not any(turn["role"] == ASSISTANT and turn.get(WEIGHT) != 0 for turn in messages):
-        raise PromptError(
-            where,
-            f"chat messages with role and content, one at least of the assistant with a weight of 1, in {key}",
-            f"{value!r:.80}",
-        )
+        want = f"chat messages with role and content, one at least of the assistant with a weight of 1, in {key}"
+        raise PromptError(where, want, f"{value!r:.80}")
     for turn in messages:
-        if turn.get(WEIGHT) not in (None, 0, 1) or (turn["role"] != ASSISTANT and turn.get(WEIGHT)):
-            raise PromptError(
-                where, f"{WEIGHT} 0 or 1, of messages of the assistant, in {key}", f"{turn.get(WEIGHT)!r:.80}"
-            )
+        weight = turn.get(WEIGHT)
+        if weight not in (None, 0, 1) or (turn["role"] != ASSISTANT and weight):
+            raise PromptError(where, f"{WEIGHT} 0 or 1, of messages of the assistant, in {key}", f"{weight!r:.80}")
     return tuple(messages)
 
 
-def _ids(value: Any, *, where: str, key: str, most: int = 2**31) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple)) or not all(type(token) is int and 0 <= token < most for token in value):
-        raise PromptError(where, f"a list of whole numbers from 0 to {most - 1} in {key}", f"{value!r:.80}")
+def _ids(value: Any, *, where: str, key: str, below: int = 2**31) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not all(type(token) is int and 0 <= token < below for token in value):
+        raise PromptError(where, f"a list of whole numbers from 0 to {below - 1} in {key}", f"{value!r:.80}")
     return tuple(value)
 
 
 def _number(value: Any, *, where: str, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         raise PromptError(where, f"a number in {key}", f"{value!r:.80}")
     return float(value)
 
@@ -276,11 +263,8 @@ def _numbers(value: Any, *, where: str, key: str) -> tuple[float, ...]:
 def _reward(value: Any, *, where: str, key: str) -> float | dict[str, float]:
     reward: float | dict[str, float]
     if isinstance(value, Mapping):
-        reward = {
-            str(name): _number(part, where=where, key=f"{key}.{name}")
-            for name, part in value.items()
-            if part is not None
-        }
+        parts = {str(name): part for name, part in value.items() if part is not None}
+        reward = {name: _number(part, where=where, key=f"{key}.{name}") for name, part in parts.items()}
     else:
         reward = _number(value, where=where, key=key)
     try:
@@ -304,31 +288,22 @@ class Recordings:
         texts: ChatTexts | None = None,
     ) -> None:
         """``rollouts``: names of the rollouts with recorded responses. ``end_ids``: the tokens that end a response; the
-        first of them is put behind one of text. ``max_tokens``: the longest sequence. ``chat``: prompts and responses
-        of text go through the chat template.
-        ``texts``: tokenizer and template as texts; None = answers whose tokens merge with those before them are
-        refused.
+        first of them is put behind a response of text. ``max_tokens``: the longest sequence. ``chat``: prompts and
+        responses of text go through the chat template. ``texts``: tokenizer and template as texts; None = answers whose
+        tokens merge with the tokens before them are refused.
         """
-        self._texts = texts
-        self._tokenize, self.rollouts, self._end_ids, self.max_tokens, self._chat = (
-            tokenize,
-            frozenset(rollouts),
-            end_ids,
-            max_tokens,
-            chat,
-        )
+        self._tokenize, self._end_ids, self._chat, self._texts = tokenize, end_ids, chat, texts
+        self.rollouts, self.max_tokens = frozenset(rollouts), max_tokens
 
     def sequences(self, row: RecordedRow) -> tuple[RecordedSequence, ...]:
-        """Return the sequence of each response, in order. Raises PromptError for a chat template that does not keep its
-        earlier text.
-        """
+        """Return the sequence of each response. Raises PromptError for a template that changes its earlier text."""
         return tuple(self._sequence(row, response) for response in row.responses)
 
     def _sequence(self, row: RecordedRow, response: RecordedResponse) -> RecordedSequence:
         if response.tokens:
             return self._of_tokens(row, response)
-        said = [turn["content"] for turn in response.messages if turn["role"] == ASSISTANT]
-        text = response.text if response.text is not None else said[-1]
+        answers = [turn["content"] for turn in response.messages if turn["role"] == ASSISTANT]
+        text = response.text if response.text is not None else answers[-1]
         if response.text is None or self._chat or row.tools or not isinstance(row.prompt, str):
             before = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
             after = response.messages or ({"role": ASSISTANT, "content": response.text},)
@@ -342,18 +317,17 @@ class Recordings:
         return _made(tokens, mask, None, response, text=text, where=row.where)
 
     def _of_tokens(self, row: RecordedRow, response: RecordedResponse) -> RecordedSequence:
-        prompt = response.prompt_tokens or tuple(_prompt_tokens(self._tokenize, row))
+        prompt = response.prompt_tokens or tuple(prompt_tokens(self._tokenize, row.prompt, row.tools))
         mask = response.loss_mask or (1,) * len(response.tokens)
         log_probs = (0.0,) * len(prompt) + response.log_probs if response.log_probs else None
-        return _made(
-            [*prompt, *response.tokens], [0] * len(prompt) + [*mask], log_probs, response, text="", where=row.where
-        )
+        tokens, masks = [*prompt, *response.tokens], [0] * len(prompt) + [*mask]
+        return _made(tokens, masks, log_probs, response, text="", where=row.where)
 
     def _of_messages(
         self, before: Sequence[JsonObject], after: Sequence[JsonObject], row: RecordedRow
     ) -> tuple[list[int], list[int]]:
         """Return the tokens of a conversation, and 1 for each that the assistant is trained to write."""
-        turns = [{name: one for name, one in turn.items() if name != WEIGHT} for turn in (*before, *after)]
+        turns = [{name: value for name, value in turn.items() if name != WEIGHT} for turn in (*before, *after)]
         trained = [
             at for at, turn in enumerate(after, len(before)) if turn["role"] == ASSISTANT and turn.get(WEIGHT) != 0
         ]
@@ -385,15 +359,15 @@ class Recordings:
         return tokens, bounds
 
 
-def _prompt_tokens(tokenize: Tokenize, row: RecordedRow) -> Sequence[int]:
-    return tokenize(row.prompt, tools=row.tools) if row.tools else tokenize(row.prompt)
+def prompt_tokens(tokenize: Tokenize, prompt: Prompt, tools: Sequence[JsonObject]) -> Sequence[int]:
+    """Return the input ids of a prompt and its tools."""
+    return tokenize(prompt, tools=tools) if tools else tokenize(prompt)
 
 
 def _unstable(where: str, at: int, turns: Sequence[JsonObject]) -> PromptError:
     want = (
-        f"a chat template that writes message {at + 1} in the middle of a conversation as at its end; give "
-        "the assistant's messages rows "
-        "of their own, with weight: 0 in those before"
+        f"a chat template that writes message {at + 1} in the middle of a conversation as at its end; give the "
+        "assistant's messages rows of their own, with weight: 0 in those before"
     )
     return PromptError(where, want, f"other tokens for {turns[at]['content']!r:.80}")
 
@@ -407,25 +381,20 @@ def _made(
     text: str,
     where: str,
 ) -> RecordedSequence:
-    """Return the sequence from its first token to the last that is trained; ``mask`` and ``log_probs`` are of all
-    tokens.
-    """
+    """Return the sequence up to its last trained token; ``mask`` and ``log_probs`` are of all tokens."""
     trained = np.flatnonzero(mask)
     if not len(trained) or not trained[0]:
-        raise PromptError(
-            where,
-            "a prompt before the response, and a response with a token",
-            f"{len(tokens)} tokens, {len(trained)} trained",
-        )
+        want = "a prompt before the response, and a response with a token"
+        raise PromptError(where, want, f"{len(tokens)} tokens, {len(trained)} trained")
     first, end = int(trained[0]), int(trained[-1]) + 1
     mask_R = np.array(mask[first:end], np.uint8)
-    known = (
-        None if log_probs is None else np.where(mask_R == 1, np.array(log_probs[first:end], np.float32), np.float32(0))
-    )
+    log_probs_R = None
+    if log_probs is not None:
+        log_probs_R = np.where(mask_R == 1, np.array(log_probs[first:end], np.float32), np.float32(0))
     return RecordedSequence(
         tokens=np.array(tokens[:end], np.int32),
         loss_mask=mask_R,
-        log_probs=known,
+        log_probs=log_probs_R,
         text=text,
         reward=response.reward,
         truncated=response.truncated,

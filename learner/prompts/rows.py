@@ -33,6 +33,7 @@ from tidemill.learner.prompts.responses import (
     RecordedSequence,
     Recordings,
     in_conversation,
+    prompt_tokens,
     responses_in,
 )
 from tidemill.learner.prompts.tokenizer import Tokenize
@@ -67,9 +68,7 @@ class RowRules:
     """Raises PromptError for a row that contradicts settings of the run; None = none does."""
 
     def applied(self, row: PromptRow | PromptError, recorded: Collection[str] | None) -> PromptRow | PromptError:
-        """Return the row as it is used, or its error. ``recorded``: rollouts with recorded responses; None = rows keep
-        theirs.
-        """
+        """Return the row as it is used, or its error. ``recorded``: rollouts with recorded responses; None = any."""
         if isinstance(row, PromptError):
             return row
         try:
@@ -85,9 +84,7 @@ class RowTokens:
     """The tokens of rows: of a prompt, or of recorded responses."""
 
     def __init__(self, tokenize: Tokenize, *, max_tokens: int, recordings: Recordings | None = None) -> None:
-        """``max_tokens``: the longest prompt. ``recordings``: makes the sequences of recorded responses; None = no row
-        has any.
-        """
+        """``max_tokens``: the longest prompt. ``recordings``: of recorded responses; None = no row has any."""
         self.recordings = recordings
         self._tokenize, self._max_tokens = tokenize, max_tokens
 
@@ -101,24 +98,17 @@ class RowTokens:
         max_tokens = self._max_tokens
         with rejections(row.where):
             if row.responses and self.recordings is not None:
-                recorded, max_tokens = self.recordings.sequences(recorded_row(row)), self.recordings.max_tokens
+                parts = RecordedRow(prompt=row.prompt, responses=row.responses, tools=row.tools, where=row.where)
+                recorded, max_tokens = self.recordings.sequences(parts), self.recordings.max_tokens
                 tokens = recorded[0].prompt_tokens
             else:
-                tokens = np.asarray(row_tokens(row, self._tokenize), np.int32)
+                tokens = np.asarray(prompt_tokens(self._tokenize, row.prompt, row.tools), np.int32)
         if not len(tokens):
             raise PromptError(row.where, "a prompt of at least one token", repr(row.prompt))
-        if (longest := max((len(sequence.tokens) for sequence in recorded), default=len(tokens))) > max_tokens:
-            raise RowTooLong(
-                row.where,
-                f"<= {max_tokens} tokens ({'the context' if recorded else 'data.max_prompt_tokens'})",
-                longest,
-            )
+        if (num_tokens := max((len(sequence.tokens) for sequence in recorded), default=len(tokens))) > max_tokens:
+            limit = "the context" if recorded else "data.max_prompt_tokens"
+            raise RowTooLong(row.where, f"<= {max_tokens} tokens ({limit})", num_tokens)
         return tokens, recorded
-
-
-def row_tokens(row: PromptRow, tokenize: Tokenize) -> Sequence[int]:
-    """Return the input ids of a row's prompt and tools."""
-    return tokenize(row.prompt, tools=row.tools) if row.tools else tokenize(row.prompt)
 
 
 def row_digest(row: PromptRow | PromptError) -> int:
@@ -131,15 +121,8 @@ def row_digest(row: PromptRow | PromptError) -> int:
     return zlib.crc32(json.dumps(parts, sort_keys=True, default=repr).encode())
 
 
-def recorded_row(row: PromptRow) -> RecordedRow:
-    """Return the parts of a row that its recorded sequences are made of."""
-    return RecordedRow(prompt=row.prompt, responses=row.responses, tools=row.tools, where=row.where)
-
-
 def with_responses(row: PromptRow, rollouts: Collection[str]) -> PromptRow:
-    """Return the row with its recorded responses, if its rollout is one of ``rollouts``, else without any. Raises
-    PromptError.
-    """
+    """Return the row with its recorded responses, if its rollout is one of ``rollouts``. Raises PromptError."""
     if row.rollout not in rollouts:
         return replace(row, responses=())
     if row.responses:
@@ -161,14 +144,11 @@ def scan_rows(source: Source) -> Iterator[PromptRow | PromptError]:
     else:
         chosen = islice(numbered, source.start, source.stop)
     for number, (where, values) in chosen:
-        yield values if isinstance(values, PromptError) else _scanned(source, number, values, where)
-
-
-def _scanned(source: Source, number: int, values: JsonMapping, where: str) -> PromptRow | PromptError:
-    try:
-        return row_in(source, number, values, where=where)
-    except PromptError as error:
-        return error
+        try:
+            row = values if isinstance(values, PromptError) else row_in(source, number, values, where=where)
+        except PromptError as error:
+            row = error
+        yield row
 
 
 def row_in(source: Source, number: int, values: Mapping[str, object], *, where: str = "") -> PromptRow:
@@ -179,41 +159,34 @@ def row_in(source: Source, number: int, values: Mapping[str, object], *, where: 
     row = row_of(where or where_of(source.path, number), number, values, source.keys)
     reward = reward_in(values, source.reward_key, where=row.where) or source.reward
     tools = tools_in(values, source.tools_key, where=row.where)
-    own: JsonObject = ({REWARD: reward} if reward else {}) | ({TOOLS: tools} if tools else {})
+    columns: JsonObject = ({REWARD: reward} if reward else {}) | ({TOOLS: tools} if tools else {})
     if tools and TOOLS in row.metadata:  # in the notation of the column, perhaps
         row = replace(row, metadata={**row.metadata, TOOLS: tools_in(row.metadata, TOOLS, where=row.where)})
-    for key, value in own.items():
+    for key, value in columns.items():
         if row.metadata.get(key, value) != value:
-            raise PromptError(
-                row.where, f"one value of {key!r}, {value!r:.80}", f"{row.metadata[key]!r:.80} in its metadata"
-            )
+            got = f"{row.metadata[key]!r:.80} in its metadata"
+            raise PromptError(row.where, f"one value of {key!r}, {value!r:.80}", got)
     sampling = sampling_in(values, source.sampling_key, where=row.where)
     rollout = rollout_in(values, source.rollout_key, where=row.where)
     rollout = rollout_named(source.rollout) if rollout is None else rollout
     refuse_limits(sampling, rollout, where=row.where, key=source.sampling_key)
     responses = responses_in(values, source.responses_key, where=row.where)
     row = replace(
-        row, metadata={**row.metadata, **own}, sampling=sampling, tools=tools, rollout=rollout, responses=responses
+        row, metadata={**row.metadata, **columns}, sampling=sampling, tools=tools, rollout=rollout, responses=responses
     )
     return _worded(row, source)
 
 
 def _worded(row: PromptRow, source: Source) -> PromptRow:
     """Return the row with the template and the system prompt of its source."""
-    row = templated(row, source.template)
+    if source.template and isinstance(row.prompt, str):
+        row = replace(row, prompt=source.template.replace("{prompt}", row.prompt))
     if not source.system_prompt:
         return row
     messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
     if messages[0]["role"] == "system":
         return row
     return replace(row, prompt=[{"role": "system", "content": source.system_prompt}, *messages])
-
-
-def templated(row: PromptRow, template: str) -> PromptRow:
-    """Return the row with ``template`` around a text prompt; unchanged for chat messages, and for an empty template."""
-    if not template or not isinstance(row.prompt, str):
-        return row
-    return replace(row, prompt=template.replace("{prompt}", row.prompt))
 
 
 def refuse_template(template: str) -> None:

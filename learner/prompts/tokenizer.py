@@ -14,9 +14,7 @@ from tidemill.learner.errors import CannotRender, TemplateLacks, TextTooLong
 from tidemill.rewards.model_text.message_template import MessageTemplate, ToolsLeftOut
 
 NEW_CLASS, EXTRA = "TokenizersBackend", "extra_special_tokens"
-"""The class that transformers 5 names in tokenizer_config.json, and a key under which it has a list, where version 4
-wants a map.
-"""
+"""In tokenizer_config.json of transformers 5: its class, and a key with a list, where version 4 has a map."""
 
 
 def saved_tokenizer(directory: Path) -> Any:
@@ -32,29 +30,28 @@ def saved_tokenizer(directory: Path) -> Any:
     file = directory / "tokenizer_config.json"
     values = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     extra = values.get(EXTRA)
-    more: dict[str, Any] = {EXTRA: {}, "additional_special_tokens": extra} if isinstance(extra, list) else {}
+    changes: dict[str, Any] = {EXTRA: {}, "additional_special_tokens": extra} if isinstance(extra, list) else {}
     if values.get("tokenizer_class") != NEW_CLASS:
-        return transformers.AutoTokenizer.from_pretrained(directory, **more)
-    with _without_a_warning():
-        return transformers.PreTrainedTokenizerFast.from_pretrained(directory, **more)
+        return transformers.AutoTokenizer.from_pretrained(directory, **changes)
+    with _silenced_warning():
+        return transformers.PreTrainedTokenizerFast.from_pretrained(directory, **changes)
 
 
 @contextmanager
-def _without_a_warning() -> Iterator[None]:
-    """Silence the warning that the class is another one."""
+def _silenced_warning() -> Iterator[None]:
+    """Silence the warning that the class differs."""
     log = logging.getLogger("transformers.tokenization_utils_base")
-    before = log.level
+    level = log.level
     log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        log.setLevel(before)
+        log.setLevel(level)
 
 
 Tokenize = Callable[..., Sequence[int]]
-"""Function from a prompt, and ``tools`` for a row that has some, to the model's input ids, template and special tokens
-included. With ``whole=True`` it gives the ids of a whole conversation without a generation prompt, or of a response's
-text without special tokens.
+"""Function from a prompt, and ``tools`` for a row that has some, to the model's input ids. With ``whole=True``: of a
+whole conversation without a generation prompt, or of a response's text without special tokens.
 """
 
 
@@ -82,9 +79,7 @@ class PromptTokenizer:
         self._longest_token_bytes, self._max_tokens = longest_token_bytes, 0
 
     def bounded(self, max_tokens: int) -> "PromptTokenizer":
-        """Return this tokenizer, which raises TextTooLong for a text that cannot have at most ``max_tokens``, by its
-        length alone.
-        """
+        """Return a tokenizer that raises TextTooLong for a text with too many bytes for ``max_tokens``."""
         tokenizer = copy(self)
         tokenizer._max_tokens = max_tokens
         return tokenizer
@@ -103,9 +98,7 @@ class PromptTokenizer:
         return self.encode(self.render(messages, tools, whole=whole))
 
     def render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = (), *, whole: bool = False) -> str:
-        """Return the text of a conversation, with a generation prompt unless it is ``whole``. Raises CannotRender,
-        TemplateLacks.
-        """
+        """Return a conversation as text; ``whole``: without a generation prompt. Raises CannotRender, TemplateLacks."""
         if self._template is None:
             raise TemplateLacks(f"{'tools' if tools else 'chat messages'}, and the model has no chat template")
         try:

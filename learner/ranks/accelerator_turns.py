@@ -1,7 +1,8 @@
 """Accelerator ownership for colocated runs: the learner owns the memory during a step, the engines until the next
 batch.
 
-    batch -> engines release -> all ranks resume -> step, staging -> all ranks release -> engines resume, with the new version or the head
+    batch -> engines release -> all ranks resume -> step, staging -> all ranks release
+          -> engines resume, with the new version or the head
 
 Every rank makes the same calls at the same points; only rank 0 sends requests to the engines. Knows no model and no
 batch.
@@ -11,7 +12,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -21,31 +21,11 @@ from tidemill.learner.ranks.pushes import Pushes
 log = logging.getLogger(__name__)
 
 
-class AcceleratorTurns(Protocol):
-    """Ownership of the accelerator. The learner owns it at first."""
-
-    def give(self) -> None:
-        """Pass the ownership to the engines."""
-
-    @contextmanager
-    def mine(self) -> Iterator[None]:
-        """Own the accelerator inside the context.
-
-        An exception keeps the ownership, because the end of the process releases the memory.
-        """
-        raise NotImplementedError
-
-    def metrics(self) -> dict[str, float]:
-        """Return ``turn/...`` (docs/metrics.md). Times after the end of a step are in the metrics of the next one."""
-        raise NotImplementedError
-
-
 class AllTheTime:
-    """Ownership of an accelerator that is not shared."""
+    """Ownership of an accelerator that is not shared; with the methods of ``TurnByTurn``."""
 
     def give(self) -> None:
         """Do nothing: there are no colocated engines."""
-        return
 
     @contextmanager
     def mine(self) -> Iterator[None]:
@@ -58,7 +38,7 @@ class AllTheTime:
 
 
 class TurnByTurn:
-    """Ownership that alternates with colocated engines. ``memory``: the memory of this rank."""
+    """Ownership that alternates with colocated engines. The learner has it at first; ``memory`` is this rank's."""
 
     def __init__(self, memory: Memory, pushes: Pushes) -> None:
         self._memory, self._pushes = memory, pushes
@@ -74,7 +54,10 @@ class TurnByTurn:
 
     @contextmanager
     def mine(self) -> Iterator[None]:
-        """Have the engines release, then resume the memory of all ranks; give it back when the body has succeeded."""
+        """Have the engines release, then resume the memory of all ranks; give it back when the body has succeeded.
+
+        After an exception it is kept: the end of the process frees the memory.
+        """
         with self._timed("engines_release"):
             # Rank 0 waits for the engines, the others for rank 0: no rank takes memory that an engine still has.
             self._pushes.take()
@@ -87,7 +70,7 @@ class TurnByTurn:
         log.info("turn of the engines engines_resume_s=%.3f", self._seconds["engines_resume"])
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds of the last release and resumption, of this rank and of the engines."""
+        """Return ``turn/...`` (docs/metrics.md). Times after the end of a step are in the metrics of the next one."""
         return {f"turn/{name}_seconds": seconds for name, seconds in self._seconds.items()}
 
     def _together(self) -> None:

@@ -1,9 +1,8 @@
 """Checkpoints of all ranks, written by a thread of each while training goes on.
 
-    step k      begin    all ranks: plan the files, copy the state to host memory            the only part that a step waits for
+    step k      begin    all ranks: plan the files, copy the state to host memory    (all that a step waits for)
     meanwhile   thread   each rank: write and digest its file
-                         rank 0: gather, write index, data state and manifest; one rank of each other node: write the
-same
+                         rank 0: gather, write index, data state and manifest; one rank of each other node: the same
                          each node: rename its directory into place
     later       collect  rank 0: report the checkpoint to the feeder, which makes it the latest
 
@@ -27,11 +26,11 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
 from tidemill.learner.checkpoints.object_store import ObjectStore
-from tidemill.learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient
+from tidemill.learner.checkpoints.remote_files import CheckpointFiles, Peer, PeerClient
 from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
 from tidemill.learner.feed.feed_messages import Start
 from tidemill.learner.feed.places import RankPlaces
@@ -75,7 +74,7 @@ class Layout:
     def __init__(self, node: int, *, shared: bool) -> None:
         nodes: list[int | None] = [None] * dist.get_world_size()
         dist.all_gather_object(nodes, 0 if shared else node)
-        self.nodes = [int(one or 0) for one in nodes]
+        self.nodes = [int(rank_node or 0) for rank_node in nodes]
         self.node = self.nodes[dist.get_rank()]
         self.is_first = self.nodes.index(self.node) == dist.get_rank()
         """This rank makes and renames the directory of its node."""
@@ -83,9 +82,7 @@ class Layout:
 
 
 class Checkpoints:
-    """The checkpoints of one start of the learner. Every rank calls ``begin`` at the same place; ``collect`` is no
-    collective.
-    """
+    """The checkpoints of one start. Every rank calls ``begin`` at the same place; ``collect`` is no collective."""
 
     def __init__(
         self,
@@ -112,11 +109,10 @@ class Checkpoints:
         self._writing: tuple[int, Future[Path]] | None = None
 
     def load(self, start: Start) -> dict[str, float]:
-        """Load the start's checkpoint on all ranks; files that this node lacks come from elsewhere. Returns the
-        algorithm's numbers.
+        """Load the start's checkpoint, with files from elsewhere where this node lacks them. Returns the algorithm's
+        numbers.
 
-        Raises CheckpointCorrupt when no place has a file intact, NoCheckpoint for one without weights, and as
-        ``state.load``.
+        Raises CheckpointCorrupt for a file that is intact nowhere, NoCheckpoint without weights, and as ``state.load``.
         """
         assert start.checkpoint is not None
         if (Path(start.checkpoint) / disk.NO_WEIGHTS).exists():
@@ -132,9 +128,9 @@ class Checkpoints:
         )
         try:
             if self._is_local:
-                directory = self._root / directory.name  # the path is that of rank 0's node
+                directory = self._root / directory.name  # the start's path is on rank 0's node
                 if self._layout.is_first and start.manifest:
-                    fetch.complete(directory, client, sha256=start.manifest)
+                    remote_files.complete(directory, client, sha256=start.manifest)
                 dist.barrier()
                 files = CheckpointFiles(directory, manifests.read(directory).files, client)
             _, numbers = state.load(
@@ -155,12 +151,11 @@ class Checkpoints:
         return 0 if self._copies is None else self._copies.bytes
 
     def begin(self, step: int, epoch: int, data_state: bytes, *, numbers: dict[str, float]) -> None:
-        """Copy the state of all ranks after ``step``, and start to write it; without ``background``, wait until it is
-        written.
+        """Copy the state of all ranks after ``step``, and begin to write it; without ``background``, write it now.
 
         Raises CheckpointUnwritten, also for the checkpoint before.
         """
-        self.collect(wait=True)
+        self.collect(wait=True)  # there is one copy of the state in host memory
         began = time.monotonic()
         tmp = self._root / f"step-{step}-epoch-{epoch}.tmp"
         if self._layout.is_first:
@@ -189,9 +184,7 @@ class Checkpoints:
         threading.Thread(target=_run, args=work, name="checkpoint", daemon=True).start()
 
     def collect(self, *, wait: bool = False) -> None:
-        """Report a checkpoint that has been written to the feeder; with ``wait``, wait for it first. Raises
-        CheckpointUnwritten.
-        """
+        """Report a written checkpoint to the feeder; ``wait`` for it first. Raises CheckpointUnwritten."""
         if self._writing is None or not (wait or self._writing[1].done()):
             return
         step, writing = self._writing
@@ -206,8 +199,8 @@ class Checkpoints:
             wait_for([self._writing[1]], timeout=_LEAVE_S)
 
     def _write(self, staged: Staged, data_state: bytes, extra: dict[str, object], began: float) -> Path:
-        """Write this rank's part and, with the other ranks, the checkpoint. Returns its path. Raises
-        CheckpointUnwritten on all ranks.
+        """Write this rank's part and, together, the checkpoint. Returns its path. Raises CheckpointUnwritten
+        everywhere.
         """
         tmp = staged.directory
         parts = self._gathered(self._part(staged))
@@ -222,7 +215,6 @@ class Checkpoints:
         return path
 
     def _part(self, staged: Staged) -> Part:
-        """Write this rank's file, and digest it."""
         try:
             results = staged.write()
             return Part(node=self._layout.node, files=disk.digest(staged.directory, files_of(results)), results=results)
@@ -264,7 +256,6 @@ class Checkpoints:
         return ""
 
     def _gathered(self, value: T) -> list[T]:
-        """Return the values of all ranks."""
         if self._group is None:
             return [value]
         values: list[T] = [value] * self._world
@@ -272,7 +263,6 @@ class Checkpoints:
         return values
 
     def _broadcast(self, value: Conclusion | None) -> Conclusion:
-        """Return the value of rank 0."""
         values = [value]
         if self._group is not None:
             dist.broadcast_object_list(values, group=self._group)
@@ -281,7 +271,7 @@ class Checkpoints:
 
 
 def _run(writing: Future[Path], work: Callable[[], Path]) -> None:
-    """Run ``work``; its result or error is that of ``writing``, and it is raised where that is collected."""
+    """Run ``work``; ``writing`` gets its result or error, which is raised where it is collected."""
     try:
         writing.set_result(work())
     except BaseException as error:

@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.collector import CRITIC, Collector
-from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig, ProfileRequest, take_request
+from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig, ProfileRequest, read_prompts, take_request
 from tidemill.learner.debug.profiler import Profiler
-from tidemill.learner.debug.prompts import read_prompts
 from tidemill.learner.debug.report import LOOKS, Facts, excerpt, report
 from tidemill.learner.debug.train_file import write_modules
 from tidemill.learner.layout.parallel import Parallel
@@ -32,32 +31,23 @@ REPORTED_STEPS = 2
 
 
 class RankDebug:
-    """The tools that the settings ask for. With the default settings it has one log report, and no cost after step
-    2.
-    """
+    """The tools of the settings; with the defaults, one report in the log, and no cost after step 2."""
 
     def __init__(
         self, config: DebugConfig, learner: LearnerConfig, *, policy: Policy, model_dir: Path, root: Path
     ) -> None:
         """``model_dir``: with the tokenizer. ``root``: the run's directory, for files whose place is not set."""
-        self._config, self._learner, self._policy, self._model_dir, self._root = (
-            config,
-            learner,
-            policy,
-            model_dir,
-            root,
-        )
-        here = policy.parallel
-        self._memory = StepMemory(here)
+        self._config, self._learner, self._policy = config, learner, policy
+        self._model_dir, self._root = model_dir, root
+        parallel = policy.parallel
+        self._memory = StepMemory(parallel)
         self._before: Mapping[str, Sequence[float]] | None = None
-        self._profiler = Profiler(root, rank=here.rank, on_cuda=here.device.type == "cuda")
-        self.collector = Collector(config.save_train, here) if config.save_train else None
-        self.critic_collector = Collector(config.save_train, here, role=CRITIC) if config.save_train else None
+        self._profiler = Profiler(root, rank=parallel.rank, on_cuda=parallel.device.type == "cuda")
+        self.collector = Collector(config.save_train, parallel) if config.save_train else None
+        self.critic_collector = Collector(config.save_train, parallel, role=CRITIC) if config.save_train else None
 
     def take_request(self) -> ProfileRequest | None:
-        """Return the request for a profile that a command has written, on rank 0; None without one, and on the
-        others.
-        """
+        """Return the request for a profile that a command has written, on rank 0; else None."""
         if self._policy.parallel.rank:
             return None
         try:
@@ -72,9 +62,7 @@ class RankDebug:
 
     @contextmanager
     def around(self, batch: StepBatch) -> Iterator[None]:
-        """Dump the activations of the fixed prompts before the step that is set, then run the step. Collective over all
-        ranks.
-        """
+        """Dump activations before the step that is set, then run the step. Collective over all ranks."""
         dump = self._config.dump_modules
         if dump.step and batch.step == dump.step:
             self._dump(dump, batch.step)
@@ -99,10 +87,7 @@ class RankDebug:
         return self._config.report and batch.step <= REPORTED_STEPS
 
     def after(self, batch: StepBatch, metrics: dict[str, float]) -> dict[str, float]:
-        """Log the report after the first two steps of a run, on rank 0. Collective over all ranks.
-
-        Returns the metric ``debug/report_look``, where there is a report.
-        """
+        """Log the report on one of the first two steps, on rank 0, and return its metric. Collective over all ranks."""
         if not self._reports(batch):
             return {}
         memory = self._memory.of_all_ranks()
@@ -128,34 +113,33 @@ class RankDebug:
 class StepMemory:
     """Memory of a step: the resident memory of the process behind it, and the peak of its device."""
 
-    def __init__(self, here: Parallel) -> None:
-        self._here, self._on_cuda, self._allocated = here, here.device.type == "cuda", 0
+    def __init__(self, parallel: Parallel) -> None:
+        self._parallel, self._on_cuda, self._allocated = parallel, parallel.device.type == "cuda", 0
 
     def begin(self) -> None:
-        """Begin a step: its peak is apart from that of loading the model."""
+        """Begin a step: its peak leaves out the loading of the model."""
         if self._on_cuda:
-            torch.cuda.reset_peak_memory_stats(self._here.device)
-            self._allocated = torch.cuda.memory_allocated(self._here.device)
+            torch.cuda.reset_peak_memory_stats(self._parallel.device)
+            self._allocated = torch.cuda.memory_allocated(self._parallel.device)
 
     def of_all_ranks(self) -> dict[str, list[float]]:
         """Return bytes by kind and rank: ``host``, and on CUDA ``device``. Collective over all ranks.
 
-        The peak of a step is increased by what the step has left allocated. In the first one that is the optimizer's
-        state, beside which the activations of the second one are.
+        Memory that a step leaves allocated is added to its peak: after the first one it is the optimizer's state,
+        beside which the activations of the second step are.
         """
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         kinds = {"host": float(pages * os.sysconf("SC_PAGE_SIZE"))}
         if self._on_cuda:
-            device = self._here.device
-            left = max(0, torch.cuda.memory_allocated(device) - self._allocated)
-            kinds["device"] = float(torch.cuda.max_memory_allocated(device) + left)
-        own_K = torch.tensor(list(kinds.values()), dtype=torch.float64, device=self._here.device)
+            device = self._parallel.device
+            remaining = max(0, torch.cuda.memory_allocated(device) - self._allocated)
+            kinds["device"] = float(torch.cuda.max_memory_allocated(device) + remaining)
+        own_K = torch.tensor(list(kinds.values()), dtype=torch.float64, device=self._parallel.device)
         found_RK = [torch.empty_like(own_K) for _ in range(dist.get_world_size())]
         dist.all_gather(found_RK, own_K)
         return dict(zip(kinds, torch.stack(found_RK, dim=1).tolist(), strict=True))
 
 
 def _log_prob_mean(batch: StepBatch) -> float | None:
-    """Return the mean log-prob that the engines reported for this rank's trainable tokens."""
-    found = batch.engine_log_probs
-    return float(found.mean(dtype=np.float64)) if len(found) else None
+    log_probs = batch.engine_log_probs
+    return float(log_probs.mean(dtype=np.float64)) if len(log_probs) else None

@@ -34,22 +34,20 @@ UP, LOOPBACK = 0x1, 0x8
 """Flags of an interface (``IFF_UP``, ``IFF_LOOPBACK`` in linux/if.h)."""
 
 
-def loopback_variables(given: Mapping[str, str], interfaces: Path = INTERFACES) -> dict[str, str]:
-    """Return the variables that bind gloo and NCCL to the loopback interface, if no other one is up.
+def loopback_variables(environment: Mapping[str, str], interfaces: Path = INTERFACES) -> dict[str, str]:
+    """Return the variables that bind gloo and NCCL to the loopback interface if no other is up.
 
-    Gloo resolves the machine's name otherwise, which may have no address there, and NCCL passes over the loopback
-    interface. A variable that is ``given`` is left alone.
+    Gloo would resolve the machine's name, which may have no address there, and NCCL ignores the loopback interface.
     """
-    flags = {each.name: _flags(each) for each in interfaces.glob("*")}
+    flags = {interface.name: _flags(interface) for interface in interfaces.glob("*")}
     up = {name for name, bits in flags.items() if bits & UP}
     local = {name for name in up if flags[name] & LOOPBACK}
     if up != local or not local:
         return {}
-    return {variable: min(local) for variable in IFNAMES if variable not in given}
+    return {variable: min(local) for variable in IFNAMES if variable not in environment}
 
 
 def _flags(interface: Path) -> int:
-    """Return the flags of an interface; 0 where they cannot be read."""
     try:
         return int((interface / "flags").read_text(), 16)
     except (OSError, ValueError):
@@ -59,13 +57,9 @@ def _flags(interface: Path) -> int:
 log = logging.getLogger(__name__)
 
 STOP_S = 2.0
-"""Between SIGTERM and SIGKILL for the children of a learner that has failed: the feeder would wait for a dead rank to
-leave, the ranks for their dead peer, and all that was promised to last is stored already.
+"""Between SIGTERM and SIGKILL for the children of a failed learner: a feeder would wait for a dead rank, and ranks for
+a dead peer, and all that must last is stored already.
 """
-
-
-def _ignore() -> None:
-    """Do nothing at an event that the caller does not need."""
 
 
 class ChildFailed(LearnerError):
@@ -116,11 +110,9 @@ async def run_learner(
     host: str = "127.0.0.1",
     drain_s: float = 600.0,
     variables: Sequence[Mapping[str, str]] = (),
-    on_sigterm: Callable[[], None] = _ignore,
+    on_sigterm: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run feeder and ranks of a learner on one machine. Ends and raises as ``run_part``, which has the other
-    arguments.
-    """
+    """Run feeder and ranks on one machine; ends and raises as ``run_part``, which has the other arguments."""
     with KeptPort(host) as feeder_port, KeptPort(host) as master_port:  # it takes seconds until the children listen
         url = f"tcp://{host}:{feeder_port.number}"
         part = Part(
@@ -150,19 +142,17 @@ async def run_part(
     threads: int = 1,
     drain_s: float = 600.0,
     variables: Sequence[Mapping[str, str]] = (),
-    on_step: Callable[[], None] = _ignore,
-    on_sigterm: Callable[[], None] = _ignore,
+    on_step: Callable[[], None] = lambda: None,
+    on_sigterm: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run the processes of a node until all have ended with success, or until ``draining`` is set and they have
-    drained.
+    """Run the processes of a node until all have succeeded, or have drained after ``draining``.
 
-    ``arguments`` are those of ``python -m tidemill feeder`` and ``python -m tidemill rank``, without ``--feeder-url``
-    and ``--feeder-keys``. ``variables``: environment of each rank, over the one that it gets here; empty = no more.
-    ``on_step`` is called after steps of its ranks, ``on_sigterm`` as soon as a rank has received SIGTERM, which it
-    obeys after its step. Raises ChildFailed, with the child's last lines, when one fails or does not drain within
-    ``drain_s``; the others are ended first. It is that of a child with a final exit code if there is one, because
-    failures of the others follow from it.
+    ``arguments``: of ``python -m tidemill feeder`` and ``rank``, without the feeder's URL and keys. ``variables``:
+    further environment of each rank. ``on_step`` is called after steps of its ranks, ``on_sigterm`` as soon as a rank
+    has received SIGTERM. Raises ChildFailed when one fails, or does not drain within ``drain_s``; the others are ended
+    first. It names a child with a final exit code if there is one, because the failures of the others follow from it.
     """
+    # -P: a file in the user's directory with the name of one of our imports must not be taken for it (decision 056).
     command = [sys.executable, "-P", "-m", "tidemill"]
     feeder: Child | None = None
     ranks: list[Child] = []
@@ -190,7 +180,6 @@ async def run_part(
 async def _start(
     name: str, command: Sequence[str], environment: Mapping[str, str], keys: FeedKeys, progress: int = -1
 ) -> Child:
-    """Start a child that reads the feeder's keys from a pipe, and notes its steps in another (``progress`` >= 0)."""
     descriptor = keys.pipe()
     words = [*command, "--feeder-keys", str(descriptor), *(("--progress", str(progress)) if progress >= 0 else ())]
     child = Child(name, words, environment={**environment, "PYTHONUNBUFFERED": "1"})
@@ -207,17 +196,17 @@ async def _watch(feeder: Child | None, ranks: Sequence[Child], draining: asyncio
     feeders = (feeder,) if feeder is not None else ()
     ends = {asyncio.create_task(child.wait()): child for child in (*feeders, *ranks)}
     drain = asyncio.create_task(draining.wait())
-    left: set[asyncio.Task[int]] = set(ends)
+    running: set[asyncio.Task[int]] = set(ends)
     deadline: float | None = None
     loop = asyncio.get_running_loop()
     try:
-        while left:
-            waits: set[asyncio.Task[int] | asyncio.Task[bool]] = {*left, *(() if deadline else (drain,))}
+        while running:
+            waits: set[asyncio.Task[int] | asyncio.Task[bool]] = {*running, *(() if deadline else (drain,))}
             timeout = None if deadline is None else max(0.0, deadline - loop.time())
             done, _ = await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             # Only the drain has a deadline; without it the wait ends only with a child or with ``draining``.
             if not done:
-                late = ends[next(iter(left))]
+                late = ends[next(iter(running))]
                 raise ChildFailed(
                     late.name,
                     exit_codes.NOT_IN_TIME,
@@ -229,8 +218,8 @@ async def _watch(feeder: Child | None, ranks: Sequence[Child], draining: asyncio
                 _signal(
                     (*feeders, *ranks), signal.SIGTERM
                 )  # the feeder first: it must not take the ranks' leave for a surprise
-            for task in [task for task in left if task in done]:
-                left.discard(task)
+            for task in [task for task in running if task in done]:
+                running.discard(task)
                 _judge(ends[task], task.result(), drained=deadline is not None)
     finally:
         for task in (*ends, drain):
@@ -257,9 +246,7 @@ def _signal(children: Sequence[Child], number: signal.Signals) -> None:
 
 
 async def _end(children: Sequence[Child]) -> None:
-    """End all running children by SIGTERM, and by SIGKILL after ``STOP_S``; read their output to its end, which names
-    the reason.
-    """
+    """End all children by SIGTERM, and SIGKILL after ``STOP_S``; read their output, whose end names the reason."""
     if not children:
         return
     _signal(children, signal.SIGTERM)

@@ -23,17 +23,15 @@ from tidemill.learner.megatron.model import Policy
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PushFailed
-from tidemill.weightstore.push.publisher import Publisher, StagedStep
+from tidemill.weightstore.push.publisher import Publisher
 from tidemill.weightstore.push.push import PushHandle, PushReport
+from tidemill.weightstore.transport.staging import StagedModel
 
 log = logging.getLogger(__name__)
 
 
 class Pushes:
-    """The pushes of one start of the learner.
-
-    Every rank calls every method at the same place, except ``collect`` and ``metrics``.
-    """
+    """The pushes of one start. Every rank calls every method at the same place, except ``collect`` and ``metrics``."""
 
     def __init__(
         self,
@@ -48,15 +46,14 @@ class Pushes:
         colocated: bool = False,
         draining: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``wait``: ``publish`` returns after the push has ended. ``colocated``: the push takes place inside ``give``.
+        """``wait``: ``publish`` waits for the push. ``colocated``: the push takes place inside ``give``.
 
-        ``draining``: while it returns True, a push that fails is not repeated, because the next start publishes its
-        weights.
+        While ``draining()``, a push that fails is not repeated, because the next start publishes its weights.
         """
         self._draining = draining
         self._policy, self._parts, self._feed, self._places = policy, parts, feed, places
         self._bus, self._weights, self._wait, self._colocated = bus, weights, wait, colocated
-        self._staged: StagedStep | None = None
+        self._staged: StagedModel | None = None
         """Weights whose push waits for ``give``."""
         self._engines_released = 0
         self._leads = policy.parallel.rank == 0
@@ -71,13 +68,10 @@ class Pushes:
 
     @contextmanager
     def open(self, start: Start) -> Iterator[None]:
-        """Publish the version that a start needs before its first step, then run the context with the publisher.
+        """Publish the version that a start needs first, then run the context with the publisher; the parts are open.
 
-        The parts are open.
-
-        It is version 0, or head + 1 when no recorded step is to be repeated.
-
-        Raises Fenced when a newer learner has taken over, BusUnavailable, PublisherClosed.
+        It is version 0, or head + 1 if no recorded step is to be repeated. Raises Fenced, BusUnavailable,
+        PublisherClosed.
         """
         if not self._leads:
             self._begin(start)
@@ -109,7 +103,8 @@ class Pushes:
             if start.recorded_until == start.step:
                 self.publish()
         elif start.initial is not None or self._policy.begins_apart:
-            self.publish()  # not publish_initial: engines load version 0 from the model directory, which has other weights
+            # Not publish_initial: engines load version 0 from the model directory, which has other weights.
+            self.publish()
         else:
             self.published_step = start.step
             if self._publisher is not None:
@@ -117,7 +112,7 @@ class Pushes:
                 self._feed.published(row.version, row.step)
 
     def publish(self) -> None:
-        """Make the current weights the next version, after the previous push has ended. Raises as ``open``.
+        """Publish the current weights, after the previous push has ended. Raises as ``open``.
 
         A failed push is repeated with the staged weights, because this rank alone cannot gather the current ones. While
         the learner drains it is left to the next start.
@@ -133,18 +128,13 @@ class Pushes:
             self._push_staged(self._publisher, wait=self._wait)
 
     def take(self) -> None:
-        """Wait until the colocated engines have released their memory, also over an outage of the bus. Raises
-        Fenced.
-        """
+        """Wait until colocated engines have released their memory, also over an outage of the bus. Raises Fenced."""
         self.collect(wait=True)
         if self._publisher is not None:
             self._engines_released = len(_repeat_until_reachable(self._publisher.release))
 
     def give(self) -> None:
-        """Resume the colocated engines with the staged version, or with the head, and wait until they generate.
-
-        Raises Fenced.
-        """
+        """Resume colocated engines with the staged version or the head, and wait until they generate. Raises Fenced."""
         if self._publisher is None:
             return
         if self._staged is None:
@@ -205,10 +195,7 @@ class Pushes:
 
 
 def _repeat_until_reachable(ask: Callable[[], Sequence[str]]) -> Sequence[str]:
-    """Repeat ``ask`` until the bus is reachable. Each attempt has the timeout of the bus's configuration.
-
-    Raises Fenced.
-    """
+    """Repeat ``ask`` until the bus is reachable. Raises Fenced."""
     while True:
         try:
             return ask()

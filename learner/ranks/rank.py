@@ -32,8 +32,7 @@ from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.config import DebugConfig, ProfileRequest
 from tidemill.learner.errors import AlarmStop
-from tidemill.learner.feed.feed_client import FeedClient
-from tidemill.learner.feed.feed_liveness import Heartbeats
+from tidemill.learner.feed.feed_client import FeedClient, Heartbeats
 from tidemill.learner.feed.feed_messages import End, Last, Start
 from tidemill.learner.feed.places import RankPlaces
 from tidemill.learner.feed.progress import note_step
@@ -62,10 +61,10 @@ from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.push.publisher import Publisher
 
 
-def agreed(request: ProfileRequest | None, here: Parallel) -> ProfileRequest | None:
+def agreed(request: ProfileRequest | None, parallel: Parallel) -> ProfileRequest | None:
     """Return the request that rank 0 has read. Collective over all ranks."""
-    asked = (0, 0, 0) if request is None else (request.steps, int(request.memory), request.rank)
-    numbers = torch.tensor(asked, dtype=torch.int32, device=here.device)
+    values = (0, 0, 0) if request is None else (request.steps, int(request.memory), request.rank)
+    numbers = torch.tensor(values, dtype=torch.int32, device=parallel.device)
     if dist.get_world_size() > 1:
         dist.all_reduce(numbers, dist.ReduceOp.MAX)  # the others have no request, and 0 in its place
     steps, memory, rank = numbers.tolist()
@@ -75,9 +74,7 @@ def agreed(request: ProfileRequest | None, here: Parallel) -> ProfileRequest | N
 log = logging.getLogger(__name__)
 
 LONG_ROW_TOKENS = 2048
-"""Tokens of a micro-batch up to which attention in float32 fits into a CUDA device: a score for every pair, in every
-head and layer.
-"""
+"""Maximum tokens for attention in float32 on CUDA, which keeps a score for every pair, in every head and layer."""
 
 
 def main(
@@ -89,10 +86,9 @@ def main(
     bus: BusConfig,
     debug: DebugConfig | None = None,
 ) -> int:
-    """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) to the end.
+    """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment). Returns the process's exit code.
 
-    Returns the exit code of the process: 0 after the last step, or drained after SIGTERM; otherwise that of the error
-    (``bus/exit_codes.py``), which is in the log and was sent to the feeder.
+    It is 0 after the last step or a drain, else the code of the error, which the log and the feeder have.
     """
     return exit_codes.run(partial(_take_steps, places, learner, staleness, weights, bus, debug or DebugConfig()), log)
 
@@ -106,21 +102,25 @@ def _take_steps(
     debug: DebugConfig,
 ) -> None:
     with ExitStack() as stack:
-        here = _join(stack, learner)
-        idle = Idle()
+        here, rank = _join(stack, learner), None
+
+        def collect(waits_for: str) -> None:
+            # A push that ends during a long wait is reported within a second: the feeder admits tasks by published
+            # versions, and trims streams behind a checkpoint.
+            log.debug("waiting for=%s", waits_for)
+            if rank is not None:
+                rank.collect()
+
         if places.silence_s:
             stack.enter_context(
                 Heartbeats(places.feeder_url, keys=places.feeder_keys, rank=here.rank, silence_s=places.silence_s)
             )
-        feed = stack.enter_context(_feed_client(places, here, learner.algorithm, on_wait=idle))
+        feed = stack.enter_context(_feed_client(places, here, learner.algorithm, on_wait=collect))
         start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
         policy = _policy(places, learner, here)
         tools = RankDebug(debug, learner, policy=policy, model_dir=places.model_dir, root=places.final_dir.parent)
         stack.callback(tools.close)
         rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus, debug=tools)
-        # A push that ends during a long wait is reported within a second: the feeder admits tasks by published
-        # versions, and trims streams behind a checkpoint.
-        idle.work = rank.collect
         rank.run(start)
 
 
@@ -161,7 +161,6 @@ def _timeout_s(learner: LearnerConfig) -> float:
 
 
 def _chosen_dtype(learner: LearnerConfig, here: Parallel) -> str:
-    """Return the dtype of weights and activations; rank 0 logs it."""
     dtype = parallel.choose_dtype(learner.dtype, here.device)
     if here.rank == 0:
         log.info("learner device=%s dtype=%s configured=%s", here.device, dtype, learner.dtype)
@@ -174,7 +173,9 @@ def _chosen_dtype(learner: LearnerConfig, here: Parallel) -> str:
     return dtype
 
 
-def _feed_client(places: RankPlaces, here: Parallel, algorithm: AlgorithmConfig, *, on_wait: "Idle") -> FeedClient:
+def _feed_client(
+    places: RankPlaces, here: Parallel, algorithm: AlgorithmConfig, *, on_wait: Callable[[str], None]
+) -> FeedClient:
     return FeedClient(
         places.feeder_url,
         keys=places.feeder_keys,
@@ -187,7 +188,6 @@ def _feed_client(places: RankPlaces, here: Parallel, algorithm: AlgorithmConfig,
 
 
 def _policy(places: RankPlaces, learner: LearnerConfig, here: Parallel) -> Policy:
-    """Build this rank's part of the model, with the weights of its directory, or of a checkpoint of Megatron."""
     memory = open_memory(colocated=learner.colocated, device=here.device)
     return build_policy(
         places.model_dir,
@@ -206,10 +206,10 @@ def _policy(places: RankPlaces, learner: LearnerConfig, here: Parallel) -> Polic
 def _start_of_turns(
     here: Parallel, feed: FeedClient, places: RankPlaces, weights: WeightsConfig, bus: BusConfig
 ) -> Start:
-    """Shake hands with the feeder, then wait until colocated engines have released their memory. Raises Fenced,
-    BusUnavailable.
+    """Shake hands with the feeder, and wait until colocated engines have released their memory, before this rank takes
+    any.
 
-    Returns the feeder's start. It comes before this rank allocates accelerator memory.
+    Returns the feeder's start. Raises Fenced, BusUnavailable.
     """
     start = feed.hello()
     if here.rank == 0:
@@ -230,18 +230,6 @@ def _start_of_turns(
     return start
 
 
-class Idle:
-    """Callback of every second in which a rank waits for the feeder; it collects a push that may have ended."""
-
-    def __init__(self) -> None:
-        self.work: Callable[[], None] | None = None
-
-    def __call__(self, waits_for: str) -> None:
-        log.debug("waiting for=%s", waits_for)
-        if self.work is not None:
-            self.work()
-
-
 class Rank:
     """One rank from its handshake to its end."""
 
@@ -257,13 +245,8 @@ class Rank:
         bus: BusConfig,
         debug: RankDebug,
     ) -> None:
-        self._places, self._policy, self._feed, self._learner, self._push_every = (
-            places,
-            policy,
-            feed,
-            learner,
-            weights.push_every,
-        )
+        self._places, self._policy, self._feed, self._learner = places, policy, feed, learner
+        self._push_every = weights.push_every
         self._here, self._debug = policy.parallel, debug
         self._own_settings = self._settings = StepSettings.of(learner)
         self._optimizer = PolicyOptimizer(
@@ -294,7 +277,16 @@ class Rank:
             colocated=learner.colocated,
             draining=lambda: feed.draining,
         )
-        self.checkpoints = self._open_checkpoints(state.Beside(reference=self._reference.saved, critic=critic))
+        self.checkpoints = Checkpoints(
+            places,
+            feed.checkpointed,
+            policy,
+            self._optimizer,
+            self._proximal,
+            config=learner.checkpoint,
+            timeout_s=_timeout_s(learner),
+            beside=state.Beside(reference=self._reference.saved, critic=critic),
+        )
         self._models = SavedModels(policy, self._parts, places, every=learner.save_hf_every, keep=learner.keep_hf)
         self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
         self._alarms = AlarmWatch(
@@ -302,25 +294,11 @@ class Rank:
         )
         self._clock, self._meter = WaitClock(), _meter(policy, learner, places.model_dir)
 
-    def _open_checkpoints(self, beside: state.Beside) -> Checkpoints:
-        return Checkpoints(
-            self._places,
-            self._feed.checkpointed,
-            self._policy,
-            self._optimizer,
-            self._proximal,
-            config=self._learner.checkpoint,
-            timeout_s=_timeout_s(self._learner),
-            beside=beside,
-        )
-
     def run(self, start: Start | None = None) -> None:
-        """Run the session: handshake (unless ``start`` is its result), restore, steps, end. Raises AlarmStop, Fenced,
-        and as the feed.
-        """
+        """Run the session: handshake (unless in ``start``), restore, steps, end. Raises AlarmStop, Fenced."""
         with self._feed.drained_by_sigterm(self._places.progress):
             start = start or self._feed.hello()
-            self._configure(start.step + 1, start)  # first: numbers of the checkpoint are those of its settings
+            self._configure(start.step + 1, start)  # first: a checkpoint's numbers belong to its settings
             if start.checkpoint is not None:
                 self._trainer.restore(self.checkpoints.load(start))
             elif start.initial is not None:
@@ -352,7 +330,6 @@ class Rank:
         log.info("begins with the weights of step=%d checkpoint=%s", step, directory)
 
     def _take_steps(self, start: Start) -> Last:
-        """Take all steps. Returns the last one."""
         for step in range(start.step + 1, start.steps + 1):
             batch = self._next(step)
             with self._turns.mine():
@@ -363,9 +340,7 @@ class Rank:
         return Last(step=start.steps, state=b"")
 
     def _make_last(self, last: Last, start: Start) -> None:
-        """Checkpoint, and publish unless drained, the weights of a step that was not known to be the last, unless that
-        is done.
-        """
+        """Checkpoint, and publish unless drained, a step that was not known to be the last, unless that is done."""
         if last.drained:
             log.info("drained rank=%d after step=%d", self._here.rank, last.step)
         elif self.pushes.published_step != last.step:
@@ -374,7 +349,7 @@ class Rank:
             self.checkpoints.begin(last.step, start.epoch, last.state, numbers=self._trainer.numbers)
 
     def _configure(self, step: int, start: Start) -> None:
-        """Take over the settings of a step: one that is executed again has those of its first execution."""
+        """Take over the settings of a step: a repeated step has the settings of its first execution."""
         record = next((record for last, record in start.settings if step <= last), {})
         settings = StepSettings.read(record) if record else self._own_settings
         if settings != self._settings:
@@ -436,7 +411,6 @@ class Rank:
         return metrics | {"alarm/warnings": float(levels.count("warn")), "alarm/errors": float(levels.count("error"))}
 
     def _end(self, last: Last, start: Start) -> None:
-        """Wait for the last push, write the trained model, and wait for the feeder's end of the run."""
         if last.drained:  # reported first: a deadline may end this process while it writes the model
             self.checkpoints.collect(wait=True)
         self.pushes.collect(wait=True)

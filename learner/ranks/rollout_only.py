@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def main(places: RankPlaces) -> int:
-    """Take all steps of the run. Returns the exit code of the process, as that of a rank."""
+    """Take all steps of the run. Returns the exit code of the process, as a rank does."""
     return exit_codes.run(partial(_consume, places), log)
 
 
@@ -74,7 +74,7 @@ def figures(batch: StepBatch) -> dict[str, float]:
         batch.groups_N[kept_N],
     )
     groups = [rewards_N[groups_N == group] for group in np.unique(groups_N)]
-    found = {
+    metrics = {
         "train/reward_mean": rewards_N.mean(),
         "train/reward_std": rewards_N.std(),
         "train/groups": len(groups),
@@ -85,7 +85,7 @@ def figures(batch: StepBatch) -> dict[str, float]:
         "train/tokens": batch.num_tokens,
     }
     if batch.unended_share is not None:
-        found["train/unended_share"] = batch.unended_share
+        metrics["train/unended_share"] = batch.unended_share
     if len(log_probs):
-        found["data/logprob_mean"] = log_probs.mean(dtype=np.float64)
-    return {name: float(value) for name, value in found.items()}
+        metrics["data/logprob_mean"] = log_probs.mean(dtype=np.float64)
+    return {name: float(value) for name, value in metrics.items()}

@@ -1,7 +1,7 @@
 """Models as Hugging Face directories: the trained one, and ``models/step-<k>``, written by a thread while training goes
 on.
 
-    step k     after    all ranks that send weights: copy their part of them to host memory      the only part that a step waits for
+    step k     after    all ranks that send weights: copy their part to host memory   (all that a step waits for)
     meanwhile  thread   rank 0: read the parts, write the directory aside, rename it into place, remove old ones
 
 Models of steps are not the state of a run: an error of the disk is logged, and the run goes on. A model is kept while
@@ -23,7 +23,7 @@ from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.tuning import ADAPTER, write_adapter
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.weightstore.format.manifest import Manifest
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store import snapshot_files
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +70,7 @@ class SavedModels:
             self._writing = None
 
     def write_trained(self, step: int, version: int) -> None:
-        """Write the current weights as the trained model of the run, and wait for it. ``version``: -1 = not published.
-
-        Raises OSError.
-        """
+        """Write the current weights as the trained model, and wait. ``version``: -1 = not published. Raises OSError."""
         manifest, tensors = self._parts.whole(FINAL, {name: tensor.to("cpu") for name, tensor in self._parts.export()})
         if not self._leads:
             self._policy.help_export_adapters()
@@ -82,7 +79,7 @@ class SavedModels:
         adapter = {} if self._policy.adapters is None else dict(self._policy.export_adapters())
         directory = self._places.final_dir
         try:
-            snapshot.write(
+            snapshot_files.write(
                 directory, tensors, version=version, step=step, model_dir=self._places.model_dir, manifest=manifest
             )
         finally:
@@ -96,7 +93,7 @@ class SavedModels:
         directory = self._root / f"step-{step}"
         try:
             if not directory.exists():  # a repeated step has the same weights
-                snapshot.write(
+                snapshot_files.write(
                     directory, tensors, version=-1, step=step, model_dir=self._places.model_dir, manifest=manifest
                 )
             if not (directory / ADAPTER).exists():
@@ -114,10 +111,7 @@ class SavedModels:
 
 
 def prune(root: Path, checkpoints: Path, *, keep: int) -> None:
-    """Remove all models but the ``keep`` newest (0 = all) and the models of steps with a checkpoint, be it unfinished.
-
-    Raises OSError.
-    """
+    """Remove models, but not the ``keep`` newest (0 = all), nor at steps with a checkpoint. Raises OSError."""
     models = sorted((int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)))
     spared = disk.unfinished(checkpoints)  # read first: in between, a checkpoint may be renamed into place
     spared |= {checkpoint.step for checkpoint in disk.listed(checkpoints)}

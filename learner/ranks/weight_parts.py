@@ -40,10 +40,7 @@ _ALL_LEAVE = (AlarmStop, FeederFailed, FeederLost)
 
 
 class WeightParts:
-    """This rank's part, and on rank 0 the places of the others.
-
-    Every rank calls every method at the same place, except ``release``.
-    """
+    """This rank's part, and on rank 0 the places of the others. Every rank calls every method but ``release``."""
 
     def __init__(self, policy: Policy, places: RankPlaces, weights: WeightsConfig) -> None:
         parallel = policy.parallel
@@ -56,10 +53,7 @@ class WeightParts:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Find the tensors of each rank, and serve this part to rank 0.
-
-        Raises OSError, and ValueError for an address without a route.
-        """
+        """Find the tensors of each rank, and serve this part to rank 0. Raises OSError; ValueError without a route."""
         manifest = Manifest.of(self.export())
         self.division = Division(manifest)
         if not self._several:
@@ -83,10 +77,7 @@ class WeightParts:
 
     @contextmanager
     def _until_all_is_sent(self) -> Iterator[None]:
-        """Serve until rank 0 has ended the push under way, where all ranks leave together.
-
-        A rank that fails alone does not wait.
-        """
+        """Serve until rank 0's push has ended, where all ranks leave together. One that fails alone does not wait."""
         try:
             yield
         except _ALL_LEAVE:
@@ -108,10 +99,7 @@ class WeightParts:
         return self._policy.export_part(self._senders)
 
     def choose(self, copy: int) -> None:
-        """Send the number of the copy that is to be filled to the other ranks, which wait for it in ``stage``.
-
-        On rank 0.
-        """
+        """Send the number of the copy to fill to the other ranks, which wait for it in ``stage``. On rank 0."""
         if self._several:
             dist.broadcast(torch.tensor(copy, device=self._parallel.device), src=0)
 
@@ -129,18 +117,15 @@ class WeightParts:
 
     def staged(self) -> None:
         """Wait until all ranks have filled their copies."""
+        # Rank 0 may push as soon as it returns, and would send buckets that another rank is still filling.
         if self._several:
             dist.barrier()
 
     def whole(self, name: str, local: Mapping[str, Tensor]) -> tuple[Manifest, Mapping[str, Tensor]]:
-        """Let rank 0 read the tensors of all ranks, until it calls ``release``.
+        """Let rank 0 read the tensors of all ranks, until it calls ``release`` with the same ``name``.
 
-        ``local``: the tensors of this rank, on the CPU.
-
-        ``name`` of the set, to be repeated in ``release`` and ``wait``; several may be read at the same time.
-
-        Returns the manifest and the tensors of the whole model, which are read one at a time: on rank 0; on other ranks
-        their own.
+        ``local``: this rank's tensors, on the CPU. Returns manifest and tensors of the whole model on rank 0, where
+        tensors of other ranks are read one at a time, and of this rank elsewhere.
         """
         if self._server is not None:
             self._server.offer(name, local)

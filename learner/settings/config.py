@@ -1,25 +1,63 @@
 """Settings of the learner: staleness, algorithm, optimizer, parallelism, checkpoints."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from tidemill.bus.section import BASIC, NotNegative, NotNegativeFloat, OneOf, Positive, PositiveFloat, Share, section
+from tidemill.bus.section import (
+    BASIC,
+    IMPORT_PATH,
+    NotNegative,
+    NotNegativeFloat,
+    OneOf,
+    Positive,
+    PositiveFloat,
+    Share,
+    refusal,
+    section,
+)
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.learner.algorithms.choices import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS
+from tidemill.learner.algorithms.choices import CREDITS
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.settings.checkpoint_store import CheckpointConfig
-from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.contradictions import refuse_contradictions
 from tidemill.learner.settings.lora import LoraConfig
-from tidemill.learner.settings.megatron_arguments import refuse_untried
-from tidemill.learner.settings.routing_replay import REPLAYS
-from tidemill.learner.settings.schedule import FALLING, OptimizerConfig
+from tidemill.learner.settings.schedule import OptimizerConfig
 
+ROLLOUT = "rollout"
+REPLAYS = ("none", "old", ROLLOUT)
+"""Choices of ``learner.routing_replay``: which passes of a step use experts that an earlier pass has chosen."""
 RECOMPUTE = ("none", "selective", "full")
 """Choices of ``learner.recompute``, from the most memory to the least."""
-BY_TRITON = ("fused_log_probs", "fused_rotary")
-"""Settings of kernels of our own."""
+
+
+def _checked(path: str) -> str:
+    module, colon, function = path.partition(":")
+    if path and not (module and colon and function):
+        raise refusal(IMPORT_PATH)
+    return path
+
+
+Hook = Annotated[str, AfterValidator(_checked)]
+
+
+@section
+@dataclass(frozen=True, kw_only=True)
+class HooksConfig:
+    """Functions by import path that every rank calls within a step (docs/extending.md)."""
+
+    before_log_probs: Hook = ""
+    """module:function of a ``BeforeLogProbs``, before each pass for log-probs without gradient (of the proximal policy,
+    of the reference); empty = none.
+    """
+    before_step: Hook = ""
+    """module:function of a ``BeforeStep``, before each optimizer step of the policy; empty = none."""
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Import paths by setting, of the hooks that are set."""
+        return {field.name: path for field in fields(self) if (path := getattr(self, field.name))}
 
 
 @section
@@ -250,39 +288,13 @@ class LearnerConfig:
     """Functions of yours within a step (docs/extending.md)."""
 
     def __post_init__(self) -> None:
-        if self.nodes != 1 and self.colocated:
-            raise ValueError(
-                f"nodes: want 1 with colocated, whose memory turns are those of one machine, got {self.nodes}"
-            )
-        self._refuse_sizes()
-        refuse_untried(self.megatron)
-        if self.minibatches > self.groups_per_step:
-            raise ValueError(f"minibatches: want <= groups_per_step = {self.groups_per_step}, got {self.minibatches}")
-        algorithm = self.algorithm
-        if self.group_size == 1 and algorithm.advantage in OF_GROUPS and algorithm.loss != "sft":
-            raise ValueError(
-                f"group_size: want >= 2 with algorithm.advantage: {algorithm.advantage}, which compares the "
-                "samples of a group, got 1: "
-                "every advantage would be 0; raise it, or take advantage: reinforce, reinforce_pp or none"
-            )
-        if algorithm.advantage == "pass_at_k" and algorithm.pass_k > self.group_size:
-            raise ValueError(
-                f"group_size: want >= algorithm.pass_k = {algorithm.pass_k}, got {self.group_size}: "
-                "no k samples can be drawn from a group, and every advantage would be 0; raise it, or lower pass_k"
-            )
-        self._refuse_group_size()
-        if self.bridge and not all(self.bridge.partition(":")):
-            raise ValueError(f"bridge: want module:Class, got {self.bridge!r}")
-        self._refuse_credit()
-        self._refuse_critic()
-        self._refuse_unknown()
-        self._refuse_tuning()
+        refuse_contradictions(self)
 
     def alone(self) -> "LearnerConfig":
         """Return these settings with one rank."""
-        one: JsonObject = {f"{name}_parallel": 1 for name in ("data", "tensor", "pipeline", "context", "expert")}
+        sizes: JsonObject = {f"{name}_parallel": 1 for name in ("data", "tensor", "pipeline", "context", "expert")}
         return replace(
-            self, virtual_pipeline=1, sequence_parallel=False, first_stage_layers=0, last_stage_layers=0, **one
+            self, virtual_pipeline=1, sequence_parallel=False, first_stage_layers=0, last_stage_layers=0, **sizes
         )
 
     @property
@@ -304,187 +316,3 @@ class LearnerConfig:
     def row_multiple(self) -> int:
         """Number that must divide the tokens of every row, for equal parts of it."""
         return self.tensor_parallel * self.context_parallel
-
-    def _refuse_sizes(self) -> None:
-        """Raise ValueError for sizes that contradict each other."""
-        groups = self.num_ranks // self.tensor_parallel
-        if self.nodes > 1 and groups % self.nodes:
-            names = [
-                name for name in ("data_parallel", "pipeline_parallel", "context_parallel") if getattr(self, name) > 1
-            ]
-            raise ValueError(
-                f"nodes: want a divisor of {' x '.join(names or ['data_parallel'])} = {groups}, so that each "
-                "has the same number of whole "
-                f"tensor-parallel groups, got {self.nodes}"
-            )
-        if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
-            raise ValueError(
-                f"virtual_pipeline: want 1 without a pipeline, got {self.virtual_pipeline}: it divides the "
-                "layers of a stage; "
-                "raise pipeline_parallel, or remove it"
-            )
-        for name in ("first_stage_layers", "last_stage_layers"):
-            layers = getattr(self, name)
-            if layers and (self.pipeline_parallel == 1 or self.virtual_pipeline > 1):
-                raise ValueError(
-                    f"{name}: want 0 without pipeline_parallel > 1, or with virtual_pipeline > 1, got {layers}"
-                )
-        for name in ("overlap_grad_reduce", "overlap_param_gather"):
-            if self.virtual_pipeline > 1 and getattr(self, name) == "always":
-                raise ValueError(
-                    f"{name}: want auto or never with virtual_pipeline, got 'always': "
-                    "the chunks of a stage would be reduced while others of it still run"
-                )
-        if self.sequence_parallel and self.tensor_parallel == 1:
-            raise ValueError(
-                "sequence_parallel: want false with tensor_parallel: 1, got true: it divides the tokens over "
-                "the tensor-parallel ranks; "
-                "raise tensor_parallel, or remove it (context_parallel divides rows without it)"
-            )
-
-    def _refuse_experts(self) -> None:
-        """Raise ValueError for settings about mixtures of experts that cannot be."""
-        spread = self.num_ranks // self.pipeline_parallel
-        if spread % self.expert_parallel:
-            raise ValueError(
-                f"expert_parallel: want a divisor of data x tensor x context parallel = {spread}, got "
-                f"{self.expert_parallel}"
-            )
-
-    def _refuse_group_size(self) -> None:
-        """Raise ValueError for groups that would have too few samples to be compared."""
-        least, algorithm = self.min_group_size, self.algorithm
-        if least > self.group_size:
-            raise ValueError(f"min_group_size: want <= group_size = {self.group_size}, got {least}")
-        if least == 1 and algorithm.advantage in OF_GROUPS and algorithm.loss != "sft":
-            raise ValueError(
-                f"min_group_size: want >= 2 with algorithm.advantage: {algorithm.advantage}, which compares "
-                "the samples of a group, got 1"
-            )
-        if algorithm.advantage == "pass_at_k" and 0 < least < algorithm.pass_k:
-            raise ValueError(
-                f"min_group_size: want >= algorithm.pass_k = {algorithm.pass_k}, got {least}: no k samples can be drawn"
-            )
-
-    def _refuse_credit(self) -> None:
-        """Refuse a credit by turn with an estimator that has no form for turns, and a discount without effect."""
-        if self.credit == "episode":
-            if self.credit_gamma != 1.0:
-                raise ValueError(
-                    f"credit_gamma: not used with credit: episode; want credit: turn, or 1.0, got {self.credit_gamma!r}"
-                )
-            return
-        if self.algorithm.sft_coef:
-            raise ValueError(
-                "credit: want episode with algorithm.sft_coef, whose demonstrations have no turns with "
-                "rewards, got 'turn'"
-            )
-        if self.algorithm.loss == "sft":
-            raise ValueError("credit: sft has no advantages; want credit: episode, got 'turn'")
-        if self.algorithm.kl.reward_by == "token":
-            raise ValueError(
-                "credit: want episode with algorithm.kl.reward_by: token, which gives each token its own "
-                "advantage, got 'turn'"
-            )
-        if self.algorithm.gamma != 1.0:
-            raise ValueError(
-                "algorithm.gamma: want 1.0 with credit: turn, whose discount is credit_gamma, got "
-                f"{self.algorithm.gamma!r}"
-            )
-        if self.algorithm.advantage not in OF_TURNS:
-            raise ValueError(
-                f"credit: turn needs algorithm.advantage {' | '.join(OF_TURNS)}, got {self.algorithm.advantage!r}"
-            )
-
-    def _refuse_tuning(self) -> None:
-        """Refuse settings of optimizer and adapters that exclude each other, and steps that would train nothing."""
-        optimizer = self.optimizer
-        if (
-            optimizer.lr_decay in FALLING
-            and 0 < optimizer.lr_decay_steps < self.steps
-            and not (optimizer.min_lr or self.num_epochs)
-        ):
-            raise ValueError(
-                f"optimizer.lr_decay_steps: want >= steps = {self.steps} (or 0) with min_lr: 0, at which the "
-                "steps behind it "
-                f"train nothing, got {optimizer.lr_decay_steps}; lower steps, or set min_lr"
-            )
-        if self.lora.rank and optimizer.freeze:
-            raise ValueError(
-                "optimizer.freeze: want none with lora.rank > 0, which freezes all weights of the model, got "
-                f"{list(optimizer.freeze)}; "
-                "choose the layers with lora.targets"
-            )
-        if self.lora.rank:
-            self._refuse_with_adapters()
-        if optimizer.name == "sgd" and self.distributed_optimizer:
-            raise ValueError(
-                "distributed_optimizer: want false with optimizer.name: sgd, whose state is not divided, got true"
-            )
-        if optimizer.name != "adamw" and self.offload_optimizer:
-            raise ValueError(
-                f"offload_optimizer: want false with optimizer.name: {optimizer.name}, or name: adamw, got true"
-            )
-        if (name := self.critic.optimizer.name) != "adamw" and self.offload_optimizer:
-            raise ValueError(
-                f"offload_optimizer: want false with critic.optimizer.name: {name}, or critic.optimizer.name: "
-                "adamw, got true"
-            )
-
-    def _refuse_with_adapters(self) -> None:
-        """Refuse the settings that a model with trained adapters alone does not support."""
-        if self.moe_bias_update_rate:
-            raise ValueError(
-                "moe_bias_update_rate: want 0 with lora.rank > 0, which freezes the routers' biases with all "
-                "weights of the model, got "
-                f"{self.moe_bias_update_rate!r}"
-            )
-        if self.algorithm.kl.moves:
-            raise ValueError(
-                "algorithm.kl.reference_every, reference_ema: want 0 with lora.rank > 0, whose reference is "
-                "the model without adapters"
-            )
-
-    def _refuse_critic(self) -> None:
-        """Refuse settings of a critic where none is trained, and a run that would train nothing else."""
-        if not self.algorithm.by_critic and self.critic != CriticConfig():
-            raise ValueError(
-                f"critic: not used by algorithm.advantage: {self.algorithm.advantage}; want advantage: "
-                f"{' or '.join(BY_CRITIC)}, "
-                "or no settings of a critic"
-            )
-        if self.critic.warmup_steps >= self.steps:
-            raise ValueError(
-                f"critic.warmup_steps: want < steps = {self.steps}, got {self.critic.warmup_steps}: no step "
-                "trains the policy"
-            )
-
-    def _refuse_unknown(self) -> None:
-        """Refuse choices that contradict each other."""
-        if self.overlap_param_gather == "always" and not self.distributed_optimizer:
-            raise ValueError(
-                "overlap_param_gather: want auto or never without distributed_optimizer, got 'always': "
-                "every replica computes all weights itself, and nothing is gathered"
-            )
-        self._check_kernels()
-        self._refuse_experts()
-
-    def _check_kernels(self) -> None:
-        for name, forced in (
-            ("attention", "varlen"),
-            ("attention", "cudnn"),
-            ("fused_activation", "always"),
-            *((name, "always") for name in BY_TRITON),
-        ):
-            if getattr(self, name) == forced and self.device == "cpu":
-                raise ValueError(f"{name}: want auto on the CPU, got {forced!r}: it is a kernel for CUDA")
-        if self.attention in ("varlen", "cudnn") and self.dtype == "float32":
-            raise ValueError(
-                f"attention: want auto or sdpa with dtype: float32, got {self.attention!r}: flash attention "
-                "computes in half precision"
-            )
-        if self.attention == "cudnn" and self.deterministic:
-            raise ValueError(
-                "attention: want auto or varlen with deterministic: true, got 'cudnn': its gradients are not "
-                "the same bits each time"
-            )

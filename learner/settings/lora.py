@@ -1,4 +1,4 @@
-"""LoRA: its settings, and PEFT's ``adapter_config.json``, which has those of a directory with adapters. Loads no torch.
+"""LoRA: its settings, and PEFT's ``adapter_config.json``, which describes a directory with adapters. Loads no torch.
 
 Source: LoRA, Hu et al. 2021 (arXiv:2106.09685); rank-stabilised scale, Kalajdzievski 2023 (arXiv:2312.03732).
 """
@@ -105,14 +105,14 @@ def adapter_refusals(config: LoraConfig) -> list[ConfigRefused]:
     ]
     targets = adapter.get("target_modules")
     named = sorted(str(target).rpartition(".")[2] for target in targets) if isinstance(targets, list) else targets
-    same: Mapping[str, tuple[object, object]] = {
+    pairs: Mapping[str, tuple[object, object]] = {
         "rank": (adapter.get("r"), config.rank),
         "alpha": (adapter.get("lora_alpha"), config.alpha),
         "rslora": (bool(adapter.get("use_rslora")), config.rslora),
         "targets": (named, sorted(config.targets)),
     }
     return refused + [
-        ConfigRefused(f"learner.lora.{name}", f"{there!r}, as in {path}", here)
-        for name, (there, here) in same.items()
-        if there != here
+        ConfigRefused(f"learner.lora.{name}", f"{adapter_value!r}, as in {path}", value)
+        for name, (adapter_value, value) in pairs.items()
+        if adapter_value != value
     ]

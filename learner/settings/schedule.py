@@ -90,9 +90,7 @@ class OptimizerConfig:
         return bool(self.warmup_tokens or self.lr_decay_tokens)
 
     def _refuse_mixed(self) -> None:
-        """Refuse schedules by steps and by tokens together, and ones by tokens without an end or a warm-up that they
-        need.
-        """
+        """Refuse schedules by steps and tokens together, and ones by tokens without a needed end or warm-up."""
         if not self.by_tokens:
             return
         for name in ("warmup_steps", "lr_decay_steps"):

@@ -1,7 +1,7 @@
 """Settings that decide the result of an optimizer step: a repeated step has the settings of its first execution. Loads
 no torch.
 
-Every start of the learner records its own (row ``run/settings.<epoch>``). A rank changes those of ``StepSettings``
+Every start of the learner records its own (row ``run/settings.<epoch>``). A rank changes the ``StepSettings``
 between two steps. The others are built into the models, so another value of one is refused until the steps recorded
 with it are in a checkpoint.
 """
@@ -15,6 +15,7 @@ from functools import reduce
 from tidemill.bus import section
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.former_names import with_sections
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
@@ -54,6 +55,7 @@ class StepSettings:
     def read(cls, record: JsonMapping) -> "StepSettings":
         """Return the settings of a record."""
         values = {field.name: record["learner"][field.name] for field in dataclasses.fields(cls)}
+        values["algorithm"] = with_sections(values["algorithm"])
         return typing.cast(StepSettings, section.read(cls, values, "learner"))
 
     @property

@@ -6,6 +6,7 @@ Source: GPQA (Rein et al. 2023, arXiv 2311.12022), in the form of slime's ``gpqa
 
 import re
 
+from tidemill.bus.wire.json_object import is_integer
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import RewardRequest
 
@@ -21,8 +22,7 @@ _WORD = re.compile(r"\w+")
 
 
 def gpqa(request: RewardRequest) -> float:
-    """Return 1.0 if the response has the letter of the right choice, or no letter and the text of that choice alone,
-    else 0.0.
+    """Return 1.0 if the response has the letter of the right choice, or none but that choice's text alone, else 0.0.
 
     Raises RewardFailed for a label that names no choice, and for metadata that is no list.
     """
@@ -33,14 +33,12 @@ def gpqa(request: RewardRequest) -> float:
 
 
 def find_letter(response: str, valid: str = LETTERS) -> str | None:
-    r"""Return the last letter in ``\boxed{}``, else after "answer is", else the last that stands alone. Thoughts do not
-    count.
-    """
+    r"""Return the last letter in ``\boxed{}``, else after "answer is", else the last alone; thoughts do not count."""
     text = response.rpartition("</think>")[2]
     for pattern in (*_MARKED, _ALONE):
-        found = [letter.upper() for letter in pattern.findall(text) if letter.upper() in valid]
-        if found:
-            return str(found[-1])
+        letters = [letter.upper() for letter in pattern.findall(text) if letter.upper() in valid]
+        if letters:
+            return str(letters[-1])
     return None
 
 
@@ -48,18 +46,16 @@ def _choice_in(request: RewardRequest, valid: str) -> str | None:
     """Return the letter of the one choice that the response has the text of; None for none or several."""
     text = f" {_words(request.response.rpartition('</think>')[2])} "
     choices = map(_words, _texts(request, "choices"))
-    found = [letter for letter, choice in zip(valid, choices, strict=False) if choice and f" {choice} " in text]
-    return found[0] if len(found) == 1 else None
+    letters = [letter for letter, choice in zip(valid, choices, strict=False) if choice and f" {choice} " in text]
+    return letters[0] if len(letters) == 1 else None
 
 
 def _texts(request: RewardRequest, key: str, default: str = "") -> list[str]:
-    """Return the texts, or the letters of one text, in the metadata. Raises RewardFailed for anything else than a list
-    or a text.
-    """
-    found = request.metadata.get(key, default)
-    if not isinstance(found, (str, list, tuple)):
-        raise RewardFailed("gpqa", f"metadata.{key}: want a list, got {found!r}"[:300])
-    return [str(one) for one in found]
+    """Return the texts, or the letters of one text, in the metadata. Raises RewardFailed for any other type."""
+    value = request.metadata.get(key, default)
+    if not isinstance(value, (str, list, tuple)):
+        raise RewardFailed("gpqa", f"metadata.{key}: want a list, got {value!r}"[:300])
+    return [str(item) for item in value]
 
 
 def _words(text: str) -> str:
@@ -70,7 +66,7 @@ def _gold(request: RewardRequest, valid: str) -> str:
     choices = [choice.strip().casefold() for choice in _texts(request, "choices")]
     label = request.metadata.get("correct_letter", request.label)
     index: int | None = None
-    if isinstance(label, int) and not isinstance(label, bool):
+    if is_integer(label):
         index = label
     elif isinstance(label, str):
         text = label.strip().strip("().").casefold()
@@ -79,7 +75,6 @@ def _gold(request: RewardRequest, valid: str) -> str:
         if label.strip().casefold() in choices:
             index = choices.index(label.strip().casefold())
     if index is None or not 0 <= index < len(valid):
-        raise RewardFailed(
-            "gpqa", f"want a letter of {valid}, an index, or one of metadata.choices as label, got {label!r}"[:300]
-        )
+        want = f"a letter of {valid}, an index, or one of metadata.choices as label"
+        raise RewardFailed("gpqa", f"want {want}, got {label!r}"[:300])
     return valid[index]

@@ -1,10 +1,8 @@
 """The instructions of IFBench, as checks of a response by a program; ``tidemill.rewards.builtin.ifeval`` is the reward.
 
 Source: IFBench (Pyatkin et al. 2025, arXiv 2507.02833), its instruction ids, arguments and rules. ``words:start_verb``
-and
-``words:odd_even_syllables`` need a tagger and a dictionary, and are not here. Sentences end at ``.``, ``!`` or ``?``
-(the original uses nltk's model of abbreviations). ``docs/rewards.md`` has the differences from the original's own
-verdicts.
+and ``words:odd_even_syllables``, which need a tagger and a dictionary, are not here. Sentences end at ``.``, ``!`` or
+``?`` (the original uses nltk). ``docs/rewards.md`` has the differences from the original's verdicts.
 """
 
 import csv
@@ -93,8 +91,8 @@ def sentences(text: str) -> Iterator[str]:
                 continue
         yield text[begin:behind].strip()  # never empty: it ends in a mark
         begin = behind
-    if rest := text[begin:].strip():
-        yield rest
+    if last := text[begin:].strip():
+        yield last
 
 
 def _first_sentences(text: str, number: int) -> list[str]:
@@ -122,30 +120,25 @@ def _lines(text: str) -> list[str]:
 
 def _ends(text: str) -> Counter[str]:
     """Count the sentences by their last character, quotes and brackets behind it aside."""
-    return Counter(one.rstrip("\"'\u201d\u2019)]")[-1:] for one in sentences(text))
+    return Counter(sentence.rstrip("\"'\u201d\u2019)]")[-1:] for sentence in sentences(text))
 
 
 def _stop_words(text: str, arguments: JsonMapping) -> bool:
     words = _WORD.findall(text.lower())
-    return bool(words) and 100 * sum(word in STOP_WORDS for word in words) <= float(arguments["percentage"]) * len(
-        words
-    )
+    num_stop_words = sum(word in STOP_WORDS for word in words)
+    return bool(words) and 100 * num_stop_words <= float(arguments["percentage"]) * len(words)
 
 
 def _overlap(text: str, arguments: JsonMapping) -> bool:
-    of_text, of_reference = (
-        {one[place : place + 3] for place in range(len(one) - 2)} for one in (text, str(arguments["reference_text"]))
-    )
+    strings = (text, str(arguments["reference_text"]))
+    of_text, of_reference = ({words[at : at + 3] for at in range(len(words) - 2)} for words in strings)
     return bool(of_text) and abs(100 * len(of_text & of_reference) / len(of_text) - float(arguments["percentage"])) <= 2
 
 
 def _alphabet(text: str, arguments: JsonMapping) -> bool:
     letters = [word[0] for word in _words(text)]
-    return (
-        bool(letters)
-        and set(letters) <= set(string.ascii_lowercase)
-        and all((ord(b) - ord(a)) % 26 == 1 for a, b in pairwise(letters))
-    )
+    follows = ((ord(b) - ord(a)) % 26 == 1 for a, b in pairwise(letters))
+    return bool(letters) and set(letters) <= set(string.ascii_lowercase) and all(follows)
 
 
 def _alliteration(text: str, arguments: JsonMapping) -> bool:
@@ -155,8 +148,8 @@ def _alliteration(text: str, arguments: JsonMapping) -> bool:
 def _words_in_runs(sentence: str) -> int:
     """Return the number of words in runs of words that begin with one letter."""
     letters = [word[0] for raw in sentence.lower().split() if (word := raw.lstrip(_EDGES))]
-    same = [a == b for a, b in pairwise(letters)]
-    return sum(same) + sum(now and not before for before, now in pairwise([False, *same]))
+    equal = [a == b for a, b in pairwise(letters)]
+    return sum(equal) + sum(now and not before for before, now in pairwise([False, *equal]))
 
 
 def _palindromes(text: str, arguments: JsonMapping) -> bool:
@@ -166,8 +159,8 @@ def _palindromes(text: str, arguments: JsonMapping) -> bool:
 def _punctuation(text: str, arguments: JsonMapping) -> bool:
     if "\u203d" in text:
         return set(text) >= _MARKS
-    both = min((place for mark in ("?!", "!?") if (place := text.find(mark)) >= 0), default=-1)
-    return both >= 0 and set(text[:both] + text[both + 2 :]) >= _MARKS
+    place = min((place for mark in ("?!", "!?") if (place := text.find(mark)) >= 0), default=-1)
+    return place >= 0 and set(text[:place] + text[place + 2 :]) >= _MARKS
 
 
 def _parentheses(text: str, arguments: JsonMapping) -> bool:
@@ -204,29 +197,30 @@ def _is_prime(number: int) -> bool:
 
 
 def _options(text: str, arguments: JsonMapping) -> bool:
-    given = str(arguments["options"])
-    separator = next((one for one in ("/", "or") if one in given), ",")
-    options = [option.strip() for option in given.split(separator)]
-    if re.match(r"\W*[aA]\W*[bB]\W*[cC]\W*", given):
+    listed = str(arguments["options"])
+    separator = next((mark for mark in ("/", "or") if mark in listed), ",")
+    options = [option.strip() for option in listed.split(separator)]
+    if re.match(r"\W*[aA]\W*[bB]\W*[cC]\W*", listed):
         return text in options
     return text.strip(_EDGES).lower() in {option.strip(_EDGES).lower() for option in options}
 
 
 def _is_emoji(character: str) -> bool:
-    return "\U0001f000" <= character <= "\U0001faff" or (
-        character > "\u203b" and unicodedata.category(character) == "So"
-    )
+    is_symbol = character > "\u203b" and unicodedata.category(character) == "So"
+    return is_symbol or "\U0001f000" <= character <= "\U0001faff"
 
 
 def _emojis(text: str, arguments: JsonMapping) -> bool:
-    plain = (one.translate(_NO_PUNCTUATION).strip() for one in sentences(text))
-    return all(one and any(map(_is_emoji, one[-2:] + after[:1])) for one, after in pairwise(chain(plain, [""])))
+    plain = (sentence.translate(_NO_PUNCTUATION).strip() for sentence in sentences(text))
+    return all(
+        sentence and any(map(_is_emoji, sentence[-2:] + after[:1])) for sentence, after in pairwise(chain(plain, [""]))
+    )
 
 
 def _equally_long(text: str, arguments: JsonMapping) -> bool:
-    found = _first_sentences(text, 4)
-    words = [word for sentence in found for word in set(_words(sentence))]
-    return len(found) == 3 and len({len(sentence) for sentence in found}) == 1 and len(words) == len(set(words))
+    three = _first_sentences(text, 4)
+    words = [word for sentence in three for word in set(_words(sentence))]
+    return len(three) == 3 and len({len(sentence) for sentence in three}) == 1 and len(words) == len(set(words))
 
 
 def _japanese(text: str, arguments: JsonMapping) -> bool:
@@ -237,11 +231,9 @@ def _japanese(text: str, arguments: JsonMapping) -> bool:
 
 def _keyword_in_sentence(text: str, arguments: JsonMapping) -> bool:
     number = int(arguments["N"])
-    found = _first_sentences(text, number)
-    return (
-        1 <= number <= len(found)
-        and re.search(rf"\b{re.escape(str(arguments['word']))}\b", found[number - 1], re.IGNORECASE) is not None
-    )
+    first = _first_sentences(text, number)
+    word = rf"\b{re.escape(str(arguments['word']))}\b"
+    return 1 <= number <= len(first) and re.search(word, first[number - 1], re.IGNORECASE) is not None
 
 
 def _last_is_first(text: str, arguments: JsonMapping) -> bool:
@@ -251,7 +243,7 @@ def _last_is_first(text: str, arguments: JsonMapping) -> bool:
 
 def _ends_as_it_begins(text: str, arguments: JsonMapping) -> bool:
     words = (line.lower().strip(_EDGES).split() for line in _lines(text))
-    return all(one[0] == one[-1] for one in words if one)
+    return all(line[0] == line[-1] for line in words if line)
 
 
 def _longer_each_time(text: str, arguments: JsonMapping) -> bool:
@@ -303,10 +295,8 @@ def _africa(text: str, arguments: JsonMapping) -> bool:
 
 
 def _story(text: str, arguments: JsonMapping) -> bool:
-    found = _first_sentences(text, 27)
-    return len(found) == 26 and all(
-        one.lower().startswith(letter) for one, letter in zip(found, string.ascii_lowercase, strict=True)
-    )
+    lines = _first_sentences(text, 27)
+    return [line.lower()[:1] for line in lines] == list(string.ascii_lowercase)
 
 
 def _rows(text: str, delimiter: str) -> list[list[str]]:
@@ -323,9 +313,7 @@ def _quotes_kept(text: str) -> str:
 
 
 def _is_special(field: str) -> bool:
-    """Return whether a field begins with a quote and has a character that is no word's and no space before its last
-    quote.
-    """
+    """Return whether a field has a character that is no word's and no blank between its first and last quote."""
     return field.startswith('"') and re.search(r"[^\w\s]", field[1 : field.rindex('"')]) is not None
 
 
@@ -335,9 +323,8 @@ def _has_header(row: Sequence[str], *names: str) -> bool:
 
 def _cities(text: str, arguments: JsonMapping) -> bool:
     rows = _rows(text, ",")
-    return (
-        len(rows) == 8 and rows[0] == ["ID", "Country", "City", "Year", "Count"] and all(len(row) == 5 for row in rows)
-    )
+    header = ["ID", "Country", "City", "Year", "Count"]
+    return len(rows) == 8 and rows[0] == header and all(len(row) == 5 for row in rows)
 
 
 def _special_field(text: str, arguments: JsonMapping) -> bool:
@@ -351,9 +338,9 @@ def _quoted_fields(text: str, arguments: JsonMapping) -> bool:
     rows = _rows(_quotes_kept(text), "\t")
     if len(rows) != 4 or not _has_header(rows[0], "StudentID", "Subject", "Grade", "Semester", "Score"):
         return False
-    return all(
-        len(row) == 5 and all(len(one := field.strip()) > 1 and one[0] == one[-1] == '"' for field in row)
-        for row in rows
+    fields = [field.strip() for row in rows for field in row]
+    return all(len(row) == 5 for row in rows) and all(
+        len(field) > 1 and field[0] == field[-1] == '"' for field in fields
     )
 
 
@@ -370,19 +357,16 @@ def _dates(text: str, arguments: JsonMapping) -> bool:
 
 
 def _keywords(text: str, arguments: JsonMapping) -> bool:
-    plain = text.lower()
-    return all(
-        plain.count(str(arguments[f"keyword{number}"]).strip().lower()) == count
-        for number, count in enumerate((1, 2, 3, 5, 7), 1)
-    )
+    words = [str(arguments[f"keyword{number}"]).strip().lower() for number in range(1, 6)]
+    return [text.lower().count(word) for word in words] == [1, 2, 3, 5, 7]
 
 
 def _keyword_at(text: str, arguments: JsonMapping) -> bool:
     sentence, place = int(arguments["n"]), int(arguments["m"])
-    found = _first_sentences(text, sentence)
-    if not 1 <= sentence <= len(found):
+    first = _first_sentences(text, sentence)
+    if not 1 <= sentence <= len(first):
         return False
-    words = [token for token in _TOKEN.findall(found[sentence - 1]) if token[0].isalnum()]
+    words = [token for token in _TOKEN.findall(first[sentence - 1]) if token[0].isalnum()]
     return 1 <= place <= len(words) and words[place - 1].lower() == str(arguments["keyword"]).strip().lower()
 
 
@@ -394,8 +378,8 @@ def _second_words(text: str, arguments: JsonMapping) -> bool:
 
 
 def _first_word_changed(text: str, arguments: JsonMapping) -> bool:
-    asked, said = str(arguments["prompt_to_repeat"]), text.split()
-    return asked != text and said[1:] == asked.split()[1:]
+    prompt, said = str(arguments["prompt_to_repeat"]), text.split()
+    return prompt != text and said[1:] == prompt.split()[1:]
 
 
 def _span(text: str, arguments: JsonMapping) -> bool:
@@ -445,12 +429,10 @@ INSTRUCTIONS: dict[str, Check] = {
     "custom:csv_special_character": _special_field,
     "custom:date_format_list": _dates,
     "custom:european_capitals_sort": lambda text, arguments: (
-        [one.strip() for one in _ascii(text).split(",") if one.strip()] == CAPITALS
+        [city.strip() for city in _ascii(text).split(",") if city.strip()] == CAPITALS
     ),
     "custom:mcq_count_length": _questions,
-    "custom:multiples": lambda text, arguments: (
-        re.findall(r"\d+", text) == [str(number) for number in range(14, 51, 7)]
-    ),
+    "custom:multiples": lambda text, arguments: re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"],
     "custom:reverse_newline": _africa,
     "custom:sentence_alphabet": _story,
     "custom:word_reverse": _reversed_words,
@@ -497,4 +479,3 @@ INSTRUCTIONS: dict[str, Check] = {
     "words:vowel": lambda text, arguments: "\n" not in text.strip() and len(_VOWELS & set(text.lower())) <= 3,
     "words:words_position": _second_words,
 }
-"""Checks by instruction id."""

@@ -1,13 +1,9 @@
-"""Reward for instructions that can be verified by a program: IFEval's, and IFBench's
-(``tidemill.rewards.builtin.ifbench``).
+"""Reward for instructions that a program can verify: IFEval's, and IFBench's (``tidemill.rewards.builtin.ifbench``).
 
-Source: IFEval (Zhou et al. 2023, arXiv 2311.07911), its instruction ids and arguments; the share of data sets in that
-format can be used unchanged. ``english_*`` checks the case only, and sentences end at ``.``, ``!`` or ``?`` (the
-original uses nltk).
-
-``language:response_language`` needs the library langdetect (extra ``language``). Its profiles of 55 languages are
-loaded with this module (0.3 s, where the library is installed), which the keeper of the child processes imports before
-the first sample: none waits for them. A call reads 10,000 characters at most, and takes up to 40 ms.
+Source: IFEval (Zhou et al. 2023, arXiv 2311.07911), its instruction ids and arguments: data sets in that format can be
+used unchanged. ``english_*`` checks the case only, and sentences end at ``.``, ``!`` or ``?`` (the original uses nltk).
+``language:response_language`` needs langdetect (extra ``language``). Its profiles are loaded with this module (0.3 s),
+which the keeper of the child processes imports before the first sample. A call takes up to 40 ms.
 """
 
 import json
@@ -35,8 +31,8 @@ LANGUAGE_SEED = 0
 
 
 def ifeval(request: RewardRequest, *, share: bool = False) -> dict[str, float]:
-    """Return ``score`` (1 if all instructions are followed; with ``share`` the share of them), ``followed`` (the
-    share).
+    """Return ``followed``, the share of instructions that are followed, and ``score``: with ``share`` the same, else 1
+    for all.
 
     The metadata, or a label that is a map, has ``instruction_id_list`` and ``kwargs``, one map for each instruction. An
     empty response follows none. Raises RewardFailed for an unknown instruction, or arguments that are missing.
@@ -44,16 +40,12 @@ def ifeval(request: RewardRequest, *, share: bool = False) -> dict[str, float]:
     instructions: JsonMapping = request.label if isinstance(request.label, Mapping) else request.metadata
     names, arguments = instructions.get("instruction_id_list"), instructions.get("kwargs")
     if not isinstance(names, (list, tuple)) or not names:
-        raise RewardFailed(
-            "ifeval",
-            f"want a list under instruction_id_list in metadata or label, got keys {sorted(map(str, instructions))}",
-        )
+        want = "a list under instruction_id_list in metadata or label"
+        raise RewardFailed("ifeval", f"want {want}, got keys {sorted(map(str, instructions))}")
     if not isinstance(arguments, (list, tuple)) or len(arguments) != len(names):
         raise RewardFailed("ifeval", f"want a list of {len(names)} maps under kwargs, one for each instruction")
-    results = [
-        follows(str(name), values or {}, request.response) for name, values in zip(names, arguments, strict=True)
-    ]
-    followed = sum(results) / len(results)
+    pairs = zip(names, arguments, strict=True)
+    followed = sum(follows(str(name), values or {}, request.response) for name, values in pairs) / len(names)
     return {"score": followed if share else float(followed == 1), "followed": followed}
 
 
@@ -61,8 +53,8 @@ def follows(name: str, arguments: JsonMapping, response: str) -> bool:
     """Return whether a response follows one instruction. Raises RewardFailed."""
     check = INSTRUCTIONS.get(name) or ifbench.INSTRUCTIONS.get(name)
     if check is None:
-        known = ", ".join(sorted(INSTRUCTIONS.keys() | ifbench.INSTRUCTIONS.keys()))
-        raise RewardFailed("ifeval", f"instruction {name!r} is not supported; there are {known}")
+        names = ", ".join(sorted(INSTRUCTIONS.keys() | ifbench.INSTRUCTIONS.keys()))
+        raise RewardFailed("ifeval", f"instruction {name!r} is not supported; there are {names}")
     if not isinstance(arguments, Mapping):
         raise RewardFailed("ifeval", f"instruction {name!r}: want a map of arguments, got {arguments!r}"[:500])
     try:
@@ -70,9 +62,8 @@ def follows(name: str, arguments: JsonMapping, response: str) -> bool:
     except ModuleNotFoundError as error:
         raise RewardFailed("ifeval", f"instruction {name!r} {error}") from None
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise RewardFailed(
-            "ifeval", f"instruction {name!r} with {dict(arguments)!r}: {type(error).__name__}: {error}"[:500]
-        ) from None
+        reason = f"instruction {name!r} with {dict(arguments)!r}: {type(error).__name__}: {error}"
+        raise RewardFailed("ifeval", reason[:500]) from None
 
 
 def _compared(count: int, relation: str, bound: int) -> bool:
@@ -200,7 +191,6 @@ INSTRUCTIONS: dict[str, Check] = {
     ),
     "startend:quotation": _quoted,
 }
-"""Checks by instruction id; IFBench has its own in ``tidemill.rewards.builtin.ifbench``."""
 
 
 # ---- the language of a text
@@ -222,8 +212,7 @@ _FACTORY = _profiles()
 
 
 def written_in(text: str, language: str) -> bool:
-    """Return whether a text is written in a language, by its code (``de``, ``zh-cn``); True for a text without letters,
-    as in IFEval.
+    """Return whether a text is written in a language, by its code (``de``, ``zh-cn``); True for one without letters.
 
     Raises ModuleNotFoundError without the library, ValueError for a code that it does not have.
     """

@@ -1,8 +1,7 @@
 r"""Reward for questions with a short final answer (GSM8K, MATH): correctness of the answer, and its format.
 
-The module finds the answer (``#### 18``, ``\boxed{18}``, or the last number of the text) and compares it as a number or
-as text. Everything takes time linear in the response, because an untrained policy often repeats one token up to the
-length limit.
+The answer (``#### 18``, ``\boxed{18}``, or the last number) is compared as a number or as text. Everything takes time
+linear in the response, because an untrained policy often repeats one token up to the length limit.
 """
 
 import re
@@ -42,13 +41,11 @@ _MAX_DIGITS = 1000
 
 
 def math_answer(request: RewardRequest, *, correct_weight: float = 1.0, format_weight: float = 0.1) -> dict[str, float]:
-    """Return ``score``, ``correct`` and ``format`` of a response; ``score = correct_weight * correct + format_weight *
-    format``.
+    """Return ``correct`` (0 or 1), ``format`` and ``score``, their sum with the weights.
 
-    ``correct`` is 0 or 1. ``format`` is the share of these that hold: ``####`` occurs, exactly once, a number follows
-    it, and nothing follows the number. The label is the answer itself or a worked solution that ends in ``####
-    answer``.
-    Raises RewardFailed for a label that is neither text nor a number: every response would be scored as wrong.
+    ``format`` is the share of these that hold: ``####`` occurs, exactly once, a number follows it, and nothing follows
+    the number. The label is the answer itself or a worked solution that ends in ``#### answer``. Raises RewardFailed
+    for a label that is neither text nor a number: every response would be scored as wrong.
     """
     correct = float(is_right(request.response, find_gold(request.label)))
     form = format_share(request.response)
@@ -71,14 +68,12 @@ def find_gold(label: object) -> str:
 
 def is_right(response: str, gold: str) -> bool:
     """Return whether the answer in a response is ``gold``."""
-    answer, whole = _answer(response)
-    return same_answer(answer, gold, whole=whole)
+    answer, is_box = _answer(response)
+    return same_answer(answer, gold, whole=is_box)
 
 
 def find_answer(response: str) -> str | None:
-    r"""Return the line after the last ``####`` (or a ``\boxed{}`` in it), else the last ``\boxed{}``, else the last
-    number, else None.
-    """
+    r"""Return the line after the last ``####`` (or a box in it), else the last ``\boxed{}``, else the last number."""
     return _answer(response)[0]
 
 
@@ -94,8 +89,7 @@ def _answer(response: str) -> tuple[str | None, bool]:
 
 
 def same_answer(answer: str | None, gold: str, *, whole: bool = False) -> bool:
-    """Return whether ``answer`` (``18``, ``$18.00``, ``18 eggs``) is the number ``gold`` or, if ``gold`` is not a
-    number, the same text.
+    """Return whether ``answer`` (``18``, ``$18.00``, ``18 eggs``) is the number, or else the text, ``gold``.
 
     ``whole``: all of it must be the number, but for a unit, as in a box. A line begins with the number, and units or an
     explanation follow (``18 eggs of 20``).
@@ -112,9 +106,7 @@ def same_answer(answer: str | None, gold: str, *, whole: bool = False) -> bool:
 
 
 def number_in_box(text: str, *, words: bool = True) -> Fraction | None:
-    r"""Return the number that is all of a text, but for ``x =`` and a unit: ``5\text{ cm}`` or, with ``words``, ``5
-    eggs``; else None.
-    """
+    r"""Return the number that is all of a text but ``x =`` and a unit: ``5\text{ cm}``, with ``words`` ``5 eggs``."""
     if len(text) > _MAX_DIGITS:
         return None
     text = ASSIGNED.sub("", text.strip().removesuffix("."))
@@ -125,9 +117,7 @@ def number_in_box(text: str, *, words: bool = True) -> Fraction | None:
 
 
 def to_number(text: str) -> Fraction | None:
-    r"""Parse ``1,234.50``, ``$5``, ``50%`` (as 50), ``3/4``, ``\frac{3}{4}``, ``1\frac{3}{4}``, ``-.5``, ``1e2``
-    exactly; else None.
-    """
+    r"""Parse ``1,234.50``, ``$5``, ``50%`` (as 50), ``3/4``, ``1\frac{3}{4}``, ``-.5``, ``1e2`` exactly; else None."""
     if len(text) > _MAX_DIGITS:
         return None
     number = plain(text)
@@ -135,9 +125,9 @@ def to_number(text: str) -> Fraction | None:
         number = number[1:-1]
     mixed = _MIXED.fullmatch(number)
     if mixed is not None:
-        sign, whole, above, below = mixed[1], mixed[2], mixed[3] or mixed[5], mixed[4] or mixed[6]
+        sign, integer, above, below = mixed[1], mixed[2], mixed[3] or mixed[5], mixed[4] or mixed[6]
         part = to_number(f"{above}/{below}")
-        return None if part is None else (Fraction(whole) + part) * (-1 if sign == "-" else 1)
+        return None if part is None else (Fraction(integer) + part) * (-1 if sign == "-" else 1)
     if fraction := _FRACTION.fullmatch(number):
         minus = (fraction[1] == "-") != (fraction[2] == "-")
         number = f"{'-' if minus else ''}{fraction[3] or fraction[4]}/{fraction[5] or fraction[6]}"
@@ -154,9 +144,7 @@ def to_number(text: str) -> Fraction | None:
 
 
 def format_share(response: str) -> float:
-    """Return the share of the four format criteria that a response meets (see ``math_answer``); 0 without any
-    ``####``.
-    """
+    """Return the share of the four format criteria of ``math_answer`` that hold; 0 without any ``####``."""
     _, marker, tail = response.rpartition(MARKER)
     if not marker:
         return 0.0
@@ -166,17 +154,13 @@ def format_share(response: str) -> float:
 
 
 def plain(text: str) -> str:
-    """Remove everything that does not change an answer: blanks, currency, percent, a final full stop, TeX wrappers,
-    groups of digits.
-    """
+    """Remove blanks, currency, percent, a final full stop, TeX wrappers, and the separators of groups of digits."""
     text = ungrouped(WRAPPED.sub(r"\1", text)).replace("\\$", "").replace("\\%", "").replace("{-}", "-")
     return BLANKS.sub("", re.sub(r"[$%€£]", "", text).strip()).removesuffix(".")
 
 
 def ungrouped(text: str) -> str:
-    r"""Return a text with ASCII's minus and blanks, and the groups of its numbers joined: ``1{,}234``, ``1\,234``,
-    ``1,\!234``: 1234.
-    """
+    r"""Return a text with ASCII's minus and blanks, and joined groups of digits: ``1{,}234``, ``1\,234``: 1234."""
     text = text.replace("\N{MINUS SIGN}", "-").replace(r"\!", "")
     return _NARROW.sub(" ", _GROUPED.sub(lambda number: re.sub("[^0-9]", "", number[0]), text))
 

@@ -1,8 +1,7 @@
-r"""Equality of short mathematical answers: numbers, fractions, expressions, tuples, sets, intervals, and text.
+"""Equality of short mathematical answers: numbers, fractions, expressions, tuples, sets, intervals, and text.
 
-Knows no place of an answer in a response. Bounded in time: one pass over each text, and expressions of bounded length.
-Source of the normal form: the MATH benchmark (Hendrycks et al. 2021, arXiv 2103.03874): units, degrees, text and spaces
-do not matter.
+Bounded in time: one pass over each text, and expressions of bounded length. Source of the normal form: the MATH
+benchmark (Hendrycks et al. 2021, arXiv 2103.03874): units, degrees, text and spaces do not matter.
 """
 
 import re
@@ -25,51 +24,46 @@ _OPEN, _CLOSE = "([{", ")]}"
 
 def same_math(answer: str, gold: str) -> bool:
     """Return whether two answers are the same number, expression, list of them, or text."""
-    left, right = plain(answer), plain(gold)
-    if not left or not right:
+    first, second = plain(answer), plain(gold)
+    if not first or not second:
         return False
-    if BLANKS.sub("", left).casefold() == BLANKS.sub("", right).casefold() or _equal(left, right, depth=0):
+    if BLANKS.sub("", first).casefold() == BLANKS.sub("", second).casefold() or _equal(first, second, depth=0):
         return True
     number = number_in_box(answer, words=False)
     return number is not None and number == number_in_box(gold, words=False)
 
 
 def plain(text: str) -> str:
-    r"""Return an answer without the parts that do not change it: ``$``, ``\left``, ``\text{}``, units, ``x =``, a final
-    full stop.
-    """
+    r"""Return an answer without ``$``, ``\left``, ``\text{}``, units, ``x =`` and a final full stop."""
     text = ungrouped(WRAPPED.sub(r"\1", text[: 10 * MAX_CHARACTERS])).replace("\N{GREEK SMALL LETTER PI}", r"\pi")
     text = _DROPPED.sub("", text).replace(r"\{", "{").replace(r"\}", "}").replace(r"\cup", "U").strip()
     text = _LISTED.sub(", ", ASSIGNED.sub("", text.removesuffix(".").strip())).replace("**", "^")
     return _UNITS.sub("", text).strip()
 
 
-def _equal(left: str, right: str, depth: int) -> bool:
-    first, second = _parts(left), _parts(right)
-    if first is None and second is None:
-        return _same_value(left, right)
-    if first is None or second is None or depth > 3 or len(first[1]) != len(second[1]) or first[0] != second[0]:
+def _equal(first: str, second: str, depth: int) -> bool:
+    parts, second_parts = _parts(first), _parts(second)
+    if parts is None and second_parts is None:
+        return _same_value(first, second)
+    if parts is None or second_parts is None or depth > 3 or parts[0] != second_parts[0]:
         return False
-    if first[0] == "{}" or not first[0]:  # a set, or a list without brackets: any order
-        rest = list(second[1])
-        for part in first[1]:
-            found = next((other for other in rest if _equal(part, other, depth + 1)), None)
-            if found is None:
-                return False
-            rest.remove(found)
-        return True
-    return all(_equal(one, other, depth + 1) for one, other in zip(first[1], second[1], strict=True))
+    brackets, members, unmatched = *parts, second_parts[1]
+    if len(members) != len(unmatched):
+        return False
+    if brackets not in ("{}", ""):
+        return all(_equal(*pair, depth + 1) for pair in zip(members, unmatched, strict=True))
+    for member in members:  # of a set, or of a list without brackets: in any order
+        partner = next((candidate for candidate in unmatched if _equal(member, candidate, depth + 1)), None)
+        if partner is None:
+            return False
+        unmatched.remove(partner)
+    return True
 
 
 def _parts(text: str) -> tuple[str, list[str]] | None:
-    """Return the brackets and the members of ``(1, 2)``, ``[0, 1)``, ``{1, 2}`` or ``1, 2``; None for a single
-    value.
-    """
-    brackets = ""
-    if text[:1] in _OPEN and text[-1:] in _CLOSE and _wraps(text):
-        brackets, inner = text[0] + text[-1], text[1:-1]
-    else:
-        inner = text
+    """Return the brackets and members of ``(1, 2)``, ``[0, 1)``, ``{1}`` or ``1, 2``; None for a single value."""
+    is_wrapped = text[:1] in _OPEN and text[-1:] in _CLOSE and _wraps(text)
+    brackets, inner = (text[0] + text[-1], text[1:-1]) if is_wrapped else ("", text)
     members, depth, begin = [], 0, 0
     for place, letter in enumerate(inner):
         depth += (letter in _OPEN) - (letter in _CLOSE)
@@ -89,19 +83,19 @@ def _wraps(text: str) -> bool:
     return False
 
 
-def _same_value(left: str, right: str) -> bool:
-    left_number, right_number = to_number(left), to_number(right)
-    if left_number is not None and right_number is not None:
-        return left_number == right_number
-    left, right = _unmixed(left), _unmixed(right)
-    names = sorted(letters(left) | letters(right))
+def _same_value(first: str, second: str) -> bool:
+    numbers = to_number(first), to_number(second)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    first, second = _unmixed(first), _unmixed(second)
+    names = sorted(letters(first) | letters(second))
     if len(names) > len(_POINTS[0]):
         return False
     try:
         for point in _POINTS[: 3 if names else 1]:
             variables = dict(zip(names, point, strict=False))
-            first, second = value(left, variables), value(right, variables)
-            if abs(first - second) > _TOLERANCE * max(1.0, abs(first), abs(second)):
+            values = value(first, variables), value(second, variables)
+            if abs(values[0] - values[1]) > _TOLERANCE * max(1.0, *map(abs, values)):
                 return False
     except NoExpression:
         return False
@@ -113,5 +107,5 @@ def _unmixed(text: str) -> str:
     mixed = _MIXED.match(text)
     if mixed is None:
         return text
-    whole, above, below = mixed.groups()[:3] if mixed.group(1) else mixed.groups()[3:]
-    return f"{whole}{'-' if whole.startswith('-') else '+'}{above}/{below}"
+    integer, above, below = mixed.groups()[:3] if mixed.group(1) else mixed.groups()[3:]
+    return f"{integer}{'-' if integer.startswith('-') else '+'}{above}/{below}"

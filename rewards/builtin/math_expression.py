@@ -1,9 +1,8 @@
-r"""Values of mathematical expressions in LaTeX or plain text: ``\frac{3}{4}x^2 - 2\sqrt{3}``. Used to compare answers,
-never to run them.
+r"""Values of mathematical expressions in LaTeX or plain text (``\frac{3}{4}x^2 - 2\sqrt{3}``), to compare answers.
 
-An expression is evaluated at given values of its letters, in complex floats. Two expressions that agree at several
-arbitrary points are taken as equal (Schwartz 1980, Zippel 1979: a polynomial that is not 0 is 0 at few points). Length
-and depth are bounded, so time is, too.
+An expression is evaluated at given values of its letters, in complex floats. Two that agree at several arbitrary points
+are taken as equal (Schwartz 1980, Zippel 1979: a polynomial that is not 0 is 0 at few points). Length and depth are
+bounded, so time is, too.
 """
 
 import cmath
@@ -51,9 +50,7 @@ def value(text: str, variables: Mapping[str, complex]) -> complex:
 
 
 class _Parser:
-    """Recursive descent: sum of products of powers of atoms. A product needs no sign: ``2x``, ``2\\sqrt{3}``,
-    ``(x+1)(x-1)``.
-    """
+    r"""Recursive descent: sum of products of powers of atoms. A product needs no sign: ``2\sqrt{3}``, ``(x+1)y``."""
 
     def __init__(self, text: str, variables: Mapping[str, complex]) -> None:
         self._tokens = [token for match in _TOKEN.finditer(text) if (token := _token(match))]
@@ -162,7 +159,7 @@ class _Parser:
 
 
 def _token(match: re.Match[str]) -> str:
-    number, command, letter, other = match.groups()
+    number, command, letter, sign = match.groups()
     if command:
         return "" if command in _SILENT else _TIMES.get(command, f"\\{command}")
-    return str(number or letter or other or "").strip()
+    return str(number or letter or sign or "").strip()

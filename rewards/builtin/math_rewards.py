@@ -18,8 +18,7 @@ from tidemill.rewards.port import RewardRequest
 
 
 def boxed_and_golds(text: str, label: object) -> tuple[str | None, list[str]]:
-    r"""Return the content of the text's last ``\boxed{}`` (None without one), and the answers in the label, which may
-    be a list of labels.
+    r"""Return the content of the last ``\boxed{}`` (or None), and the answers in a label or in a list of labels.
 
     Raises RewardFailed for a label that holds no answer.
     """
@@ -29,9 +28,7 @@ def boxed_and_golds(text: str, label: object) -> tuple[str | None, list[str]]:
 
 
 def boxed_is_label(text: str, label: object) -> bool:
-    r"""Return whether the text's last ``\boxed{}`` equals the label, or one of the labels. Raises RewardFailed as
-    ``boxed_and_golds``.
-    """
+    r"""Return whether the last ``\boxed{}`` equals a label. Raises as ``boxed_and_golds``."""
     answer, golds = boxed_and_golds(text, label)
     return answer is not None and any(same_math(answer, gold) for gold in golds)
 
@@ -39,9 +36,8 @@ def boxed_is_label(text: str, label: object) -> bool:
 def math(request: RewardRequest, *, rest: Literal["", "math_verify"] = "") -> float:
     r"""Return 1.0 if the last ``\boxed{}`` of the response equals the label (or one of the labels), else 0.0.
 
-    ``rest``: ask the library math-verify about answers that are not found equal here, unless both are numbers; the
-    reward runs in child processes then. Raises RewardFailed for a label that holds no answer, and with ``rest``
-    ModuleNotFoundError without the library.
+    ``rest``: ask math-verify about answers that are not found equal here, unless both are numbers; the reward runs in
+    child processes then. Raises RewardFailed for a label that holds no answer, ModuleNotFoundError without the library.
     """
     answer, golds = boxed_and_golds(request.response, request.label)
     if answer is None:
@@ -65,14 +61,13 @@ def _is_number(text: str) -> bool:
 def deepscaler(request: RewardRequest, *, think: bool = True) -> float:
     r"""Return 1.0 if the last ``\boxed{}`` of the solution equals the label (or one of the labels), else 0.0.
 
-    ``think``: a response without ``</think>`` or ``###Response`` scores 0. Raises RewardFailed for a label that holds
-    no answer.
+    ``think``: without ``</think>`` or ``###Response`` it is 0. Raises RewardFailed for a label that holds no answer.
     """
-    _, ended, solution = request.response.rpartition("</think>")
-    if not ended:
-        _, ended, behind_header = request.response.partition("###Response")
+    _, marker, solution = request.response.rpartition("</think>")
+    if not marker:
+        _, marker, behind_header = request.response.partition("###Response")
         solution = behind_header.partition("###Response")[0]
-    if not ended:
+    if not marker:
         if think:
             return 0.0
         solution = request.response
@@ -85,9 +80,7 @@ _ANSWER = re.compile(r"answer\s{0,20}:\s{0,20}([^\n]+)", re.IGNORECASE)
 
 
 def dapo(request: RewardRequest) -> dict[str, float]:
-    """Return ``score`` (1.0 or -1.0) and ``correct`` (1.0 or 0.0). Raises RewardFailed for a label that holds no
-    answer.
-    """
+    """Return ``score`` (1.0 or -1.0) and ``correct``. Raises RewardFailed for a label that holds no answer."""
     gold = find_gold(request.label)
     answers = _ANSWER.findall(request.response[-TAIL:])
     answer = answers[-1].strip() if answers else ""

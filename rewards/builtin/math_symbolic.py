@@ -1,8 +1,7 @@
-r"""Reward for an answer that equals the label as mathematics, by the library math-verify (extra ``math``).
+"""Reward for an answer that equals the label as mathematics, by the library math-verify (extra ``math``).
 
-It reads LaTeX and expressions, and compares them by sympy: matrices, intervals, sets, equations, inequalities, units.
-It can take long, so it runs in child processes. ``math`` and ``deepscaler`` are faster and stricter; ``math`` asks it
-for the rest with ``rest: math_verify``.
+It reads LaTeX, and compares by sympy: matrices, intervals, sets, equations, inequalities, units. It can take long, so
+it runs in child processes; ``math`` and ``deepscaler`` are faster and stricter.
 """
 
 import contextlib
@@ -10,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from tidemill.bus.wire.json_object import is_number
 from tidemill.rewards.builtin.math_answer import last_boxed
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import RewardRequest
@@ -21,8 +21,8 @@ with contextlib.suppress(
 
 
 def math_verify(request: RewardRequest, *, boxed: bool = False, precision: int = 6) -> float:
-    r"""Return 1.0 if the answer that math-verify finds in the response equals the label (or one of a list of labels),
-    else 0.0.
+    r"""Return 1.0 if the answer that math-verify finds in the response equals the label (or one of the labels), else
+    0.0.
 
     ``boxed``: only the last ``\boxed{}`` counts. ``precision``: digits behind the point in which numbers must agree.
     Raises RewardFailed for a label in which no answer is found, ModuleNotFoundError without the library.
@@ -39,10 +39,9 @@ def math_verify(request: RewardRequest, *, boxed: bool = False, precision: int =
 
 
 def same_by_library(answer: str, golds: Sequence[str], *, precision: int = 6) -> bool:
-    """Return whether math-verify finds an answer equal to one of the labels' answers; one that it cannot read equals
-    none.
+    """Return whether math-verify finds an answer equal to one of the labels' answers, as far as it reads them.
 
-    It can take long, or for ever: call it in a process with a limit. Raises ModuleNotFoundError without the library.
+    It can take for ever: call it in a process with a limit. Raises ModuleNotFoundError without the library.
     """
     return _is_one_of(rf"\boxed{{{answer}}}", [gold for gold in map(_parsed, golds) if gold], precision)
 
@@ -54,7 +53,7 @@ def _is_one_of(text: str, golds: Sequence[Any], precision: int) -> bool:
 
 
 def _gold(label: object) -> Any:
-    if isinstance(label, bool) or not isinstance(label, str | int | float):
+    if not (isinstance(label, str) or is_number(label)):
         raise RewardFailed("math_verify", f"label: want a text or a number, got {label!r}"[:300])
     gold = _parsed(str(label))
     if not gold:

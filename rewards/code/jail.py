@@ -1,14 +1,10 @@
-"""Program of a sandboxed interpreter: gives up the rights that it does not need, then runs a program. Imports nothing
-of ours.
+"""Program of a sandboxed interpreter: gives up rights, then runs a program. Imports nothing of ours.
 
-Its first argument is a descriptor with settings (JSON), its second one for the result. Before the program runs: limits
-on processor time, memory, files and output size; Landlock, where the kernel has it, leaves only the interpreter's own
-files to be read; a seccomp filter allows the system calls of computing and reading, and refuses all others: sockets,
-processes, signals to others, writing and changing files. The filter stays for the life of the process, and nothing can
-be executed that would be without it.
-
-Sources: seccomp(2), Documentation/userspace-api/seccomp_filter.rst and landlock.rst of Linux, its tables of system
-calls.
+Its arguments are descriptors of the settings (JSON) and of the result. Before the program runs come limits on processor
+time, memory, files and output; Landlock, where the kernel has it, which leaves only the interpreter's own files to be
+read; and a seccomp filter of the system calls of computing and reading, which refuses sockets, processes, signals to
+others and changes of files, for the life of the process. Sources: seccomp(2), and seccomp_filter.rst, landlock.rst and
+the tables of system calls of Linux.
 """
 
 import builtins
@@ -27,23 +23,32 @@ ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 CALLS = {
     # Numbers on x86_64 and aarch64; None where there is no such call.
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "pwrite64": (18, 68),
-    "close": (3, 57), "close_range": (436, 436), "fstat": (5, 80), "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79),
+    "close": (3, 57), "close_range": (436, 436), "fstat": (5, 80), "stat": (4, None), "lstat": (6, None),
+    "newfstatat": (262, 79),
     "statx": (332, 291), "statfs": (137, 43), "fstatfs": (138, 44), "lseek": (8, 62), "fadvise64": (221, 223),
-    "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "readlink": (89, None), "readlinkat": (267, 78),
+    "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "readlink": (89, None),
+    "readlinkat": (267, 78),
     "getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49), "dup": (32, 23), "dup2": (33, None),
     "dup3": (292, 24),
-    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "mremap": (25, 216), "madvise": (28, 233), "brk": (12, 214),
+    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "mremap": (25, 216), "madvise": (28, 233),
+    "brk": (12, 214),
     "mincore": (27, 232), "membarrier": (324, 283),
     "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
-    "restart_syscall": (219, 128), "pipe": (22, None), "pipe2": (293, 59), "select": (23, None), "pselect6": (270, 72), "poll": (7, None),
-    "ppoll": (271, 73), "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
+    "restart_syscall": (219, 128), "pipe": (22, None), "pipe2": (293, 59), "select": (23, None),
+    "pselect6": (270, 72), "poll": (7, None),
+    "ppoll": (271, 73), "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None),
+    "epoll_pwait": (281, 22),
     "eventfd2": (290, 19), "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "getcpu": (309, 168),
     "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114),
     "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153), "getrusage": (98, 165), "getrlimit": (97, 163),
-    "sysinfo": (99, 179), "uname": (63, 160), "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getuid": (102, 174),
-    "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getresuid": (118, 148), "getresgid": (120, 150),
-    "getpgid": (121, 155), "getsid": (124, 156), "getgroups": (115, 158), "futex": (202, 98), "set_robust_list": (273, 99),
-    "get_robust_list": (274, 100), "set_tid_address": (218, 96), "rseq": (334, 293), "arch_prctl": (158, None), "getrandom": (318, 278),
+    "sysinfo": (99, 179), "uname": (63, 160), "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173),
+    "getuid": (102, 174),
+    "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getresuid": (118, 148),
+    "getresgid": (120, 150),
+    "getpgid": (121, 155), "getsid": (124, 156), "getgroups": (115, 158), "futex": (202, 98),
+    "set_robust_list": (273, 99),
+    "get_robust_list": (274, 100), "set_tid_address": (218, 96), "rseq": (334, 293), "arch_prctl": (158, None),
+    "getrandom": (318, 278),
     "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
 """System calls that are allowed with any argument."""
@@ -61,11 +66,11 @@ CONFINED = b"+"
 AST_ONLY = 0x400
 """Flag of ``compile``: ast.PyCF_ONLY_AST, without importing that module."""
 MODULES = (
-    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools", "functools",
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
+    "functools",
     "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""Modules whose public names a program may use without an import; if two of them have a name, the later module's is
-used.
+"""Modules whose public names need no import; of two with a name, the later one's is used.
 
 Source: the imports that LiveCodeBench (lcb_runner/evaluation/testing_util.py at 28fef95e) puts before each program, as
 APPS and verl do.
@@ -78,12 +83,8 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 def seccomp_filter(machine: str, pid: int) -> bytes:
     """Return the BPF program for a machine and the process with this id. Raises KeyError for another machine."""
     audit, column = ARCHITECTURES[machine]
-    code: list[tuple[int, int, int, int]] = [
-        (_LOAD, 0, 0, 4),
-        (_EQUAL, 1, 0, audit),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, 0),
-    ]
+    code: list[tuple[int, int, int, int]] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit)]
+    code += [(_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
 
     def when(call: "tuple[int | None, int | None]", *then: "tuple[int, int, int, int]") -> None:
         """Append instructions for one system call; the last of them returns."""
@@ -108,7 +109,7 @@ def seccomp_filter(machine: str, pid: int) -> bytes:
     for call in (KILL, TGKILL):
         when(call, argument(0), (_EQUAL, 0, 1, pid), allow, refuse)
     code.append(refuse)
-    return b"".join(struct.pack("<HBBI", *one) for one in code)
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
 
 
 def confine(program: bytes) -> None:
@@ -116,12 +117,9 @@ def confine(program: bytes) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(program, len(program))
     described = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
-    for arguments in (
-        (38, 1, 0, 0, 0),
-        (22, 2, ctypes.c_char_p(described), 0, 0),
-    ):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
-        if libc.prctl(*arguments):
-            raise OSError(ctypes.get_errno(), "prctl")
+    # PR_SET_NO_NEW_PRIVS, without which an unprivileged process may set no filter, then PR_SET_SECCOMP.
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.c_char_p(described), 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def leave_readable(places: "list[str]") -> bool:
@@ -163,8 +161,8 @@ def main() -> None:
         os.write(result_at, repr(error).encode())
         os._exit(1)
     os.write(result_at, CONFINED)  # before the program runs: what it writes comes behind
-    found = run(settings)
-    os.write(result_at, json.dumps(found).encode()[: settings["max_result"]])
+    report = run(settings)
+    os.write(result_at, json.dumps(report).encode()[: settings["max_result"]])
     sys.stdout.flush()
     os._exit(0)  # a program's exit handlers and threads have no part in its result
 
@@ -173,10 +171,8 @@ def restrict(settings: "dict[str, int]") -> None:
     """Give up files, memory, time and system calls. Raises OSError, ValueError, KeyError where that cannot be done."""
     sys.set_int_max_str_digits(0)
     sys.setrecursionlimit(100_000)
-    interpreter = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix]
-    leave_readable(
-        [*interpreter, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom"]
-    )
+    interpreter = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, "/usr", "/lib", "/lib64"]
+    leave_readable([*interpreter, "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom"])
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_FSIZE, 0)
     limit(resource.RLIMIT_NOFILE, 64)
@@ -186,9 +182,7 @@ def restrict(settings: "dict[str, int]") -> None:
 
 
 def run(settings: "dict[str, object]") -> "dict[str, object]":
-    """Run the program, and a call of one of its functions or its tests, if the settings have one. A program's own exit
-    is its end.
-    """
+    """Run the program to its end or exit, and then the call or the tests that the settings have."""
     names: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
     sys.argv = ["solution.py"]
     try:
@@ -214,21 +208,19 @@ def run(settings: "dict[str, object]") -> "dict[str, object]":
 
 
 def imported(program: str) -> "dict[str, object]":
-    """Return the names of ``MODULES`` that a program reads and never binds: nothing is imported for one that imports
-    what it uses.
-    """
-    found: dict[str, object] = {}
+    """Return the names of ``MODULES`` that a program reads and never binds, which it imports where it has to."""
+    namespace: dict[str, object] = {}
     for name in missing(program):
         if name in MODULES:
-            found[name] = importlib.import_module(name)
+            namespace[name] = importlib.import_module(name)
             continue
         for module in map(importlib.import_module, reversed(MODULES)):
             if name in getattr(module, "__all__", ()) or (
                 not hasattr(module, "__all__") and name[:1] != "_" and hasattr(module, name)
             ):
-                found[name] = getattr(module, name)
+                namespace[name] = getattr(module, name)
                 break
-    return found
+    return namespace
 
 
 def missing(program: str) -> "set[str]":
@@ -244,13 +236,11 @@ def missing(program: str) -> "set[str]":
         elif kind == "alias":
             bound.add(node.asname or node.name.split(".")[0])
         elif kind != "keyword":
-            bound |= {
-                getattr(node, "name", None),
-                getattr(node, "arg", None),
-            }  # of a function, class, exception, pattern or parameter
+            # Of a function, class, exception, pattern or parameter.
+            bound |= {getattr(node, "name", None), getattr(node, "arg", None)}
         for field in node._fields:
             value = getattr(node, field, None)
-            nodes += [one for one in (value if isinstance(value, list) else [value]) if hasattr(one, "_fields")]
+            nodes += [child for child in (value if isinstance(value, list) else [value]) if hasattr(child, "_fields")]
     return {name for name in read if name not in bound}
 
 

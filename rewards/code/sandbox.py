@@ -1,8 +1,7 @@
 """Runs a program in a sandboxed process of its own (``rewards/code/jail.py``), with bounds on time, memory and output.
 
 Linux on x86_64 and aarch64, without privileges. A program may compute, start threads, read the interpreter's files and
-its standard input, and write to its standard output. It has no network, starts no process, and changes nothing outside
-of itself.
+its standard input, and write to its standard output. It has no network, and changes nothing outside of itself.
 """
 
 import contextlib
@@ -27,7 +26,6 @@ from tidemill.rewards.errors import RewardFailed
 
 JAIL = str(Path(jail.__file__).resolve())
 MAX_INPUT_BYTES = 64 << 20
-"""Size of the largest standard input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +45,9 @@ class ProgramOutcome:
     """The end of one run."""
 
     output: str = ""
-    """Standard output."""
     passed: bool = False
     """True if the run ended well: without an error, and with its tests passed, if there are any."""
     value: Any = None
-    """Result of the function that was called."""
     reason: str = ""
     """Why it did not end well: an error's name and text, ``time``, ``output``, or the signal that ended it."""
 
@@ -60,10 +56,8 @@ def obstacle() -> str:
     """Return why this machine has no such sandbox; empty if it has one."""
     if sys.platform == "linux" and platform.machine() in jail.ARCHITECTURES:
         return ""
-    return (
-        f"want Linux on {' or '.join(jail.ARCHITECTURES)} for its sandbox, this is {sys.platform} on "
-        f"{platform.machine()}"
-    )
+    want = f"Linux on {' or '.join(jail.ARCHITECTURES)} for its sandbox"
+    return f"want {want}, this is {sys.platform} on {platform.machine()}"
 
 
 def run(
@@ -76,8 +70,7 @@ def run(
     imports: bool = False,
     python: str = "",
 ) -> ProgramOutcome:
-    """Run a Python program to its end, and then ``call`` (a function's name and arguments) or ``tests`` (code that
-    raises).
+    """Run a Python program to its end, and then ``call`` (a function's name and arguments) or ``tests`` (code).
 
     ``imports``: names of ``jail.MODULES`` need no import. ``python``: interpreter; default this one. Raises
     RewardFailed where no process can be started or confined.
@@ -103,17 +96,12 @@ def run(
             process.kill()
         process.wait()
         os.close(result_at)
-    return _outcome(
-        process.returncode,
-        output,
-        result,
-        reason,
-        partial(_passes, tests=bool(tests), call=call is not None, word=word),
-    )
+    passes = partial(_passes, tests=bool(tests), call=call is not None, word=word)
+    return _outcome(process.returncode, output, result, reason, passes)
 
 
 def _started(settings: JsonMapping, python: str) -> tuple["subprocess.Popen[bytes]", int]:
-    """Start an interpreter; return it, and the descriptor from which its result is read. Raises RewardFailed."""
+    """Start an interpreter; return it, and the descriptor of its result. Raises RewardFailed."""
     settings_at = os.memfd_create("settings", os.MFD_CLOEXEC)
     os.write(settings_at, json.dumps(settings).encode())
     os.lseek(settings_at, 0, os.SEEK_SET)
@@ -139,21 +127,19 @@ def _started(settings: JsonMapping, python: str) -> tuple["subprocess.Popen[byte
 
 
 def _talk(process: "subprocess.Popen[bytes]", result_at: int, stdin: bytes, bounds: Bounds) -> tuple[bytes, bytes, str]:
-    """Write the input and read output and result until both end. Returns them, and the reason to end the process
-    before.
-    """
+    """Write the input, read output and result until both end; return them, and the reason to end the process before."""
     assert process.stdin is not None and process.stdout is not None
     end_s = time.monotonic() + bounds.seconds
-    found = {process.stdout.fileno(): bytearray(), result_at: bytearray()}
+    received = {process.stdout.fileno(): bytearray(), result_at: bytearray()}
     os.set_blocking(process.stdin.fileno(), False)
     with selectors.DefaultSelector() as waiting, process.stdin, process.stdout:
-        for descriptor in found:
+        for descriptor in received:
             waiting.register(descriptor, selectors.EVENT_READ)
         waiting.register(process.stdin, selectors.EVENT_WRITE)
-        while any(descriptor in waiting.get_map() for descriptor in found):
+        while any(descriptor in waiting.get_map() for descriptor in received):
             left_s = end_s - time.monotonic()
             if left_s <= 0:
-                return bytes(found[process.stdout.fileno()]), b"", "time"
+                return bytes(received[process.stdout.fileno()]), b"", "time"
             for key, _ in waiting.select(left_s):
                 if key.fileobj is process.stdin:
                     stdin = _write(process.stdin.fileno(), stdin)
@@ -162,12 +148,12 @@ def _talk(process: "subprocess.Popen[bytes]", result_at: int, stdin: bytes, boun
                         process.stdin.close()
                     continue
                 piece = os.read(key.fd, 1 << 16)
-                found[key.fd] += piece
+                received[key.fd] += piece
                 if not piece:
                     waiting.unregister(key.fd)
-                elif len(found[key.fd]) > bounds.output_bytes:
-                    return bytes(found[process.stdout.fileno()]), b"", "output"
-        return bytes(found[process.stdout.fileno()]), bytes(found[result_at]), ""
+                elif len(received[key.fd]) > bounds.output_bytes:
+                    return bytes(received[process.stdout.fileno()]), b"", "output"
+        return bytes(received[process.stdout.fileno()]), bytes(received[result_at]), ""
 
 
 def _write(descriptor: int, data: bytes) -> bytes:
@@ -183,16 +169,13 @@ def _write(descriptor: int, data: bytes) -> bytes:
 def _outcome(
     code: int, output: bytes, result: bytes, reason: str, passes: Callable[[JsonMapping], bool]
 ) -> ProgramOutcome:
-    """Return the end of a run. Raises RewardFailed only where the program did not begin: it can write any result, even
-    this process's.
-    """
+    """Return the end of a run. Raises RewardFailed only where the program did not begin: it can write any result."""
     text = output.decode(errors="replace")
     if reason:
         return ProgramOutcome(output=text, reason=reason)
     if not result.startswith(jail.CONFINED):
-        raise RewardFailed(
-            "code", f"the kernel gives no sandbox: {result.decode(errors='replace')[:400] or _ended(code)}"
-        )
+        reason = result.decode(errors="replace")[:400] or _ended(code)
+        raise RewardFailed("code", f"the kernel gives no sandbox: {reason}")
     try:
         report = json.loads(result.removeprefix(jail.CONFINED))
     except (ValueError, RecursionError):
@@ -200,17 +183,11 @@ def _outcome(
     if not isinstance(report, dict):
         return ProgramOutcome(output=text, reason=_ended(code))
     if isinstance(report.get("error"), str):
-        return ProgramOutcome(
-            output=text,
-            reason=f"{report['error']}: {report['text'] if isinstance(report.get('text'), str) else ''}"[:400],
-        )
+        message = report["text"] if isinstance(report.get("text"), str) else ""
+        return ProgramOutcome(output=text, reason=f"{report['error']}: {message}"[:400])
     passed = passes(report)
-    return ProgramOutcome(
-        output=text,
-        passed=passed,
-        value=report.get("value"),
-        reason="" if passed else f"exit code {report.get('code')}"[:40],
-    )
+    reason = "" if passed else f"exit code {report.get('code')}"[:40]
+    return ProgramOutcome(output=text, passed=passed, value=report.get("value"), reason=reason)
 
 
 def _passes(report: JsonMapping, *, tests: bool, call: bool, word: str) -> bool:

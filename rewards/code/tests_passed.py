@@ -18,7 +18,6 @@ from tidemill.rewards.port import RewardRequest
 BLOCK = re.compile(r"```[ \t]*+([A-Za-z0-9_+-]*+)[ \t]*+\r?\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("python", "python3", "py", "")
 MAX_PROGRAM = 1 << 20
-"""Characters of the longest program that is run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ def code(
     The program is the last block of Python in the response; ``whole``: without one, all of the response. The label is
     one of
 
-    - code with assertions (MBPP, HumanEval); with a ``check`` function and ``function``, it is called with that function;
+    - code with assertions (MBPP, HumanEval); with a ``check`` function and ``function``, it is called with that;
     - ``{"inputs": [...], "outputs": [...]}``, with ``fn_name`` for calls instead of standard input (APPS, TACO);
     - a list of ``{"input": ..., "output": ...}``, or JSON text of the last two.
 
@@ -79,8 +78,8 @@ def code(
 def program_in(response: str, *, whole: bool = False) -> str:
     """Return the last block of Python in a response; empty without one, unless ``whole``."""
     blocks = [text for language, text in BLOCK.findall(response) if language.lower() in PYTHON]
-    found = blocks[-1] if blocks else response if whole else ""
-    return found if len(found) <= MAX_PROGRAM else ""
+    program = blocks[-1] if blocks else response if whole else ""
+    return program if len(program) <= MAX_PROGRAM else ""
 
 
 def passes(program: str, test: Case, bounds: Bounds, *, imports: bool = True, python: str = "") -> bool:
@@ -90,15 +89,13 @@ def passes(program: str, test: Case, bounds: Bounds, *, imports: bool = True, py
         return False
     if test.code:
         return True
-    return (
-        same_value(outcome.value, test.want) if test.call is not None else same_output(outcome.output, str(test.want))
-    )
+    if test.call is not None:
+        return same_value(outcome.value, test.want)
+    return same_output(outcome.output, str(test.want))
 
 
 def same_output(got: str, want: str) -> bool:
-    """Compare outputs line by line without spaces at line ends and empty lines at the end; numbers that differ by 1e-6
-    are equal.
-    """
+    """Compare lines without blanks at their ends and empty lines at the end; numbers may differ by 1e-6."""
     lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (got, want)]
     if lines[0] == lines[1]:
         return True
@@ -145,37 +142,33 @@ def cases_in(label: object, *, function: str = "") -> list[Case]:
             label = json.loads(label)
     if isinstance(label, str) and label.strip():
         return [Case(code=label + (f"\ncheck({function})\n" if function else ""))]
-    found: list[Case] = []
+    cases: list[Case] = []
     if isinstance(label, Mapping):
         name, inputs, outputs = label.get("fn_name"), label.get("inputs"), label.get("outputs")
-        if (
-            isinstance(inputs, Sequence)
-            and isinstance(outputs, Sequence)
-            and len(inputs) == len(outputs)
-            and not isinstance(inputs, str)
-        ):
-            found = [_test(name, given, want) for given, want in zip(inputs, outputs, strict=True)]
-    elif isinstance(label, Sequence) and not isinstance(label, str) and all(isinstance(one, Mapping) for one in label):
-        found = [
-            _test(one.get("fn_name"), one["input"], one["output"]) for one in label if {"input", "output"} <= one.keys()
-        ]
-        found = found if len(found) == len(label) else []
-    if not found:
+        if isinstance(inputs, list | tuple) and isinstance(outputs, Sequence) and len(inputs) == len(outputs):
+            cases = [_test(name, stdin, want) for stdin, want in zip(inputs, outputs, strict=True)]
+    elif isinstance(label, list | tuple) and all(map(_is_case, label)):
+        cases = [_test(case.get("fn_name"), case["input"], case["output"]) for case in label]
+    if not cases:
         want = "code with assertions, {inputs, outputs} of the same number, or a list of {input, output}"
         raise RewardFailed("code", f"label: want {want}, got {label!r}"[:500])
-    return found
+    return cases
 
 
-def _test(name: object, given: Any, want: Any) -> Case:
+def _is_case(value: object) -> bool:
+    return isinstance(value, Mapping) and {"input", "output"} <= value.keys()
+
+
+def _test(name: object, arguments: Any, want: Any) -> Case:
     if not isinstance(name, str) or not name:
-        lines = ["\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in (given, want)]
+        lines = ["\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in (arguments, want)]
         return Case(stdin=lines[0] if lines[0].endswith("\n") else lines[0] + "\n", want=lines[1])
-    if isinstance(given, str):  # one argument a line, as JSON
-        given = [_json(line) for line in given.splitlines()]
+    if isinstance(arguments, str):  # one argument a line, as JSON
+        arguments = [_json(line) for line in arguments.splitlines()]
         want = _json(want) if isinstance(want, str) else want
-    elif isinstance(want, list) and len(want) == 1 and isinstance(given, list):
+    elif isinstance(want, list) and len(want) == 1 and isinstance(arguments, list):
         want = want[0]  # as APPS has results
-    return Case(call=(name, list(given) if isinstance(given, list) else [given]), want=want)
+    return Case(call=(name, list(arguments) if isinstance(arguments, list) else [arguments]), want=want)
 
 
 def _json(text: str) -> Any:

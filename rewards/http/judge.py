@@ -10,8 +10,7 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.wire.chat_messages import chat_messages
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.rewards.errors import RewardFailed
-from tidemill.rewards.http.calls import Calls
-from tidemill.rewards.http.remote import bearer
+from tidemill.rewards.http.remote import AskingReward
 from tidemill.rewards.port import RewardRequest
 
 TEMPLATE = """Grade a response to a task.
@@ -25,23 +24,21 @@ Reference answer:
 Response:
 {response}
 
-Explain in one or two sentences how good the response is. Then end with a line "Score: N", where N is a number from {low} to {high}."""
+Explain in one or two sentences how good the response is. Then end with a line "Score: N", where N is a number from \
+{low} to {high}."""
 PATTERN = r"Score:\s*(-?\d+(?:\.\d+)?)"
 MAX_PART = 200_000
 """Characters of a prompt, label or response that are put in front of the judge."""
 
 
-@dataclass(eq=False)
-class Judge:
+@dataclass(eq=False, kw_only=True)
+class Judge(AskingReward):
     """Asks a chat model to grade a response; ``score`` is its number, scaled to 0..1, ``grade`` the number itself.
 
-    An answer without a number in bounds is asked for again. Raises ValueError for options that cannot be.
+    ``url``: address of an API (``.../v1``). An answer without a number in bounds is asked for again.
     """
 
-    url: str
-    """Address of an API (``.../v1``)."""
     model: str
-    """Name of the model."""
     template: str = TEMPLATE
     """Question, with ``{prompt}``, ``{label}``, ``{response}``, ``{low}``, ``{high}``."""
     pattern: str = PATTERN
@@ -52,9 +49,6 @@ class Judge:
     """Environment variable with the API's key."""
     max_tokens: int = 1024
     temperature: float = 0.0
-    timeout_s: float = 60.0
-    retries: int = 3
-    connections: int = 64
 
     def __post_init__(self) -> None:
         if not self.low < self.high:
@@ -67,16 +61,7 @@ class Judge:
             raise ValueError(f"pattern: {error}") from None
         if not self._pattern.groups:
             raise ValueError("pattern: want a group for the number")
-        address = self.url.rstrip("/") + "/chat/completions"
-        headers = bearer(self.key_env)
-        self._calls = Calls(
-            "judge",
-            address,
-            headers=headers,
-            timeout_s=self.timeout_s,
-            retries=self.retries,
-            connections=self.connections,
-        )
+        self._calls = self.calls("judge", "/chat/completions", self.key_env)
 
     async def __call__(self, request: RewardRequest) -> dict[str, float]:
         text = fill(self.template, request, low=self.low, high=self.high)
@@ -94,32 +79,28 @@ class Judge:
             text = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise ValueError(f"want choices[0].message.content, got {answer!r}"[:300]) from None
-        found = self._pattern.findall(text) if isinstance(text, str) else []
-        last = found[-1] if found else None
+        numbers = self._pattern.findall(text) if isinstance(text, str) else []
+        last = numbers[-1] if numbers else None
         number = last[0] if isinstance(last, tuple) else last
         try:
             grade = float(number)  # type: ignore[arg-type]
         except (TypeError, ValueError):
-            raise ValueError(
-                f"want {self._pattern.pattern!r} in the judge's answer, got {str(text)[-200:]!r}"
-            ) from None
+            want = f"{self._pattern.pattern!r} in the judge's answer"
+            raise ValueError(f"want {want}, got {str(text)[-200:]!r}") from None
         if not self.low <= grade <= self.high:
             raise ValueError(f"want a grade from {self.low:g} to {self.high:g}, got {grade:g}")
         return grade
 
 
-def fill(template: str, request: RewardRequest, **more: float) -> str:
-    """Return the template with the request's texts in it. Braces elsewhere stay, and texts that have braces are put in
-    as they are.
-    """
+def fill(template: str, request: RewardRequest, **numbers: float) -> str:
+    """Return the template with the request's texts in it, as they are. Other braces stay."""
     values = {"prompt": _text(request.prompt), "label": _text(request.label), "response": request.response}
-    values = {name: text[:MAX_PART] for name, text in values.items()} | {
-        name: f"{number:g}" for name, number in more.items()
-    }
-    return re.sub(r"\{(prompt|label|response|low|high)\}", lambda found: values.get(found[1], found[0]), template)
+    values = {name: text[:MAX_PART] for name, text in values.items()}
+    values |= {name: f"{number:g}" for name, number in numbers.items()}
+    return re.sub(r"\{(prompt|label|response|low|high)\}", lambda match: values.get(match[1], match[0]), template)
 
 
-def _said(message: JsonMapping) -> str:
+def _message_text(message: JsonMapping) -> str:
     """Return a message as text: role, content, and the functions of its calls as JSON."""
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
     return f"{message['role']}: " + "\n".join(filter(None, [message["content"], *calls]))
@@ -129,7 +110,7 @@ def _text(value: object) -> str:
     if isinstance(value, str):
         return value
     with suppress(WireError):  # a label may be a list of anything
-        return "\n\n".join(map(_said, chat_messages(value)))
+        return "\n\n".join(map(_message_text, chat_messages(value)))
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bus.wire.chat_messages import chat_messages
-from tidemill.rewards.http.calls import Calls
-from tidemill.rewards.http.remote import bearer
+from tidemill.bus.wire.json_object import is_number
+from tidemill.rewards.http.remote import AskingReward
 from tidemill.rewards.model_text.message_template import MessageTemplate
 from tidemill.rewards.port import RewardRequest
 
@@ -16,21 +16,13 @@ Tokenize = Callable[[list[dict[str, object]]], list[int]]
 
 
 @dataclass(eq=False)
-class RewardModel:
-    """Asks ``/classify`` for a reward model's score of a conversation: the prompt (text = one message of the user), the
-    response.
+class RewardModel(AskingReward):
+    """Asks ``/classify`` for the score of a prompt (text = one message of the user) and its response."""
 
-    Raises ValueError for options that cannot be.
-    """
-
-    url: str
-    """Address of the server."""
     model: str = ""
-    """Directory with the reward model's ``tokenizer.json`` and chat template, which make the token ids that are sent
-    (as a text they would get a second BOS there); "" = prompt and response are sent as one text.
+    """Directory of its tokenizer and chat template, to send token ids (a text gets a second BOS); "" = send one text.
     """
     index: int = 0
-    """Number of the model's output that is the score."""
     offset: float = 0.0
     scale: float = 1.0
     """The reward is ``scale * (output - offset)``."""
@@ -39,26 +31,13 @@ class RewardModel:
     """Bounds of the reward."""
     token_env: str = ""
     """Environment variable with a bearer token."""
-    timeout_s: float = 60.0
-    retries: int = 3
-    connections: int = 64
 
     def __post_init__(self) -> None:
         finite = math.isfinite(self.scale) and math.isfinite(self.offset)
         if not (isinstance(self.index, int) and self.index >= 0 and -1e6 <= self.low < self.high <= 1e6 and finite):
-            raise ValueError(
-                "want index >= 0, -1e6 <= low < high <= 1e6, finite offset and scale; got "
-                f"{self.index}, {self.low}, {self.high}, {self.offset}, {self.scale}"
-            )
-        address, headers = self.url.rstrip("/") + "/classify", bearer(self.token_env)
-        self._calls = Calls(
-            "reward_model",
-            address,
-            headers=headers,
-            timeout_s=self.timeout_s,
-            retries=self.retries,
-            connections=self.connections,
-        )
+            got = f"{self.index}, {self.low}, {self.high}, {self.offset}, {self.scale}"
+            raise ValueError(f"want index >= 0, -1e6 <= low < high <= 1e6, finite offset and scale; got {got}")
+        self._calls = self.calls("reward_model", "/classify", self.token_env)
         self._tokenize = _tokenizer(Path(self.model)) if self.model else None
 
     async def __call__(self, request: RewardRequest) -> dict[str, float]:
@@ -68,15 +47,11 @@ class RewardModel:
     def _body(self, request: RewardRequest) -> dict[str, object]:
         prompt = request.prompt
         if self._tokenize is not None:
-            messages = (
-                [{"role": "user", "content": prompt}] if isinstance(prompt, str) else chat_messages(prompt, "prompt")
-            )
-            return {"input_ids": self._tokenize([*messages, {"role": "assistant", "content": request.response}])}
+            chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else chat_messages(prompt, "prompt")
+            return {"input_ids": self._tokenize([*chat, {"role": "assistant", "content": request.response}])}
         if not isinstance(prompt, str):
-            raise ValueError(
-                "a prompt of messages needs the option model: the directory of the reward model's tokenizer "
-                "and chat template"
-            )
+            want = "the directory of the reward model's tokenizer and chat template"
+            raise ValueError(f"a prompt of messages needs the option model: {want}")
         return {"text": prompt + request.response}
 
     def _read(self, answer: Any) -> float:
@@ -85,7 +60,7 @@ class RewardModel:
         except (KeyError, IndexError, TypeError):
             raise ValueError(f"want 'embedding' with more than {self.index} numbers, got {answer!r}"[:300]) from None
         try:
-            number = float(output) if isinstance(output, int | float) and not isinstance(output, bool) else math.nan
+            number = float(output) if is_number(output) else math.nan
         except OverflowError:  # a whole number beyond floats
             number = math.inf
         if not math.isfinite(number):
@@ -94,9 +69,7 @@ class RewardModel:
 
 
 def _tokenizer(model_dir: Path) -> Tokenize:
-    """Return the tokenizer of conversations. Raises ValueError without ``tokenizer.json`` or a chat template that
-    renders one.
-    """
+    """Return the tokenizer of conversations. Raises ValueError without ``tokenizer.json`` or a fit chat template."""
     try:
         from tokenizers import Tokenizer
     except ImportError:

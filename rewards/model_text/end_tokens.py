@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tidemill.rewards.model_text.message_template import MessageTemplate
+from tidemill.rewards.model_text.message_template import TRIED_QUESTION, MessageTemplate
 
 _ANSWER = "tried_answer"
 """Content of the message behind which the end of turn is found."""
@@ -28,20 +28,20 @@ class EndTokens:
     configured: tuple[int, ...] = ()
     """``eos_token_id`` of config.json, then of generation_config.json."""
     tokenizer: int | None = None
-    """``eos_token`` of the tokenizer."""
     turn: int | None = None
     """The token that the chat template writes behind an assistant's message."""
 
     @classmethod
     def read(cls, model_dir: Path) -> Self:
         """Return the tokens of a model directory. Raises ValueError that names the file."""
-        configured = [id for name in ("config.json", "generation_config.json") for id in _eos_ids(model_dir / name)]
+        files = (model_dir / name for name in ("config.json", "generation_config.json"))
+        configured = tuple(dict.fromkeys(token_id for file in files for token_id in _eos_ids(file)))
         vocabulary = _json_map(model_dir / "tokenizer.json")
         if not vocabulary:
-            return cls(configured=tuple(dict.fromkeys(configured)))
+            return cls(configured=configured)
         added = {str(token["content"]): int(token["id"]) for token in vocabulary.get("added_tokens") or ()}
         return cls(
-            configured=tuple(dict.fromkeys(configured)),
+            configured=configured,
             tokenizer=_id_of(_eos_token(model_dir), added, vocabulary),
             turn=_end_of_turn(MessageTemplate.read(model_dir), added),
         )
@@ -49,7 +49,7 @@ class EndTokens:
     @property
     def named(self) -> tuple[int, ...]:
         """The ids that the files name, which other programs know too."""
-        return tuple(dict.fromkeys(id for id in (*self.configured, self.tokenizer) if id is not None))
+        return tuple(dict.fromkeys(token_id for token_id in (*self.configured, self.tokenizer) if token_id is not None))
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -59,10 +59,10 @@ class EndTokens:
 
 def _eos_ids(file: Path) -> Iterator[int]:
     ids = _json_map(file).get("eos_token_id")
-    for id in ids if isinstance(ids, list) else [] if ids is None else [ids]:
-        if type(id) is not int or id < 0:
+    for token_id in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+        if type(token_id) is not int or token_id < 0:
             raise ValueError(f"{file}: eos_token_id: want a token id, or a list of some, got {ids!r:.80}")
-        yield id
+        yield token_id
 
 
 def _eos_token(model_dir: Path) -> str | None:
@@ -80,28 +80,24 @@ def _id_of(token: str | None, added: Mapping[str, int], vocabulary: Mapping[str,
         return None if token is None else added[token]
     tokens = (vocabulary.get("model") or {}).get("vocab") or {}
     if isinstance(tokens, list):
-        return next((id for id, pair in enumerate(tokens) if pair[0] == token), None)
-    id = tokens.get(token)
-    return None if id is None else int(id)
+        return next((token_id for token_id, pair in enumerate(tokens) if pair[0] == token), None)
+    token_id = tokens.get(token)
+    return None if token_id is None else int(token_id)
 
 
 def _end_of_turn(template: MessageTemplate | None, added: Mapping[str, int]) -> int | None:
     if template is None:
         return None
     try:
-        text = template.render(
-            [{"role": "user", "content": "tried_question"}, {"role": "assistant", "content": _ANSWER}],
-            add_generation_prompt=False,
-        )
+        text = template.render([TRIED_QUESTION, {"role": "assistant", "content": _ANSWER}], add_generation_prompt=False)
     except ValueError:  # a template that refuses this chat; its rows are checked one by one
         return None
-    _, there, behind = text.rpartition(_ANSWER)
-    matches = [token for token in added if there and behind.lstrip().startswith(token)]
+    _, written, behind = text.rpartition(_ANSWER)
+    matches = [token for token in added if written and behind.lstrip().startswith(token)]
     return added[max(matches, key=len)] if matches else None
 
 
 def _json_map(file: Path) -> Mapping[str, Any]:
-    """Return the map in a file; empty where there is no file. Raises ValueError."""
     if not file.exists():
         return {}
     try:

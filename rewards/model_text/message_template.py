@@ -16,8 +16,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tidemill.bus.wire.json_object import JsonMapping
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of a model's templates: for chats without tools, and for chats with some where the model has one of its own."""
+"""Names of a model's templates: for chats without tools, and for chats with some."""
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+_REJECTIONS = (
+    jinja2.TemplateError,
+    TypeError,
+    LookupError,
+    ValueError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
 
 
 class _GenerationTag(Extension):
@@ -39,9 +50,7 @@ class MessageTemplate:
     """The chat template of a model. Thread-safe."""
 
     def __init__(self, source: str, special: Mapping[str, str], *, tool_use: str = "") -> None:
-        """``special``: the template's names of tokens (``eos_token``, ...) to the tokens. ``tool_use``: template of
-        chats with tools.
-        """
+        """``special``: tokens by name (``eos_token``, ...). ``tool_use``: template of chats with tools."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
@@ -56,23 +65,19 @@ class MessageTemplate:
 
     @classmethod
     def read(cls, model_dir: Path) -> Self | None:
-        """Return the template of a model directory; None when it has none. Raises ValueError with the line of a syntax
-        error.
-        """
+        """Return the template of a model directory; None when it has none. Raises ValueError for wrong syntax."""
         config, tokens = (_json_map(model_dir / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
         written = config.get("chat_template") or ""
-        sources = (
-            {entry["name"]: entry["template"] for entry in written} if isinstance(written, list) else {DEFAULT: written}
-        )
+        named = written if isinstance(written, list) else [{"name": DEFAULT, "template": written}]
+        sources = {entry["name"]: entry["template"] for entry in named}
         for name, file in ((DEFAULT, "chat_template.jinja"), (TOOL_USE, f"additional_chat_templates/{TOOL_USE}.jinja")):
             if (model_dir / file).exists():
                 sources[name] = (model_dir / file).read_text(encoding="utf-8")
         if not sources.get(DEFAULT):
             return None
         values = {name: config.get(name) or tokens.get(name) for name in SPECIAL}
-        special = {
-            name: token["content"] if isinstance(token, dict) else token for name, token in values.items() if token
-        }
+        named_tokens = {name: token for name, token in values.items() if token}
+        special = {name: token["content"] if isinstance(token, dict) else token for name, token in named_tokens.items()}
         try:
             return cls(sources[DEFAULT], special, tool_use=sources.get(TOOL_USE, ""))
         except jinja2.TemplateSyntaxError as error:
@@ -90,10 +95,8 @@ class MessageTemplate:
 
         Raises ValueError when the template refuses them, and for tools, or calls of tools, that it does not write.
         """
-        template, arguments = (
-            self._tool_template if tools else self._template,
-            {"add_generation_prompt": add_generation_prompt, **template_args},
-        )
+        template = self._tool_template if tools else self._template
+        arguments = {"add_generation_prompt": add_generation_prompt, **template_args}
         written = self._with_calls(template, messages)
         text = self._text(template, written, tools=tools or None, **arguments)
         if tools and not self._renders_tools:
@@ -105,15 +108,7 @@ class MessageTemplate:
     def _text(self, template: jinja2.Template, messages: Sequence[JsonMapping], **arguments: object) -> str:
         try:
             return template.render(messages=messages, documents=None, **{**self._special, **arguments})
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            LookupError,
-            ValueError,
-            ArithmeticError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except _REJECTIONS as error:
             raise ValueError(f"messages: rejected by the model's chat template: {error}") from error
 
     def _text_without_tools(self, messages: Sequence[JsonMapping], arguments: JsonMapping) -> str | None:
@@ -124,9 +119,7 @@ class MessageTemplate:
             return None
 
     def _with_calls(self, template: jinja2.Template, messages: Sequence[JsonMapping]) -> Sequence[JsonMapping]:
-        """Return the messages, their calls of tools in the form that the template reads. Raises ValueError where it
-        writes none.
-        """
+        """Return the messages, calls of tools as the template reads them. Raises ValueError where it writes none."""
         if not any(message.get("tool_calls") for message in messages):
             return messages
         if template not in self._call_forms:
@@ -180,9 +173,7 @@ class CallForm:
 
 
 CALL_FORMS = (CallForm(False, ""), CallForm(False, None), CallForm(True, ""), CallForm(True, None))
-"""Forms in the order in which they are tried. Templates of DeepSeek write calls only of messages whose content is none,
-and join texts.
-"""
+"""Forms in order of trial. Templates of DeepSeek write calls only of messages without content, and join texts."""
 TRIED_CALL = {
     "id": "triedcall",
     "type": "function",

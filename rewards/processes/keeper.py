@@ -3,7 +3,7 @@ process trees.
 
 ::
 
-    actor --control--> keeper --fork--> worker, worker, ...        requests and results go between actor and worker directly
+    actor --control--> keeper --fork--> worker, worker, ...        requests and results: actor <-> worker directly
                           <-- status of each worker that ended
 
 Workers are forked while this process has one thread; if the import of the reward has started threads, each worker is a
@@ -69,13 +69,8 @@ def main() -> None:
         _send(control, {"refused": refused, "arguments": [str(value)[:MAX_REASON] for value in error.args]})
         return
     except BaseException as error:  # the module is the user's, and may raise anything while it is imported
-        _send(
-            control,
-            {
-                "refused": "UnknownReward",
-                "arguments": [start["name"], f"while imported: {error!r}"[:MAX_REASON], start["word"]],
-            },
-        )
+        arguments = [start["name"], f"while imported: {error!r}"[:MAX_REASON], start["word"]]
+        _send(control, {"refused": "UnknownReward", "arguments": arguments})
         return
     forks = len(os.listdir("/proc/self/task")) == 1
     keeper = _ForkServer(control, function, start, forks=forks)
@@ -94,9 +89,9 @@ class _ForkServer:
         self._control, self._function, self._start, self._forks = control, function, start, forks
         self._limits = limits.ProcessLimits(**start["limits"])
         self._workers: dict[int, int] = {}
-        """Worker id by process id."""
+        """Number of each worker, by process id."""
         # Servers that the module has started at its import belong to the reward.
-        self._own = limits.children_of({os.getpid()})
+        self._servers = limits.children_of({os.getpid()})
         self._waker, self._woken = socket.socketpair()
         for end in (self._waker, self._woken):
             end.setblocking(False)
@@ -108,9 +103,8 @@ class _ForkServer:
 
     def run(self) -> None:
         """Serve the actor until the control socket ends; then end everything below this process."""
-        poll = (
-            select.poll()
-        )  # not select.select: the control socket has the number that it has in the actor, which may be above 1023
+        # Not select.select: the control socket has the number that it has in the actor, which may be above 1023.
+        poll = select.poll()
         for end in (self._control, self._woken):
             poll.register(end, select.POLLIN)
         try:
@@ -134,24 +128,24 @@ class _ForkServer:
             return False
         message = json.loads(packet)
         if "fork" in message:
-            self._fork(message["fork"], descriptors[0])
+            self._add_worker(message["fork"], descriptors[0])
         else:
-            for pid in [pid for pid, id in self._workers.items() if id == message["kill"]]:
+            for pid in [pid for pid, number in self._workers.items() if number == message["kill"]]:
                 os.kill(pid, signal.SIGKILL)
-                self._ended(pid, os.waitpid(pid, 0)[1])
+                self._report_end(pid, os.waitpid(pid, 0)[1])
         return True
 
-    def _fork(self, id: int, descriptor: int) -> None:
+    def _add_worker(self, number: int, descriptor: int) -> None:
         try:
-            pid = self._forked(descriptor) if self._forks else self._started(descriptor)
+            pid = self._fork(descriptor) if self._forks else self._start_interpreter(descriptor)
         except OSError as error:
-            _send(self._control, {"ended": id, "reason": f"no process could be started: {error}"})
+            _send(self._control, {"ended": number, "reason": f"no process could be started: {error}"})
             return
         finally:
             os.close(descriptor)
-        self._workers[pid] = id
+        self._workers[pid] = number
 
-    def _forked(self, descriptor: int) -> int:
+    def _fork(self, descriptor: int) -> int:
         keeper = os.getpid()
         pid = os.fork()
         if pid:
@@ -166,7 +160,7 @@ class _ForkServer:
         finally:
             os._exit(code)  # nothing of the keeper's may run in its copy, exit handlers of the user's module neither
 
-    def _started(self, descriptor: int) -> int:
+    def _start_interpreter(self, descriptor: int) -> int:
         settings = settings_file(self._start)
         try:
             return subprocess.Popen(
@@ -179,15 +173,11 @@ class _ForkServer:
         for pid in list(self._workers):
             ended_pid, status = os.waitpid(pid, os.WNOHANG)
             if ended_pid:
-                self._ended(pid, status)
+                self._report_end(pid, status)
 
-    def _ended(self, pid: int, status: int) -> None:
-        id = self._workers.pop(pid)
-        left = limits.end_strays(lambda: self._own | self._workers.keys())
+    def _report_end(self, pid: int, status: int) -> None:
+        number = self._workers.pop(pid)
+        num_strays = limits.end_strays(lambda: self._servers | self._workers.keys())
         code = os.waitstatus_to_exitcode(status)
-        reason = (
-            f"its process exited with code {code}"
-            if code >= 0
-            else f"its process was killed by {signal.Signals(-code).name}"
-        )
-        _send(self._control, {"ended": id, "reason": reason, "left": left})
+        end = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        _send(self._control, {"ended": number, "reason": f"its process {end}", "left": num_strays})

@@ -50,14 +50,8 @@ class KeeperProcess:
 
         Raises UnknownReward, BadRewardOption, and RewardFailed when it ends or is not ready within ``START_S``.
         """
-        start = {
-            "name": name,
-            "options": dict(options),
-            "limits": asdict(limits),
-            "contract": contract.path,
-            "word": contract.word,
-        }
-        settings = settings_file(start)
+        start = {"name": name, "options": dict(options), "limits": asdict(limits)}
+        settings = settings_file({**start, "contract": contract.path, "word": contract.word})
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.setblocking(False)
         try:
@@ -86,13 +80,8 @@ class KeeperProcess:
             await keeper.close()
             raise
         keeper.is_async = bool(ready["async"])
-        logger.info(
-            contract.word + " imported name=%s pid=%d async=%s forks=%s",
-            name,
-            process.pid,
-            keeper.is_async,
-            ready["forks"],
-        )
+        text = contract.word + " imported name=%s pid=%d async=%s forks=%s"
+        logger.info(text, name, process.pid, keeper.is_async, ready["forks"])
         return keeper
 
     async def worker(self) -> ChildConnection:

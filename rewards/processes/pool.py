@@ -78,24 +78,17 @@ class FunctionProcesses:
 
     async def _call_one(self, keeper: KeeperProcess, message: bytes) -> object:
         async with self._places:
-            worker = await self._idle_worker(keeper)
+            self._idle = [worker for worker in self._idle if not worker.ended]
+            worker = self._idle.pop() if self._idle else await keeper.worker()
             try:
-                result = await worker.call(message, self._limits.timeout_s)
+                return await worker.call(message, self._limits.timeout_s)
             except ChildCallFailed:  # a reply with a reason, or the end of the worker
-                self._idle.append(worker)
                 raise
             except BaseException:
                 keeper.kill(worker, "the call was cancelled or past its limit")
                 raise
-            self._idle.append(worker)
-            return result
-
-    async def _idle_worker(self, keeper: KeeperProcess) -> ChildConnection:
-        while self._idle:
-            worker = self._idle.pop()
-            if not worker.ended:
-                return worker
-        return await keeper.worker()
+            finally:
+                self._idle.append(worker)
 
     async def _call_shared(self, keeper: KeeperProcess, message: bytes) -> object:
         async with self._starting:

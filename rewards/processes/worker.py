@@ -32,12 +32,8 @@ def main() -> None:
     start, parent = json.load(sys.stdin), os.getppid()
     lossy_standard_files()
     connection = socket.socket(fileno=int(sys.argv[1]))
-    serve(
-        connection,
-        bind(start["name"], start["options"], contract_at(start["contract"])),
-        limits.ProcessLimits(**start["limits"]),
-        parent,
-    )
+    function = bind(start["name"], start["options"], contract_at(start["contract"]))
+    serve(connection, function, limits.ProcessLimits(**start["limits"]), parent)
 
 
 def serve(connection: socket.socket, function: Bound, limit: limits.ProcessLimits, keeper: int) -> None:
@@ -83,28 +79,26 @@ def _answer(function: Bound, message: JsonMapping) -> tuple[bytes, bool]:
         return _reply(message["id"], result=function.contract.checked(function.name, result)), True
     except BaseException as error:  # of the user's code, SystemExit and KeyboardInterrupt too
         # After a failed allocation anything may be half done: the actor takes another process.
-        out_of_memory = isinstance(error, MemoryError)
-        return _failed(
-            message["id"], error, **{"last": "it takes no more calls"} if out_of_memory else {}
-        ), not out_of_memory
+        if isinstance(error, MemoryError):
+            return _failed(message["id"], error, last="it takes no more calls"), False
+        return _failed(message["id"], error), True
 
 
 async def _awaited(result: Awaitable[object]) -> object:
     return await result
 
 
-def _reply(id: int, **fields: object) -> bytes:
-    frame = frames.encode({"id": id, **fields})
+def _reply(number: int, **fields: object) -> bytes:
+    frame = frames.encode({"id": number, **fields})
     if len(frame) > frames.MAX_RESULT_BYTES:
-        return frames.encode(
-            {"id": id, "failed": f"a result of {len(frame)} bytes, want at most {frames.MAX_RESULT_BYTES}"}
-        )
+        reason = f"a result of {len(frame)} bytes, want at most {frames.MAX_RESULT_BYTES}"
+        return frames.encode({"id": number, "failed": reason})
     return frame
 
 
-def _failed(id: int, error: BaseException, **fields: object) -> bytes:
+def _failed(number: int, error: BaseException, **fields: object) -> bytes:
     reason = error.reason if isinstance(error, RewardFailed) else repr_at(error)
-    return _reply(id, failed=str(reason)[:MAX_REASON], outside=is_outside(error), **fields)
+    return _reply(number, failed=str(reason)[:MAX_REASON], outside=is_outside(error), **fields)
 
 
 async def _serve_many(connection: socket.socket, function: Bound, limit: limits.ProcessLimits) -> None:
@@ -119,20 +113,20 @@ async def _serve_many(connection: socket.socket, function: Bound, limit: limits.
         except BaseException as error:  # of the user's code
             return _failed(message["id"], error)
 
-    def ended(id: int, task: asyncio.Task[bytes]) -> None:
+    def send_reply(number: int, task: asyncio.Task[bytes]) -> None:
         """Send the reply. A cancelled call has one, too, even if it had not begun: by it the actor knows that the loop
         is not blocked.
         """
-        writer.write(_failed(id, asyncio.CancelledError()) if task.cancelled() else task.result())
-        del calls[id]
+        writer.write(_failed(number, asyncio.CancelledError()) if task.cancelled() else task.result())
+        del calls[number]
 
     while (message := await frames.read(reader, 1 << 32)) is not None:
-        id = message["id"]
+        number = message["id"]
         if "cancel" not in message:
-            calls[id] = asyncio.create_task(call(message))
-            calls[id].add_done_callback(partial(ended, id))
-        elif id in calls:
-            calls[id].cancel()
+            calls[number] = asyncio.create_task(call(message))
+            calls[number].add_done_callback(partial(send_reply, number))
+        elif number in calls:
+            calls[number].cancel()
     for task in calls.values():
         task.cancel()
     writer.close()

@@ -32,13 +32,16 @@ from tests.tiny_models import write_tiny_model
 from tidemill.actors.engines.activity import Activity
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.engines.responses import Prompt, Responses
-from tidemill.actors.engines.server_pool import EnginePool, UrlDiscovery
+from tidemill.actors.engines.server_discovery import UrlDiscovery
+from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.actors.episodes.gateway import Gateway
 from tidemill.actors.episodes.rollouts import ProgramRollout
+from tidemill.actors.rollout_settings import RolloutConfig
 from tidemill.actors.router.token_history import ModelText
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
+from tidemill.bus.streams.episode_turns import TurnStream
 from tidemill.bus.system.coroutines import new_event_loop
 from tidemill.bus.wire.messages import Sampling
 
@@ -125,8 +128,9 @@ async def measured(args: argparse.Namespace) -> dict[str, list[tuple[float, floa
                 await gateway.start()
                 number = iter(range(1, 10**9))
 
-                def rollout(program: Any, **log: Any) -> ProgramRollout:
-                    return ProgramRollout(gateway, InProcess(session, program), max_calls_in_flight=4, **log)
+                def rollout(program: Any, turns: TurnStream | None = None, again: str = "restart") -> ProgramRollout:
+                    config = RolloutConfig(use="agent:own:program", max_calls_in_flight=4, again=again)
+                    return ProgramRollout(gateway, InProcess(session, program), config, turns)
 
                 ways: dict[str, Callable[[int], Awaitable[Any]]] = {
                     "no program": lambda n: direct(responses, n, args.turns, sampling)

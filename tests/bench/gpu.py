@@ -85,7 +85,7 @@ KERNELS = {
 """Kinds of kernels by parts of their names, in this order; all others are elementwise."""
 
 
-# -- the model and a step ---------------------------------------------------------------------------------------------------
+# -- the model and a step
 
 
 def write_model(directory: Path, shape: dict[str, int], positions: int, device: torch.device) -> int:
@@ -288,7 +288,7 @@ def measure_steps(directory: Path, shape: dict[str, int], args: argparse.Namespa
     return found
 
 
-# -- pushes -----------------------------------------------------------------------------------------------------------------
+# -- pushes
 
 
 async def engine_main(url: str, run: str, model_dir: str, device: str) -> None:
@@ -383,7 +383,7 @@ def copies(size: int, device: torch.device, rounds: int) -> dict[str, float]:
     return found
 
 
-# -- the engine -------------------------------------------------------------------------------------------------------------
+# -- the engine
 
 
 async def measure_engine(directory: Path, vocab: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -439,10 +439,10 @@ def plain_generation(directory: Path, prompts: NDArray[np.int64], args: argparse
     return timed(generate, args.torch_device)
 
 
-# -- all of it --------------------------------------------------------------------------------------------------------------
+# -- all of it
 
 
-# -- a whole run ------------------------------------------------------------------------------------------------------------
+# -- a whole run
 
 
 def measure_run(directory: Path, args: argparse.Namespace) -> dict[str, Any]:

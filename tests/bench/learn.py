@@ -99,7 +99,7 @@ def trl_settings(config: RunConfig, seed: int, steps: int) -> dict[str, object]:
     """Return the configuration as settings of TRL. Refuses settings that ``trl_grpo.py`` does not pass on."""
     learner, optimizer, algorithm = config.learner, config.learner.optimizer, config.learner.algorithm
     assert (optimizer.warmup_steps, optimizer.lr_decay, optimizer.weight_decay) == (0, "constant", 0.0), optimizer
-    assert (algorithm.advantage, algorithm.clip_low, algorithm.clip_high) == ("grpo", 0.2, 0.28), algorithm
+    assert (algorithm.advantage, algorithm.clip.low, algorithm.clip.high) == ("grpo", 0.2, 0.28), algorithm
     assert config.sampling.temperature == 1.0, config.sampling
     return {
         "steps": steps,
@@ -176,7 +176,8 @@ def report(results: dict[str, list[Reached]]) -> None:
     range.
     """
     print(
-        f"{'to reward ' + str(TARGET):<14}{'samples':>9}{'seconds':>9}{'with start':>12}{'CPU ms/step':>13}{'last reward':>13}{'never':>7}"
+        f"{'to reward ' + str(TARGET):<14}{'samples':>9}{'seconds':>9}{'with start':>12}{'CPU ms/step':>13}"
+        f"{'last reward':>13}{'never':>7}"
     )
     for name, runs in results.items():
         samples, seconds, with_start_s, cpu_ms = (median(column) for column in zip(*map(figures, runs), strict=True))

@@ -195,10 +195,10 @@ def plain_step(directory: Path, batch: StepBatch, device: str) -> Callable[[], f
         logits = model(tokens, attention_mask=attention).logits.float()
         log_probs = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
         old = log_probs.detach()
-        weights = (old - mu).exp().clamp(settings.weight_low, settings.weight_high)
+        weights = (old - mu).exp().clamp(settings.weight.low, settings.weight.high)
         ratio = (log_probs - old).exp()
         surrogate = torch.minimum(
-            ratio * advantages, ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
+            ratio * advantages, ratio.clamp(1 - settings.clip.low, 1 + settings.clip.high) * advantages
         )
         loss = -(weights * surrogate * mask).sum() / batch.num_tokens
         loss.backward()

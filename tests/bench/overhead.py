@@ -20,18 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.algorithm_settings import algorithm_of
 from tests.bench.learner_step import SHAPES, make_batch, make_model
 from tidemill.bus.server.ports import KeptPort
-from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.settings.config import OptimizerConfig
 
 ROUNDS = 60
 EVERYTHING: dict[str, Any] = {
-    "reject": ("k3 seq_mean 1.0", "k1 token 0.01 100"),
-    "veto": 1e-6,
-    "opsm_threshold": 5.0,
-    "ess_lr": True,
+    "reject": {"rules": ("k3 seq_mean 1.0", "k1 token 0.01 100"), "veto": 1e-6, "opsm": 5.0},
+    "ess_lr": 1.0,
 }
 
 
@@ -59,7 +57,7 @@ def steps(directory: Path, batch: StepBatch) -> dict[str, Callable[[], Any]]:
     def trainer(**algorithm: Any) -> tuple[Trainer, Policy, PolicyOptimizer]:
         policy = build_policy(directory, dtype="float32", parallel=here)
         optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-6), steps=1_000_000)
-        return Trainer(policy, optimizer, AlgorithmConfig(**algorithm), max_lag=2), policy, optimizer
+        return Trainer(policy, optimizer, algorithm_of(**algorithm), max_lag=2), policy, optimizer
 
     bare, bare_policy, bare_optimizer = trainer()
 

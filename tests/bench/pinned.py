@@ -1,6 +1,7 @@
 """The closed loop in one process, with a lag that is exact: the real engine and the real learner taking turns, no bus.
 
-    prompts -> Scheduler (built-in engine, weights of version v - lag) -> reward -> Samples -> Plan -> Trainer (Megatron) -> version v + 1
+    prompts -> Scheduler (built-in engine, weights of version v - lag) -> reward -> Samples
+            -> Plan -> Trainer (Megatron) -> version v + 1
 
 For experiments in which the age of the data is the cause and everything else is held: deterministic for a seed, on one
 core. Versions count batches; a batch may be trained in several optimizer steps. Weights of past versions are kept as
@@ -74,13 +75,15 @@ class Task:
             max_digits=self.num_digits,
             count=4096,
             seed=seed,
-            layers=1,
-            hidden=self.hidden,
-            heads=self.heads,
-            kv_heads=self.heads // 2,
-            intermediate=self.intermediate,
-            rope_theta=10.0,
-            max_position=64,
+            model={
+                "num_hidden_layers": 1,
+                "hidden_size": self.hidden,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.heads // 2,
+                "intermediate_size": self.intermediate,
+                "rope_theta": 10.0,
+                "max_position_embeddings": 64,
+            },
         )
 
 

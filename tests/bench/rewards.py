@@ -35,7 +35,7 @@ from aiohttp import ClientSession, web
 
 from tests.bench import plain_rewards as plain
 from tidemill import launch
-from tidemill.actors.engines.server_pool import ServerStatus
+from tidemill.actors.engines.server_discovery import ServerStatus
 from tidemill.actors.scoring.scorer_pool import RemoteScoring, ScorerClient, ScorerPool
 from tidemill.bus.liveness.keys import Keys, RunKeys
 from tidemill.bus.processes.limits import ProcessLimits
@@ -51,7 +51,10 @@ ROUNDS = 3
 """Measurements of each side, in turn; the median counts."""
 AT_ONCE = 16
 """Calls of a server at a time."""
-UNMEASURED = {BY_ROLLOUT: "it computes nothing: it raises for a response without a reward"}
+UNMEASURED = {
+    BY_ROLLOUT: "it computes nothing: it raises for a response without a reward",
+    "sentence": "no other system has it",
+}
 """Rewards without a row, with the reason."""
 IFEVAL_RULES = {
     "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words", "keywords:frequency"],

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.tiny_models import tiny_model
 from tidemill.weightstore.format.checksums import sha256, sum64
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store import snapshot_files
 
 Weights = dict[str, Tensor]
 ROUNDS = 5
@@ -44,7 +44,7 @@ def load(file: Path, into: Weights) -> None:
 
 
 def load_verified(directory: Path, into: Weights) -> None:
-    snapshot.verify(directory)
+    snapshot_files.verify(directory)
     load(directory / "model.safetensors", into)
 
 
@@ -55,7 +55,7 @@ def compare(directory: Path, weights: Weights, title: str) -> None:
     for number in range(1, ROUNDS + 1):
         path = directory / f"v{number}"
         works: dict[str, Callable[[], object]] = {
-            "write": lambda: snapshot.write(path, weights, version=number, step=number, durable=False),  # noqa: B023
+            "write": lambda: snapshot_files.write(path, weights, version=number, step=number, durable=False),  # noqa: B023
             "bare write": lambda: save_file(weights, bare),
             "load": lambda: load_verified(path, into),  # noqa: B023
             "bare load": lambda: load(bare, into),

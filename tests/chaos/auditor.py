@@ -4,10 +4,12 @@ them.
 It knows msgpack, JSON and NATS requests. It requires of a run, whatever was killed in it:
 
 - every message that a witness has seen stored is still there, or was trimmed, and a record or a cursor accounts for it
-- every sample that is there is in a step, given up with its reason, a duplicate of a trained one, refused, or still to come
+- every sample that is there is in a step, given up with its reason, a duplicate of a trained one, refused,
+  or still to come
 - no sample, no (task, index) and no task is in two steps; steps are planned once, 1, 2, 3 ...
 - a group has all of its samples, but for a dead task
-- the newest checkpoint's cursor covers exactly the samples that its model has trained, and none that is yet to be trained
+- the newest checkpoint's cursor covers exactly the samples that its model has trained, and none that is yet
+  to be trained
 - a step that was taken again ended in the same bits
 """
 

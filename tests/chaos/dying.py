@@ -121,11 +121,12 @@ EPISODE = {
         lambda calls, *_: len(calls._episode.recorder) == 2,
     ),
     "unscored": Point(
-        "tidemill.actors.actor.loop:Actor._judged", lambda _, task, made: f"{task.id}.{made.sample.index}"
+        "tidemill.actors.actor.sample_scoring:SampleScorer.score",
+        lambda _, task, made: f"{task.id}.{made.sample.index}",
     ),
     "scored": Point("tidemill.actors.actor.loop:Actor._publish", lambda _, task, sample: f"{task.id}.{sample.index}"),
     "published": Point(
-        "tidemill.actors.episodes.turn_log:TurnLog.ended", lambda log, _: f"{log._log._task}.{log._log._index}"
+        "tidemill.actors.episodes.turn_log:TurnLog.end", lambda log, _: f"{log._log._task}.{log._log._index}"
     ),
     "ended": Point("tidemill.bus.streams.tasks:Lease.ack", lambda lease: f"{lease.task.id}.0"),
 }

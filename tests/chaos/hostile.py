@@ -31,6 +31,8 @@ import zmq.asyncio
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from tests.waits import until
+
 ANSWER_S = 2.0
 PAUSE_S = 0.02
 """Mean seconds between two actions of one loop."""
@@ -184,8 +186,7 @@ class Hostile:
         return nc
 
     async def _while_connected(self, nc: Client) -> None:
-        while nc.is_connected:  # noqa: ASYNC110
-            await asyncio.sleep(0.2)
+        await until(lambda: not nc.is_connected, every_s=0.2)
         raise _Reconnect
 
     async def _again(self, act: Callable[[Client], Any], nc: Client) -> None:

@@ -12,6 +12,7 @@ from tests.actor_kit import row_until
 from tests.chaos.parts import PATIENCE_S, parts
 from tests.chaos.rounds import SETTINGS, serving
 from tests.chaos.test_instants import new_steps
+from tests.waits import until
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Sample
 from tidemill.weightstore.store.registry import VersionRegistry
@@ -43,12 +44,10 @@ async def _join(tmp_path: Path, engine: Sequence[str]) -> None:
                 row = await serving(bus, second, 0, "joining")
                 after = await _head(versions)
                 async with asyncio.timeout(PATIENCE_S):
-                    while max(seen.versions, default=0) < after:  # noqa: ASYNC110
-                        await asyncio.sleep(0.02)
+                    await until(lambda: max(seen.versions, default=0) >= after)
                 meanwhile = list(seen.versions)
                 async with asyncio.timeout(PATIENCE_S):
-                    while seen.of_second is None:  # noqa: ASYNC110
-                        await asyncio.sleep(0.02)
+                    await until(lambda: seen.of_second is not None)
                 await new_steps(bus, 3)
             finally:
                 watching.cancel()

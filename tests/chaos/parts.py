@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.forked import Forked
+from tests.waits import until
 from tests.whole.prepared import put_prepared
 from tests.whole.running import SMOKE
 from tidemill.bus.streams.bus import Bus, connect
@@ -44,8 +45,7 @@ class Part:
         it.
         """
         async with asyncio.timeout(PATIENCE_S):
-            while {process.status() for process in self.family()[below:]} != {psutil.STATUS_STOPPED}:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await until(lambda: {process.status() for process in self.family()[below:]} == {psutil.STATUS_STOPPED})
         return self.family()[below:]
 
     def kill(self) -> None:

@@ -23,6 +23,7 @@ from tests.chaos.auditor import Verdict, judge
 from tests.whole.running import Up, start
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import connect
+from tidemill.bus.streams.history import History
 from tidemill.launch.run.access import viewer_line
 
 VICTIMS = {"actor": 5, "engine": 4, "learner": 2, "feeder": 2, "rank": 2, "nats-server": 3, "bus": 1, "up": 1}
@@ -181,7 +182,7 @@ class Storm:
         while True:
             with contextlib.suppress(BusError, OSError, TimeoutError):
                 async with connect(self._address(), "smoke", name="witness", wait_s=5) as bus:
-                    async for glimpse in bus.samples.tail(last=1 << 40, headers_only=True):
+                    async for glimpse in History(bus.jet).glimpses(1):
                         self.witnessed[glimpse.seq] = glimpse.headers["Nats-Msg-Id"]
             await asyncio.sleep(0.2)
 

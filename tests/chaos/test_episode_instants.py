@@ -16,6 +16,7 @@ from tests.chaos.dying import EPISODE
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts, thaw
 from tests.chaos.test_instants import new_steps
 from tests.unhurried import UNHURRIED
+from tests.waits import until
 
 SETTINGS = (
     "learner.steps=1000000",
@@ -61,7 +62,7 @@ class Blow:
     """
 
 
-@pytest.mark.parametrize("again", ["replay", "resume"])
+@pytest.mark.parametrize("again", [pytest.param("replay", marks=pytest.mark.slow), "resume"])
 def test_a_killed_a_frozen_and_a_leaving_actor(tmp_path: Path, again: str) -> None:
     blows = [Blow("unscored", "KILL"), Blow("stored", "STOP"), Blow("acted", "KILL-SERVER"), Blow("unstored", "TERM")]
     asyncio.run(_played(tmp_path, again, blows))
@@ -143,8 +144,7 @@ async def _struck(run: Parts, blow: Blow, name: str, survivor: Part, told: Path)
         # Only new lines of the survivor count: it may have gone on with the same episode after an earlier blow.
         await _logged(goes_on, blow, survivor, *(() if blow.how in ("KILL", "STOP") else (victim,)), after=so_far)
     async with asyncio.timeout(PATIENCE_S):
-        while {turn for turn, _ in _told(told / sample)} != {str(turn) for turn in range(TURNS)}:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        await until(lambda: {turn for turn, _ in _told(told / sample)} == {str(turn) for turn in range(TURNS)})
     if blow.instant in KEPT and blow.how in ("KILL", "STOP"):
         found = goes_on.search(survivor.log[so_far:])
         assert found is not None and sum(map(int, found.groups())) >= KEPT[blow.instant], (blow, found)

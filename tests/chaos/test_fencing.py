@@ -12,7 +12,7 @@ from tests.chaos.parts import PATIENCE_S, Parts, parts, thaw
 from tests.unhurried import UNHURRIED
 from tests.whole.running import records, until_step, up
 from tidemill.bus.client.fenced_stream import epoch_of
-from tidemill.bus.errors import Fenced, NotFound
+from tidemill.bus.errors import Fenced
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done, Plan
@@ -126,13 +126,10 @@ async def _left_by(bus: Bus, run: Parts, epoch: int) -> dict[str, dict[str, Any]
 async def _epochs_fall(bus: Bus, stream: str, fence: str) -> list[tuple[int, int]]:
     """Return messages after a fence of a newer epoch: (sequence, epoch), void or not."""
     fallen, newest, seq = [], 0, 0
-    while True:
-        try:
-            message = await bus.jet.next(stream, seq + 1)
-        except NotFound:
-            assert newest == 3, f"{stream}: want the fences of three learners, the newest is {newest}"
-            return fallen
+    while message := await bus.jet.next(stream, seq + 1):
         seq, epoch = message.seq, epoch_of(message.headers)
         newest = max(newest, epoch) if message.subject == fence else newest
         if epoch < newest:
             fallen.append((seq, epoch))
+    assert newest == 3, f"{stream}: want the fences of three learners, the newest is {newest}"
+    return fallen

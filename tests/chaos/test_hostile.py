@@ -15,6 +15,7 @@ import pytest
 from tests.chaos.auditor import BY_TASK, CHANCE, Verdict, judge
 from tests.chaos.hostile import DEFECTS, EVAL, Hostile
 from tests.chaos.storm import VICTIMS, Storm, address_of
+from tests.waits import until
 from tests.whole.running import Up, assert_books_balance, until_step, up
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.auth import LEARNER, read_credentials
@@ -47,8 +48,7 @@ async def test_a_foreign_actor_that_misbehaves_cannot_end_a_run(tmp_path: Path, 
                 asyncio.create_task(_measure(lambda: _children_of(run), grown)),
             )
             try:
-                while run.process.returncode is None and not _has_sent_enough(hostile):  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)
+                await until(lambda: run.process.returncode is not None or _has_sent_enough(hostile), every_s=0.1)
                 enough.touch()
                 assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
             finally:

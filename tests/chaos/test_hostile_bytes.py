@@ -26,7 +26,6 @@ from tidemill.actors.scoring.scorer_process import run_scorer
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
 from tidemill.bus import exit_codes
-from tidemill.bus.client.connection import cancellable
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import UnreadableRow
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
@@ -35,6 +34,7 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.streams.cursors import Cursors
 from tidemill.bus.streams.history import History
+from tidemill.bus.system.coroutines import cancellable
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run import desired
 from tidemill.launch.run.audit import audit
@@ -66,7 +66,8 @@ import sys
 from tidemill.launch.cli.main import main
 for line in sys.argv[2:]:
     code = main([*line.split(), *sys.argv[1].split()])
-    assert code == 0 or (line.startswith("show") and code == 2), (line, code)  # 2 = it says why the sample cannot be shown
+    # 2 = it says why the sample cannot be shown
+    assert code == 0 or (line.startswith("show") and code == 2), (line, code)
     print("DONE", line)
 """
 

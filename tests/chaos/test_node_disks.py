@@ -18,8 +18,8 @@ from tests.whole.prepared import put_prepared
 from tests.whole.running import SMOKE
 from tidemill.bus.streams.bus import Bus
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.checkpoints.keeper import CHECKPOINT_KEY
 from tidemill.learner.checkpoints.manifest import METADATA
+from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
 from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, State, attempt_of
 
 SETTINGS = (

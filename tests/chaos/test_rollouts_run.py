@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.chaos.auditor import judge
 from tests.chaos.storm import standing_bus
 from tests.launched import run_tidemill
+from tests.waits import until
 from tests.whole.running import SMOKE, assert_books_balance, kill, live, until_step, up
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Kind, Sample
@@ -38,8 +39,7 @@ async def test_episodes_are_trained_once_though_their_actor_is_killed(tmp_path: 
     with up(tmp_path, "learner.steps=12", "bus.lease_s=3", "run=smoke", config=[SMOKE, config]) as run:
         async with run.bus() as bus:
             await until_step(bus, 3)
-            while not held.exists():  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await until(held.exists)
             kill((await live(bus, "actor")).pid)
             killed.touch()
         assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]

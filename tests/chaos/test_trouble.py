@@ -17,9 +17,11 @@ from tests.chaos.parts import PATIENCE_S, Part, Parts, parts
 from tests.chaos.wire import Wire
 from tests.small_disk import SmallDisk, small_disk
 from tests.unhurried import UNHURRIED
+from tests.waits import until
 from tidemill.bus.errors import BusUnavailable
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.history import History
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done
 from tidemill.bus.wire.rows import LiveRow
@@ -87,8 +89,7 @@ async def _no_disk(run: Parts, disk: SmallDisk) -> None:
 async def _logged(text: str, *parts: Part) -> None:
     """Wait until the text is in the log of every part."""
     async with asyncio.timeout(PATIENCE_S):
-        while not all(text in part.log for part in parts):  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+        await until(lambda: all(text in part.log for part in parts), every_s=0.1)
 
 
 def test_no_room_for_a_checkpoint_ends_the_learner_with_the_reason(tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ async def _witnessed(run: Parts) -> AsyncIterator[tuple[Bus, dict[int, str]]]:
     seen: dict[int, str] = {}
 
     async def watch(bus: Bus) -> None:
-        async for glimpse in bus.samples.tail(last=1 << 40, headers_only=True):
+        async for glimpse in History(bus.jet).glimpses(1):
             seen[glimpse.seq] = glimpse.headers["Nats-Msg-Id"]
 
     async with run.bus() as bus:

@@ -69,7 +69,7 @@ def _cases() -> Iterator[Any]:
     for number, (how, place, at_once) in enumerate(
         itertools.product(("kill", "stop"), ("relays", "last"), (True, False))
     ):
-        marks = [] if number in (0, 3, 5, 6) else [pytest.mark.slow]
+        marks = [] if number in (0, 7) else [pytest.mark.slow]
         yield pytest.param(
             how, {"relays": "0", "last": "z"}[place], at_once, id=f"{how}-{place}-{_asked(at_once)}", marks=marks
         )
@@ -117,7 +117,7 @@ def test_the_other_members_get_the_version_whichever_member_is_lost(
                 assert (told["digest"], told["ended"]) == (digest(tiny_tensors(2 * number + 2)), versions)
 
 
-@pytest.mark.parametrize("at_once", [True, False], ids=_asked)
+@pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.slow)], ids=_asked)
 def test_several_lost_in_several_phases_of_one_push(bus_url: str, run_id: str, tmp_path: Path, at_once: bool) -> None:
     bad = {
         f"{how}-{at}": Behaviour(fails=how, at=at, once_served=1, at_once=at_once)

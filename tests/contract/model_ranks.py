@@ -16,8 +16,7 @@ from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.megatron.model import build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import OtherModels, Trainer
-from tidemill.learner.settings.config import OptimizerConfig
-from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.config import HooksConfig, OptimizerConfig
 
 
 def bridged(model_dir: Path, bridge: str, out: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.engine_serving import LIMIT_S, serving
 from tests.router_kit import Faulty, faulty, routing
 from tests.tiny_models import write_tiny_model
+from tests.waits import until
 from tidemill.actors.config import EngineConfig, SglangConfig
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.sglang.engine import SglangEngine
@@ -250,8 +251,7 @@ async def test_requests_beyond_the_waiting_limit_get_503_at_a_proxy(model_dir: P
 
 async def reached(server: Faulty, count: int) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while server.paths.count("/generate") < count:  # noqa: ASYNC110 - it sends no event
-            await asyncio.sleep(0.01)
+        await until(lambda: server.paths.count("/generate") >= count)
 
 
 ODD: tuple[Any, ...] = (

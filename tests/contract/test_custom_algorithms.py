@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.algorithm_settings import algorithm_of
 from tidemill.bus.system.functions import find_function
 from tidemill.learner.algorithms.aggregation import Denominators, Reducer, coefficients
 from tidemill.learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, LOSSES
@@ -57,9 +58,9 @@ def objective(request: pytest.FixtureRequest) -> Objective:
     """Return an objective with the named loss, anchored at mu where possible."""
     preset = next((name for name, fields in PRESETS.items() if fields["loss"] == request.param), None)
     changes = {"correction": preset or "decoupled"} | (
-        {} if preset else {"loss": request.param, "weight": "none", "anchor": "rollout"}
+        {} if preset else {"loss": request.param, "weight": {"level": "none"}, "anchor": "rollout"}
     )
-    return Objective(AlgorithmConfig(**changes))
+    return Objective(algorithm_of(**changes))
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def level(request: pytest.FixtureRequest) -> str | WeightFunction:
 
 @pytest.fixture
 def rule(request: pytest.FixtureRequest) -> Objective:
-    return Objective(AlgorithmConfig(correction="bypass", reject=(request.param,)))
+    return Objective(algorithm_of(correction="bypass", reject={"rules": (request.param,)}))
 
 
 @pytest.fixture
@@ -302,11 +303,13 @@ def test_an_estimator_gets_what_its_parameters_name() -> None:
     assert Objective(AlgorithmConfig()).asks == frozenset()
 
 
-@pytest.mark.parametrize("setting", ["loss", "weight", "aggregation", "reject"])
+@pytest.mark.parametrize("setting", ["loss", "weight.level", "aggregation", "reject.rules"])
 def test_a_function_with_other_parameters_is_refused(setting: str) -> None:
     path = f"{__name__}:of_rewards_alone"
+    name, _, key = setting.partition(".")
+    value = {key: (path,) if key == "rules" else path} if key else path
     with pytest.raises(ValueError, match=rf"{setting}: want a function \(.*, .*\), got '{path}': too many positional"):
-        Objective(AlgorithmConfig(**{setting: (path,) if setting == "reject" else path}))
+        Objective(algorithm_of(**{name: value}))
 
 
 def test_an_estimator_that_cannot_be_called_is_refused_with_what_it_may_ask_for() -> None:
@@ -393,15 +396,17 @@ def no_mask(delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: 
 def test_a_rule_of_ones_own_joins_the_others_and_returns_a_mask() -> None:
     delta_T, mask_T, sequence_T = deltas()
     with pytest.raises(
-        ValueError, match=r"reject .*:no_mask: want a bool tensor of shape \[20\], got torch.float64 of \[20\]"
+        ValueError, match=r"reject\.rules .*:no_mask: want a bool tensor of shape \[20\], got torch.float64 of \[20\]"
     ):
         rejected(
-            Objective(AlgorithmConfig(correction="bypass", reject=(f"{__name__}:no_mask",))),
+            Objective(algorithm_of(correction="bypass", reject={"rules": (f"{__name__}:no_mask",)})),
             delta_T,
             mask_T,
             sequence_T,
         )
-    both = Objective(AlgorithmConfig(correction="bypass", reject=("k1 token 0.5 2", EXAMPLES + "drifting"), veto=1e-4))
+    both = Objective(
+        algorithm_of(correction="bypass", reject={"rules": ("k1 token 0.5 2", EXAMPLES + "drifting"), "veto": 1e-4})
+    )
     place = {"mask_T": mask_T, "sample_T": sequence_T, "num_samples": 4, "rollout_T": torch.zeros_like(delta_T)}
     tokens = Tokens(**place, lag_T=sequence_T, advantages_T=delta_T)
     assert set(both._rejected(tokens, delta_T, delta_T, Coupled())) == {"k1_token", "drifting", "veto"}
@@ -452,15 +457,16 @@ def test_a_metric_of_another_shape_is_refused() -> None:
 
 
 def test_a_rule_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="reject: want module:function, got 'no_such_module:f'"):
-        Objective(AlgorithmConfig(reject=("no_such_module:f",)))
-    with pytest.raises(ValueError, match=r"reject: want 'METRIC SPAN HIGH' .*, or module:function, got 'mine'"):
-        AlgorithmConfig(reject=("mine",))
+    with pytest.raises(ValueError, match=r"reject\.rules: want module:function, got 'no_such_module:f'"):
+        Objective(algorithm_of(reject={"rules": ("no_such_module:f",)}))
+    with pytest.raises(ValueError, match=r"reject\.rules: want 'METRIC SPAN HIGH' .*, or module:function, got 'mine'"):
+        algorithm_of(reject={"rules": ("mine",)})
 
 
-@pytest.mark.parametrize("name", ["weight", "aggregation"])
-def test_other_functions_that_do_not_exist_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name}: want .*no_such_module"):
-        Objective(AlgorithmConfig(**{name: "no_such_module:f"}))
-    with pytest.raises(ValueError, match=rf"{name}: want .*token.* got 'tokens'"):
-        AlgorithmConfig(**{name: "tokens"})
+@pytest.mark.parametrize("setting", ["weight.level", "aggregation"])
+def test_other_functions_that_do_not_exist_are_refused(setting: str) -> None:
+    name, _, key = setting.partition(".")
+    with pytest.raises(ValueError, match=rf"{setting}: want .*no_such_module"):
+        Objective(algorithm_of(**{name: {key: "no_such_module:f"} if key else "no_such_module:f"}))
+    with pytest.raises(ValueError, match=rf"{setting}: want .*token.* got 'tokens'"):
+        algorithm_of(**{name: {key: "tokens"} if key else "tokens"})

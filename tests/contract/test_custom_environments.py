@@ -30,6 +30,7 @@ from tests.tiny_models import write_tiny_model
 from tidemill.actors.episodes.children import Children
 from tidemill.actors.episodes.programs.multi_turn import MultiTurn
 from tidemill.actors.episodes.rollouts import ProgramRollout
+from tidemill.actors.rollout_settings import RolloutConfig
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import Status
 
@@ -286,9 +287,10 @@ async def test_an_episode_makes_a_sample(model_dir: Path, case: Case) -> None:
         "max_tokens": 4,
     }
     asked = replace(task(), prompt=case.row["prompt"], label=case.row["label"], metadata=case.row["metadata"])
-    async with stage(model_dir, unused) as scene, Children(PROGRAM, options=given) as children:
+    config = RolloutConfig(use="multi_turn", options=given)
+    async with stage(model_dir, unused) as scene, Children(config) as children:
         await children.load()
-        rollout = ProgramRollout(scene.gateway, children, max_calls_in_flight=16, turns=None, again="restart")
+        rollout = ProgramRollout(scene.gateway, children, config)
         sample = (await rollout.sample(asked, 0, "n0")).sample
     check_sample(sample)
     assert sample.status in (Status.COMPLETED, Status.TRUNCATED)

@@ -25,6 +25,7 @@ from tidemill.actors.episodes.children import Children
 from tidemill.actors.episodes.programs.call_threads import CallThreads
 from tidemill.actors.episodes.programs.tools import FAILED, TABLE, Tool, tools_of
 from tidemill.actors.episodes.rollouts import ProgramRollout
+from tidemill.actors.rollout_settings import RolloutConfig
 from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import SequenceSize, Status, score_of
@@ -217,11 +218,10 @@ async def test_a_rollout_makes_a_sample(request: pytest.FixtureRequest, model_di
         raise AssertionError("programs of this test run in children")
 
     options = given(request, "rollout", rollout)
-    async with stage(model_dir, unused) as scene, Children(rollout, options=options) as children:
+    config = RolloutConfig(use=f"agent:{rollout}", options=options)
+    async with stage(model_dir, unused) as scene, Children(config) as children:
         await children.load()
-        made = await ProgramRollout(
-            scene.gateway, children, max_calls_in_flight=16, turns=None, again="restart"
-        ).sample(task(), 0, "n0")
+        made = await ProgramRollout(scene.gateway, children, config).sample(task(), 0, "n0")
     check_sample(made.sample)
     assert made.sample.status in (Status.COMPLETED, Status.TRUNCATED)
     assert made.sample.turns is not None and len(made.sample.turns.at) >= 1

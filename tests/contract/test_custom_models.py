@@ -40,8 +40,7 @@ from tidemill.learner.megatron.hooks import BeforeLogProbs, BeforeStep, Hooks
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import OtherModels, Trainer
-from tidemill.learner.settings.config import OptimizerConfig
-from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.config import HooksConfig, OptimizerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,7 +82,7 @@ def here() -> "Iterator[Parallel]":
         yield joined
 
 
-# ------------------------------------------------------------------------------------------------------------------------ bridges
+# -- bridges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +214,7 @@ def test_a_bridge_with_exchanged_norms_is_found_by_its_log_probs(here: "Parallel
         test_log_probs_through_a_bridge_are_those_of_the_model(pond, policy)
 
 
-# -------------------------------------------------------------------------------------------------------------------------- hooks
+# -- hooks
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from tests.engine_watch import Watched, watching
 from tests.receiver_app import staged
 from tests.skips import inapplicable
 from tests.tiny_models import tiny_model, write_tiny_model
+from tests.waits import until
 from tidemill.actors.errors import BadRequest, EngineUnavailable
 from tidemill.actors.serving.sglang.proxy import HOLD_S
 from tidemill.bus.client.addresses import HERE
@@ -37,9 +38,9 @@ from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.push.member import Member, Updated
 from tidemill.weightstore.push.push import Push
 from tidemill.weightstore.push.push_groups import GroupRules, PushGroup
-from tidemill.weightstore.push.staged_model import StagedModel
 from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.http_receiver import HttpReceiver
+from tidemill.weightstore.transport.staging import StagedModel
 
 CONTEXT = 4096
 VOCABULARY = 299
@@ -82,8 +83,7 @@ def asked(kind: Kind, served: Served, *, after: int = 30) -> AbstractAsyncContex
 async def until_unfinished(served: Served, count: int) -> None:
     """Wait until the engine has so many requests."""
     async with asyncio.timeout(LIMIT_S):
-        while served.engine.unfinished != count:  # noqa: ASYNC110 - counted by the engine
-            await asyncio.sleep(0.01)
+        await until(lambda: served.engine.unfinished == count)
 
 
 async def assert_made_by(model: Any, version: int, answer: Any) -> None:

@@ -111,7 +111,7 @@ async def test_an_aborted_request_gives_what_the_next_one_goes_on_from(directori
         pieces = 0
         begun = None
         while begun is None or begun.finish == "abort":
-            asking = asyncio.create_task(one.client.generate(PROMPT, long, id=f"piece-{pieces}", begun=begun))
+            asking = asyncio.create_task(one.client.generate(PROMPT, long, request_id=f"piece-{pieces}", begun=begun))
             have = 0 if begun is None else len(begun.tokens)
             enough = one.engine.scheduler.counters.tokens_generated + min(11, len(whole.tokens) - have)
             gate.let(10)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine_decoding import CPU, decode_all, load, new_slots
+from tests.engine_decoding import decode_all, load, new_slots
 from tests.tiny_models import FAMILIES, SERVED, as_transformers_5, tiny_model, write_tiny_model
 from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin import decoder
-from tidemill.actors.serving.builtin.runner import FIRST_LENGTH
+from tidemill.actors.serving.builtin.runner import FIRST_LENGTH, DecodeAttention, PrefillAttention
 from tidemill.actors.serving.builtin.shape import ModelShape
 
 LLAMA3 = {
@@ -79,20 +79,19 @@ def test_rows_of_one_batch_have_their_own_positions(tmp_path: Path) -> None:
     alone.
     """
     weights = load(write_tiny_model(tmp_path))
-    shape, model = weights.shape, tiny_model()
-    table = decoder.RopeTable(shape.rope, 64, head_dim=shape.head_dim, dtype=torch.float32, device=CPU)
+    model, table = tiny_model(), decoder.RopeTable(weights, 64)
     random = np.random.default_rng(0)
     contexts = [random.integers(3, 299, length).tolist() for length in (5, 17, 9)]
     padded = torch.tensor([context + [0] * (17 - len(context)) for context in contexts])
     slots = new_slots(weights, 8)
     prompt_of_row = torch.tensor([0, 1, 1, 2])
-    decoder.forward(weights, padded, table.at(torch.arange(17)[None]), slots.prefilling(0, prompt_of_row))
+    decoder.forward(weights, padded, table.at(torch.arange(17)[None]), PrefillAttention(slots, 0, prompt_of_row))
     slots.move(3, 0, 9)  # row 0 leaves, row 3 takes its place
     rows = [contexts[2], contexts[1], contexts[1]]
     next_tokens = [7, 8, 9]
     positions = torch.tensor([len(row) for row in rows])
     x = decoder.forward(
-        weights, torch.tensor(next_tokens)[:, None], table.at(positions[:, None]), slots.decoding(positions, 18)
+        weights, torch.tensor(next_tokens)[:, None], table.at(positions[:, None]), DecodeAttention(slots, positions, 18)
     )
     got = decoder.logits(weights, x[:, 0])
     for row, (context, token) in enumerate(zip(rows, next_tokens, strict=True)):

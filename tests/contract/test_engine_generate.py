@@ -69,7 +69,7 @@ async def test_a_latecomer_shares_with_one_that_is_running(family: str, model: A
     roomy = write_tiny_model(tmp_path, family, tied=family == "qwen2", max_position_embeddings=8192)  # the same weights
     async with serving(roomy) as served:
         gate = served.hold(after=10)
-        first = served.client.stream(prompt, _sampling(max_new_tokens=4000), id="first")
+        first = served.client.stream(prompt, _sampling(max_new_tokens=4000), request_id="first")
         await anext(first)
         await served.client.pause()  # it is running now, and stays so
         gate.open()

@@ -275,7 +275,7 @@ async def test_what_it_says_of_itself(model_dir: Path) -> None:
 async def test_the_client_gives_what_the_engine_made(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(model_dir, version=2) as served:
         sampling = Sampling(max_new_tokens=6, seed=9, temperature=0.8, top_k=50)
-        whole = await served.client.generate(np.array([5, 6], np.int32), sampling, id="x")
+        whole = await served.client.generate(np.array([5, 6], np.int32), sampling, request_id="x")
         assert (whole.id, whole.finish, whole.prompt_tokens) == ("x", "length", 2)
         assert (whole.tokens.dtype, whole.log_probs.dtype) == (np.int32, np.float32)
         assert whole.spans == (Span(version=2, num_tokens=6),)

@@ -11,6 +11,7 @@ import pytest
 from tests.engine_kinds import Kind
 from tests.engine_serving import Served, serving
 from tests.tiny_models import write_tiny_model
+from tests.waits import until
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.errors import BadRequest
 from tidemill.bus.wire.messages import Sampling
@@ -40,8 +41,7 @@ def sampling(seed: int, tokens: int = 8) -> Sampling:
 
 async def until_unfinished(served: Served, count: int) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while served.engine.unfinished != count:  # noqa: ASYNC110 - counted by the engine
-            await asyncio.sleep(0.01)
+        await until(lambda: served.engine.unfinished == count)
 
 
 async def test_the_same_answers_as_alone_in_one_request(kind: Kind, model_dir: Path) -> None:
@@ -51,9 +51,9 @@ async def test_the_same_answers_as_alone_in_one_request(kind: Kind, model_dir: P
     async with kind.serving(model_dir) as served:
         alone, joined = HttpEngine(served.engine.url), HttpEngine(served.engine.url, join=True)
         try:
-            one_by_one = [await alone.generate(PROMPT, repeatable(seed), id=f"a{seed}") for seed in range(6)]
+            one_by_one = [await alone.generate(PROMPT, repeatable(seed), request_id=f"a{seed}") for seed in range(6)]
             together = await asyncio.gather(
-                *(joined.generate(PROMPT, repeatable(seed), id=f"j{seed}") for seed in range(6))
+                *(joined.generate(PROMPT, repeatable(seed), request_id=f"j{seed}") for seed in range(6))
             )
             other = await asyncio.gather(joined.generate(PROMPT, sampling(1)), joined.generate(PROMPT[:2], sampling(1)))
         finally:

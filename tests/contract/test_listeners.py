@@ -328,7 +328,7 @@ async def test_bodies_are_bounded_together_and_small_ones_pass() -> None:
         await listener.close()
 
 
-# -- keys ---------------------------------------------------------------------------------------------------------------
+# -- keys
 
 
 async def test_a_teacher_has_no_commands(model_dir: Path) -> None:
@@ -430,8 +430,8 @@ def test_every_construction_of_a_listener_is_a_role() -> None:
         ("actors/router/server.py", 1),
         ("actors/scoring/server.py", 1),
         ("actors/serving/server.py", 1),
-        ("learner/checkpoints/keeper.py", 1),
-        ("weightstore/store/snapshot_store.py", 1),
+        ("learner/checkpoints/node_copies.py", 1),
+        ("weightstore/store/snapshot_server.py", 1),
         ("weightstore/transport/part_server.py", 1),
     ]
 
@@ -439,9 +439,9 @@ def test_every_construction_of_a_listener_is_a_role() -> None:
 SOCKETS = {
     "actors/episodes/programs/verifiers_taskset.py": "door of verifiers",
     "actors/serving/handles.py": "handles of weights",
-    "learner/feed/feed_gate.py": "",  # inside the process
+    "learner/feed/feed_keys.py": "",  # inside the process
     "learner/feed/feed_server.py": "feeder to ranks",
-    "learner/nodes/agent.py": "calls between nodes",
+    "learner/nodes/probes.py": "calls between nodes",
     "bus/server/ports.py": "",  # keeps a port free, and listens to nothing
     "bus/http/listener.py": "HTTP of engines",
     "weightstore/transport/broadcast.py": "torch's store",

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import Client, stage, task
 from tests.tiny_models import write_tiny_model
-from tidemill.actors.episodes.children import ChildBounds, Children
+from tidemill.actors.episodes.children import Children
 from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
 from tidemill.actors.episodes.programs.multi_turn import MultiTurn, Played
 from tidemill.actors.episodes.programs.sum_game import SumGame
@@ -163,9 +163,8 @@ async def test_calls_that_hang_are_reported_and_with_too_many_the_child_is_repla
         "tool_seconds": 4.0,
         "max_hung_calls": count,
     }
-    program = "tidemill.actors.episodes.programs.multi_turn:MultiTurn"
-    bounds = ChildBounds(processes=1, episodes_per_child=count + 2)
-    pool = Children(program, options=options, bounds=bounds, note_hung=hung.append)
+    config = RolloutConfig(use="multi_turn", options=options, processes=1, episodes_per_child=count + 2)
+    pool = Children(config, note_hung=hung.append)
     async with listening({"/v1/completions": answer}) as url, pool:
 
         async def play(prompt: str, number: int) -> EpisodeResult:
@@ -186,10 +185,8 @@ async def test_calls_that_hang_are_reported_and_with_too_many_the_child_is_repla
 async def test_only_what_has_a_state_can_resume() -> None:
     assert not hasattr(MultiTurn(environment=f"{GAMES}:Game"), "resume")
     assert hasattr(MultiTurn(tools=["calculator"]), "resume")
-    children = Children(
-        "tidemill.actors.episodes.programs.multi_turn:MultiTurn", options={"environment": f"{GAMES}:Game"}, resumes=True
-    )
-    async with children:
+    config = RolloutConfig(use="multi_turn", options={"environment": f"{GAMES}:Game"}, again="resume")
+    async with Children(config) as children:
         with pytest.raises(ProgramFailed, match=r"again: resume wants a class with a method resume\(data, state"):
             await children.load()
 

@@ -37,7 +37,7 @@ def test_tokens_are_those_of_the_learner(tmp_path: Path, family: str, apply_chat
     file = tmp_path / "run.yaml"
     file.write_text(f"model: {{path: {model}}}\ndata: {{apply_chat_template: {str(apply_chat_template).lower()}}}\n")
     config, report = load(file).config, Report()
-    found = check_model(report, config, made=False)
+    found = check_model(report, config, prepared=False)
     assert found is not None
     tokenize, theirs = (
         check_tokenizer(report, config, found),
@@ -61,7 +61,7 @@ def test_tools_are_rendered_as_by_the_learner_with_text_and_with_messages(tmp_pa
     file = tmp_path / "run.yaml"
     file.write_text(f"model: {{path: {model}}}\n")
     config, report = load(file).config, Report()
-    found = check_model(report, config, made=False)
+    found = check_model(report, config, prepared=False)
     assert found is not None
     tokenize, theirs = check_tokenizer(report, config, found), model_tokenizer(str(model))
     assert tokenize is not None and not report.errors
@@ -198,7 +198,7 @@ def test_answers_and_rejected_rows_are_the_same_to_the_learner_and_the_checks(tm
     file = tmp_path / "run.yaml"
     file.write_text(f"model: {{path: {model}}}\n")
     config, report = load(file).config, Report()
-    found = check_model(report, config, made=False)
+    found = check_model(report, config, prepared=False)
     assert found is not None
     tokenize, theirs = check_tokenizer(report, config, found), model_tokenizer(str(model))
     assert tokenize is not None and not report.errors

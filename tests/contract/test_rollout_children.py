@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from tests.waits import until
 from tidemill.actors.episodes import children as episode_children
-from tidemill.actors.episodes.children import LOADS, ChildBounds, Children
+from tidemill.actors.episodes.children import LOADS, Children
 from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
+from tidemill.actors.rollout_settings import RolloutConfig
 from tidemill.bus.wire.json_object import JsonMapping
 
 SCRIPT = "tests.rollout_programs:Script"
@@ -24,11 +26,16 @@ NO_OPTIONS: JsonMapping = {}
 
 
 def children(
-    use: str = SCRIPT, *, options: JsonMapping = NO_OPTIONS, python: str = "", resumes: bool = False, **bounds: Any
+    use: str = SCRIPT,
+    *,
+    options: JsonMapping = NO_OPTIONS,
+    resumes: bool = False,
+    kill_after_s: float = 0.3,
+    **settings: Any,
 ) -> Children:
-    return Children(
-        use, options=options, python=python, resumes=resumes, bounds=ChildBounds(**{"kill_after_s": 0.3, **bounds})
-    )
+    settings = {"memory_mb": 0, "again": "resume" if resumes else "restart", **settings}
+    config = RolloutConfig(use=f"agent:{use}", options=dict(options), **settings)
+    return Children(config, kill_after_s=kill_after_s)
 
 
 async def run(pool: Children, do: str, *, id: str = "1.0.a", **metadata: Any) -> EpisodeResult:
@@ -57,8 +64,7 @@ async def test_an_episode_goes_on_behind_its_state_in_a_class_that_can() -> None
 
 
 async def begun(file: Path) -> None:
-    while not file.exists():
-        await asyncio.sleep(0.005)
+    await until(file.exists, every_s=0.005)
 
 
 async def ended(pid: int) -> None:

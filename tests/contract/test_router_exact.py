@@ -296,5 +296,5 @@ async def test_refusals_name_the_expected_value(model_dir: Path) -> None:
             ("/retrieve_from_text", []),
         ):
             assert (await door.post(path, body))[0] == 400
-    with pytest.raises(ValueError, match=r"router.model: want a directory with a tokenizer.json"):
+    with pytest.raises(ValueError, match=r"router\.model"):
         await asyncio.to_thread(TokenHistory, RouterConfig(model=str(model_dir.parent)))

@@ -6,6 +6,7 @@ import importlib
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +87,14 @@ async def test_a_function_that_fails_fails_the_episode(model_dir: Path, name: st
 async def test_it_runs_in_a_child_and_what_is_no_generate_function_is_refused_at_the_start() -> None:
     found = read(Sections[RolloutConfig], {"a": {"use": f"slime:{HERE}:by_text"}}, "rollouts")["a"]
     assert (found.program, found.module, found.arguments("models/m")) == (SLIME, HERE, {"generate": f"{HERE}:by_text"})
-    async with Children(found.program, options=found.arguments("")) as children:
+    async with Children(found) as children:
         await children.load()
     for name, complaint in (
         ("plain", "want an async function"),
         ("short", "want a function of"),
         ("nothing", "nothing"),
     ):
-        async with Children(SLIME, options={"generate": f"{HERE}:{name}"}) as children:
+        async with Children(RolloutConfig(use=f"slime:{HERE}:{name}")) as children:
             with pytest.raises(ProgramFailed, match=complaint):
                 await children.load()
 
@@ -111,8 +112,7 @@ async def test_an_interpreter_that_has_nothing_of_ours(
     found = read(Sections[RolloutConfig], {"a": {"use": "slime:of_slime:by_ids", "python": str(python)}}, "rollouts")[
         "a"
     ]
-    options = {**found.arguments(""), "args": {"hf_checkpoint": str(model_dir)}}
-    async with Children(found.program, options=options, python=found.python) as children:
+    async with Children(replace(found, options={"args": {"hf_checkpoint": str(model_dir)}})) as children:
         await children.load()
 
         async def run(client: Client) -> Any:

@@ -132,7 +132,7 @@ async def test_unsupported_tool_choices_are_refused(model_dir: Path) -> None:
 
     async with serving(model_dir) as served, client_of(served.engine.url) as client:
         for choice in ("required", {"type": "function", "function": {"name": "add"}}):
-            with pytest.raises(openai.BadRequestError, match="tool_choice: not supported"):
+            with pytest.raises(openai.BadRequestError, match="tool_choice"):
                 await said(client, ASKED, streamed=False, tools=[ADD], tool_choice=choice)
         broken = {
             "role": "assistant",
@@ -140,7 +140,7 @@ async def test_unsupported_tool_choices_are_refused(model_dir: Path) -> None:
         }
         with pytest.raises(
             openai.BadRequestError,
-            match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments: want a map, or one as JSON text",
+            match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments",
         ):
             await said(client, [*ASKED, broken], streamed=False, tools=[ADD])
 

@@ -69,9 +69,10 @@ async def playing(
         raise AssertionError("no program of this process is played")
 
     async with stage(model_dir, none) as scene:
-        async with Children(config.program, options=config.arguments(str(model_dir)), python=python) as children:
+        config = replace(config, python=python, max_calls_in_flight=4)
+        async with Children(config, model=str(model_dir)) as children:
             await children.load()
-            yield ProgramRollout(scene.gateway, children, max_calls_in_flight=4), scene
+            yield ProgramRollout(scene.gateway, children, config), scene
 
 
 def rows(python: str, tmp_path: Path, taskset: str, *more: str) -> list[dict[str, Any]]:
@@ -153,7 +154,7 @@ async def test_a_taskset_that_verifiers_ships_is_played_as_it_is(python: str, tm
         await assert_log_probs(sample, guessing)
 
 
-@pytest.mark.parametrize("renderer", [None, "default"])
+@pytest.mark.parametrize("renderer", [None, pytest.param("default", marks=pytest.mark.slow)])
 async def test_a_taskset_of_one_turn_makes_samples(
     python: str, model_dir: Path, tmp_path: Path, renderer: str | None
 ) -> None:
@@ -188,7 +189,7 @@ async def test_a_taskset_of_one_turn_makes_samples(
     await assert_log_probs(sample, model_dir)
 
 
-@pytest.mark.parametrize("renderer", [None, "default"])
+@pytest.mark.parametrize("renderer", [pytest.param(None, marks=pytest.mark.slow), "default"])
 async def test_a_taskset_of_several_turns_makes_samples(
     python: str, model_dir: Path, tmp_path: Path, renderer: str | None
 ) -> None:
@@ -250,7 +251,7 @@ async def test_the_tools_of_a_task_are_called(python: str, tmp_path: Path) -> No
         "it"
     ]
     try:
-        async with Children(config.program, options=config.arguments(""), python=python) as children:
+        async with Children(replace(config, python=python)) as children:
             result = await children.run("1", base_url=model, api_key="k", task={**row, "kind": "train"})
     finally:
         await runner.cleanup()

@@ -44,7 +44,13 @@ def batch(step: int, max_tokens: int = 60, vocab: int = VOCAB) -> Any:
     return make_batches(make_samples(vocab=vocab, step=step), step=step, max_tokens=max_tokens)[0]
 
 
-@pytest.mark.parametrize("family", [*DENSE, *EXPERTS])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in ("qwen3", "qwen3_moe") else [pytest.mark.slow])
+        for family in (*DENSE, *EXPERTS)
+    ],
+)
 def test_log_probs_are_those_of_transformers(family: str, rank: Parallel, tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path, family)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().to(rank.device)
@@ -75,7 +81,7 @@ def test_bfloat16_is_near_float32(rank: Parallel, model_dir: Path) -> None:
     assert {tensor.dtype for _, tensor in policy.export()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_the_same_bits_twice_and_after_a_restart(dtype: str, rank: Parallel, model_dir: Path, tmp_path: Path) -> None:
     """Two runs from the same weights, and a third from the checkpoint of the first, have equal digests after every
     step.
@@ -102,7 +108,7 @@ def test_the_same_bits_twice_and_after_a_restart(dtype: str, rank: Parallel, mod
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_recomputation_changes_no_bit(recompute: str, dtype: str, rank: Parallel, model_dir: Path) -> None:
     found = []
     for kernels in (Wanted(), Wanted(recompute=recompute)):

@@ -39,7 +39,10 @@ def on_device(run: Up, device: torch.device) -> None:
     assert_books_balance(run.summary, max_lag=2)
 
 
-@pytest.mark.parametrize("name", ON_CUDA)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ("defaults", "bfloat16") else []) for name in ON_CUDA],
+)
 def test_a_whole_run(name: str, device: torch.device, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if name in CUDA_ONLY:
         request.getfixturevalue("cuda")

@@ -11,9 +11,9 @@ from tests.chaos.dying import die_at
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.checkpoints import fetch
 from tidemill.learner.checkpoints import manifest as manifests
-from tidemill.learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient
+from tidemill.learner.checkpoints import remote_files
+from tidemill.learner.checkpoints.remote_files import CheckpointFiles, Peer, PeerClient
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.feed.places import RankPlaces
 from tidemill.learner.layout import parallel
@@ -142,7 +142,7 @@ def load(model_dir: Path, roots: list[Path], urls: list[str], layouts: list[int]
 def _loaded(model_dir: Path, root: Path, peers: list[Peer], here: parallel.Parallel) -> dict[str, Any]:
     client = PeerClient(peers)
     directory = root / f"step-{STEP}-epoch-1"
-    fetch.complete(directory, client)
+    remote_files.complete(directory, client)
     files = CheckpointFiles(directory, manifests.read(directory).files, client)
     policy, optimizer, trainer = built(model_dir, here)
     try:

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from tests.algorithm_settings import algorithm_of
+from tests.examples import THOROUGH, rarely
 from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
-from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.debug.collector import Collector
 from tidemill.learner.layout.parallel import Parallel, Replicas
 from tidemill.learner.megatron import state
@@ -35,15 +36,14 @@ CRITIC = CriticConfig(optimizer=replace(OPTIMIZER, lr=1e-2))
 GAE: dict[str, Any] = {"advantage": "gae", "gamma": 0.99, "lam": 0.9}
 MOVING = KLConfig(coef=0.1, reference_ema=0.5)
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tensor_parallel_size": 2},
     "tp2 in sequence, recompute": {"tensor_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_parallel_size": 2},
-    "cp2": {"context_parallel_size": 2},
+    **dict(rarely([("tp2", {"tensor_parallel_size": 2}), ("cp2", {"context_parallel_size": 2})])),
     "pp2 vpp2": {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2},
 }
 DEEP = "pp2 vpp2"
 """The layout of a model of four layers."""
-VTRACE: dict[str, Any] = {"advantage": "vtrace", "correction": "tis", "vtrace_c": 0.9, "minibatches": 2}
+VTRACE: dict[str, Any] = {"advantage": "vtrace", "correction": "tis", "vtrace": {"c": 0.9}, "minibatches": 2}
 SHARES = Replicas(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=9_000
 )
@@ -102,7 +102,7 @@ def build(
     dumps.
     """
     learner = learner or LearnerConfig(
-        steps=10, optimizer=OPTIMIZER, critic=CRITIC, algorithm=AlgorithmConfig(**(GAE | algorithm))
+        steps=10, optimizer=OPTIMIZER, critic=CRITIC, algorithm=algorithm_of(**(GAE | algorithm))
     )
     learner = replace(learner, offload_optimizer=offload, recompute=recompute)
     policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=replicas, kernels=Wanted.of(learner))
@@ -132,7 +132,7 @@ def main(model_dir: Path, deep_dir: Path, experts_dir: Path, checkpoint: Path, e
     """``every``: with the runs that repeat parts of others."""
     with joined() as here:
         results = {
-            "dp2": trained(model_dir, here),
+            **({"dp2": trained(model_dir, here)} if THOROUGH else {}),
             "dp2 distributed": trained(model_dir, here, replicas=SHARES),
             "dp2 distributed, offload, resumed": trained(
                 model_dir, here, replicas=SHARES, offload=True, checkpoint=checkpoint

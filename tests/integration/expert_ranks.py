@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
+from tests.algorithm_settings import algorithm_of
+from tests.examples import rarely
 from tests.integration.gradients import PLAIN, save, taken
 from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tests.tiny_models import EXPERTS
-from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Replicas
 from tidemill.learner.megatron import state
@@ -108,31 +109,30 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     DEEP: ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2}),
     DEEP_BIASED: ("glm4_moe", {"num_hidden_layers": 4}),
 }
-ONE = [
-    *((family, "plain") for family in (*EXPERTS, DEEP)),
-    *(("qwen3_moe", way) for way in ("moved", "replayed", "own rows", "balanced")),
-    *((DEEP, way) for way in ("moved", "replayed")),
-    (DEEP_BIASED, "biased"),
-    *(("glm4_moe", way) for way in ("own rows", "biased", "moved", "replayed", "all of it")),
-]
-"""Runs of one process."""
 RUNS = [
-    *((family, "EP2", "plain") for family in EXPERTS),
-    *((family, "TP2", "plain") for family in ("qwen3_moe", "qwen2_moe", "deepseek_v3")),
-    ("deepseek_v3", "PP2", "plain"),
-    ("qwen3_moe", "TP2 EP2", "plain"),
-    *(("qwen3_moe", layout, "distributed") for layout in ("EP2", "TP2")),
-    ("qwen3_moe", "EP2", "overlapped"),
-    ("deepseek_v3", "CP2", "plain"),
-    (DEEP, "PP2 VP2", "plain"),
-    *(("qwen3_moe", layout, "replayed") for layout in ("EP2", "CP2")),
-    ("qwen3_moe", "PP2", "replayed, full"),
+    *(("qwen3_moe", "EP2", way) for way in ("plain", "distributed")),
+    ("deepseek_v3", "TP2", "plain"),
     (DEEP, "PP2 VP2", "replayed, full"),
-    ("glm4_moe", "TP2", "replayed"),
-    ("qwen3_moe", "EP2", "balanced"),
-    (DEEP_BIASED, "PP2 VP2", "biased"),
-    ("glm4_moe", "TP2", "biased"),
-    *(("glm4_moe", layout, "all of it") for layout in ("EP2", "CP2", "PP2")),
+    ("glm4_moe", "CP2", "all of it"),
+    *rarely(
+        [
+            *((family, "EP2", "plain") for family in EXPERTS if family != "qwen3_moe"),
+            *((family, "TP2", "plain") for family in ("qwen3_moe", "qwen2_moe")),
+            ("deepseek_v3", "PP2", "plain"),
+            ("qwen3_moe", "TP2 EP2", "plain"),
+            ("qwen3_moe", "TP2", "distributed"),
+            ("qwen3_moe", "EP2", "overlapped"),
+            ("deepseek_v3", "CP2", "plain"),
+            (DEEP, "PP2 VP2", "plain"),
+            *(("qwen3_moe", layout, "replayed") for layout in ("EP2", "CP2")),
+            ("qwen3_moe", "PP2", "replayed, full"),
+            ("glm4_moe", "TP2", "replayed"),
+            ("qwen3_moe", "EP2", "balanced"),
+            (DEEP_BIASED, "PP2 VP2", "biased"),
+            ("glm4_moe", "TP2", "biased"),
+            *(("glm4_moe", layout, "all of it") for layout in ("EP2", "PP2")),
+        ]
+    ),
 ]
 """(model, layout, way): every family, kind of optimizer and setting, and the pairs that meet in the code; in
 ``GRADIENTS`` every layout.
@@ -165,9 +165,14 @@ RUNS_OF_FOUR = [
 
 
 GRADIENTS = [
-    *(("qwen3_moe", layout, "balanced") for layout in LAYOUTS if layout != "PP2 VP2"),
-    (DEEP, "PP2 VP2", "balanced"),
-    ("deepseek_v3", "TP2", "own rows"),
+    *(("qwen3_moe", layout, "balanced") for layout in ("TP2 EP2", "CP2 EP2")),
+    *rarely(
+        [
+            *(("qwen3_moe", layout, "balanced") for layout in ("EP2", "DP2", "TP2", "PP2", "CP2")),
+            (DEEP, "PP2 VP2", "balanced"),
+            ("deepseek_v3", "TP2", "own rows"),
+        ]
+    ),
 ]
 """Steps of which the gradient of each weight is compared."""
 GRADIENTS_OF_FOUR = [("qwen3_moe", layout, "balanced") for layout in OF_FOUR]
@@ -182,12 +187,39 @@ def same_run(way: str) -> str:
     return "plain" if way in ("distributed", "overlapped") else way.split(",")[0]
 
 
+EFFECTS = [
+    (DEEP, "moved", "replayed"),
+    ("glm4_moe", "own rows", "biased"),
+    *rarely(
+        [
+            *((family, "moved", "replayed") for family in ("qwen3_moe", "glm4_moe")),
+            ("qwen3_moe", "own rows", "balanced"),
+            ("glm4_moe", "replayed", "all of it"),
+        ]
+    ),
+]
+"""(model, way, way with another number): replay, a balancing loss and moving biases are not without effect."""
+ONE = list(
+    dict.fromkeys(
+        [
+            ("qwen3_moe", "plain"),
+            *((model, same_run(way)) for model, _, way in RUNS),
+            *((model, way) for model, *ways in EFFECTS for way in ways),
+        ]
+    )
+)
+"""Runs of one process."""
 RESUMES = [
     ("1 plain", "EP2", "distributed"),
-    ("1 plain", "PP2", "plain"),
-    *(("EP2 plain", other, "plain") for other in ("DP2", "TP2", "PP2")),
-    *((f"EP2 {way}", other, "distributed") for way in ("plain", "distributed") for other in ("EP2", "DP2")),
+    ("EP2 plain", "PP2", "plain"),
     ("EP2 distributed", "TP2", "plain"),
+    *rarely(
+        [
+            ("1 plain", "PP2", "plain"),
+            *(("EP2 plain", other, "plain") for other in ("DP2", "TP2")),
+            *((f"EP2 {way}", other, "distributed") for way in ("plain", "distributed") for other in ("EP2", "DP2")),
+        ]
+    ),
 ]
 """(layout and optimizer that saved, layout that goes on, its optimizer). Every pair of layouts: ``every_pair``."""
 
@@ -214,7 +246,7 @@ def learner(model_dir: Path, here: parallel.Parallel, way: Way, config: Optimize
         policy,
         optimizer,
         Trainer(
-            policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(proximal=proximal)
+            policy, optimizer, algorithm_of(entropy={"coef": 0.01}), max_lag=2, others=OtherModels(proximal=proximal)
         ),
         proximal,
     )
@@ -277,6 +309,8 @@ def main(model_dirs: dict[str, Path], of_one: Path, runs: Runs, resumes: Runs, s
     """
     results: dict[str, Any] = {}
     for layout, sizes in (LAYOUTS if os.environ["WORLD_SIZE"] == "2" else OF_FOUR).items():
+        if not any(of == layout for _, of, _ in (*runs, *steps, *resumes)):
+            continue
         with joined(**sizes) as here:
             for family, of, way in runs:
                 if of == layout:

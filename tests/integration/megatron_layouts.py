@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from tests.algorithm_cases import CASES, EVERY_TERM, EVERYWHERE, FRESH, OWN_TEMPERATURES, SHOWN_GROUPS, algorithm
+from tests.algorithm_settings import algorithm_of
 from tests.cuda_kernels import RaisingOnCuda
+from tests.examples import THOROUGH
 from tests.integration.gradients import PLAIN, save, taken
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined, not_sent_once
 from tidemill.bus.wire.messages import Sample, Span, Status
-from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import logprobs
 from tidemill.learner.megatron.layers.kernels import Wanted
@@ -30,7 +31,7 @@ STEPS = (3, 4)
 OPTIMIZER = OptimizerConfig(lr=1e-3, beta2=0.99, eps=1e-4)
 ROWS = {"as the layout packs them": 0, "unpacked": 1}
 """Rows of the steps with gradients: tokens of a micro-batch at most; 0 = those of the layout."""
-WITH_GRADIENTS = AlgorithmConfig(sft_coef=0.5, entropy_coef=0.01)
+WITH_GRADIENTS = algorithm_of(sft_coef=0.5, entropy={"coef": 0.01})
 """The algorithm of those steps."""
 
 
@@ -64,13 +65,14 @@ class Layout:
     watched: bool = False
     """Record the operations that would raise on CUDA; it costs time."""
     every: int = 1
-    """Stride over the cases: 1 = all."""
+    """Stride over the cases: 1 = all; where not all are tried, six times it."""
     first: int = 0
     """The first of them."""
 
     @property
     def cases(self) -> list[str]:
-        return list(dict.fromkeys([*list(CASES)[self.first :: self.every], *EVERYWHERE]))
+        stride = self.every if THOROUGH or self.every == 1 else 6 * self.every
+        return list(dict.fromkeys([*list(CASES)[self.first :: stride], *EVERYWHERE]))
 
     @property
     def world(self) -> int:
@@ -128,7 +130,7 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -
             minibatches=minibatches,
             pad_to=here.tp_size * here.cp_size,
         )
-        with watched:
+        with watched if THOROUGH or step == STEPS[-1] else contextlib.nullcontext():
             metrics.append(trainer.train(batches[here.dp_rank]))
         split = len(batches[here.dp_rank].micro_batches)
     exported = [(name, projected(tensor)) for name, tensor in policy.export()]
@@ -141,7 +143,7 @@ def samples_of(case: str, step: int) -> list[Sample]:
     """Return six groups: with the scores of a teacher, demonstrations and fresh samples where the case has them."""
     config, shown = algorithm(case), SHOWN_GROUPS.get(case, 0)
     temperature = (0.7, 1.0, 1.3) if case in OWN_TEMPERATURES else 1.0
-    top_k = config.distill_top_k if config.needs_teacher else None
+    top_k = config.distill.top_k if config.needs_teacher else None
     samples = make_samples(vocab=VOCAB, step=step, groups=6, temperature=temperature, top_k=top_k)
     if case in FRESH:
         versions = {0: step - 1, 1: 0}

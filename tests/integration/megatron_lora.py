@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.algorithm_settings import algorithm_of
+from tests.examples import rarely
 from tests.integration.gradients import PLAIN, Gradients, save, taken
 from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
-from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.layout.parallel import Parallel, Replicas
 from tidemill.learner.megatron import state
 from tidemill.learner.megatron.layers.kernels import Wanted
@@ -25,7 +26,7 @@ from tidemill.learner.settings.schedule import OptimizerConfig
 STEPS = (3, 4)
 LORA = LoraConfig(rank=4, alpha=8)
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-5, beta2=0.99)
-ALGORITHM = AlgorithmConfig(entropy_coef=0.01, kl=KLConfig(coef=0.1))
+ALGORITHM = algorithm_of(entropy={"coef": 0.01}, kl=KLConfig(coef=0.1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,29 +124,33 @@ def gradients(model_dir: Path, here: Parallel, way: Way, lora: LoraConfig) -> tu
 
 
 DIVIDED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "tp2": ({"tensor_parallel_size": 2}, ("plain", "recompute full")),
+    **dict(rarely([("tp2", ({"tensor_parallel_size": 2}, ("plain", "recompute full")))])),
     "tp2 sp": ({"tensor_parallel_size": 2, "sequence_parallel": True}, ("plain",)),
     "pp2": ({"tensor_parallel_size": 1, "pipeline_parallel_size": 2}, ("plain",)),
     "cp2": ({"tensor_parallel_size": 1, "context_parallel_size": 2}, ("plain",)),
 }
 """Layouts of one copy of the model on two ranks: arguments of ``parallel.join``, and ways."""
-RESUMED = ("tp2", "tp2 sp", "pp2", "cp2")
+RESUMED = ("pp2", *rarely(["tp2", "tp2 sp", "cp2"]))
 """Those that go on from a checkpoint of one rank."""
 
 
 ATTENTION = LoraConfig(rank=4, alpha=8, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 """Adapters of a mixture of experts, which are all outside of the experts."""
 OF_EXPERTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "ep2": ({"expert_parallel_size": 2}, ("plain", "distributed")),
+    **dict(rarely([("ep2", ({"expert_parallel_size": 2}, ("plain", "distributed")))])),
     "tp2 sp ep2": ({"tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 2}, ("plain",)),
-    "pp2 vp2": ({"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}, ("plain", "recompute full")),
+    "pp2 vp2": ({"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}, ("plain", *rarely(["recompute full"]))),
 }
 """Layouts of a mixture of experts on two ranks."""
 
 
-IN_REPLICAS = ("plain", "distributed")
+SHARED = ("distributed, offload", *rarely(["plain", "distributed"]))
+"""Ways of two replicas."""
+SHARED_RESUMED = ("distributed, offload", *rarely(["plain"]))
+"""Those that go on from a checkpoint of one rank."""
+IN_REPLICAS = ("distributed", *rarely(["plain"]))
 """Ways of two replicas of which the gradient of each matrix is compared."""
-SAVED = ("ep2", "pp2 vp2")
+SAVED = ("pp2 vp2", *rarely(["ep2"]))
 """Layouts of which one rank takes over a checkpoint."""
 
 
@@ -174,15 +179,11 @@ def experts(mixture_dir: Path, checkpoint: Path, filled: LoraConfig, out: Path) 
 
 def main(model_dir: Path, checkpoint: Path, filled: LoraConfig, out: Path) -> None:
     """``filled``: with adapters of which no matrix is zero."""
-    shared = ("plain", "distributed", "distributed, offload")
     with joined() as here:
-        results: dict[str, object] = {f"dp2 {name}": trained(model_dir, here, WAYS[name]) for name in shared}
+        results: dict[str, object] = {f"dp2 {name}": trained(model_dir, here, WAYS[name]) for name in SHARED}
         for name in IN_REPLICAS:
             save(out, f"dp2 {name}", *gradients(model_dir, here, WAYS[name], filled))
-        results |= {
-            f"dp2 {name}, resumed": trained(model_dir, here, WAYS[name], checkpoint)
-            for name in ("plain", "distributed, offload")
-        }
+        results |= {f"dp2 {name}, resumed": trained(model_dir, here, WAYS[name], checkpoint) for name in SHARED_RESUMED}
     for layout, (sizes, ways) in DIVIDED.items():
         with joined(**sizes) as here:
             for name in ways:

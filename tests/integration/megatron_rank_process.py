@@ -9,16 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tests.algorithm_settings import algorithm_of
 from tidemill.bus.config import BusConfig
 from tidemill.learner.algorithms.advantages import grpo_no_std
-from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.feed.places import RankPlaces
 from tidemill.learner.megatron.hooks import BeforeStep
 from tidemill.learner.ranks.rank import main
-from tidemill.learner.settings.config import LearnerConfig, OptimizerConfig, StalenessConfig
-from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.config import HooksConfig, LearnerConfig, OptimizerConfig, StalenessConfig
 from tidemill.weightstore.config import WeightsConfig
 
 MARK = "marked"
@@ -46,7 +45,7 @@ def run(settings: dict[str, dict[str, object]]) -> int:
         places,
         learner=LearnerConfig(
             optimizer=OptimizerConfig(**settings["optimizer"]),  # type: ignore[arg-type]
-            algorithm=AlgorithmConfig(**settings["algorithm"]),  # type: ignore[arg-type]
+            algorithm=algorithm_of(**settings["algorithm"]),
             hooks=HooksConfig(**settings["hooks"]),  # type: ignore[arg-type]
             **settings["learner"],  # type: ignore[arg-type]
         ),

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.algorithm_settings import algorithm_of
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
@@ -41,7 +42,7 @@ def train(
     optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
     proximal = WeightBackup(policy)
     trainer = Trainer(
-        policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(proximal=proximal)
+        policy, optimizer, algorithm_of(entropy={"coef": 0.01}), max_lag=2, others=OtherModels(proximal=proximal)
     )
     steps = STEPS
     if checkpoint is not None:
@@ -69,7 +70,9 @@ def skips(model_dir: Path, here: parallel.Parallel, replicas: parallel.Replicas 
     That one is in the last buffer of the last chunk, that of its experts where it has some: no other rank has their
     gradients.
     """
-    algorithm = AlgorithmConfig(loss=f"{__name__}:spoilt", weight="none", anchor="rollout", advantage="reinforce")
+    algorithm = algorithm_of(
+        loss=f"{__name__}:spoilt", weight={"level": "none"}, anchor="rollout", advantage="reinforce"
+    )
     batches = []
     for step in (3, 4, 5):
         samples = [

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.algorithm_settings import algorithm_of
+from tests.examples import rarely
 from tests.integration.megatron_layouts import Layout
 from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
-from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state
@@ -27,19 +28,25 @@ from tidemill.learner.settings.config import OptimizerConfig
 VOCAB = 300
 STEPS = (3, 4)
 OPTIMIZER = OptimizerConfig(lr=1e-3, beta2=0.99, eps=1e-4, weight_decay=0.01)
+SKIPPING = ("pp2", *rarely(["pp2 vpp2", "cp2"]))
+"""Layouts in which one rank has a loss or a gradient that is not finite."""
 LAYOUTS: Mapping[str, Layout] = {
     "tp2": Layout(tensor_parallel=2, sequence_parallel=True),
     "pp2": Layout(pipeline_parallel=2),
     "pp2, 1 and 3 layers": Layout(pipeline_parallel=2, first_stage_layers=1),
-    "pp2 vpp2": Layout(pipeline_parallel=2, virtual_pipeline=2),
-    "dp2": Layout(data_parallel=2),
-    "cp2": Layout(context_parallel=2),
     "cp2, shares": Layout(context_parallel=2, sharded=True),
+    **dict(
+        rarely(
+            {
+                "pp2 vpp2": Layout(pipeline_parallel=2, virtual_pipeline=2),
+                "dp2": Layout(data_parallel=2),
+                "cp2": Layout(context_parallel=2),
+            }.items()
+        )
+    ),
     "pp2 vpp2, offload": Layout(pipeline_parallel=2, virtual_pipeline=2, offload=True),
 }
 """Layouts of two ranks."""
-SKIPPING = ("pp2", "pp2 vpp2", "cp2")
-"""Layouts in which one rank has a loss or a gradient that is not finite."""
 
 
 class Learner:
@@ -55,7 +62,7 @@ class Learner:
         self.trainer = Trainer(
             self.policy,
             self.optimizer,
-            AlgorithmConfig(entropy_coef=0.01),
+            algorithm_of(entropy={"coef": 0.01}),
             max_lag=2,
             others=OtherModels(proximal=self.proximal),
         )

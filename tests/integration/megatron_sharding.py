@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from tests.examples import THOROUGH, rarely
 from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
@@ -64,15 +65,15 @@ WAYS = {
     ),
 }
 ALWAYS = {
-    "float32": [*WAYS],
-    "bfloat16": ["plain", "distributed", "distributed, offload", "distributed, overlap, offload"],
+    "float32": [*WAYS] if THOROUGH else ["plain", "distributed", "distributed, overlap", "distributed, offload"],
+    "bfloat16": ["plain", "distributed", "distributed, offload", *rarely(["distributed, overlap, offload"])],
 }
 """Ways by dtype. The other ones in bfloat16 are compared by ``make test-all``, where nothing is clipped."""
 CASES = [(dtype, way) for dtype, ways in ALWAYS.items() for way in ways]
 RARE = [(dtype, way) for dtype in ALWAYS for way in WAYS if (dtype, way) not in CASES]
 CLIPPED_CASES = [
-    *(("float32", way) for way in ("plain", "distributed", "offload", "distributed, offload")),
-    *(("bfloat16", way) for way in ("plain", "distributed", "distributed, offload")),
+    *(("float32", way) for way in ("plain", "distributed", *rarely(["offload"]), "distributed, offload")),
+    *rarely(("bfloat16", way) for way in ("plain", "distributed", "distributed, offload")),
 ]
 RESUMES = [
     ("plain", "distributed"),

@@ -26,6 +26,7 @@ from tests.actor_kit import (
     take_over,
 )
 from tests.bus_fixtures import BusOpener
+from tests.waits import until
 from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig, GatewayConfig
 from tidemill.actors.errors import BadRow
@@ -144,8 +145,7 @@ async def test_a_drain_hands_back_a_task_whose_program_waits_in_a_tool(
         work = asyncio.create_task(
             run_actor(nats_server.url, bus.run, config, bus.config, draining, "a", rollouts=programs(script=SCRIPT))
         )
-        while not (tmp_path / "up").exists():  # noqa: ASYNC110 - the program makes it
-            await asyncio.sleep(0.01)
+        await until(lambda: (tmp_path / "up").exists())
         draining.set()
         await work
         again = await bus.tasks.lease(30, rollout="script")
@@ -184,8 +184,7 @@ async def test_a_drain_gives_episodes_the_time_of_their_rollout(
         work = asyncio.create_task(
             run_actor(nats_server.url, bus.run, config, bus.config, draining, "a", rollouts=rollouts)
         )
-        while sum((tmp_path / f"up.{index}").exists() for index in range(2)) < 2:  # noqa: ASYNC110 - the program makes them
-            await asyncio.sleep(0.01)
+        await until(lambda: sum((tmp_path / f"up.{index}").exists() for index in range(2)) >= 2)
         draining.set()
         if made:
             await row_until(bus.rows("live"), "actor.a", lambda row: row["phase"] == "draining")
@@ -260,8 +259,7 @@ async def test_an_actor_that_is_superseded_says_nothing_of_the_task(
                 nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, draining, "a", rollouts=rollouts
             )
         )
-        while not file.exists():  # noqa: ASYNC110 - the program makes it
-            await asyncio.sleep(0.01)
+        await until(file.exists)
         await bus.turns.take(task, 0, "other", first=False)
         goes_on.touch()
         (sample,) = await samples_until(bus, complete([task], 1))
@@ -306,7 +304,7 @@ async def test_an_actor_whose_program_cannot_be_loaded_ends_with_the_reason(
                 nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, asyncio.Event(), "a", rollouts=wrong
             )
         config = ActorConfig(reward="digits", gateway=GatewayConfig(renderer="no-such"))
-        with pytest.raises(BadRow, match=r"actor\.gateway\.renderer: want "):
+        with pytest.raises(BadRow, match=r"actor\.gateway\.renderer"):
             await run_actor(
                 nats_server.url, bus.run, config, bus.config, asyncio.Event(), "a", rollouts=programs(a=TRIES)
             )

@@ -13,8 +13,10 @@ from tests.actor_kit import row_until
 from tests.feeder_kit import World
 from tests.integration.test_evaluation import evaluated, respond
 from tests.integration.test_feeder import OpenWorld, check_history, finish, open_world
+from tidemill.bus.section import ShortNamed
 from tidemill.bus.wire.messages import Done, Kind, Sampling, Task
 from tidemill.learner.errors import ConfigRefused, PromptError
+from tidemill.learner.evaluation.config import EvalConfig, EvalSet
 from tidemill.learner.evaluation.evaluations import EvalPlan, EvalPrompts
 from tidemill.learner.prompts.prompt_file import PromptFile
 
@@ -122,7 +124,9 @@ async def test_a_row_larger_than_a_message_is_a_bad_row(open_world: OpenWorld, t
         tested = EvalPrompts(
             name="held", prompts=prompts, sampling=Sampling(max_new_tokens=8), samples=1, passes_at=1.0
         )
-        evaluation = EvalPlan(sets=[tested], every=100, at_end=False, last_step=5)
+        sets = ShortNamed({"held": EvalSet(path=str(held))})
+        config = EvalConfig(sets=sets, every=100, at_end=False)
+        evaluation = EvalPlan(config=config, sets=[tested], last_step=5)
         async with (
             world.actors(),
             world.actors(respond, kind=Kind.EVAL),

@@ -257,7 +257,7 @@ async def test_a_connection_lost_twice_in_a_moment_notifies_every_listener(open_
             forget()
             with pytest.raises(BusUnavailable):
                 await request
-            assert (len(heard), connection._up_or_closed.is_set()) == (2, True), turns
+            assert (len(heard), connection.connected) == (2, False), turns
 
 
 async def test_a_client_library_that_swallows_a_cancellation_does_not_connect_for_ever(

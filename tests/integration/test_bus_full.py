@@ -19,6 +19,7 @@ from rich.console import Console
 
 from tests.bus_kit import make_sample
 from tests.small_disk import SmallDisk, small_disk
+from tests.waits import until
 from tidemill.bus.errors import BusFull
 from tidemill.bus.exit_codes import CONFIG
 from tidemill.bus.server.store_disk import lacking, needed_bytes
@@ -74,10 +75,11 @@ async def test_a_killed_server_is_started_again_and_named(tmp_path: Path) -> Non
                 await asyncio.sleep(0.05)
             ((value, _),) = rows.values()
             os.kill(value["pid"], signal.SIGKILL)
-            while not any(  # noqa: ASYNC110
-                f"nats-server (process {value['pid']}) ended and is started again" in text for text in watch.events
-            ):
-                await asyncio.sleep(0.05)
+            await until(
+                lambda: any(
+                    f"nats-server (process {value['pid']}) ended and is started again" in text for text in watch.events
+                )
+            )
 
 
 async def full(bus: Bus, *, reason: str) -> str:
@@ -100,8 +102,11 @@ async def stored_ids(bus: Bus) -> Counter[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     ("kind", "cluster", "reason"),
-    [("bytes", 1, "MB free on the disk of"), ("inodes", 1, "no inodes free"), ("bytes", 3, "MB free on the disk of")],
-    ids=["bytes", "inodes", "three servers"],
+    [
+        pytest.param("bytes", 1, "MB free on the disk of", id="bytes"),
+        pytest.param("inodes", 1, "no inodes free", id="inodes"),
+        pytest.param("bytes", 3, "MB free on the disk of", id="three servers", marks=pytest.mark.slow),
+    ],
 )
 async def test_a_full_disk_is_named_and_waited_for_and_nothing_is_lost(
     tmp_path: Path, kind: str, cluster: int, reason: str, capsys: pytest.CaptureFixture[str]
@@ -129,8 +134,7 @@ async def test_a_full_disk_is_named_and_waited_for_and_nothing_is_lost(
             await asyncio.gather(publishing, writing)
             assert len(await bus.rows("run").all("row")) == 3
             assert await stored_ids(bus) == {(1, 0): 1, **{(2, index): 1 for index in range(24)}}
-            while len(watch.events) < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await until(lambda: len(watch.events) >= 2)
             began, over = list(watch.events)[:2]
             assert "the run waits: no room" in began and "stores again" in over
 
@@ -148,8 +152,7 @@ async def test_a_server_that_ends_on_a_full_disk_is_started_again_when_there_is_
             (server,) = [child for child in psutil.Process().children() if child.name() == "nats-server"]
             server.kill()
             publishing = asyncio.create_task(bus.samples.publish(make_sample(RUN)))
-            while not watch.events:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await until(lambda: watch.events)
             assert "the run waits: no room: 0.0 MB free" in watch.events[0] and not publishing.done()
             disk.clear()
             assert await publishing == 1
@@ -177,8 +180,7 @@ async def test_a_bus_that_is_started_on_a_full_disk_waits_and_names_it(
         opening = running(config_in(disk))
         beginning = asyncio.create_task(opening.__aenter__())
         async with asyncio.timeout(LONG_S):
-            while "the bus is not started: no room: " not in caplog.text:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await until(lambda: "the bus is not started: no room: " in caplog.text)
             disk.clear()
             bus = await beginning
             assert await bus.samples.publish(make_sample(RUN)) == 1

@@ -60,7 +60,7 @@ async def test_another_setting_than_the_servers_is_named(
 
 async def test_a_stream_larger_than_the_disk_is_refused_with_the_remedy(open_bus: BusOpener) -> None:
     async with open_bus(layout=False, samples_max_bytes=10**18) as bus:
-        with pytest.raises(NoRoom, match=r"_SAMPLES: want room for 1000000000\.0 GB \(bus\.samples_max_bytes\)"):
+        with pytest.raises(NoRoom, match=r"bus\.samples_max_bytes"):
             await bus.create_layout()
 
 
@@ -71,7 +71,7 @@ async def test_a_setting_dropped_by_the_server_is_an_error(open_bus: BusOpener) 
             f"STREAM.CREATE.TM_{bus.run}_SAMPLES",
             {"name": f"TM_{bus.run}_SAMPLES", "subjects": [f"tm.{bus.run}.sample.>"]},
         )
-        with pytest.raises(ConfigMismatch, match=r"SAMPLES\.subjects: want"):
+        with pytest.raises(ConfigMismatch, match=r"SAMPLES\.subjects"):
             await bus.create_layout()
 
 

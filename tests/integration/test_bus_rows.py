@@ -20,9 +20,9 @@ async def test_a_row_is_changed_by_compare_and_set(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         rows = bus.rows("weights")
         assert await rows.get("mine") is None
-        first = await rows.create("mine", {"version": 0})
+        first = await rows.update("mine", {"version": 0}, 0)
         with pytest.raises(RowConflict):
-            await rows.create("mine", {"version": 9})
+            await rows.update("mine", {"version": 9}, 0)
         second = await rows.update("mine", {"version": 1}, first)
         with pytest.raises(RowConflict, match=f"weights.mine: changed by another process since revision {first}"):
             await rows.update("mine", {"version": 2}, first)
@@ -32,7 +32,7 @@ async def test_a_row_is_changed_by_compare_and_set(open_bus: BusOpener) -> None:
         await rows.delete("mine")
         await rows.delete("mine")
         assert await rows.get("mine") is None
-        await rows.create("mine", {"version": 6})
+        await rows.update("mine", {"version": 6}, 0)
 
 
 async def test_rows_are_listed(open_bus: BusOpener) -> None:
@@ -65,7 +65,7 @@ async def test_a_write_whose_answer_was_lost_is_recognised(nats_server: Embedded
         Proxy(nats_server.url) as proxy,
         connect(proxy.url, looker.run, name="writer") as bus,
     ):
-        revision = await bus.rows("run").create("epoch", {"epoch": 1})
+        revision = await bus.rows("run").update("epoch", {"epoch": 1}, 0)
         watching = looker.rows("run").watch("epoch")
         await anext(watching)
         proxy.deaf = True
@@ -303,10 +303,10 @@ async def test_a_row_that_another_client_marked_as_deleted_is_written_again(open
             assert (await rows.get(key), await rows.read(key)) == (None, (None, 0))
         async with asyncio.timeout(20):
             assert (await rows.change("epoch", lambda value: {"epoch": 7})) == (None, {"epoch": 7})
-            await rows.create("task_floor", {"floor": 9})
+            assert (await rows.change("task_floor", lambda value: {"floor": 9})) == (None, {"floor": 9})
         assert [(await rows.read(key))[0] for key in ("epoch", "task_floor")] == [{"epoch": 7}, {"floor": 9}]
         with pytest.raises(RowConflict):
-            await rows.create("task_floor", {"floor": 10})
+            await rows.update("task_floor", {"floor": 10}, 0)
 
 
 async def test_a_row_is_kept_while_its_writer_runs(open_bus: BusOpener) -> None:

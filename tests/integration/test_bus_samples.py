@@ -19,6 +19,7 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusUnavailable, NotFound, StreamReplaced, StreamTrimmed, WireError
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.history import History
 from tidemill.bus.streams.samples import Received, header_fields, headers_of
 from tidemill.bus.wire import parts, subjects
 from tidemill.bus.wire.codec import encode_sample
@@ -258,7 +259,7 @@ async def test_what_is_broken_is_named_and_blocks_nothing(open_bus: BusOpener) -
 
 async def test_samples_of_another_run_are_not_published(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
-        with pytest.raises(ValueError, match=r"sample\.run: want"):
+        with pytest.raises(ValueError, match=r"sample\.run"):
             await bus.samples.publish(make_sample("another"))
 
 
@@ -287,7 +288,7 @@ async def test_tail_shows_the_last_and_follows(open_bus: BusOpener) -> None:
 async def test_tail_of_headers_carries_no_payload(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await publish(bus, 7)
-        (glimpse,) = [glimpse async for glimpse in bus.samples.tail(last=1, follow=False, headers_only=True)]
+        (glimpse,) = [glimpse async for glimpse in History(bus.jet).glimpses(1, 1)]
         assert glimpse.headers.items() >= headers_of(make_sample(bus.run, task=7)).items()
         assert glimpse.size_bytes == len(encode_sample(make_sample(bus.run, task=7)))
         assert glimpse.subject == f"tm.{bus.run}.sample.train.3.a1"

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tidemill.bus import exit_codes
-from tidemill.bus.config import BusConfig
+from tidemill.bus.config import BusConfig, quoted
 from tidemill.bus.errors import ServerFailed, Unquotable
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.server.quoting import quoted
 
 
 def test_it_keeps_its_port_over_kills(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from tests.tiny_models import write_tiny_model
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import beside
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.checkpoints.keeper import Keeper, Ring, holders, kept_names
+from tidemill.learner.checkpoints.disk import kept_names
 from tidemill.learner.checkpoints.manifest import METADATA, FileEntry, Manifest
+from tidemill.learner.checkpoints.node_copies import Keeper, Ring, holders
 from tidemill.learner.errors import NoCheckpoint
 from tidemill.learner.feed.copies import Copies
 from tidemill.learner.settings.config import CheckpointConfig

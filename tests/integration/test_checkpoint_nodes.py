@@ -16,10 +16,10 @@ from tests.learner_steps import run_ranks
 from tests.tiny_models import write_tiny_model
 from tidemill.bus.http.access import RunAccess
 from tidemill.bus.http.listener import Listener
-from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
-from tidemill.learner.checkpoints.keeper import CheckpointServer
-from tidemill.learner.checkpoints.peers import Peer, PeerClient
+from tidemill.learner.checkpoints.node_copies import CheckpointServer
+from tidemill.learner.checkpoints.remote_files import Peer, PeerClient
 from tidemill.learner.errors import CheckpointCorrupt
 
 NAME = f"step-{STEP}-epoch-1"
@@ -95,7 +95,7 @@ async def test_a_node_that_lost_its_disk_loads_from_the_copy(
     kept = 1 - lost
     async with served(roots) as urls:
         client = PeerClient([Peer(node=lost, url=urls[lost])])
-        fetched = await asyncio.to_thread(fetch.complete, roots[kept] / NAME, client, lambda files: list(files))
+        fetched = await asyncio.to_thread(remote_files.complete, roots[kept] / NAME, client, lambda files: list(files))
         client.close()
     assert len(fetched) == 1, fetched
     disk.verify(roots[kept] / NAME)
@@ -120,7 +120,7 @@ async def test_a_damaged_range_names_file_and_node(saved: Any, roots: list[Path]
 async def test_a_damaged_local_range_is_read_from_another_node(saved: Any, roots: list[Path], tmp_path: Path) -> None:
     async with served(roots) as urls:
         client = PeerClient([Peer(node=1, url=urls[1])])
-        await asyncio.to_thread(fetch.complete, roots[0] / NAME, client, lambda files: list(files))
+        await asyncio.to_thread(remote_files.complete, roots[0] / NAME, client, lambda files: list(files))
         client.close()
     for file in disk.held(roots[1] / NAME).keys() - manifests.METADATA:
         content = bytearray((roots[1] / NAME / file).read_bytes())
@@ -137,7 +137,7 @@ async def test_no_copy_is_made_of_a_damaged_file(roots: list[Path]) -> None:
     async with served(roots) as urls:
         client = PeerClient([Peer(node=1, url=urls[1])])
         with pytest.raises(CheckpointCorrupt, match="node 1 has a damaged block"):
-            await asyncio.to_thread(fetch.complete, roots[0] / NAME, client, lambda files: list(files))
+            await asyncio.to_thread(remote_files.complete, roots[0] / NAME, client, lambda files: list(files))
         client.close()
     assert file not in disk.held(roots[0] / NAME)
     assert {path.name for path in roots[0].iterdir()} == {NAME}, "nothing is left over"

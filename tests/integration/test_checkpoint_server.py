@@ -16,11 +16,11 @@ from aiohttp import web
 from tidemill.bus.http.access import RunAccess
 from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import Keys, RunKeys
-from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
-from tidemill.learner.checkpoints.keeper import CheckpointServer
 from tidemill.learner.checkpoints.manifest import BLOCK_BYTES
-from tidemill.learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient, PeerFailed
+from tidemill.learner.checkpoints.node_copies import CheckpointServer
+from tidemill.learner.checkpoints.remote_files import CheckpointFiles, Peer, PeerClient, PeerFailed
 from tidemill.learner.errors import CheckpointCorrupt
 
 KEYS = Keys.of("admin")
@@ -121,7 +121,7 @@ async def test_ranges_and_held(tmp_path: Path) -> None:
         for start, length in ((0, 1), (BLOCK_BYTES - 2, 4), (BLOCK_BYTES, 16)):
             data = await asyncio.to_thread(client.get, peer, path, most_bytes=length, span=(start, length))
             assert data == CONTENT[start : start + length]
-        held = await asyncio.to_thread(fetch.held_by, client, peer)
+        held = await asyncio.to_thread(remote_files.held_by, client, peer)
         assert held == {NAME: sorted({"__0_0.distcp", "manifest.json", *manifests.METADATA})}
         for span in ((len(CONTENT), 1), (0, len(CONTENT) * 2)):
             with pytest.raises(PeerFailed):
@@ -129,7 +129,7 @@ async def test_ranges_and_held(tmp_path: Path) -> None:
         with pytest.raises(PeerFailed, match="HTTP 404"):
             await asyncio.to_thread(client.get, peer, "/checkpoints/step-1-epoch-1/x", most_bytes=1)
         with pytest.raises(PeerFailed, match="want the checkpoints of node 2"):
-            await asyncio.to_thread(fetch.held_by, client, Peer(node=2, url=url, key=KEYS.api))
+            await asyncio.to_thread(remote_files.held_by, client, Peer(node=2, url=url, key=KEYS.api))
         client.close()
 
 
@@ -192,12 +192,16 @@ async def test_an_empty_node_gets_what_it_needs(tmp_path: Path) -> None:
     async with serving(tmp_path) as url:
         directory, client = tmp_path / "new" / NAME, PeerClient([Peer(node=1, url=url, key=KEYS.api)])
         with pytest.raises(CheckpointCorrupt, match="node 1 has another one"):
-            await asyncio.to_thread(fetch.complete, directory, client, sha256="0" * 64)
+            await asyncio.to_thread(remote_files.complete, directory, client, sha256="0" * 64)
         assert not directory.exists()
         digest = manifests.digest_of((tmp_path / "root" / NAME / "manifest.json").read_bytes())
-        assert set(await asyncio.to_thread(fetch.complete, directory, client, sha256=digest)) == manifests.METADATA
-        assert await asyncio.to_thread(fetch.complete, directory, client, sha256=digest) == []
-        assert await asyncio.to_thread(fetch.complete, directory, client, lambda files: list(files)) == ["__0_0.distcp"]
+        assert (
+            set(await asyncio.to_thread(remote_files.complete, directory, client, sha256=digest)) == manifests.METADATA
+        )
+        assert await asyncio.to_thread(remote_files.complete, directory, client, sha256=digest) == []
+        assert await asyncio.to_thread(remote_files.complete, directory, client, lambda files: list(files)) == [
+            "__0_0.distcp"
+        ]
         disk.verify(directory)
         client.close()
         assert [path.name for path in directory.parent.iterdir()] == [NAME]

@@ -21,12 +21,12 @@ from tests.integration.test_feeder import OpenWorld
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.wire.messages import Done
-from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE
 from tidemill.learner.checkpoints.object_store import OWNER, ObjectStore
-from tidemill.learner.checkpoints.peers import PeerClient
-from tidemill.learner.checkpoints.uploads import Uploads, identity_of, survey, uploaded
+from tidemill.learner.checkpoints.remote_files import PeerClient
+from tidemill.learner.checkpoints.store_uploads import Uploads, identity_of, survey, uploaded
 from tidemill.learner.errors import ConfigRefused, NoCheckpoint, StoreFailed
 from tidemill.learner.feed.copies import Copies
 from tidemill.learner.settings.checkpoint_store import MOST_PENDING, CheckpointConfig
@@ -348,7 +348,7 @@ async def test_a_truncated_checkpoint_is_passed_over(
         await uploads(bus, root).look()
         (tmp_path / "cut").write_bytes(b"cut")
         ObjectStore(URL, RUN).upload(NEWEST, "__0_0.distcp", tmp_path / "cut")
-        fetch.complete(empty / NEWEST, PeerClient((), ObjectStore(URL, RUN)))
+        remote_files.complete(empty / NEWEST, PeerClient((), ObjectStore(URL, RUN)))
         assert await copies(bus, empty).whole(row(root)) == empty / OLDER
         await uploads(bus, empty).look()
         assert not (await uploaded(bus))[0].trouble, "no file is missed on a disk that has the metadata alone"

@@ -21,11 +21,11 @@ from tests.tiny_models import write_tiny_model
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.engine_process import WHOLE, EngineLimits, EnginePlaces, Factory, run_engine
-from tidemill.bus.client.connection import cancellable
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.liveness.keys import make_keys
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import cancellable
 from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.format.manifest import Manifest

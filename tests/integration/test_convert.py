@@ -27,6 +27,7 @@ from tests.integration.test_lora_run import assert_merged
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
+from tests.waits import until
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -171,8 +172,7 @@ async def test_an_engine_is_compared_with_a_checkpoint(
             return found
 
         async with HeartbeatPublisher(bus, row, every_s=0.2) as heartbeat:
-            while heartbeat.written_s < 0:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: heartbeat.written_s >= 0)
             for code, shown in await compared():
                 assert code == 0 and "all equal" in shown, shown
             assert f"engine e0, version 3, and {checkpoint}: " in shown

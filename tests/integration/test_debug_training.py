@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from tests.algorithm_settings import algorithm_of
 from tests.bus_kit import make_episode
 from tests.debug_kit import VOCAB, rollout
 from tests.integration.critic_ranks import build
@@ -19,8 +20,7 @@ from tests.integration.debug_ranks import STEP_LAYOUTS, packed
 from tests.integration.debug_ranks import main as two_ranks
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.learner_steps import make_batches, make_samples, run_ranks
-from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector
 from tidemill.learner.debug.comparison import compare_train
 from tidemill.learner.debug.rollout_file import save_rollout
@@ -42,7 +42,7 @@ def make(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> Any:
         *, saves: bool = True, reference: bool = False, path: str = FILES, **algorithm: Any
     ) -> tuple[Trainer, Any]:
         policy = build_policy(model_dir, dtype="float32", parallel=here)
-        config = AlgorithmConfig(**algorithm)
+        config = algorithm_of(**algorithm)
         trainer = Trainer(
             policy,
             PolicyOptimizer(policy, OPTIMIZER, steps=400),
@@ -278,7 +278,7 @@ def test_a_recorded_step_has_the_same_losses_at_another_layout(make: Any, model_
     assert found["tp2"][0].parallel_info["tp_size"] == 2
 
 
-@pytest.mark.parametrize("steps", [80, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [50, pytest.param(200, marks=pytest.mark.slow)])
 def test_memory_does_not_grow(make: Any, steps: int) -> None:
     """Each step's copies are freed when its files are written: to keep them would take 0.1 MB a step here."""
     trainer, _ = make(path="same_{step}_{rank}.safetensors")

@@ -20,9 +20,9 @@ from tidemill.bus.wire.messages import Evaluated, Kind, Plan, Sample, Task
 from tidemill.bus.wire.subjects import BEST_KEY, END_KEY
 from tidemill.learner.buffer.snapshot import read_state
 from tidemill.learner.checkpoints import disk
+from tidemill.learner.data.config import DataConfig
 from tidemill.learner.errors import FeederFailed, NothingTrained
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
-from tidemill.learner.prompts.curriculum import CurriculumRules
 
 __all__ = ["open_world"]
 
@@ -208,7 +208,7 @@ async def test_a_run_that_has_ended_goes_on_without_early_stop(open_world: OpenW
                 await world.train(url, stop=scores.wait)
                 await feeding
             world.learner = replace(world.learner, steps=12)
-            async with world.feeder(evaluation=replace(evaluation, best="", stop_after=0, last_step=12)) as (
+            async with world.feeder(evaluation=plan(tmp_path, rows=2, last_step=12)) as (
                 url,
                 feeding,
             ):
@@ -220,7 +220,7 @@ async def test_a_run_that_has_ended_goes_on_without_early_stop(open_world: OpenW
         assert 2 not in [one.step for one in disk.listed(world.root)], "nothing keeps it"
 
 
-CURRICULUM = CurriculumRules(skip_easy=1.0, skip_hard=0.0, skip_passes=2)
+CURRICULUM = DataConfig(skip_easy=1.0, skip_hard=0.0, skip_passes=2)
 
 
 @pytest.mark.parametrize("killed_at", [None, 4, 12, 17])
@@ -239,9 +239,9 @@ async def test_prompts_that_were_too_easy_or_too_hard_are_left_out_and_a_killed_
     async with open_world(steps=100, num_epochs=5, groups_per_step=1, max_lag=0, checkpoint_every=5) as world:
         async with world.actors(respond):
             if killed_at is not None:
-                async with world.feeder(curriculum=CURRICULUM) as (url, _):
+                async with world.feeder(data=CURRICULUM) as (url, _):
                     await world.train(url, stop=lambda did, step: (did, step) == ("done", killed_at))
-            async with world.feeder(curriculum=CURRICULUM) as (url, feeding):
+            async with world.feeder(data=CURRICULUM) as (url, feeding):
                 await world.train(url)
                 await feeding
         await check_end(world, steps=26, reason="5 passes")

@@ -18,10 +18,10 @@ from tidemill.actors.config import EngineConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
-from tidemill.bus.client.connection import cancellable
 from tidemill.bus.liveness.keys import make_keys
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import cancellable
 from tidemill.bus.wire.messages import Sampling
 from tidemill.weightstore.store.registry import VersionRegistry
 
@@ -59,7 +59,7 @@ async def greedy(url: str) -> list[int]:
     client = HttpEngine(url)
     try:
         answer = await client.generate(
-            np.array([5, 6, 7], np.int32), Sampling(temperature=0, max_new_tokens=6), id="x", timeout_s=20
+            np.array([5, 6, 7], np.int32), Sampling(temperature=0, max_new_tokens=6), request_id="x", timeout_s=20
         )
     finally:
         await client.close()

@@ -13,7 +13,9 @@ import pytest
 from tests.data_kit import sample
 from tests.feeder_kit import World
 from tests.integration.test_feeder import OpenWorld, check_history, open_world
+from tidemill.bus.section import ShortNamed
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Plan, Sample, Sampling, Status, Task
+from tidemill.learner.evaluation.config import EvalConfig, EvalSet
 from tidemill.learner.evaluation.evaluations import EvalPlan, EvalPrompts
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.weightstore.store.registry import VersionRegistry
@@ -28,7 +30,10 @@ def plan(directory: Path, *, rows: int = 5, samples: int = 2, **changes: Any) ->
     sampling = Sampling(max_new_tokens=8, temperature=0.5)
     held = EvalPrompts(name="held", prompts=prompts, sampling=sampling, samples=samples, passes_at=1.0)
     first = EvalPrompts(name="first", prompts=prompts, sampling=sampling, samples=1, passes_at=1.0, limit=2)
-    return EvalPlan(sets=[held, first], **({"every": 2, "last_step": 5, "max_open_tasks": 2} | changes))
+    values: dict[str, Any] = {"every": 2, "last_step": 5, "max_open_tasks": 2} | changes
+    last_step = values.pop("last_step")
+    sets = ShortNamed({"held": EvalSet(path=str(file), samples=samples), "first": EvalSet(path=str(file))})
+    return EvalPlan(config=EvalConfig(sets=sets, **values), sets=[held, first], last_step=last_step)
 
 
 def respond(task: Task, index: int) -> Sample:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.integration import expert_ranks
 from tests.integration.expert_ranks import (
-    DEEP,
+    EFFECTS,
     GRADIENTS,
     GRADIENTS_OF_FOUR,
     MODELS,
@@ -186,15 +186,7 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(world: World, layout: st
     assert_same(step, world.last_of_one())
 
 
-@pytest.mark.parametrize(
-    ("family", "one", "other"),
-    [
-        *((family, "moved", "replayed") for family in ("qwen3_moe", "glm4_moe", DEEP)),
-        ("qwen3_moe", "own rows", "balanced"),
-        ("glm4_moe", "own rows", "biased"),
-        ("glm4_moe", "replayed", "all of it"),
-    ],
-)
+@pytest.mark.parametrize(("family", "one", "other"), EFFECTS)
 def test_the_settings_change_the_numbers(world: World, family: str, one: str, other: str) -> None:
     """Replay, a balancing loss and moving biases are not without effect."""
     ours, wanted = world.one[family, other]["metrics"], world.one[family, one]["metrics"]

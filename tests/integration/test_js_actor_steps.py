@@ -26,6 +26,7 @@ from tests.actor_kit import (
 )
 from tests.bus_fixtures import BusOpener
 from tests.js_kit import installed, js_actor
+from tests.waits import until
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.bus.config import BusConfig
@@ -33,6 +34,7 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.history import History
 from tidemill.bus.wire.codec import encode_task
 from tidemill.bus.wire.messages import Dead, Sample, Sampling, Status, Task
 from tidemill.rewards.builtin.text import exact
@@ -269,7 +271,7 @@ async def test_a_sample_too_large_for_one_message_is_joined(tmp_path: Path, run_
                 metadata = {"pad": "x" * 2500, "large": 2**60 + 1}
                 tasks = await issue(bus, epoch, metadata=metadata, sampling=Sampling(max_new_tokens=64, seed=2**40))
                 await actor.meanwhile(samples_until(bus, complete(tasks)))
-            manifests = [glimpse async for glimpse in bus.samples.tail(last=100, follow=False, headers_only=True)]
+            manifests = [glimpse async for glimpse in History(bus.jet).glimpses(1, 1 << 40)]
             assert [glimpse.headers.get("Tm-Parts") for glimpse in manifests] == ["2"] * 4
             assert all(
                 sample.metadata == metadata and sample.sampling.seed == 2**40 for sample in await all_samples(bus)
@@ -278,8 +280,7 @@ async def test_a_sample_too_large_for_one_message_is_joined(tmp_path: Path, run_
 
 async def aborted(built: BuiltinEngine, requests: int) -> None:
     """Return when the engine has aborted this many requests."""
-    while built.stats()["requests_aborted"] != requests:  # noqa: ASYNC110 - the engine sends no event
-        await asyncio.sleep(0.005)
+    await until(lambda: built.stats()["requests_aborted"] == requests, every_s=0.005)
 
 
 async def _issue_behind(bus: Bus, epoch: int) -> int:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.bus_fixtures import BusOpener
+from tests.examples import rarely
+from tests.waits import until
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.system.processes import Child
 from tidemill.launch.run.process import launched
@@ -44,7 +46,7 @@ def start(body: str, *, drain_s: float = 30, uvloop: bool = True, same_signal_s:
     return child
 
 
-@pytest.mark.parametrize("uvloop", [True, False])
+@pytest.mark.parametrize("uvloop", [True, *rarely([False])])
 @pytest.mark.parametrize(
     ("body", "signals", "drain_s", "code"),
     [
@@ -321,8 +323,7 @@ async def _until_exists(path: Path) -> None:
 
 
 async def _until(reached: Callable[[], bool]) -> None:
-    while not reached():  # noqa: ASYNC110 - another process has no event here
-        await asyncio.sleep(0.01)
+    await until(reached)
 
 
 async def test_a_child_that_has_just_died_can_be_asked_to_end(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ import argparse
 import asyncio
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import datetime
@@ -32,7 +30,6 @@ from tidemill.bus.wire.messages import Done, Plan, Sample, Settle, Status, Task
 from tidemill.launch.cli import main as cli
 from tidemill.launch.cli.replay import replay_file, replay_run
 from tidemill.launch.cli.show import Vocabulary, shade, shaded, show_sample, tokens_of
-from tidemill.launch.cli.stats import show_stats
 from tidemill.launch.cli.tail import show_tail, tail
 from tidemill.launch.samples.filters import Filter, filter_of
 from tidemill.launch.samples.recording import Recording
@@ -198,7 +195,7 @@ async def test_a_search_backwards_misses_nothing(open_bus: BusOpener) -> None:
         await asyncio.gather(
             *[bus.samples.publish(data_kit.sample(task, index, actor=f"w{index % 10}")) for index in range(900)]
         )
-        newest, last_seq, looked = await SampleSearch(bus, Filter(actor="w0")).newest(90, limit=10_000, payloads=False)
+        newest, last_seq, looked = await SampleSearch(bus, Filter(actor="w0")).newest(90, limit=10_000)
         assert (len({found.line.seq for found in newest}), last_seq, looked) == (90, 900, looked)
         assert [found.line.seq for found in newest] == sorted(found.line.seq for found in newest)
         assert looked > 256 + 512, "three stretches"
@@ -349,54 +346,6 @@ async def test_every_outcome_of_a_sample(open_bus: BusOpener) -> None:
         assert str(await history_of(bus, 3, scene.samples[2])) == "unknown: no plan before step 5 is kept"
 
 
-async def test_stats_of_a_window(open_bus: BusOpener, capsys: pytest.CaptureFixture[str]) -> None:
-    async with open_bus() as bus:
-        scene = await Scene(bus).play()
-        await scene.publish(data_kit.sample(replace(data_kit.eval_task(99), run=bus.run, prompt="?"), 0))
-        last_four = json.loads(await printed(capsys, show_stats, bus, "stats", "--window", "4", "--json"))
-        hour = json.loads(await printed(capsys, show_stats, bus, "stats", "--window", "1h", "--json"))
-        w1 = json.loads(await printed(capsys, show_stats, bus, "stats", "--actor", "w1", "--text", "mill", "--json"))
-        text = await printed(capsys, show_stats, bus, "stats")
-    assert last_four["samples"] == 4
-    assert last_four["tokens"] == {"mean": 4.5, "p50": 4, "p95": 5, "max": 5}
-    assert last_four["pass_at"] == {"1": 0.5, "2": 1.0}
-    assert (last_four["lag"], last_four["groups"], last_four["zero_variance_share"]) == ({"0": 2, "3": 2}, 2, 0.0)
-    assert last_four["engines"] == {"http://e2:1": 0.5, "http://e1:1": 0.5}
-    assert hour["samples"] == 6 and 0 < hour["seconds"] < 3600, "the run is younger than the window"
-    assert hour["samples_per_s"] == pytest.approx(6 / hour["seconds"], rel=0.1)
-    assert (w1["samples"], w1["lag"]) == (2, {"3": 2})
-    assert "pass@k   1: 0.5000, 2: 1.0000" in text
-
-
-async def test_stats_follow_new_samples(open_bus: BusOpener) -> None:
-    """It runs as a process: its output grows with the stream, and a pipe that is closed ends it quietly."""
-    async with open_bus() as bus:
-        scene = await Scene(bus).play()
-        command = (
-            sys.executable,
-            "-m",
-            "tidemill",
-            "stats",
-            "--bus",
-            scene.url,
-            "--run",
-            bus.run,
-            "--window",
-            "4",
-            "--json",
-            "--follow",
-        )
-        child = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert child.stdout is not None and child.stderr is not None
-        assert json.loads(await child.stdout.readline())["tokens"]["max"] == 5
-        await scene.act(((2, 7),))
-        async with asyncio.timeout(60):
-            while json.loads(await child.stdout.readline())["tokens"] != {"mean": 6.0, "p50": 5, "p95": 7, "max": 7}:
-                pass
-            child.stdout._transport.close()  # type: ignore[attr-defined]
-            assert (await child.wait(), await child.stderr.read()) == (0, b"")
-
-
 async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path, run_id: str) -> None:
     """Run, file, another run, another bus: payloads, headers, subjects and order are the same; parts are joined, and
     cut again.
@@ -498,7 +447,6 @@ async def test_reading_commands_leave_nothing_behind(open_bus: BusOpener, tmp_pa
         before = [await bus.jet.state(subjects.stream(bus.run, name)) for name in ("TASKS", "SAMPLES", "PLAN", "DEAD")]
         await scene.found("--text", "mill", "--since", "1h")
         await show_sample(bus, arguments("show", "2.0"))
-        await show_stats(bus, arguments("stats"))
         await replay_run(bus, arguments("replay", "-o", str(tmp_path / "all.tide")))
         await bus.nc.flush()
         assert [

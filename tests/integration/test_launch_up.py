@@ -10,15 +10,20 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from tests import data_kit
 from tests.check_kit import write_model, write_prompts
+from tests.forked import Forked
+from tests.launched import Ended, run_tidemill, tidemill
 from tests.unhurried import UNHURRIED
+from tests.waits import until
 from tests.whole.running import ROOT, SMOKE, UP_LIMIT_S, live, until_step, up
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -29,17 +34,17 @@ from tidemill.launch.run.up import Up
 from tidemill.launch.settings.config_loader import load
 
 pytestmark = pytest.mark.usefixtures("fork_server")
+SCRIPTS = ROOT / "launch" / "scripts"
+Script = Callable[[str, Path, dict[str, str]], AbstractContextManager[Any]]
 
 
-def run_up(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+def run_up(tmp_path: Path, *settings: str) -> Ended:
     """Run `tidemill up` with an existing model and prompts, and nothing else."""
     write_model(tmp_path / "model")
     write_prompts(tmp_path / "prompts.jsonl")
-    command = [sys.executable, "-m", "tidemill", "up", str(SMOKE)]
     inputs = ("prepare=null", f"model.path={tmp_path}/model", f"data.path={tmp_path}/prompts.jsonl")
-    for setting in (f"directory={tmp_path}/run", *inputs, *settings):
-        command += ["--set", setting]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    words = [word for setting in (f"directory={tmp_path}/run", *inputs, *settings) for word in ("--set", setting)]
+    return run_tidemill("up", str(SMOKE), *words)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +62,8 @@ def test_errors_before_the_start_are_printed_on_the_terminal(
 ) -> None:
     (tmp_path / "run" / "prepared" / "model").mkdir(parents=True)  # not made by prepare, which refuses it
     result = run_up(tmp_path, *settings, "up.restarts=0")
-    assert result.returncode == code, result.stdout + result.stderr
-    assert complaint in result.stdout + result.stderr, result.stdout + result.stderr
+    assert result.returncode == code, result.output
+    assert complaint in result.output, result.output
 
 
 def test_a_bus_that_holds_a_run_of_this_name_is_not_trained_into(tmp_path: Path, nats_server: EmbeddedServer) -> None:
@@ -72,8 +77,46 @@ def test_a_bus_that_holds_a_run_of_this_name_is_not_trained_into(tmp_path: Path,
 
     asyncio.run(leave_a_run())
     result = run_up(tmp_path, f"bus.url={nats_server.url}")
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "has a run named smoke already" in result.stdout
+    assert result.returncode == 2, result.output
+    assert "has a run named smoke already" in result.out
+
+
+@contextlib.contextmanager
+def executed(name: str, tmp_path: Path, settings: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Execute a script."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with (tmp_path / f"{name}.log").open("wb") as log:
+        environment = {**os.environ, "PATH": path, **settings}
+        process = subprocess.Popen(
+            ["bash", str(SCRIPTS / f"{name}.sh")], cwd=ROOT, env=environment, stdout=log, stderr=log
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def forked(name: str, tmp_path: Path, settings: dict[str, str]) -> Iterator[Forked]:
+    """Run the commands of a script, which a `tidemill` that prints its words shows: all but the last to their ends."""
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    shown = tmp_path / "bin" / "tidemill"
+    shown.write_text("#!/bin/sh\nprintf '%s\\037' \"$@\"\necho\n")
+    shown.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", **settings}
+    lines = subprocess.check_output(["bash", str(SCRIPTS / f"{name}.sh")], cwd=ROOT, env=environment, text=True)
+    *before, last = [line.split("\037")[:-1] for line in lines.splitlines()]
+    for words in before:
+        done = run_tidemill(*words)
+        assert done.returncode == 0, done.output
+    process = tidemill(*last, output=tmp_path / f"{name}.log")
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 async def test_children_that_end_or_stop_while_they_are_needed_are_on_the_terminal(tmp_path: Path) -> None:
@@ -111,8 +154,12 @@ async def test_children_that_end_or_stop_while_they_are_needed_are_on_the_termin
     assert not (run.directory / "bus.url").exists()
 
 
-async def test_the_scripts_make_a_run_in_any_order(tmp_path: Path) -> None:
-    """They are copied, given the bus's address, and started with the actor first: each waits for its dependencies."""
+@pytest.mark.parametrize("script", [forked, pytest.param(executed, marks=pytest.mark.slow)])
+async def test_the_scripts_make_a_run_in_any_order(tmp_path: Path, script: Script) -> None:
+    """They are given the bus's address, and started with the actor first: each waits for its dependencies.
+
+    Forked: the commands of the scripts; executed: the scripts themselves.
+    """
     config = tmp_path / "smoke.yaml"
     config.write_text(SMOKE.read_text() + f"directory: {tmp_path}/run\n")
     with KeptPort() as kept:
@@ -121,34 +168,17 @@ async def test_the_scripts_make_a_run_in_any_order(tmp_path: Path) -> None:
         only_bus = {name: value for name, value in settings.items() if name != "RUN"}
         with script("actor", tmp_path, only_bus) as actor, script("engine", tmp_path, settings) as engine:
             with script("learner", tmp_path, settings) as learner, script("bus", tmp_path, settings) as bus:
-                while not (tmp_path / "run" / "bus.url").exists():  # noqa: ASYNC110 - written when its streams are there
-                    await asyncio.sleep(0.05)
+                await until(lambda: (tmp_path / "run" / "bus.url").exists())
                 async with connect(settings["BUS"], "smoke", name="test") as found:
                     loaded = Path(f"/proc/{(await live(found, 'feeder')).pid}/maps").read_text()  # noqa: ASYNC240
-                assert "tokenizers" in loaded and "libtorch" not in loaded, (
+                assert script is forked or ("tokenizers" in loaded and "libtorch" not in loaded), (
                     "the feeder needs transformers' tokenizers, and no torch"
                 )
                 assert await asyncio.to_thread(learner.wait, UP_LIMIT_S) == 0, (tmp_path / "learner.log").read_text()
                 for process, name in ((actor, "actor"), (engine, "engine"), (bus, "bus")):
-                    process.terminate()
+                    process.send_signal(signal.SIGTERM)
                     assert await asyncio.to_thread(process.wait, 60) == 0, (tmp_path / f"{name}.log").read_text()
     assert (tmp_path / "run" / "final" / "config.json").exists()
-
-
-@contextlib.contextmanager
-def script(name: str, tmp_path: Path, settings: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    with (tmp_path / f"{name}.log").open("wb") as log:
-        command = ["bash", str(ROOT / "launch" / "scripts" / f"{name}.sh")]
-        process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "PATH": path, **settings}, stdout=log, stderr=log
-        )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
 
 
 async def test_processes_not_drained_in_time_are_named(tmp_path: Path) -> None:
@@ -157,8 +187,7 @@ async def test_processes_not_drained_in_time_are_named(tmp_path: Path) -> None:
     sets = [f"directory={tmp_path}/run", "run=r", f"model.path={tmp_path}", f"data.path={tmp_path}/prompts.jsonl"]
     run = Up(load([], sets).config, Console(file=io.StringIO()), resume=False)
     work = asyncio.create_task(run.run(asyncio.Event()))
-    while "bus" not in run._supervisor.running:  # noqa: ASYNC110 - another process has no event here
-        await asyncio.sleep(0.01)
+    await until(lambda: "bus" in run._supervisor.running)
     work.cancel()  # as at the second SIGTERM, and at the deadline
     with pytest.raises(asyncio.CancelledError):
         await work

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.algorithm_settings import algorithm_of
 from tests.integration import critic_ranks
 from tests.integration.critic_ranks import (
     CRITIC,
@@ -33,7 +34,7 @@ from tests.tiny_models import write_tiny_model
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.launch.devices.memory_table import rank_parameters, valued
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.debug.comparison import compare_train
 from tidemill.learner.debug.train_file import critic_path, read_train, record_path
 from tidemill.learner.errors import ConfigRefused
@@ -146,7 +147,7 @@ def test_policy_and_critic_have_the_numbers_of_each_alone(here: parallel.Paralle
     waiting = build(
         model_dir,
         here,
-        learner=LearnerConfig(steps=10, critic=replace(CRITIC, warmup_steps=9), algorithm=AlgorithmConfig(**GAE)),
+        learner=LearnerConfig(steps=10, critic=replace(CRITIC, warmup_steps=9), algorithm=algorithm_of(**GAE)),
     )
     before = waiting.policy.digest()
     for step in STEPS:
@@ -162,7 +163,7 @@ def test_policy_and_critic_have_the_numbers_of_each_alone(here: parallel.Paralle
 
 def test_the_policy_waits_for_the_last_step_of_the_warm_up(here: parallel.Parallel, model_dir: Path) -> None:
     learner = LearnerConfig(
-        steps=10, optimizer=OPTIMIZER, critic=replace(CRITIC, warmup_steps=4), algorithm=AlgorithmConfig(**GAE)
+        steps=10, optimizer=OPTIMIZER, critic=replace(CRITIC, warmup_steps=4), algorithm=algorithm_of(**GAE)
     )
     built = build(model_dir, here, learner=learner)
     assert [built.train(step, here)["train/lr"] > 0 for step in STEPS] == [False, False, True]
@@ -190,7 +191,7 @@ def test_the_coefficient_of_the_divergence_counts_samples_of_the_policy(
 
 
 def test_the_coefficient_of_the_divergence_waits_for_the_policy(here: parallel.Parallel, model_dir: Path) -> None:
-    algorithm = AlgorithmConfig(**GAE, kl=replace(ADAPTIVE, horizon=100.0))
+    algorithm = algorithm_of(**GAE, kl=replace(ADAPTIVE, horizon=100.0))
     built = build(
         model_dir, here, learner=LearnerConfig(steps=10, critic=replace(CRITIC, warmup_steps=3), algorithm=algorithm)
     )
@@ -211,9 +212,7 @@ def test_the_clip_holds_values_back(here: parallel.Parallel, model_dir: Path) ->
     """From the second minibatch on, values have moved."""
 
     def clipped(value_clip: float) -> float:
-        learner = LearnerConfig(
-            steps=10, critic=replace(CRITIC, value_clip=value_clip), algorithm=AlgorithmConfig(**GAE)
-        )
+        learner = LearnerConfig(steps=10, critic=replace(CRITIC, value_clip=value_clip), algorithm=algorithm_of(**GAE))
         return build(model_dir, here, learner=learner).train(STEPS[0], here, minibatches=2)["critic/clip_fraction"]
 
     assert clipped(1e-4) > clipped(0.0) == 0
@@ -338,7 +337,7 @@ def test_the_critic_has_a_dump_of_its_own(here: parallel.Parallel, model_dir: Pa
 
 
 def test_vtrace_trains(here: parallel.Parallel, model_dir: Path) -> None:
-    built = build(model_dir, here, advantage="vtrace", correction="tis", weight_high=1.0)
+    built = build(model_dir, here, advantage="vtrace", correction="tis", weight={"high": 1.0})
     with_random_head(built)
     found = [built.train(step, here) for step in STEPS]
     assert all(np.isfinite(value) for metrics in found for value in metrics.values())

@@ -24,9 +24,9 @@ HALF = "several rows in bfloat16"
 LAYOUTS = {
     WHOLE: Layout(watched=True),
     "4 micro-batches": Layout(max_tokens=70, every=2, first=1),
-    "unpacked": Layout(max_tokens=1, every=24),
+    "unpacked": Layout(max_tokens=1, every=24, first=1),
     "data parallel 2": Layout(data_parallel=2, max_tokens=80, every=2),
-    "tensor parallel 2, logits in chunks": Layout(tensor_parallel=2, max_tokens=120, chunk=10_000, every=20),
+    "tensor parallel 2, logits in chunks": Layout(tensor_parallel=2, max_tokens=120, chunk=10_000, every=20, first=1),
     "unpacked, every case": Layout(max_tokens=1),
     "4 micro-batches, every case": Layout(max_tokens=70),
     "data parallel 2, every case": Layout(data_parallel=2, max_tokens=60),
@@ -104,6 +104,7 @@ MODELS: dict[str, dict[str, Any]] = {
 OF_ONE = {"flat": WHOLE, "deep": DEEP, "tied": TIED}
 REFERENCES = {*OF_ONE.values(), HALF}
 SLOW = {name for name, layout in LAYOUTS.items() if layout.world == 4 or "every case" in name} | {
+    "pp2",
     "pp2 of one row",
     "pp2 vpp2",
     "pp2, tied",

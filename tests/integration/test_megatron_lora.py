@@ -25,6 +25,8 @@ from tests.integration.megatron_lora import (
     OPTIMIZER,
     RESUMED,
     SAVED,
+    SHARED,
+    SHARED_RESUMED,
     STEPS,
     VOCAB,
     WAYS,
@@ -237,8 +239,8 @@ def world_of_experts(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 LAYOUTS = (
-    *(f"dp2 {name}" for name in ("plain", "distributed", "distributed, offload")),
-    *(f"dp2 {name}, resumed" for name in ("plain", "distributed, offload")),
+    *(f"dp2 {name}" for name in SHARED),
+    *(f"dp2 {name}, resumed" for name in SHARED_RESUMED),
     *(f"{layout} {name}" for layout, (_, ways) in DIVIDED.items() for name in ways),
     *(f"{layout} plain, resumed" for layout in RESUMED),
 )

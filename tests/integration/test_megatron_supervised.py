@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.algorithm_settings import algorithm_of
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.metric_names import undocumented
 from tidemill.bus.wire.messages import Sample
 from tidemill.learner.algorithms.aggregation import Denominators
-from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron.model import build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
@@ -31,7 +31,7 @@ def make(here: parallel.Parallel, model_dir: Path) -> Any:
 
     def build(**algorithm: Any) -> Trainer:
         policy = build_policy(model_dir, dtype="float32", parallel=here)
-        return Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(**algorithm), max_lag=2)
+        return Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), algorithm_of(**algorithm), max_lag=2)
 
     return build
 
@@ -85,10 +85,10 @@ def test_the_loss_and_the_gradient_are_those_of_transformers(make: Any, model_di
     "algorithm",
     [
         {},
-        {"correction": "tis", "advantage": "reinforce_pp", "self_normalise": True},
+        {"correction": "tis", "advantage": "reinforce_pp", "weight": {"self_normalise": True}},
         {"correction": "m2po", "advantage": "batch_std"},
         {"correction": "kl_cov"},
-        {"correction": "gspo", "ess_lr": True},
+        {"correction": "gspo", "ess_lr": 1.0},
         {"aggregation": "prompt_mean", "top_entropy": 0.5},
     ],
     ids=str,
@@ -120,7 +120,7 @@ def test_beside_another_loss_both_terms_are_as_if_alone(make: Any, algorithm: di
 @pytest.mark.parametrize("correction", ["m2po", "kl_cov", "decoupled", "gspo"])
 def test_a_step_of_demonstrations_alone_in_a_mixed_run(make: Any, correction: str) -> None:
     shown = demonstrations()
-    metrics = make(correction=correction, sft_coef=0.5, aggregation="token_mean", ess_lr=True).train(
+    metrics = make(correction=correction, sft_coef=0.5, aggregation="token_mean", ess_lr=1.0).train(
         make_batches(shown)[0]
     )
     wanted = make(correction="sft").train(make_batches(shown)[0])

@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from tests.algorithm_settings import algorithm_of
 from tests.cuda_kernels import RaisingOnCuda
+from tests.examples import rarely
 from tests.integration import megatron_ranks
 from tests.integration.megatron_ranks import OPTIMIZER, STEPS, VOCAB
 from tests.learner_steps import make_batches, make_samples, run_ranks
@@ -36,8 +38,7 @@ from tidemill.learner.megatron.meter import Meter, StepFlops, peak_tflops
 from tidemill.learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy, reference_weights
 from tidemill.learner.megatron.optimizer import PolicyOptimizer, learning_rate
 from tidemill.learner.megatron.trainer import OtherModels, Trainer
-from tidemill.learner.settings.config import OptimizerConfig
-from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.config import HooksConfig, OptimizerConfig
 
 CPU = torch.device("cpu")
 
@@ -57,7 +58,7 @@ def make(here: parallel.Parallel, model_dir: Path) -> Any:
         policy = build_policy(model, dtype=dtype, parallel=here)
         optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
         proximal = WeightBackup(policy) if with_proximal else None
-        settings = AlgorithmConfig(**({"entropy_coef": 0.01} | algorithm))
+        settings = algorithm_of(**({"entropy": {"coef": 0.01}} | algorithm))
         others = OtherModels(proximal=proximal)
         return Trainer(policy, optimizer, settings, max_lag=2, others=others, hooks=hooks), policy, optimizer, proximal
 
@@ -75,7 +76,7 @@ def test_a_teacher_in_the_learner_is_compared_over_its_most_probable_tokens(
     """
     student, teacher = (write_tiny_model(tmp_path / str(seed), "qwen3", seed=seed) for seed in (0, 1))
     policy = build_policy(student, dtype="float32", parallel=here)
-    config = AlgorithmConfig(advantage="none", distill_coef=0.5, distill_loss=kind, distill_top_k=top_k)
+    config = algorithm_of(advantage="none", distill={"coef": 0.5, "loss": kind, "top_k": top_k})
     others = OtherModels(reference=reference_weights(policy, student, teacher))
     trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), config, max_lag=2, others=others)
     samples = make_samples(vocab=299, temperature=0.7)
@@ -453,7 +454,7 @@ def test_the_weights_of_another_model_are_refused(make: Any, tmp_path: Path) -> 
     wider = tmp_path / "wider"
     write_tiny_model(wider, vocab_size=2 * VOCAB)
     _, other, its_optimizer, _ = make(model=wider)
-    with pytest.raises(ConfigRefused, match=r"learner\.from_checkpoint: want a checkpoint of the model in model\.path"):
+    with pytest.raises(ConfigRefused, match=r"learner\.from_checkpoint"):
         state.load_weights(tmp_path / "checkpoint", policy=other, optimizer=its_optimizer)
 
 
@@ -575,7 +576,7 @@ def test_the_peak_of_a_device(name: str, peak: float | None) -> None:
 @pytest.mark.parametrize("correction", PRESETS)
 def test_every_correction_trains_and_names_its_metrics(make: Any, correction: str) -> None:
     metrics = _train(make(correction=correction, with_proximal=False)[0])[-1]
-    assert ("offpolicy/tis_weight_mean" in metrics) == (AlgorithmConfig(correction=correction).weight != "none")
+    assert ("offpolicy/tis_weight_mean" in metrics) == (AlgorithmConfig(correction=correction).weight.level != "none")
     assert all(np.isfinite(value) for value in metrics.values())
     assert not undocumented(metrics)
     assert metrics["offpolicy/lag_share/0"] + metrics["offpolicy/lag_share/1"] == pytest.approx(1)
@@ -583,7 +584,7 @@ def test_every_correction_trains_and_names_its_metrics(make: Any, correction: st
 
 def test_weight_decay_shrinks_matrices_and_leaves_norms_alone(make: Any) -> None:
     """Equal rewards give no gradient: only the decay changes weights."""
-    trainer, policy, _, _ = make(entropy_coef=0.0)
+    trainer, policy, _, _ = make(entropy={"coef": 0.0})
     before = {name: tensor.clone() for name, tensor in policy.export()}
     batch = make_batches(make_samples(vocab=VOCAB))[0]
     batch.rewards_N[:] = 1
@@ -627,11 +628,11 @@ def test_the_coefficient_of_the_entropy_bonus_adapts_and_goes_on_behind_a_checkp
     policy = build_policy(model_dir, dtype="float32", parallel=here)
     batches = [make_batches(make_samples(vocab=VOCAB, step=step), step=step)[0] for step in (3, 4, 5)]
 
-    def trainer(**settings: float) -> Trainer:
-        algorithm = AlgorithmConfig(entropy_coef=0.01, **settings)  # type: ignore[arg-type]
+    def trainer(**entropy: float) -> Trainer:
+        algorithm = algorithm_of(entropy={"coef": 0.01} | entropy)
         return Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-12), steps=10), algorithm, max_lag=2)
 
-    fixed, low = trainer(), trainer(entropy_target=99.0, entropy_delta=0.25, entropy_coef_max=0.4)
+    fixed, low = trainer(), trainer(target=99.0, delta=0.25, coef_max=0.4)
     found = [low.train(batch) for batch in batches]
     assert [metrics["train/entropy_coef"] for metrics in found] == [0.01, pytest.approx(0.26), 0.4]
     plain = fixed.train(batches[1])
@@ -640,10 +641,10 @@ def test_the_coefficient_of_the_entropy_bonus_adapts_and_goes_on_behind_a_checkp
     assert found[1]["train/loss"] == pytest.approx(plain["train/loss"] - bonus, abs=1e-4), (
         "the weights stay as they are"
     )
-    again = trainer(entropy_target=99.0, entropy_delta=0.25, entropy_coef_max=0.4)
+    again = trainer(target=99.0, delta=0.25, coef_max=0.4)
     again.restore(low.numbers)
     assert again.entropy_bonus == low.entropy_bonus and again.train(batches[0])["train/entropy_coef"] == 0.4
-    high = trainer(entropy_target=1e-3)
+    high = trainer(target=1e-3)
     assert [high.train(batch)["train/entropy_coef"] for batch in batches] == [0.01, 0, 0]
     again.restore(high.numbers)
     assert again.train(batches[0])["train/entropy_coef"] == 0
@@ -665,7 +666,7 @@ def test_running_baselines_go_on_behind_a_checkpoint_and_repeat_its_steps(
 
     def trainer(**settings: Any) -> tuple[Trainer, PolicyOptimizer]:
         optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-12), steps=10)
-        algorithm = AlgorithmConfig(**({"advantage": "rae", "rae_role": "player", "rae_decay": 0.5} | settings))
+        algorithm = algorithm_of(**({"advantage": "rae", "rae": {"role": "player", "decay": 0.5}} | settings))
         return Trainer(policy, optimizer, algorithm, max_lag=2), optimizer
 
     first, optimizer = trainer()
@@ -686,11 +687,11 @@ def test_running_baselines_go_on_behind_a_checkpoint_and_repeat_its_steps(
         }
     assert again.baselines == first.baselines and again.numbers == first.numbers
     assert wanted[0]["train/baseline_mean"] != wanted[1]["train/baseline_mean"]
-    plain, _ = trainer(advantage="grpo", rae_role="", rae_decay=0.95)
+    plain, _ = trainer(advantage="grpo", rae={"role": "", "decay": 0.95})
     plain.restore(first.numbers)  # of a run with baselines, which this one has no use for
     assert not plain.baselines and "train/baseline_mean" not in plain.train(batches[0])
-    with pytest.raises(ValueError, match="rae_role: want a key of the samples' metadata, got 'palyer'"):
-        trainer(rae_role="palyer")[0].train(batches[0])
+    with pytest.raises(ValueError, match=r"rae\.role: want a key of the samples' metadata, got 'palyer'"):
+        trainer(rae={"role": "palyer"})[0].train(batches[0])
 
 
 def test_a_discounted_return_trains_late_tokens_more(here: parallel.Parallel, model_dir: Path) -> None:
@@ -734,7 +735,7 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", *rarely(["bfloat16"])])
 @pytest.mark.parametrize("case", SPOILT)
 def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(make: Any, case: str, dtype: str) -> None:
     """The step after it ends with the bits of a run without it: weights, moments and step counts are those of
@@ -810,7 +811,7 @@ def test_the_rate_of_vcpo_is_whole_from_its_base_on(make: Any) -> None:
     def rate(**settings: Any) -> float:
         return _train(make(with_proximal=False, **settings)[0])[0]["train/lr"]
 
-    share = rate(ess_lr=True) / rate()
+    share = rate(ess_lr=1.0) / rate()
     assert 0 < share < 1
-    assert rate(ess_lr=True, ess_lr_base=share**2 / 2) == rate()
-    assert rate(ess_lr=True, ess_lr_base=0.9) == pytest.approx(rate() * min(1.0, share / 0.9**0.5))
+    assert rate(ess_lr=share**2 / 2) == rate()
+    assert rate(ess_lr=0.9) == pytest.approx(rate() * min(1.0, share / 0.9**0.5))

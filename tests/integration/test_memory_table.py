@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.examples import rarely
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
@@ -183,8 +184,10 @@ def measured(model_dir: Path, dtype: str, out: Path) -> None:
     parallel.leave()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("qwen3", "bfloat16"), *rarely([("qwen3", "float32"), ("qwen2", "float32"), ("qwen2", "bfloat16")])],
+)
 def test_the_table_agrees_with_two_ranks_that_share_the_model(tmp_path: Path, family: str, dtype: str) -> None:
     model_dir = write_tiny_model(tmp_path / "model", family, tied=False, vocab_size=304, num_hidden_layers=3, **SIZES)
     shape = ModelShape.read(model_dir)
@@ -264,7 +267,7 @@ def measured_shares(model_dir: Path, dtype: str, offload: bool, out: Path) -> No
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offloaded"])
-@pytest.mark.parametrize(("family", "dtype"), [("qwen3", "float32"), ("qwen2", "bfloat16")])
+@pytest.mark.parametrize(("family", "dtype"), [("qwen2", "bfloat16"), *rarely([("qwen3", "float32")])])
 def test_the_table_agrees_with_two_replicas_that_share_the_optimizer(
     tmp_path: Path, family: str, dtype: str, offload: bool
 ) -> None:

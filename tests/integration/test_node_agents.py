@@ -16,14 +16,16 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from tests.bus_fixtures import BusOpener
+from tests.waits import until
 from tidemill.bus import exit_codes
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, current_epoch
-from tidemill.learner.nodes import agent
-from tidemill.learner.nodes.agent import REACHED, Agent, Limits, answering, call
-from tidemill.learner.nodes.errors import LearnerEnded, NodeRefused, NodeReplaced
+from tidemill.learner.errors import LearnerEnded, NodeRefused, NodeReplaced
+from tidemill.learner.nodes import probes
+from tidemill.learner.nodes.agent import Agent, Limits
 from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, NodeRow, Phase, State, attempt_of, node_of, row_value
 from tidemill.learner.nodes.own_row import OwnRow, here
+from tidemill.learner.nodes.probes import REACHED, answering, call
 from tidemill.learner.ranks.process import ChildFailed, Part
 
 WITHIN_S = 60.0
@@ -221,8 +223,9 @@ async def test_nodes_that_do_not_reach_each_other_start_no_ranks_until_they_do(o
     async with open_bus(name="0") as one, open_bus(name="1") as two, node(one, 0) as leader:
         async with node(two, 1, address="127.0.0.2") as other:
             async with asyncio.timeout(WITHIN_S):
-                while not all(any(re.search(apart, row.waits_for) for row in each.shown) for each in (leader, other)):  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
+                await until(
+                    lambda: all(any(re.search(apart, row.waits_for) for row in each.shown) for each in (leader, other))
+                )
             other.agent._limits = Limits(wait_s=0.0)  # it has waited for long enough
             with pytest.raises(LearnerEnded, match=apart):
                 await other.ended()
@@ -233,9 +236,9 @@ async def test_nodes_that_do_not_reach_each_other_start_no_ranks_until_they_do(o
 
 async def test_a_call_that_another_process_answers_reaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute, monkeypatch.context() as soon:
-        soon.setattr(agent, "CALL_S", 0.3)
+        soon.setattr(probes, "CALL_S", 0.3)
         assert await call(replace(ROW, probe_port=mute.getsockname()[1])) == "no answer within 0 s"
-    monkeypatch.setattr(agent, "CALL_S", WITHIN_S)
+    monkeypatch.setattr(probes, "CALL_S", WITHIN_S)
     async with answering("a" * 12, "127.0.0.1") as port:
         right = replace(ROW, agent="a" * 12, probe_port=port)
         assert await call(right) == REACHED
@@ -299,8 +302,7 @@ async def test_an_agent_whose_row_was_taken_over_ends_its_ranks(open_bus: BusOpe
         with pytest.raises(NodeReplaced, match="node 1: another agent has this node rank now: other pid 7"):
             await other.ended()
         async with asyncio.timeout(WITHIN_S):
-            while leader.ranks.alive:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await until(lambda: not leader.ranks.alive)
 
 
 async def test_without_the_bus_ranks_that_make_steps_go_on_and_others_are_ended(
@@ -320,8 +322,7 @@ async def test_without_the_bus_ranks_that_make_steps_go_on_and_others_are_ended(
         leader.agent._stepped_s = math.inf  # as if it made steps all the time
         nats_server.kill()
         async with asyncio.timeout(WITHIN_S):
-            while other.ranks.alive:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await until(lambda: not other.ranks.alive)
         assert leader.ranks.alive == 1
         nats_server.start()
         assert (await leader.started()).epoch == (await other.started()).epoch == 2

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.algorithm_settings import algorithm_of
 from tests.bench.pinned import Named, PinnedLoop, Task
 from tidemill.bus.wire.messages import Sample
-from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.layout.parallel import Parallel
 
 SMALL = Task(num_digits=3, groups=8, group_size=4, minibatches=1, held_out=8)
@@ -32,7 +32,7 @@ def make(here: Parallel, tmp_path: Path) -> Iterator[Make]:
 
         def made(algorithm: dict[str, Any] | None = None, **settings: Any) -> PinnedLoop:
             loop = PinnedLoop(
-                tmp_path, AlgorithmConfig(**(algorithm or {})), parallel=here, **({"task": SMALL} | settings)
+                tmp_path, algorithm_of(**(algorithm or {})), parallel=here, **({"task": SMALL} | settings)
             )
             stack.callback(loop.close)
             return loop
@@ -99,7 +99,7 @@ def test_fresh_data_needs_no_correction_to_the_last_bit(make: Make) -> None:
 @pytest.mark.parametrize("lag", [1, 3])
 def test_weights_are_the_ratio_of_two_versions(make: Make, lag: int) -> None:
     """S4: the learner's weights of old tokens are the ratios that transformers computes from the two checkpoints."""
-    loop = make({"weight_high": 1.3}, lag=lag, task=replace(SMALL, lr=5e-3))
+    loop = make({"weight": {"high": 1.3}}, lag=lag, task=replace(SMALL, lr=5e-3))
     for _ in range(6):
         loop.step()
     samples = loop.rollout()
@@ -128,7 +128,7 @@ def test_rejecting_changes_the_update_and_not_what_is_measured(make: Make) -> No
         ]
 
     plain = make(corrupt=noisy).step()
-    strict = make({"reject": ("k1 token 0.99 1.01",)}, corrupt=noisy).step()
+    strict = make({"reject": {"rules": ("k1 token 0.99 1.01",)}}, corrupt=noisy).step()
     assert strict["train/grad_norm"] != plain["train/grad_norm"]
     measured = [name for name in plain if name.startswith("offpolicy/") and "reject" not in name]
     assert {name: strict[name] for name in measured} == {name: plain[name] for name in measured}

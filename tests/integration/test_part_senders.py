@@ -16,6 +16,7 @@ from tests.integration.test_megatron_rank import OpenLearner, open_learner  # no
 from tests.integration.test_weightstore_publisher import state
 from tests.receiver_app import Behaviour, digest, receivers
 from tests.tiny_models import write_tiny_model
+from tests.waits import until
 from tidemill.weightstore.store.registry import VersionRegistry
 
 MIXTURE = {"family": "qwen3_moe", "num_hidden_layers": 4}
@@ -89,8 +90,7 @@ async def test_ranks_that_leave_together_end_the_push_under_way(open_learner: Op
         url, engine = engines["stopped"]
         try:
             async with learner.started(steps=2):
-                while psutil.Process(engine.pid).status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+                await until(lambda: psutil.Process(engine.pid).status() == psutil.STATUS_STOPPED)
                 for rank in learner.ranks:  # both wait for a batch: neither leaves before the other has its signal
                     rank.send_signal(signal.SIGTERM)
                 for number in range(2):

@@ -14,12 +14,14 @@ import pytest
 
 from tests.skips import inapplicable
 from tests.small_disk import small_disk
+from tests.waits import until
 from tidemill.bus.system.processes import Child
 from tidemill.bus.system.stopped import report_stopped
 
 PARENT = """
 import signal, subprocess, sys, time
-grandchild = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+grandchild = subprocess.Popen([sys.executable, "-c",
+                               "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
                                "print('deaf', flush=True); time.sleep(3600)"], stdout=subprocess.PIPE)
 grandchild.stdout.readline()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
@@ -42,8 +44,7 @@ async def _gone(handle: int) -> None:
 async def test_the_end_of_a_group_is_the_end_of_all_in_it(tmp_path: Path) -> None:
     child = Child("parent", [sys.executable, "-c", PARENT], tmp_path / "log")
     await child.start()
-    while not child.lines():  # noqa: ASYNC110 - a file has no event
-        await asyncio.sleep(0.01)
+    await until(child.lines)
     grandchild = os.pidfd_open(int(child.last_lines()))
     assert await child.end(120, group=True) == 3
     await _gone(grandchild)
@@ -146,8 +147,7 @@ async def test_only_a_kill_that_is_not_ours_has_a_cause(by_us: bool, tmp_path: P
     child = Child("sleep", ["sleep", "3600"], tmp_path / "log")
     await child.start()
     ending = asyncio.create_task(child.wait())
-    while not child._last_look.rss_bytes:  # noqa: ASYNC110 - a value, not an event
-        await asyncio.sleep(0.01)
+    await until(lambda: child._last_look.rss_bytes)
     child.send(signal.SIGKILL) if by_us else os.kill(child.pid, signal.SIGKILL)
     assert await ending == -signal.SIGKILL
     assert child.reason() == "" if by_us else child.reason().startswith("not by Tidemill")
@@ -187,8 +187,7 @@ async def test_a_child_that_the_kernel_kills_for_want_of_memory_is_named_so(tmp_
         child = Child("eater", [sys.executable, "-c", code, str(reader)], tmp_path / "log")
         await child.start(pass_fds=(reader,))
         ending = asyncio.create_task(child.wait())
-        while "tidemill-test" not in str(child._last_look.counters):  # noqa: ASYNC110 - a value, not an event
-            await asyncio.sleep(0.01)
+        await until(lambda: "tidemill-test" in str(child._last_look.counters))
         os.write(writer, b"go")
         assert await ending == -signal.SIGKILL, child.last_lines()
         os.close(reader), os.close(writer)
@@ -199,8 +198,7 @@ async def test_stopped_processes_below_are_reported_once_and_when_they_continue(
     """A child, and a child of a child: the kernel's list of processes has both."""
     child = Child("parent", [sys.executable, "-c", PARENT], tmp_path / "log")
     await child.start()
-    while not child.lines():  # noqa: ASYNC110 - a file has no event
-        await asyncio.sleep(0.01)
+    await until(child.lines)
     grandchild = int(child.last_lines())
     events: asyncio.Queue[str] = asyncio.Queue()
     reporting = asyncio.create_task(report_stopped(events.put_nowait, every_s=0.01))

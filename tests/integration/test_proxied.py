@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tidemill.actors.episodes.children import Children
+from tidemill.actors.rollout_settings import RolloutConfig
 from tidemill.bus.processes.limits import environment
 from tidemill.bus.system.processes import Child
 from tidemill.bus.system.proxies import direct_opener, without_proxy
@@ -132,7 +133,9 @@ async def test_a_supervised_child_has_this_machine_among_the_exceptions(proxy: s
     assert (tmp_path / "log").read_text().strip() == "directly"
 
 
-async def test_an_agent_reaches_a_gateway_on_another_address_without_a_proxy(proxy: str, tmp_path: Path) -> None:
+async def test_an_agent_reaches_a_gateway_on_another_address_without_a_proxy(
+    proxy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``http_client`` and a client of the agent's own, made when its module is imported."""
     (tmp_path / "agent_under_proxy.py").write_text(
         "import httpx\nown = httpx.AsyncClient(timeout=60)\n"
@@ -142,7 +145,8 @@ async def test_an_agent_reaches_a_gateway_on_another_address_without_a_proxy(pro
     )
     with answering("directly", "127.0.0.2") as url:
         host = urlsplit(url).hostname or ""
-        async with Children(f"{tmp_path / 'agent_under_proxy.py'}:run", options={}, gateway_host=host) as children:
+        monkeypatch.syspath_prepend(tmp_path)
+        async with Children(RolloutConfig(use="agent:agent_under_proxy:run"), gateway_host=host) as children:
             result = await children.run(
                 "1.0.a", base_url=url, api_key="k", task={"prompt": "", "label": "", "metadata": {}}
             )

@@ -145,7 +145,7 @@ def of_tokens(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("groups_as_in_version_5")
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
 @pytest.mark.parametrize("family", [*DENSE, *EXPERTS])
 def test_what_is_taken_is_right(family: str, seed: int, here: Any, tmp_path: Path) -> None:
     chance = random.Random(f"{family} {seed}")

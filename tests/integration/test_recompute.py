@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.algorithm_settings import algorithm_of
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import TIMES
 from tests.tiny_models import write_tiny_model
-from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Parallel
@@ -44,7 +44,7 @@ def trained(model_dir: Path, here: Parallel, recompute: str, dtype: str = "float
     trainer = Trainer(
         policy,
         optimizer,
-        AlgorithmConfig(entropy_coef=0.01),
+        algorithm_of(entropy={"coef": 0.01}),
         max_lag=2,
         others=OtherModels(proximal=WeightBackup(policy)),
     )

@@ -17,6 +17,7 @@ from tests.tiny_models import write_tiny_model
 from tidemill.actors.engines.responses import GenerationFailed
 from tidemill.actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Unfinished
 from tidemill.actors.episodes.rollouts import ProgramRollout
+from tidemill.actors.rollout_settings import RolloutConfig
 from tidemill.bus.streams import episode_turns
 from tidemill.bus.streams.episode_turns import NotStored, Superseded, TurnStream
 from tidemill.bus.system.coroutines import to_the_end
@@ -284,7 +285,7 @@ async def test_an_answer_that_may_not_be_stored_is_not_delivered(
         turns = BrokenTurns(bus.jet)
         turns.broken, turns.stores = broken, stores
         program = world.resumed if again == "resume" else world.replayed
-        async with stage(model, program, turns=turns, again=again, needs_log=True) as scene:
+        async with stage(model, program, turns=turns, again=again, unlogged="fail") as scene:
             asked: list[str] = []
             counted(scene, asked)
             with pytest.raises(Unfinished, match=r"the episode's log \(TURNS\): not stored within 2 s"):
@@ -319,7 +320,7 @@ async def test_a_program_that_asks_on_gets_no_answer_without_a_log(model: Path, 
     async with open_bus(rollouts=("agent",)) as bus:
         turns = BrokenTurns(bus.jet)
         turns.broken = ("turn", 0)
-        async with stage(model, program, turns=turns, again="resume", needs_log=True) as scene:
+        async with stage(model, program, turns=turns, again="resume", unlogged="fail") as scene:
             running = scene.programs.run
 
             async def stubborn(*args: Any, **kwargs: Any) -> EpisodeResult:
@@ -337,7 +338,7 @@ async def test_a_turn_that_can_never_be_stored_fails_the_episode(model: Path, op
     async with open_bus(rollouts=("agent",)) as bus:
         turns = BrokenTurns(bus.jet)
         turns.broken, turns.lasting = ("turn", 1), True
-        async with stage(model, world.replayed, turns=turns, again="replay", needs_log=True) as scene:
+        async with stage(model, world.replayed, turns=turns, again="replay", unlogged="fail") as scene:
             with pytest.raises(GenerationFailed, match="not stored within 2 s"):
                 await attempt(scene.rollout, 1, "first")
             await attempt(scene.rollout, 1, "second")
@@ -381,7 +382,9 @@ async def test_turns_are_kept_where_only_the_process_of_the_program_ended(model:
 
     async with open_bus(rollouts=("agent",)) as bus, stage(model, world.replayed) as scene:
         programs = Ends(scene.session, world.replayed)
-        rollout = ProgramRollout(scene.gateway, programs, max_calls_in_flight=4, turns=bus.turns, again="replay")
+        rollout = ProgramRollout(
+            scene.gateway, programs, RolloutConfig(use="agent:own:world", again="replay"), bus.turns
+        )
         asked: list[str] = []
         counted(scene, asked)
         with pytest.raises(GenerationFailed, match="its child process ended"):

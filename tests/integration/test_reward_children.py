@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import waited_for_a_core_s
+from tests.waits import until
 from tidemill.bus.processes.limits import ProcessLimits, children_of
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
@@ -54,8 +55,7 @@ async def surely(score: Scorer, response: str) -> object:
 
 async def gone(*pids: int) -> None:
     async with asyncio.timeout(30):
-        while any(os.path.exists(f"/proc/{pid}") for pid in pids):  # noqa: ASYNC110, ASYNC240
-            await asyncio.sleep(0.01)
+        await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
 
 
 async def test_a_start_that_is_cancelled_twice_leaves_no_process(
@@ -226,8 +226,7 @@ async def test_processes_that_a_reward_has_started_end_with_it_in_whatever_sessi
     async with scoring("leaves_processes", ProcessLimits(timeout_s=30.0), file=str(file)) as score:
         call = asyncio.ensure_future(score(request("")))
         async with asyncio.timeout(30):
-            while not file.exists() or not file.read_text().endswith("\n"):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: file.exists() and file.read_text().endswith("\n"))
         pids = [int(pid) for pid in file.read_text().split()]
         assert all(os.path.exists(f"/proc/{pid}") for pid in pids)  # noqa: ASYNC240
         call.cancel()
@@ -267,8 +266,7 @@ async def test_calls_of_an_async_reward_share_a_process_and_one_that_blocks_it_i
         assert await score(request("")) == 6.0, "a call that waits is cancelled, and costs no other"
         blocking, begun = asyncio.ensure_future(score(request("block", str(tmp_path / "begun")))), tmp_path / "begun"
         async with asyncio.timeout(120):
-            while not begun.exists():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(begun.exists)
             blocking.cancel()
             await asyncio.wait({blocking})
             while True:

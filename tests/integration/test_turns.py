@@ -216,6 +216,7 @@ async def test_rubbish_in_a_log_is_passed_over_and_others_logs_are_trimmed(open_
         for data in (b"", b"\xff" * 40, b"\x80"):
             await bus.js.publish(subjects.turn(bus.run, 1, 0), data, timeout=60)
         stray = await bus.jet.last(subjects.stream(bus.run, subjects.TURNS), subjects.turn(bus.run, 2, 0))
+        assert stray is not None
         await bus.js.publish(subjects.turn(bus.run, 1, 0), stray.data, timeout=60)  # of another task
         records, log = await bus.turns.take(1, 0, "b", first=False)
         assert [str(record.kind) for record in records] == ["take", "turn"] and log.kept

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 
 from tests.forked import piped
+from tidemill.bus.client.addresses import HERE
 from tidemill.weightstore.errors import PeerLost
-from tidemill.weightstore.push.push_groups import Channel
+from tidemill.weightstore.push.push_groups import GroupRules, PushGroup
 from tidemill.weightstore.transport import broadcast
 from tidemill.weightstore.transport.broadcast import BroadcastGroup, _translated
+from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.senders import Sender
 
 FAR_S = 300.0
@@ -134,20 +136,21 @@ def test_a_dead_or_hung_receiver_ends_the_senders_wait(how: signal.Signals) -> N
 
 
 async def test_behind_a_message_that_is_lost_none_is_tried() -> None:
-    """Several messages wait in a channel's thread: each would block for a deadline of its own, and the process wait for
+    """Several messages wait in a sender's thread: each would block for a deadline of its own, and the process wait for
     them at its end.
     """
     group = await asyncio.to_thread(BroadcastGroup.host, "127.0.0.1", "pair", 2, "gloo", FAR_S)
     with piped(hang_before_receiving, group.port, 1, 2) as (pipe, _):
         await asyncio.to_thread(group.meet)
         thread = ThreadPoolExecutor(1)
-        channel = Channel([Sender(group, thread, "127.0.0.1")], [], deadline_s=5.0)
+        pair = PushGroup(GroupRules(1, HERE, "gloo", Deadlines(5.0)))
+        pair.senders = [Sender(group, thread, "127.0.0.1")]
         await asyncio.to_thread(group.send, pattern(SMALL))  # with the group's own deadline
         os.kill(told(pipe), signal.SIGSTOP)
-        found = await asyncio.gather(*[channel.send(pattern(LARGE)) for _ in range(8)], return_exceptions=True)
+        found = await asyncio.gather(*[pair.send(pattern(LARGE)) for _ in range(8)], return_exceptions=True)
         assert all(isinstance(error, PeerLost) for error in found) and "an earlier message was lost" in str(found[-1])
         assert sum("an earlier message was lost" in str(error) for error in found) == 7, "one has waited"
-        channel.close()
+        pair.close()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -221,7 +224,8 @@ def test_what_blocks_for_ever_is_aborted_at_the_deadline_and_keeps_no_process_fr
     assert done.stdout.strip() == str(["abort", "not done within 0.2 s"] * 2)
 
 
-NCCL_ERROR = """NCCL error in: ProcessGroupNCCL.cpp:3690, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9
+NCCL_ERROR = """NCCL error in: ProcessGroupNCCL.cpp:3690, \
+invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9
 ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
 Last error:
 Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 8000"""

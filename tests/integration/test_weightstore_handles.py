@@ -30,7 +30,7 @@ from tests.tiny_models import tiny_model, write_tiny_model
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.handles import HandleListener
-from tidemill.actors.serving.port import Updates
+from tidemill.actors.serving.updates import Updates
 from tidemill.bus.errors import Fenced
 from tidemill.weightstore.errors import BadManifest, ReceiverFailed
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec
@@ -58,7 +58,7 @@ def until(reached: Callable[[], Any], what: str) -> None:
         time.sleep(0.01)
 
 
-# -- whole pushes -----------------------------------------------------------------------------------------------------------
+# -- whole pushes
 
 
 def test_engines_elsewhere_are_pushed_to_by_broadcast_and_named_once(
@@ -141,7 +141,8 @@ from tests.receiver_app import tiny_tensors
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.push.publisher import Publisher
 url, run, directory = sys.argv[1:]
-publisher = Publisher(WeightsConfig(transport="handles", bucket_bytes=16_000), bus_url=url, run=run, epoch=1, directory=Path(directory))
+config = WeightsConfig(transport="handles", bucket_bytes=16_000)
+publisher = Publisher(config, bus_url=url, run=run, epoch=1, directory=Path(directory))
 publisher.start()
 for step in range(1, 1_000_000):
     report = publisher.publish(step, tiny_tensors(step, scale=20).items(), wait=True).result(0)
@@ -170,7 +171,7 @@ def test_a_killed_learner_leaves_no_memory_behind(bus_url: str, run_id: str, tmp
             assert [state(url)["digest"] for url, _ in engines.values()] == [digest(tiny_tensors(9, scale=20))] * 2
 
 
-# -- one engine, one learner ------------------------------------------------------------------------------------------------
+# -- one engine, one learner
 
 
 @asynccontextmanager
@@ -638,7 +639,7 @@ async def test_a_copy_that_outlasts_its_deadline_is_not_written_into_what_is_ser
     assert made["output_ids"] == await greedy(model, prompt, 8)
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------------
+# -- memory
 
 
 def test_a_handle_means_the_learners_bytes_or_nothing() -> None:

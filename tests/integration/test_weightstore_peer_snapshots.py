@@ -31,7 +31,7 @@ from tidemill.weightstore.catchup.download import fetch
 from tidemill.weightstore.errors import SnapshotUnavailable
 from tidemill.weightstore.format.checksums import ChecksumReport, differences, sum_of
 from tidemill.weightstore.format.manifest import Manifest
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store import snapshot_files
 from tidemill.weightstore.store.registry import VersionRegistry
 
 LIMIT_S = 60.0
@@ -254,10 +254,10 @@ async def test_pushes_are_not_delayed_and_torn_snapshots_are_not_lent(tmp_path: 
     directories = [write_tiny_model(tmp_path / str(seed), seed=seed) for seed in range(3)]
     begun, go_on = threading.Event(), threading.Event()
 
-    def slowly(*args: Any, **settings: Any) -> snapshot.SnapshotInfo:
+    def slowly(*args: Any, **settings: Any) -> snapshot_files.SnapshotInfo:
         begun.set()
         assert go_on.wait(LIMIT_S)
-        return snapshot.write(*args, **settings)
+        return snapshot_files.write(*args, **settings)
 
     async with serving(directories[0], version=0) as served, joined(served) as push:
         if way == "push":  # until both copies are laid out like a push

@@ -9,12 +9,11 @@ from safetensors.torch import load_file
 
 from tests.bus_fixtures import BusOpener
 from tidemill.weightstore.format.manifest import Manifest
-from tidemill.weightstore.push.staged_model import StagedModel
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store import snapshot_files
 from tidemill.weightstore.store.registry import VersionRegistry
-from tidemill.weightstore.store.snapshot_store import SnapshotStore
+from tidemill.weightstore.store.snapshot_server import SnapshotServer
 from tidemill.weightstore.transport.deadlines import Deadlines
-from tidemill.weightstore.transport.staging import StagingPool
+from tidemill.weightstore.transport.staging import StagedModel, StagingPool
 
 THEIRS, OURS = ({"w": torch.full((4,), value)} for value in (9.0, 1.0))
 
@@ -22,12 +21,13 @@ THEIRS, OURS = ({"w": torch.full((4,), value)} for value in (9.0, 1.0))
 def staged(tensors: Mapping[str, torch.Tensor], *, version: int, step: int) -> StagedModel:
     staging = StagingPool(Manifest.of(tensors.items()), 1 << 20).take(1)
     staging.fill(tensors.items())
-    staging.version, staging.step = version, step
-    return StagedModel(staging, (), Deadlines(1.0))
+    copy = StagedModel(staging, (), Deadlines(1.0), step=step)
+    copy.version = version
+    return copy
 
 
 def write(directory: Path, version: int, step: int) -> None:
-    snapshot.write(directory / f"v{version}", THEIRS, version=version, step=step, durable=False)
+    snapshot_files.write(directory / f"v{version}", THEIRS, version=version, step=step, durable=False)
 
 
 def names(directory: Path) -> list[str]:
@@ -45,7 +45,7 @@ async def test_directories_of_another_run_are_not_taken_for_ours(open_bus: BusOp
         registry = VersionRegistry(bus)
         for version, step in ((1, 1), (90, 90), (91, 91)):
             write(directory, version, step)
-        store = SnapshotStore(directory, registry, keep=2, model_dir=None)
+        store = SnapshotServer(directory, registry, keep=2, model_dir=None)
         await store.open()
         try:
             assert not names(directory)
@@ -71,7 +71,7 @@ async def test_what_has_just_been_put_is_never_removed(open_bus: BusOpener, dire
     async with open_bus() as bus:
         registry = VersionRegistry(bus)
         rows = [await registry.reserve(step, 1) for step in range(3)]
-        store = SnapshotStore(directory, registry, keep=1, model_dir=None)
+        store = SnapshotServer(directory, registry, keep=1, model_dir=None)
         await store.open()
         try:
             for row in reversed(rows):
@@ -90,7 +90,7 @@ async def test_only_the_newest_snapshot_of_this_registry_is_put_up_again(open_bu
         for step, found in ((5, True), (6, False)):  # the same version of another step: another run
             write(directory, row.version, step)
             write(directory, row.version + 7, step)
-            store = SnapshotStore(directory, registry, keep=2, model_dir=None)
+            store = SnapshotServer(directory, registry, keep=2, model_dir=None)
             await store.open()
             await store.close()
             assert names(directory) == [f"v{row.version}"] * found

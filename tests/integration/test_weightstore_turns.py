@@ -8,7 +8,7 @@ from typing import Any, cast
 from tests.bus_fixtures import BusOpener
 from tidemill.bus.client.rows import Rows
 from tidemill.bus.streams.bus import Bus
-from tidemill.weightstore.push.accelerator_turns import AcceleratorLease
+from tidemill.weightstore.push.accelerator_lease import AcceleratorLease
 
 
 class HeldRows(Rows):

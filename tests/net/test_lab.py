@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 SERVER = """
 import socket, sys
-with socket.create_server((sys.argv[1], 7000), family=socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET) as server:
+family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+with socket.create_server((sys.argv[1], 7000), family=family) as server:
     print("listening", flush=True)
     while True:
         server.accept()[0].sendall(socket.gethostname().encode())

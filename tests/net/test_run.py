@@ -19,6 +19,7 @@ import pytest
 
 from tests.net.lab import TRAP, why_not
 from tests.net.site import NO_END, SITE, Site, site
+from tests.waits import until
 from tests.whole.prepared import ROOT
 from tidemill.bus.errors import BusError, BusUnavailable
 from tidemill.bus.liveness.heartbeats import LiveView
@@ -273,8 +274,8 @@ async def test_status_names_an_engine_that_nobody_reaches(run: Site) -> None:
     try:
         async with run.bus() as bus, rows_written(bus) as rows:
             nonce = (await row_of(bus, "engine", "wrong", lambda row: row.address != "")).nonce
-            while not any(row["reached"].get(nonce) for _, row in rows):  # noqa: ASYNC110 - rows pass by whoever waits for them
-                await asyncio.sleep(0.1)
+            # rows pass by whoever waits for them
+            await until(lambda: any(row["reached"].get(nonce) for _, row in rows), every_s=0.1)
             status = await read_status(bus)  # as `tidemill status` does after its start
             row = one_of(status, "wrong")
             begin = first(rows, lambda row: row["nonce"] == nonce and row["address"] != "")

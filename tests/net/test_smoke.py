@@ -1,6 +1,4 @@
-"""Four machines with host names and the defaults: bus, learner, an engine's host, an actor's host. In `make test`, as
-it is cheap.
-"""
+"""Four machines with host names and the defaults: bus, learner, an engine's host, an actor's host."""
 
 import asyncio
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ def run(tmp_path: Path) -> Iterator[Site]:
         yield run
 
 
+@pytest.mark.slow
 async def test_four_machines_train_together(run: Site) -> None:
     await train(run)
 

@@ -12,6 +12,7 @@ from tests.engine_kinds import Brake
 from tests.engine_push import joined, named
 from tests.engine_serving import Served, log_probs_of, scores_across
 from tests.sglang.server import serving
+from tests.waits import until
 
 TOLERANCE = 1e-3
 CHAT = [{"role": "user", "content": "What is three plus four, and the digits from zero to nine?"}]
@@ -122,8 +123,7 @@ async def test_a_chat_that_comes_in_an_update_waits_and_finds_nothing_of_older_w
         assert (await push.begin(1))[0] == 200
         asked = asyncio.create_task(cached(served))
         async with asyncio.timeout(60):
-            while not served.engine.stats()["running"]:  # noqa: ASYNC110 - it sends no event
-                await asyncio.sleep(0.01)
+            await until(lambda: served.engine.stats()["running"])
         assert (await push.bucket(named(models[1])))[0] == 200
         assert (await push.end(1))[0] == 200
         assert await asked == (0, "1")
@@ -183,8 +183,7 @@ async def test_who_aborts_a_chat_or_goes_is_heard(
         brake.open()
         async with asyncio.timeout(60):
             await aborted.task
-            while served.engine.stats()["running"]:  # noqa: ASYNC110 - it sends no event
-                await asyncio.sleep(0.01)
+            await until(lambda: not served.engine.stats()["running"])
         assert (aborted.finish, aborted.ended) == ("abort", True)
         stats = served.engine.stats()
         assert (stats["requests_aborted"], stats["requests_aborted_by_pushes"]) == (1, 0)

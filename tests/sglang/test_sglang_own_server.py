@@ -21,6 +21,7 @@ import pytest
 
 from tests.sglang.server import ARGUMENTS, config
 from tests.tiny_models import PAD
+from tests.waits import until
 from tests.whole.running import ROOT
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import EngineError, EngineFailed, EngineUnavailable, UpdateRefused
@@ -355,8 +356,7 @@ def test_a_server_that_cannot_start_is_told_with_its_last_lines(
 async def _until_watched(keeper: int, pid: int) -> None:
     """Wait until the keeper of the server's processes has a pidfd of this one. Source: proc(5), fdinfo."""
     async with asyncio.timeout(30):
-        while not any(f"Pid:\t{pid}\n" in info for info in _descriptors(keeper)):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        await until(lambda: any(f"Pid:\t{pid}\n" in info for info in _descriptors(keeper)))
 
 
 def _descriptors(pid: int) -> Iterator[str]:

@@ -103,7 +103,7 @@ async def until(reached: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_a_wrong_request_is_refused_and_ends_nothing(
     python: str, server: str, directories: list[Path], stream: bool
 ) -> None:
@@ -168,7 +168,7 @@ async def test_what_another_request_began_is_continued(
     """An engine that has no state of the request continues it; also as a stream, and after an abort."""
     async with serving(python, server, directories[0]) as served:
         sampling = Sampling(max_new_tokens=400, temperature=1.0)
-        asked = asyncio.create_task(served.client.generate(np.array(PROMPT, np.int32), sampling, id="begun"))
+        asked = asyncio.create_task(served.client.generate(np.array(PROMPT, np.int32), sampling, request_id="begun"))
         await asyncio.sleep(0.2)
         await served.client.abort("begun")
         begun = await asked

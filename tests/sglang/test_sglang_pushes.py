@@ -16,6 +16,7 @@ from tests.engine_kinds import Brake
 from tests.engine_push import joined, named
 from tests.engine_serving import Served, log_probs_across, log_probs_of, scores, told_log_probs
 from tests.sglang.server import serving
+from tests.waits import until
 from tidemill.actors.engines.port import Generation
 from tidemill.bus.wire.messages import Sampling
 
@@ -44,8 +45,8 @@ async def pushed_while(
 
 async def running(served: Served, requests: int) -> None:
     async with asyncio.timeout(60):
-        while served.engine.stats()["running"] != requests:  # noqa: ASYNC110 - nothing signals it
-            await asyncio.sleep(0.01)
+        # nothing signals it
+        await until(lambda: served.engine.stats()["running"] == requests)
 
 
 async def decoding(served: Served, responses: int) -> None:
@@ -68,7 +69,7 @@ async def assert_true(
     return [int(span["version"]) for span in spans]
 
 
-@pytest.mark.parametrize("pause", ["in_place", "retract"])
+@pytest.mark.parametrize("pause", [pytest.param("in_place", marks=pytest.mark.slow), "retract"])
 async def test_streams_and_batches_go_on_through_pushes(
     python: str, server: str, brake: Brake, directories: list[Path], models: list[Any], pause: str
 ) -> None:
@@ -201,7 +202,7 @@ async def cut_off(served: Served, begun: Generation | None) -> Generation:
     """Return a response that was aborted after its first state, before the model ended it."""
     for attempt in range(40):
         name, made = f"piece-{attempt}", None
-        async for state in served.client.stream(PROMPTS[0], SAMPLING, id=name, begun=begun):
+        async for state in served.client.stream(PROMPTS[0], SAMPLING, request_id=name, begun=begun):
             if made is None:
                 await served.client.abort(name)
             made = state

@@ -120,7 +120,7 @@ async def test_a_request_that_is_broken_off_is_made_again(name: str) -> None:
     sample, activity, asked = await outcome([BROKEN[name], generation()])
     assert sample.status is Status.COMPLETED
     assert activity.counters.requests_aborted == 1
-    assert len({options["id"] for _, options in asked}) == 2, "request ids are never used twice"
+    assert len({options["request_id"] for _, options in asked}) == 2, "request ids are never used twice"
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -9,6 +9,7 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -16,13 +17,20 @@ import pytest
 import yaml
 
 import tidemill.learner.algorithms
+from tests.algorithm_settings import algorithm_of
 from tests.contract import test_custom_algorithms as contract
 from tidemill.launch.settings.config_loader import load
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.algorithms.alarms import AlarmConfig
-from tidemill.learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, BY_CRITIC, KL_ESTIMATORS, LOSSES, RUNNING
+from tidemill.learner.algorithms.choices import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    BY_CRITIC,
+    KL_ESTIMATORS,
+    LOSSES,
+    RUNNING,
+    WEIGHTS,
+)
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.kl_settings import KLConfig
 from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.algorithms.presets import PRESETS
 from tidemill.learner.algorithms.reject_rules import reject_rule
@@ -35,8 +43,8 @@ CHOICES = {
     "advantage": (*ADVANTAGES, *RUNNING, *BY_CRITIC, "m:f"),
     "loss": LOSSES,
     "aggregation": AGGREGATIONS,
-    "weight": ("none", "token", "sequence", "geometric", "prefix"),
-    "weight_action": ("clip", "truncate", "mask"),
+    "weight.level": WEIGHTS,
+    "weight.action": ("clip", "truncate", "mask"),
     "anchor": ("proximal", "rollout", "none"),
     "proximal": ("recompute", "loglinear"),
     "kl.estimator": KL_ESTIMATORS,
@@ -73,17 +81,20 @@ def resolves(path: str) -> bool:
     return under(RunConfig, path.split(".")) or under(AlgorithmConfig, path.split("."))
 
 
+def settings() -> Iterator[str]:
+    """Yield the path of every setting of the algorithm."""
+    for name, kind in get_type_hints(AlgorithmConfig).items():
+        yield from [f"{name}.{inner.name}" for inner in fields(kind)] if is_dataclass(kind) else [name]
+
+
 def test_every_preset_and_setting_is_explained() -> None:
     said = {re.split(r"[:\s]", quote)[0] for quote in QUOTED}
     wanted = {
         *PRESETS,
         *LOSSES,
-        *(field.name for field in fields(AlgorithmConfig) if not is_dataclass(field.default_factory)),
+        *settings(),
     }
-    wanted |= {f"kl.{field.name}" for field in fields(KLConfig)} | {
-        f"alarms.{field.name}" for field in fields(AlarmConfig)
-    }
-    assert not wanted - said - {"kl", "alarms"}
+    assert not wanted - said
     here = {quote for table in tables() for row in table[1:] for quote in re.findall(r"`([^`]+)`", row[0])}
     for setting, choices in (
         ("correction", PRESETS),
@@ -101,10 +112,10 @@ def test_the_table_of_presets_is_what_they_expand_to() -> None:
         config = AlgorithmConfig(correction=row[0].strip("`"))
         wanted = {
             "proximal": "recompute",
-            "reject": [],
-            "binary_kl_limit": 0,
-            "opsm_threshold": 0,
-            "m2_limit": 0,
+            "reject.rules": [],
+            "reject.binary_kl": 0,
+            "reject.opsm": 0,
+            "m2.limit": 0,
             "aggregation": "token_mean",
         }
         for quote in re.findall(r"`([^`]+)`", row[-1]):
@@ -114,14 +125,19 @@ def test_the_table_of_presets_is_what_they_expand_to() -> None:
             if said:
                 wanted[name] = float(said) if re.match(r"\d", said) else said
             else:
-                assert getattr(config, name) == 0 if is_clip else config.weight == "none", (config.correction, name)
+                assert attrgetter(name)(config) == 0 if is_clip else config.weight.level == "none", (
+                    config.correction,
+                    name,
+                )
         assert {
-            name: list(found) if isinstance(found := getattr(config, name), tuple) else found for name in wanted
+            name: list(found) if isinstance(found := attrgetter(name)(config), tuple) else found for name in wanted
         } == wanted
 
 
 def test_a_setting_that_is_named_exists() -> None:
-    sections = {field.name for field in fields(RunConfig)} | {"kl", "alarms"}
+    sections = {field.name for field in fields(RunConfig)} | {
+        name.partition(".")[0] for name in settings() if "." in name
+    }
     paths = [
         match[0]
         for quote in QUOTED
@@ -140,7 +156,7 @@ def test_a_row_begins_with_a_setting_of_ours() -> None:
             assert resolves(name), quote
             if value is not None and name in CHOICES:
                 assert value in CHOICES[name], quote
-            if name == "reject":
+            if name == "reject.rules":
                 assert [reject_rule(rule) for rule in value or ()]
 
 
@@ -170,13 +186,18 @@ def test_a_configuration_that_is_shown_is_good(number: int, tmp_path: Path) -> N
     file.write_text(blocks("yaml")[number])
     shown = load(file)
     assert shown.config.learner.algorithm != AlgorithmConfig()
+    section = ""
     for line in (
         blocks("")[1].splitlines() if number == 0 else ()
     ):  # the documented output of --print-config for the first
-        setting, origin = line.split("#")
+        setting, _, origin = line.partition("#")
         ((name, value),) = yaml.safe_load(setting).items()
-        assert getattr(shown.config.learner.algorithm, name) == value
-        assert shown.origins[f"learner.algorithm.{name}"].endswith(origin.strip())
+        if value is None:
+            section = f"{name}."
+            continue
+        path = section + name if line.startswith(6 * " ") else name
+        assert attrgetter(path)(shown.config.learner.algorithm) == value
+        assert shown.origins[f"learner.algorithm.{path}"].endswith(origin.strip())
 
 
 def test_the_functions_that_are_shown_hold_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +211,7 @@ def test_the_functions_that_are_shown_hold_the_contract(tmp_path: Path, monkeypa
     assert (ROOT / file).samefile(contract.__file__)
     paths = dict(zip(options[::2], options[1::2], strict=True))
     given = {
-        "objective": Objective(AlgorithmConfig(loss=paths["--loss"], anchor="rollout", weight="none")),
+        "objective": Objective(algorithm_of(loss=paths["--loss"], anchor="rollout", weight={"level": "none"})),
         "estimator": Objective(AlgorithmConfig(advantage=paths["--advantage"])),
         "rubbish": math.nan,
     }

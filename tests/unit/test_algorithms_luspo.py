@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.algorithm_settings import algorithm_of
 from tidemill.learner.algorithms.aggregation import Denominators
-from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import Coupled, Objective, Tokens
 
 LOW, HIGH = 3e-4, 4e-4
-CONFIG = AlgorithmConfig(correction="luspo", weight="none", weight_high=0.0)
+CONFIG = algorithm_of(correction="luspo", weight={"level": "none", "high": 0.0})
 """Without the weight for old data, which is of every preset with a proximal anchor."""
 
 
@@ -77,7 +77,7 @@ def test_the_gradient_of_a_token_does_not_depend_on_the_length_of_its_response(
     found = {}
     for name, config in (
         ("luspo", CONFIG),
-        ("gspo", AlgorithmConfig(correction="gspo", weight="none", weight_high=0.0)),
+        ("gspo", algorithm_of(correction="gspo", weight={"level": "none", "high": 0.0})),
     ):
         log_probs_T, tokens, denominators = row([short, short * times], [advantage, advantage], 0.0, 1)
         loss, _, _ = Objective(config).total(

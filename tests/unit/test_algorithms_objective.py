@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.algorithm_settings import algorithm_of
 from tests.examples import examples
 from tidemill.learner.algorithms.aggregation import Denominators
 from tidemill.learner.algorithms.config import AlgorithmConfig
@@ -39,7 +40,7 @@ def row(seed: int, spread: float = 0.4) -> tuple[Tensor, Tokens]:
 
 
 def rejected(log_probs_T: Tensor, tokens: Tokens, **changes: Any) -> dict[str, Tensor]:
-    objective = Objective(AlgorithmConfig(**changes))
+    objective = Objective(algorithm_of(**changes))
     coupled = objective.coupled([tokens], summed=lambda x: x, gathered=lambda x: x)
     return dict(objective.token_loss(log_probs_T, tokens, coupled).rejected)
 
@@ -50,8 +51,8 @@ def test_m2po_of_harmful_tokens_is_its_definition(seed: int, limit: float, band:
     """Reference: the largest squares of the harmful tokens go, until the mean of those left is below the limit."""
     log_probs_T, tokens = row(seed)
     assert tokens.old_T is not None
-    bounds = {} if band else {"m2_keep_low": 0.0, "m2_keep_high": 0.0}
-    got = rejected(log_probs_T, tokens, correction="m2po_harmful", m2_limit=limit, **bounds)["m2"].tolist()
+    bounds = {} if band else {"keep_low": 0.0, "keep_high": 0.0}
+    got = rejected(log_probs_T, tokens, correction="m2po_harmful", m2={"limit": limit, **bounds})["m2"].tolist()
     delta = (tokens.old_T - tokens.rollout_T).tolist()
     bad = [
         t
@@ -69,18 +70,18 @@ def test_m2po_of_harmful_tokens_never_rejects_a_pull_back_towards_mu() -> None:
     log_probs_T, tokens = row(3)
     assert tokens.old_T is not None
     towards_T = (tokens.old_T - tokens.rollout_T) * tokens.advantages_T < 0
-    assert rejected(log_probs_T, tokens, correction="m2po", m2_limit=0.01)["m2"][towards_T].any()
-    assert not rejected(log_probs_T, tokens, correction="m2po_harmful", m2_limit=0.01)["m2"][towards_T].any()
+    assert rejected(log_probs_T, tokens, correction="m2po", m2={"limit": 0.01})["m2"][towards_T].any()
+    assert not rejected(log_probs_T, tokens, correction="m2po_harmful", m2={"limit": 0.01})["m2"][towards_T].any()
 
 
 def test_opsm_follows_the_policy_as_it_is_now() -> None:
     """From the second minibatch on the policy is no longer the one that the step started from."""
     _, tokens = row(1)
     tokens = replace(tokens, advantages_T=-torch.ones_like(tokens.rollout_T), old_T=tokens.rollout_T - 0.45)
-    now = rejected(tokens.rollout_T - 0.53, tokens, correction="opsm", opsm_threshold=0.5)["opsm"]
+    now = rejected(tokens.rollout_T - 0.53, tokens, correction="opsm", reject={"opsm": 0.5})["opsm"]
     assert bool(now[tokens.mask_T].all())
     before = rejected(
-        tokens.rollout_T - 0.45, replace(tokens, old_T=tokens.rollout_T - 0.53), correction="opsm", opsm_threshold=0.5
+        tokens.rollout_T - 0.45, replace(tokens, old_T=tokens.rollout_T - 0.53), correction="opsm", reject={"opsm": 0.5}
     )
     assert not before["opsm"].any()
 
@@ -89,7 +90,7 @@ def test_distillation_follows_the_policy_as_it_is_now() -> None:
     """The mean of ``A grad log pi`` is the gradient of KL(pi || teacher) of the current policy, not of the one before
     the step.
     """
-    objective = Objective(AlgorithmConfig(correction="tis", advantage="reinforce", distill_coef=0.5))
+    objective = Objective(algorithm_of(correction="tis", advantage="reinforce", distill={"coef": 0.5}))
     assert not objective.config.needs_old(minibatches=2, published_every=2), "it needs no pass of its own"
     log_probs_T, tokens = row(2)
     assert tokens.reference_T is not None
@@ -107,7 +108,7 @@ def parts(**columns: list[float]) -> RewardParts:
 
 def weighed(given: RewardParts | None, **weights: float) -> list[float]:
     """Return the advantages of two groups of two, not whitened; the scores are all equal."""
-    objective = Objective(AlgorithmConfig(advantage="gdpo", gdpo_weights=weights, whiten=False))
+    objective = Objective(algorithm_of(advantage="gdpo", gdpo={"weights": weights}, whiten=False))
     place = (torch.ones(4, dtype=torch.float64), torch.tensor([1, 1, 2, 2]), torch.full((4,), 9), torch.full((4,), 9))
     return objective.advantages(*place, parts=given).tolist()
 
@@ -129,7 +130,7 @@ def test_gdpo_weighs_the_parts_by_name() -> None:
 
 def test_gdpo_of_parts_that_no_sample_has_ends_the_run() -> None:
     for some in (None, parts(form=[0.0, 1.0, 0.0, 1.0])):
-        with pytest.raises(ValueError, match=r"gdpo_weights: want parts of the reward, got \['rigth'\]"):
+        with pytest.raises(ValueError, match=r"gdpo.weights: want parts of the reward, got \['rigth'\]"):
             weighed(some, rigth=1.0)
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.algorithm_settings import algorithm_of
 from tests.enumerated import (
     MASK_T,
     PLACE,
@@ -26,7 +27,6 @@ from tests.enumerated import (
 from tests.examples import examples
 from tidemill.learner.algorithms.aggregation import Denominators, aggregate
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.kl_settings import KLConfig
 from tidemill.learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
 from tidemill.learner.algorithms.policy_losses import (
     Clip,
@@ -46,6 +46,7 @@ from tidemill.learner.algorithms.policy_losses import (
     topr,
     vespo,
 )
+from tidemill.learner.algorithms.sections import KLConfig
 
 PI = Policy(Policy.random(1).logits_PV.requires_grad_())
 MU = Policy.random(2, like=PI, spread=0.5)
@@ -251,7 +252,7 @@ def tokens(
 def loss_of(settings: dict[str, Any], given: Tokens, coupled: Coupled | None = None) -> tuple[Tensor, Tensor, Any]:
     """Return (loss_T, its gradient by log pi, the complete result) of an objective."""
     log_probs_T = PI.log_probs_T
-    made = Objective(AlgorithmConfig(**settings)).token_loss(log_probs_T, given, coupled or Coupled())
+    made = Objective(algorithm_of(**settings)).token_loss(log_probs_T, given, coupled or Coupled())
     return made.loss_T.detach(), torch.autograd.grad(made.loss_T.sum(), log_probs_T, retain_graph=True)[0], made
 
 
@@ -260,7 +261,7 @@ def test_weights_are_detached_bounded_then_multiplied() -> None:
     ratio_T = (PI.log_probs_T - MU.log_probs_T).exp().detach()
     assert float(ratio_T.max()) > 1.2
     for preset in ("tis", "decoupled"):
-        _, got, _ = loss_of({"correction": preset, "weight_high": 1.2}, tokens())
+        _, got, _ = loss_of({"correction": preset, "weight": {"high": 1.2}}, tokens())
         same(got, -ratio_T.clamp(max=1.2) * ADVANTAGES_T)
     log_probs_T = PI.log_probs_T
     undetached_T = -(log_probs_T - MU.log_probs_T).exp() * ADVANTAGES_T * log_probs_T
@@ -275,9 +276,12 @@ def test_three_policies_meet_two_and_the_weighted_gradient() -> None:
     same(at_mu[0], bypass[0])
     same(at_mu[1], bypass[1])
     ratio_T = (PI.log_probs_T - MU.log_probs_T).exp().detach()
-    same(loss_of({"correction": "decoupled", "weight_high": 0.0}, tokens(PI.log_probs_T))[1], -ratio_T * ADVANTAGES_T)
+    same(
+        loss_of({"correction": "decoupled", "weight": {"high": 0.0}}, tokens(PI.log_probs_T))[1],
+        -ratio_T * ADVANTAGES_T,
+    )
     old = Policy.random(7, like=PI, spread=0.1)
-    wide = {"correction": "decoupled", "weight_high": 0.0, "clip_low": 0.99, "clip_high": 100.0}
+    wide = {"correction": "decoupled", "weight": {"high": 0.0}, "clip": {"low": 0.99, "high": 100.0}}
     same(loss_of(wide, tokens(old.log_probs_T))[1], -ratio_T * ADVANTAGES_T)
 
 
@@ -286,12 +290,12 @@ def test_icepop_is_importance_sampling_inside_its_band_and_nothing_outside() -> 
     ratio_T = (PI.log_probs_T - MU.log_probs_T).exp().detach()
     inside_T = (ratio_T >= 0.8) & (ratio_T <= 1.2)
     assert 0 < int(inside_T.sum()) < 81
-    band = {"weight_low": 0.8, "weight_high": 1.2}
+    band = {"weight": {"low": 0.8, "high": 1.2}}
     loss_T, got, made = loss_of({"correction": "icepop", **band}, tokens())
     same(got, torch.where(inside_T, -ratio_T * ADVANTAGES_T, 0.0))
     assert not loss_T[~inside_T].any()
     assert (made.weights.too_high_T | made.weights.too_low_T).tolist() == (~inside_T).tolist()
-    _, rejected, said = loss_of({"correction": "tis", "reject": ("k1 token 0.8 1.2",)}, tokens())
+    _, rejected, said = loss_of({"correction": "tis", "reject": {"rules": ("k1 token 0.8 1.2",)}}, tokens())
     same(rejected, got)
     assert said.rejected_T.tolist() == (~inside_T).tolist()
 
@@ -302,13 +306,13 @@ def test_a_constant_baseline_is_neutral_unless_weights_are_cut() -> None:
     def effect(settings: dict[str, Any], under: Policy) -> float:
         log_probs_T = PI.log_probs_T
         given = tokens(rollout_T=under.log_probs_T, advantages_T=torch.ones_like(ADVANTAGES_T))
-        loss_T = Objective(AlgorithmConfig(**settings)).token_loss(log_probs_T, given, Coupled()).loss_T
+        loss_T = Objective(algorithm_of(**settings)).token_loss(log_probs_T, given, Coupled()).loss_T
         return float(gradient(expected(loss_T, under), PI).norm())
 
     assert effect({"correction": "none"}, PI) < 1e-12
-    assert effect({"correction": "tis", "weight": "sequence", "weight_high": 0.0}, MU) < 1e-12
+    assert effect({"correction": "tis", "weight": {"level": "sequence", "high": 0.0}}, MU) < 1e-12
     assert effect({"correction": "none"}, MU) > 1e-3
-    assert effect({"correction": "tis", "weight": "sequence", "weight_high": 1.0}, MU) > 1e-3
+    assert effect({"correction": "tis", "weight": {"level": "sequence", "high": 1.0}}, MU) > 1e-3
 
 
 def test_the_interpolated_proximal_policy_needs_no_old_log_probs() -> None:
@@ -318,13 +322,13 @@ def test_the_interpolated_proximal_policy_needs_no_old_log_probs() -> None:
     bypass = loss_of({"correction": "bypass"}, tokens())
     same(loss_of({"correction": "a3po"}, tokens())[1], bypass[1])
     ratio_T = (PI.log_probs_T - MU.log_probs_T).exp().detach()
-    far = loss_of({"correction": "a3po", "weight_high": 0.0}, tokens(lag=10**9))[1]
+    far = loss_of({"correction": "a3po", "weight": {"high": 0.0}}, tokens(lag=10**9))[1]
     torch.testing.assert_close(far, -ratio_T * ADVANTAGES_T, atol=1e-6, rtol=0)
 
 
 def test_coupled_corrections_are_the_same_from_any_number_of_rows() -> None:
     """M2PO and self-normalised weights, from sums that are added up, as the ranks do."""
-    objective = Objective(AlgorithmConfig(correction="m2po", m2_limit=0.02, self_normalise=True))
+    objective = Objective(algorithm_of(correction="m2po", m2={"limit": 0.02}, weight={"self_normalise": True}))
     whole = tokens(PI.log_probs_T)
     place = (SAMPLE_T % 2 == 0).nonzero()[:, 0], (SAMPLE_T % 2 == 1).nonzero()[:, 0]
     halves = [
@@ -353,9 +357,11 @@ def test_coupled_corrections_are_the_same_from_any_number_of_rows() -> None:
 @pytest.mark.parametrize("preset", ["opsm", "kpop", "geo_mask"])
 def test_rules_of_presets_are_applied(preset: str) -> None:
     rule = ("k1 seq_mean 0.9 1.1",)
-    changes = {"opsm": {"opsm_threshold": 0.05}, "kpop": {"binary_kl_limit": 0.02}, "geo_mask": {"reject": rule}}[
-        preset
-    ]
+    changes = {
+        "opsm": {"reject": {"opsm": 0.05}},
+        "kpop": {"reject": {"binary_kl": 0.02}},
+        "geo_mask": {"reject": {"rules": rule}},
+    }[preset]
     _, got, made = loss_of({"correction": preset, **changes}, tokens())
     assert 0 < int(made.rejected_T.sum()) < 81
     assert not got[made.rejected_T].any()
@@ -364,7 +370,7 @@ def test_rules_of_presets_are_applied(preset: str) -> None:
 
 def test_a_veto_takes_the_whole_sample() -> None:
     lowest = float((PI.log_probs_T - MU.log_probs_T).detach().min())
-    _, got, made = loss_of({"correction": "tis", "veto": math.exp(lowest + 0.05)}, tokens())
+    _, got, made = loss_of({"correction": "tis", "reject": {"veto": math.exp(lowest + 0.05)}}, tokens())
     by_sample = made.rejected["veto"].view(-1, STEPS)
     assert bool((by_sample.all(-1) == by_sample.any(-1)).all())
     assert by_sample.any()
@@ -382,7 +388,7 @@ def total_of(
     settings: dict[str, Any], given: Tokens, *, kl_scale: float = 1.0, entropy_coef: float | None = None
 ) -> tuple[float, Any]:
     entropy_T = torch.arange(81.0).double() / 81
-    total, _, divergence_T = Objective(AlgorithmConfig(**settings)).total(
+    total, _, divergence_T = Objective(algorithm_of(**settings)).total(
         PI.log_probs_T, entropy_T, given, denominators(), Coupled(), kl_scale=kl_scale, entropy_coef=entropy_coef
     )
     return float(total.detach()), divergence_T
@@ -400,21 +406,21 @@ def test_what_is_minimised_is_loss_plus_divergence_less_entropy() -> None:
     entropy = float((torch.arange(81.0).double() / 81).sum() / 81)
     k2 = x_T.square() / 2
     for corrected, divergence in ((True, float((ratio_T * k2).sum() / 81)), (False, float(k2.sum() / 81))):
-        settings = {"entropy_coef": 0.3, "kl": KLConfig(coef=0.2, estimator="k2", corrected=corrected)}
+        settings = {"entropy": {"coef": 0.3}, "kl": KLConfig(coef=0.2, estimator="k2", corrected=corrected)}
         total, divergence_T = total_of(settings, given, kl_scale=0.5)
         assert total == pytest.approx(policy + 0.5 * 0.2 * divergence - 0.3 * entropy)
         same(divergence_T, (-x_T).exp() - 1 + x_T)
-    assert total_of({"entropy_coef": 0.3}, tokens(), entropy_coef=0.7)[0] == pytest.approx(policy - 0.7 * entropy), (
-        "the present one"
-    )
-    assert total_of({"entropy_coef": 0.3}, tokens(), entropy_coef=0.0)[0] == pytest.approx(policy)
+    assert total_of({"entropy": {"coef": 0.3}}, tokens(), entropy_coef=0.7)[0] == pytest.approx(
+        policy - 0.7 * entropy
+    ), "the present one"
+    assert total_of({"entropy": {"coef": 0.3}}, tokens(), entropy_coef=0.0)[0] == pytest.approx(policy)
     assert total_of({}, tokens())[0] == pytest.approx(policy)
     assert total_of({}, tokens())[1] is None
     assert total_of({"aggregation": "constant"}, tokens())[0] == pytest.approx(policy * 81 / (27 * 5))
 
 
 def test_rewards_are_shaped_by_length_and_divergence() -> None:
-    objective = Objective(AlgorithmConfig(overlong_buffer=4, overlong_penalty=0.5, kl=KLConfig(reward_coef=0.1)))
+    objective = Objective(algorithm_of(overlong={"buffer": 4, "penalty": 0.5}, kl=KLConfig(reward_coef=0.1)))
     rewards_N, lengths_N = torch.tensor([1.0, 1.0, 1.0]).double(), torch.tensor([6, 8, 10])
     kl_N = torch.tensor([0.0, 1.0, 2.0]).double()
     shaped = objective.shaped_rewards(rewards_N, lengths_N, max_tokens=10, kl_N=kl_N, kl_scale=2.0)
@@ -435,7 +441,7 @@ def test_the_sums_for_the_learning_rate_are_of_whole_samples() -> None:
 
 def test_log_probs_are_computed_before_the_step_only_where_they_differ() -> None:
     def wanted(minibatches: int, published_every: int, **settings: Any) -> bool:
-        return AlgorithmConfig(**settings).needs_old(minibatches=minibatches, published_every=published_every)
+        return algorithm_of(**settings).needs_old(minibatches=minibatches, published_every=published_every)
 
     assert not wanted(1, 1)
     assert wanted(2, 1)
@@ -443,7 +449,7 @@ def test_log_probs_are_computed_before_the_step_only_where_they_differ() -> None
     assert not wanted(2, 2, correction="bypass")
     assert not wanted(2, 1, correction="a3po")
     assert wanted(1, 1, correction="m2po")
-    assert wanted(1, 1, self_normalise=True)
+    assert wanted(1, 1, weight={"self_normalise": True})
 
 
 def test_the_group_ratio_has_the_gradient_of_its_numerator() -> None:
@@ -508,7 +514,7 @@ def test_the_dual_clip_begins_beyond_its_bound_and_below_no_advantage() -> None:
 
 def test_what_is_rejected_has_no_loss_at_all() -> None:
     """Rejected tokens have neither gradient nor value: the minimised number does not count them."""
-    loss_T, _, made = loss_of({"correction": "geo_mask", "reject": ("k1 seq_mean 0.9 1.1",)}, tokens())
+    loss_T, _, made = loss_of({"correction": "geo_mask", "reject": {"rules": ("k1 seq_mean 0.9 1.1",)}}, tokens())
     assert made.rejected_T.any() and not loss_T[made.rejected_T].any()
 
 

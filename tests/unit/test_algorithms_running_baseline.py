@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.algorithm_settings import algorithm_of
 from tests.enumerated import MASK_T, RESPONSES, Policy, expected, gradient, per_token
 from tidemill.learner.algorithms.advantages import MOST_ROLES, over_baselines, roles_of
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.kl_settings import KLConfig
 from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.algorithms.policy_losses import reinforce
+from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.settings.config import LearnerConfig
 
 Sample = tuple[str, float]
@@ -138,17 +139,17 @@ def test_the_role_is_a_key_of_the_metadata() -> None:
     assert roles_of(metadata, "player", num_samples=3) == ["0", "1", ""]
     assert roles_of((), "", num_samples=2) == ["", ""]
     with pytest.raises(
-        ValueError, match=r"rae_role: want a key of the samples' metadata, got 'palyer'; .* \['player', 'topic'\]"
+        ValueError, match=r"rae.role: want a key of the samples' metadata, got 'palyer'; .* \['player', 'topic'\]"
     ):
         roles_of(metadata, "palyer", num_samples=3)
-    with pytest.raises(ValueError, match=f"rae_role: want at most {MOST_ROLES} roles in a run, got {MOST_ROLES + 1}"):
+    with pytest.raises(ValueError, match=f"rae.role: want at most {MOST_ROLES} roles in a run, got {MOST_ROLES + 1}"):
         step([(str(number), 0.0) for number in range(MOST_ROLES + 1)], {}, 0.5)
 
 
 def test_the_objective_asks_for_metadata_only_with_roles_and_whitens_if_told() -> None:
     plain, by_role = (
         AlgorithmConfig(advantage="rae"),
-        AlgorithmConfig(advantage="rae", rae_role="player", rae_decay=0.5, whiten=True),
+        algorithm_of(advantage="rae", rae={"role": "player", "decay": 0.5}, whiten=True),
     )
     assert not Objective(plain).asks and not plain.may_need_metadata
     assert Objective(by_role).asks == {"metadata"} and by_role.may_need_metadata
@@ -163,17 +164,17 @@ def test_the_objective_asks_for_metadata_only_with_roles_and_whitens_if_told() -
 
 
 def test_what_goes_with_it_and_what_does_not() -> None:
-    assert LearnerConfig(group_size=1, algorithm=AlgorithmConfig(advantage="rae", rae_role="player"))
+    assert LearnerConfig(group_size=1, algorithm=algorithm_of(advantage="rae", rae={"role": "player"}))
     assert AlgorithmConfig(advantage="rae", kl=KLConfig(reward_coef=0.1, reward_by="token"))
     for changes, message in (
-        ({"rae_decay": 1.0}, "rae_decay: want < 1, got 1.0"),
-        ({"rae_decay": -0.1}, "rae_decay: want >= 0"),
+        ({"rae": {"decay": 1.0}}, "rae.decay: want < 1, got 1.0"),
+        ({"rae": {"decay": -0.1}}, "rae.decay: want >= 0"),
         ({"gamma": 0.9}, "gamma: not used by advantage rae"),
     ):
         with pytest.raises(ValueError, match=message):
-            AlgorithmConfig(advantage="rae", **changes)  # type: ignore[arg-type]
-    for changes in ({"rae_decay": 0.9}, {"rae_role": "player"}):
+            algorithm_of(advantage="rae", **changes)
+    for changes in ({"rae": {"decay": 0.9}}, {"rae": {"role": "player"}}):
         with pytest.raises(ValueError, match=r"not used by advantage grpo; want advantage: rae"):
-            AlgorithmConfig(**changes)  # type: ignore[arg-type]
+            algorithm_of(**changes)
     with pytest.raises(ValueError, match="credit: turn needs"):
         LearnerConfig(credit="turn", algorithm=AlgorithmConfig(advantage="rae"))

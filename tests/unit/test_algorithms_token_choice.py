@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.algorithm_settings import algorithm_of
 from tests.examples import examples
-from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import Coupled, Objective, TokenLoss, Tokens
 from tidemill.learner.algorithms.policy_losses import draws, last_draw, top_cut
 
@@ -57,7 +57,7 @@ def coupled(objective: Objective, rows: list[Tokens]) -> Coupled:
 def made(config: dict[str, Any], seed: int) -> tuple[Tensor, Tokens, TokenLoss, Tensor]:
     """Return (log-probs, tokens, loss, its gradient by log pi)."""
     log_probs_T, tokens = row(seed)
-    objective = Objective(AlgorithmConfig(**config))
+    objective = Objective(algorithm_of(**config))
     loss = objective.token_loss(log_probs_T, tokens, coupled(objective, [tokens]))
     slope_T = torch.autograd.grad(loss.loss_T.sum(), log_probs_T)[0]
     return log_probs_T.detach(), tokens, replace(loss, loss_T=loss.loss_T.detach()), slope_T
@@ -102,7 +102,7 @@ def test_the_tokens_of_high_entropy_train_and_the_others_have_no_gradient(seed: 
 def test_kl_cov_holds_back_the_tokens_of_the_largest_covariance(seed: int, share: float, anchor: str) -> None:
     """Reference: ``-A r + coef |log r|`` there and ``-A r`` elsewhere, with the derivative by log pi by hand."""
     log_probs_T, tokens, loss, slope_T = made(
-        {"correction": "kl_cov", "anchor": anchor, "cov_share": share, "kl_cov_coef": 0.7}, seed
+        {"correction": "kl_cov", "anchor": anchor, "covariance": {"share": share, "kl_coef": 0.7}}, seed
     )
     assert tokens.old_T is not None
     by_token = covariance(tokens)
@@ -124,9 +124,11 @@ def test_kl_cov_holds_back_the_tokens_of_the_largest_covariance(seed: int, share
 def test_clip_cov_drops_tokens_within_its_bounds_and_no_more_than_its_share(
     seed: int, share: float, low: float
 ) -> None:
-    bounds = {"clip_cov_low": low, "clip_cov_high": low + 2.0}
-    _, tokens, loss, slope_T = made({"correction": "clip_cov", "weight": "none", "cov_share": share, **bounds}, seed)
-    _, _, plain, plain_T = made({"correction": "decoupled", "weight": "none"}, seed)
+    bounds = {"low": low, "high": low + 2.0}
+    _, tokens, loss, slope_T = made(
+        {"correction": "clip_cov", "weight": {"level": "none"}, "covariance": {"share": share, **bounds}}, seed
+    )
+    _, _, plain, plain_T = made({"correction": "decoupled", "weight": {"level": "none"}}, seed)
     by_token = covariance(tokens)
     candidates = [t for t, value in by_token.items() if low < value < low + 2]
     dropped = [t for t in by_token if float(loss.loss_T[t]) == 0 and float(plain.loss_T[t]) != 0]
@@ -141,12 +143,12 @@ def test_clip_cov_drops_tokens_within_its_bounds_and_no_more_than_its_share(
     "config",
     [
         {"correction": "bypass", "top_entropy": 0.3},
-        {"correction": "kl_cov", "cov_share": 0.2},
-        {"correction": "clip_cov", "weight": "none", "cov_share": 0.1, "clip_cov_low": 0.2},
+        {"correction": "kl_cov", "covariance": {"share": 0.2}},
+        {"correction": "clip_cov", "weight": {"level": "none"}, "covariance": {"share": 0.1, "low": 0.2}},
     ],
 )
 def test_a_choice_does_not_depend_on_the_split_into_rows(config: dict[str, Any]) -> None:
-    objective = Objective(AlgorithmConfig(**config))
+    objective = Objective(algorithm_of(**config))
     for seed in range(20):
         log_probs_T, whole = row(seed)
         assert whole.sequence_T is not None
@@ -164,7 +166,7 @@ def test_an_update_without_trainable_tokens_chooses_none() -> None:
     log_probs_T, tokens = row(1)
     empty = replace(tokens, mask_T=torch.zeros_like(tokens.mask_T))
     for config in ({"top_entropy": 0.2}, {"correction": "kl_cov"}, {"correction": "clip_cov"}):
-        objective = Objective(AlgorithmConfig(**config))
+        objective = Objective(algorithm_of(**config))
         assert not objective.token_loss(log_probs_T, empty, coupled(objective, [empty])).loss_T.any()
 
 

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.algorithm_settings import algorithm_of
 from tests.enumerated import MASK_T, RESPONSES, SAMPLE_T, Policy, expected, gradient, per_token
 from tests.examples import examples
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.kl_settings import KLConfig
 from tidemill.learner.algorithms.objective import Objective, Tokens
 from tidemill.learner.algorithms.policy_losses import reinforce
+from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.settings.config import LearnerConfig
 
 OWNERS = [0, 0, 1, 2, 2, 2]
@@ -26,7 +27,7 @@ EACH = 5
 
 
 def config(**changes: Any) -> AlgorithmConfig:
-    return AlgorithmConfig(kl=KLConfig(reward_coef=0.3, reward_by="token"), **changes)
+    return algorithm_of(kl=KLConfig(reward_coef=0.3, reward_by="token"), **changes)
 
 
 def row(seed: int) -> Tokens:

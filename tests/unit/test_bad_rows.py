@@ -23,12 +23,13 @@ from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.cli import main as cli
 from tidemill.launch.settings.config_loader import SettingsError, load
 from tidemill.learner.buffer.admission import TaskDemand
+from tidemill.learner.data.config import DataConfig
 from tidemill.learner.data.source import Source
 from tidemill.learner.errors import ConfigRefused, PromptError
 from tidemill.learner.evaluation.evaluations import EvalPrompts
-from tidemill.learner.feed.new_task import prompt_for
+from tidemill.learner.feed.issuing import prompt_for
 from tidemill.learner.prompts.bad_rows import MAX_LOGGED, BadRows, RowTooLong
-from tidemill.learner.prompts.curriculum import Curriculum, CurriculumRules
+from tidemill.learner.prompts.curriculum import Curriculum
 from tidemill.learner.prompts.planned_rows import PlannedRows
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.prompts.rows import RowRules, RowTokens
@@ -218,7 +219,7 @@ async def test_a_prompt_is_tokenized_beside_the_event_loop(tmp_path: Path) -> No
     demand = TaskDemand(prompt_epoch=0, offset=3, min_version=0, issue_step=0)
     for again in (demand, replace(demand, reissue_of=1, reissues=1)):
         begun.clear(), seen.clear()
-        drawing = asyncio.create_task(prompt_for(again, prompts, Curriculum(CurriculumRules()), num_epochs=0))
+        drawing = asyncio.create_task(prompt_for(again, prompts, Curriculum(DataConfig()), num_epochs=0))
         await begun.wait()
         seen.set()
         assert (drawn := await drawing) is not None and (drawn.epoch, drawn.offset) == (0, 3)

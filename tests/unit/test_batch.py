@@ -15,8 +15,8 @@ from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.batch.frames import decode, encode, encode_metadata
 from tidemill.learner.buffer.plans import assign
 from tidemill.learner.errors import FeedError
+from tidemill.learner.feed.data_metrics import lags_of
 from tidemill.learner.feed.feed_messages import unpack
-from tidemill.learner.feed.outcomes import lags_of
 from tidemill.learner.ranks.rollout_only import figures
 
 

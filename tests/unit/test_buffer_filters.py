@@ -14,7 +14,6 @@ from tests.data_kit import sample, task
 from tests.unit.test_datasource import Pond
 from tidemill.bus.section import read
 from tidemill.bus.wire.messages import Plan, Settle, Status
-from tidemill.learner.buffer.arrivals import SampleStore
 from tidemill.learner.buffer.groups import Verdict
 from tidemill.learner.buffer.selection import Waits
 from tidemill.learner.data.filter_settings import Filters
@@ -299,7 +298,7 @@ async def verdicts(
 
         opened.append(OpenFilter(config, judge))
     pond = Pond(**CHOOSING)
-    filtering = Filtering(opened, pond.source, SampleStore(), may_plan=lambda: True, decide=lambda: None)
+    filtering = Filtering(opened, pond.source, may_plan=lambda: True, decide=lambda: None)
     return filtering, await filtering.choices(buffer(1, 2, 3, 4))
 
 

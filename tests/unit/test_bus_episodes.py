@@ -251,7 +251,7 @@ def test_turns_may_be_delivered_in_another_order() -> None:
 
 def test_a_response_without_context_is_refused() -> None:
     whole = make_sample()
-    with pytest.raises(WireError, match="response_length: want < 8 tokens"):
+    with pytest.raises(WireError, match="response_length"):
         codec.check_sample(dataclasses.replace(whole, tokens=whole.tokens[3:]))
 
 

@@ -84,7 +84,7 @@ def test_every_recorded_conversation_is_made_into_tokens(tmp_path: Path, capsys:
     words = ["data", "check", str(run), "--set", "rollouts={answers: {use: dataset}}", "--set", "data.rollout=answers"]
     assert cli.main([*words, "--set", "learner.algorithm.correction=sft"]) == 78
     shown, third, last = capsys.readouterr().out.splitlines()
-    assert shown.endswith("5 tokens 'what is one two <eos>', of which 2 are trained: 'two <eos>'")
+    assert shown.endswith("5 tokens 'what is one two <eos>', 2 of them trained: 'two <eos>'")
     assert third.startswith(f"{file}:3: want responses in data.responses_key, or chat messages")
     assert last == f"{file}: 3 prompts, 1 errors"
     only_last = "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }} {% endif %}{% endfor %}"

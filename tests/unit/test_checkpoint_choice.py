@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from tidemill.learner.checkpoints.manifest import METADATA, FileEntry
-from tidemill.learner.checkpoints.peers import Choice, Held, choose, short_of_copies, targets
+from tidemill.learner.checkpoints.placement import Choice, Held, choose, short_of_copies, targets
 
 NEWEST, BEFORE = "step-4-epoch-1", "step-2-epoch-1"
 

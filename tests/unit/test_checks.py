@@ -171,7 +171,7 @@ def test_a_server_that_scores_at_one_temperature_is_refused_for_others(
         answering.start()
         try:
             ours = f"actor.teachers={json.dumps({'big': {'urls': [f'http://127.0.0.1:{server.server_port}']}})}"
-            settings = (ours, "learner.algorithm.distill_coef=1", "learner.algorithm.distill_teacher=engine")
+            settings = (ours, "learner.algorithm.distill.coef=1", "learner.algorithm.distill.teacher=engine")
             report = check(load(file, (*settings, "data.sampling_key=s", f"sampling.temperature={run}")), Purpose())
         finally:
             server.shutdown()
@@ -269,12 +269,12 @@ def test_the_longest_prompt_that_fits(tmp_path: Path, length: int, fits: bool) -
             "learner.hooks.before_step: want a function (moment), got 'shutil:copytree_'",
         ),
         (
-            ["learner.algorithm.reject=[textwrap:dedent]"],
-            "learner.algorithm.reject: want a function (delta_T, mask_T, sequence_T",
+            ["learner.algorithm.reject.rules=[textwrap:dedent]"],
+            "learner.algorithm.reject.rules: want a function (delta_T, mask_T, sequence_T",
         ),
         (
             ["learner.hooks.before_step=textwrap:indent"],
-            "it takes text, prefix, predicate; it is called with 1 arguments",
+            "missing a required argument: 'prefix'",
         ),
         (["directory=/proc/1/run"], "directory: want a directory that can be made"),
         (["data.template=no place"], "data.template: want text with {prompt} in it"),
@@ -390,7 +390,7 @@ def test_an_environment_without_sglang_is_found_without_starting_it(tmp_path: Pa
 
 
 def clip_range(low: float, high: float) -> tuple[str, str]:
-    return f"learner.algorithm.clip_low={low}", f"learner.algorithm.clip_high={high}"
+    return f"learner.algorithm.clip.low={low}", f"learner.algorithm.clip.high={high}"
 
 
 @pytest.mark.parametrize(
@@ -398,14 +398,14 @@ def clip_range(low: float, high: float) -> tuple[str, str]:
     [
         (
             ["learner.algorithm.loss=gspo", *clip_range(0.2, 0.28)],
-            ["learner.algorithm.clip_high: want about 3e-4", "learner.algorithm.aggregation: want seq_mean"],
+            ["learner.algorithm.clip.high: want about 3e-4", "learner.algorithm.aggregation: want seq_mean"],
         ),
         (
             [
                 *(
                     "learner.algorithm.correction=gspo",
                     "learner.algorithm.anchor=rollout",
-                    "learner.algorithm.weight=none",
+                    "learner.algorithm.weight.level=none",
                 ),
                 *clip_range(3e-4, 4e-4),
             ],
@@ -609,7 +609,7 @@ def test_what_prepare_will_make_is_checked_before_it_is_made(tmp_path: Path) -> 
     assert not check(load(file), Purpose()).errors
     for setting, complaint in (
         ("learner.tensor_parallel=3", "prepare: vocab_size: want a multiple of learner.tensor_parallel = 3, got 16"),
-        ("prepare.max_position=8", "prepare.max_digits: want <= 4 for the longest prompt"),
+        ("prepare.model.max_position_embeddings=8", "prepare.max_digits: want <= 4 for the longest prompt"),
         ("sampling.max_new_tokens=600", "sampling.max_new_tokens: want < 512"),
         ("data.label_key=answer", "key 'answer' (data.label_key), got keys ['label', 'prompt']"),
     ):
@@ -837,7 +837,7 @@ def test_the_configuration_of_a_prepared_run_begins_a_new_one(tmp_path: Path) ->
     """The configuration that a run keeps names the files that it has made: ``--from-checkpoint`` with another directory
     uses them again.
     """
-    sizes = "count: 20, layers: 1, hidden: 16, heads: 2, kv_heads: 1, head_dim: 8, intermediate: 16"
+    sizes = "count: 20, model: {num_hidden_layers: 1, hidden_size: 16, intermediate_size: 16}"
     file = tmp_path / "run.yaml"
     file.write_text(
         f"directory: {tmp_path}/old\nprepare: {{kind: digits, {sizes}}}\nactor: {{reward: digits}}\nsampling: "

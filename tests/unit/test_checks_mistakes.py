@@ -230,7 +230,7 @@ MISTAKES: dict[str, Mistake] = {
     "a loss with another signature": Mistake(
         "--set: learner.algorithm.loss",
         "a function (log_probs_T, anchor_T, tokens, config)",
-        "it takes log_probs_T; it is called with 4 arguments",
+        "too many positional arguments: it takes (log_probs_T)",
         "docs/algorithms.md",
         ("learner.algorithm.loss=mistake_loss:loss",),
         module("mistake_loss", "import torch\ndef loss(log_probs_T):\n    return log_probs_T\n"),
@@ -306,7 +306,8 @@ def test_a_mistake_is_answered_at_once(
     for part in (mistake.where, mistake.want, mistake.got, mistake.cure):
         assert part in shown, shown
     assert code == 78
-    assert bool(started) == ("--check-reward" in options), "the reward is called in a child, as by an actor"
+    runs_code = "--check-reward" in options or "mistake_loss:loss" in "".join(mistake.settings)
+    assert bool(started) == runs_code, "code of the user is called in a child, as by an actor"
     assert [
         path for path in sorted(tmp_path.rglob("*")) if path.suffix != ".pyc" and path.name != "__pycache__"
     ] == before

@@ -75,7 +75,7 @@ def test_a_store_of_one_process_or_of_one_machine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["debug.rollout_only=true", "debug.load_rollout=/samples/{step}.msgpack"])
 def test_modes_without_weights_have_no_store(tmp_path: Path, mode: str) -> None:
-    with pytest.raises(SettingsError, match=r"learner.checkpoint.store: want local with debug\."):
+    with pytest.raises(SettingsError, match=r"learner\.checkpoint\.store"):
         checked(tmp_path, "s3://bucket", mode)
 
 

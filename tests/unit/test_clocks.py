@@ -21,7 +21,7 @@ READ_FOR = {
     "launch/samples/search.py": (
         "times of samples as a person reads them, and `--since 10:00`: where an onlooker begins, nothing else"
     ),
-    "actors/openai/openai_server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
+    "actors/serving/openai_routes.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "rewards/model_text/message_template.py": "strftime_now of chat templates, as transformers has it",
     "actors/router/token_history.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "actors/serving/builtin/backend.py": "timestamp in the answer to SGLang's /v1/loads, as SGLang gives it",
@@ -83,8 +83,10 @@ def _modules() -> list[tuple[str, ast.Module]]:
 
 
 def _reads(called: ast.expr) -> bool:
-    owner, _, function = _name(called).rpartition(".")
-    return function in WALL.get(owner.rpartition(".")[2], ())
+    if not isinstance(called, ast.Attribute):
+        return False
+    owner = called.value.attr if isinstance(called.value, ast.Attribute) else getattr(called.value, "id", "")
+    return called.attr in WALL.get(owner, ())
 
 
 def _name(called: ast.expr) -> str:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from tidemill.learner.data.config import DataConfig
-from tidemill.learner.feed.new_task import next_prompt
-from tidemill.learner.prompts.curriculum import Curriculum, CurriculumRules
+from tidemill.learner.feed.issuing import next_prompt
+from tidemill.learner.prompts.curriculum import Curriculum
 from tidemill.learner.prompts.prompt_file import PromptFile
 
 
 def made(**changes: Any) -> Curriculum:
-    return Curriculum(CurriculumRules(**({"skip_easy": 1.0, "skip_hard": 0.25, "skip_passes": 2} | changes)))
+    return Curriculum(DataConfig(**({"skip_easy": 1.0, "skip_hard": 0.25, "skip_passes": 2} | changes)))
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_without_a_bound_no_prompt_is_left_out() -> None:
         curriculum = made(**changes)
         curriculum.note(1, 0, scores)
         assert not curriculum.skips(1, 1)
-    assert not CurriculumRules().active
-    assert made(passes_at=0.5).rules.active
+    assert not Curriculum(DataConfig()).active
+    assert made(passes_at=0.5).active
     low = made(passes_at=0.5)
     low.note(1, 0, [0.5, 0.6])
     assert low.skips(1, 1)

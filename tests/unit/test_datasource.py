@@ -13,12 +13,12 @@ from tests.data_kit import RUN, eval_task, rules, sample, task
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.codec import encode_record
 from tidemill.bus.wire.messages import Dead, Plan, Requeue, Settle, Status, Task
-from tidemill.learner.buffer.arrivals import Arrival, Disposition
-from tidemill.learner.buffer.datasource import EARLY_SAMPLES, DataSource
+from tidemill.learner.buffer.arrivals import EARLY_SAMPLES, Arrival, Disposition
+from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import BufferedSample, SampleGroup, Verdict
 from tidemill.learner.buffer.plans import plan_bytes, settle_bytes
 from tidemill.learner.buffer.rules import DataRules
-from tidemill.learner.buffer.selection import Waits, that_fit
+from tidemill.learner.buffer.selection import Waits, fit_groups
 from tidemill.learner.errors import ConfigRefused, ReplayMismatch
 from tidemill.learner.settings.config import StalenessConfig
 
@@ -468,7 +468,7 @@ def test_a_task_may_be_lost_until_its_group_is_full() -> None:
     pond.add(sample(one, 0))
     pond.complete(two)
     assert pond.source.incomplete() == [1]
-    assert pond.source.lack(1) == "1 of its 2 samples are missing or invalid"
+    assert len(pond.source.group(1).samples) == 1
     assert [id for id in (1, 2, 3) if pond.source.lacks_samples(id)] == [1]
     pond.source.lost(1)
     assert not pond.source.incomplete()
@@ -505,7 +505,7 @@ def test_filtering_ends_in_a_short_step() -> None:
     pond.now = 1e9
     assert isinstance(pond.source.plan(0.0), Waits)  # for task 4, which would be too old
     assert pond.take_plan().tasks.tolist() == [3]
-    assert not pond.source.refilled_enough
+    assert pond.source.filtered == 0
 
 
 # ---- replay
@@ -870,12 +870,12 @@ def test_sequences_and_masked_samples_count_for_the_room() -> None:
                     replace(BufferedSample.of(2 * group.task.id + index, sample(group.task, index)), lengths=lengths)
                 )
             group.mask(frozenset(group.seqs) if masked else frozenset())
-        return len(that_fit(groups, plan_bytes(groups=3, samples=6, sequences=6)))
+        return len(fit_groups(groups, plan_bytes(groups=3, samples=6, sequences=6)))
 
     assert [chosen((6,)), chosen((6,), masked=True), chosen((6, 6)), chosen((6, 6, 6, 6))] == [3, 2, 1, 1]
 
 
-def test_many_tasks_are_given_up_in_records_that_fit_in_a_message() -> None:
+def test_many_tasks_are_given_up_in_records_fit_groups_in_a_message() -> None:
     pond = Pond(groups_per_step=4, max_lag=1)
     for one in pond.issue(*range(1, 9)):
         pond.complete(one)

@@ -299,7 +299,7 @@ class History(RuleBasedStateMachine):
         self.replay()
         if old.head is not None:
             new.published(*old.head)
-        if old._admission._passes_done:  # it finds that out by its next look for a prompt
+        if 0 < self.rules.num_epochs <= old._admission._position[0]:  # it finds that out by its next look for a prompt
             new.passed(self.rules.num_epochs)
         for source in (old, new):
             for of, seqs in source.unjudged():
@@ -308,7 +308,7 @@ class History(RuleBasedStateMachine):
         assert new.exhausted == old.exhausted
         assert new.snapshot() == old.snapshot()
         assert new.accounting() == old.accounting()
-        assert new.buffered() == old.buffered()
+        assert _buffered(new) == _buffered(old)
         assert new.wanted() == old.wanted()
         late = self.now + 100
         assert _same(new.plan(late), old.plan(late)) or _same(new.plan(late + 100), old.plan(late + 100))
@@ -332,7 +332,7 @@ class History(RuleBasedStateMachine):
 
     @property
     def seen_task(self) -> int:
-        return self.source._tasks.seen_to
+        return self.source._arrivals.tasks.seen_to
 
     @property
     def plans(self) -> list[Plan]:
@@ -441,6 +441,10 @@ class History(RuleBasedStateMachine):
 
 def _valid(one: Any) -> bool:
     return isinstance(one, Sample) and one.status in (Status.COMPLETED, Status.TRUNCATED)
+
+
+def _buffered(source: DataSource) -> set[int]:
+    return {seq for group in source._groups.values() for seq in group.seqs}
 
 
 def _same(one: Any, other: Any) -> bool:

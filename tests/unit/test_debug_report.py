@@ -102,4 +102,4 @@ def test_memory_is_that_of_every_rank() -> None:
     before, now = {"device": [4e9, 2e9, 2e9]}, {"device": [4e9, 3e9, 2e9]}
     line = report(2, GOOD, replace(FACTS, before=before, memory=now))[-1]
     assert (line.subject, line.good) == ("memory, device", False)
-    assert line.found == "at most 3815 MiB (rank 0), 1.50 x that of the step before (rank 1)"
+    assert line.finding == "at most 3815 MiB (rank 0), 1.50 x that of the step before (rank 1)"

@@ -32,7 +32,7 @@ def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for cut in (0, 1, 60, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:cut])
-        with pytest.raises(DebugFileRefused, match=r"r\.msgpack: want"):
+        with pytest.raises(DebugFileRefused, match=r"r\.msgpack"):
             load_rollout(file)
     file.write_bytes(b"\x81\xa4kind\xa5other")
     with pytest.raises(DebugFileRefused, match="another file"):

@@ -11,8 +11,7 @@ from tests.debug_kit import rollout
 from tidemill.launch.checks.data import check_debug
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.settings.config_loader import SettingsError, from_map
-from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig
-from tidemill.learner.debug.prompts import read_prompts
+from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig, read_prompts
 from tidemill.learner.debug.rollout_file import Rollout, save_rollout
 from tidemill.learner.errors import DebugFileRefused
 
@@ -31,7 +30,6 @@ from tidemill.learner.errors import DebugFileRefused
         ({"save_train": "a/{step}.safetensors"}, "save_train: want {step} and {rank} in the file name"),
         ({"load_rollout": "a/{step}_{rank}"}, "load_rollout: want a file name with {step}"),
         ({"rollout_only": True, "load_rollout": "a"}, "rollout_only: want either this or load_rollout, got both"),
-        ({"train_only": True}, "train_only: want load_rollout"),
         ({"rollout_only": True, "save_train": "{step}_{rank}"}, "save_train: want none with rollout_only"),
         (
             {"rollout_only": True, "dump_modules": DumpModulesConfig(step=1, prompts="p")},

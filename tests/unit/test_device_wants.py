@@ -27,9 +27,8 @@ from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.cli import main as cli
 from tidemill.launch.devices import demand, visible
 from tidemill.launch.devices.demand import ModelSize, devices_of, engine_variables, rank_variables, want_of
-from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.placement import place
-from tidemill.launch.devices.shapes import EnginePlace, Node, RankPlace
+from tidemill.launch.devices.shapes import EnginePlace, Node, PlacementRefused, RankPlace
 from tidemill.launch.devices.visible import nccl_of, this_node
 from tidemill.launch.run import learner_nodes
 from tidemill.launch.run.learner_process import place_ranks
@@ -182,7 +181,7 @@ def test_without_nvidia_smi_a_colocated_learner_on_cuda_is_refused_them_too(
 ) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     learner = LearnerConfig(colocated=True, device="cuda")
-    with pytest.raises(PlacementRefused, match="PYTORCH_ALLOC_CONF: want no expandable_segments"):
+    with pytest.raises(PlacementRefused, match="PYTORCH_ALLOC_CONF"):
         place_ranks(RunConfig(learner=learner, weights=WeightsConfig(overlap=False)))
     place_ranks(RunConfig(learner=replace(learner, device="auto"), weights=WeightsConfig(overlap=False)))
 

@@ -5,9 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.actors.engines.engine_client import RequestBatcher, _whole
+from tidemill.actors.engines.engine_answers import read_answer
+from tidemill.actors.engines.engine_client import RequestBatcher
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.openai import openai_api
+from tidemill.actors.openai.openai_answers import ResponseBuilder
 from tidemill.bus.wire.messages import Sampling, Span
 
 NOT_BEGUN = {
@@ -28,7 +30,7 @@ NOT_BEGUN = {
 
 
 def test_a_request_aborted_before_its_start_is_aborted() -> None:
-    made = _whole("http://e", NOT_BEGUN, Sampling(), None)
+    made = read_answer("http://e", NOT_BEGUN, Sampling(), None)
     assert (made.finish, len(made.tokens), made.prompt_tokens) == ("abort", 0, 0)
 
 
@@ -42,13 +44,13 @@ def test_a_partial_is_kept_when_its_continuation_does_not_start() -> None:
         text="ab",
         prompt_tokens=7,
     )
-    made = _whole("http://e", NOT_BEGUN, Sampling(), begun)
+    made = read_answer("http://e", NOT_BEGUN, Sampling(), begun)
     assert (made.finish, made.tokens.tolist(), made.spans) == ("abort", [4, 5], begun.spans)
 
 
 def test_the_openai_answer_to_a_request_that_did_not_start() -> None:
     parsed = openai_api.parse({"messages": [{"role": "user", "content": "x"}]}, chat=True)
-    answer = openai_api.ResponseBuilder(parsed, id="i", model="m", created=0, piece=None).whole([NOT_BEGUN])
+    answer = ResponseBuilder(parsed, chat_id="i", model="m", created=0, piece=None).whole([NOT_BEGUN])
     assert answer["usage"]["total_tokens"] == 0
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.tiny_models import SERVED, tiny_config, tiny_model, write_tiny_tokenizer
-from tidemill.actors.engines.engine_client import _generation
+from tidemill.actors.engines.engine_answers import read_generation
 from tidemill.actors.errors import EngineFailed
 from tidemill.actors.generate_body import SamplingParams
 from tidemill.actors.serving.builtin.backend import Progress, response_json
@@ -153,7 +153,7 @@ def test_an_answer_of_sglang_is_parsed_and_a_broken_one_refused() -> None:
         "e2e_latency": 0.1217,
     }
     told = {"text": "...", "output_ids": [83, 196, 289], "meta_info": meta}
-    found = _generation("http://x", told)
+    found = read_generation("http://x", told)
     assert found.tokens.tolist() == [83, 196, 289]
     assert found.spans == (Span(version=1, num_tokens=1), Span(version=2, num_tokens=2))
     assert (found.version, found.finish) == (2, "length")
@@ -165,6 +165,6 @@ def test_an_answer_of_sglang_is_parsed_and_a_broken_one_refused() -> None:
         {"id": None, "prompt_tokens": None, "output_token_logprobs": None},
     ):
         with pytest.raises(EngineFailed):
-            _generation("http://x", told | {"meta_info": meta | wrong})
+            read_generation("http://x", told | {"meta_info": meta | wrong})
     with pytest.raises(EngineFailed, match="broken"):
-        _generation("http://x", {"error": {"message": "broken"}})
+        read_generation("http://x", {"error": {"message": "broken"}})

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import rarely
 from tidemill.learner.algorithms.kl import EntropyBonus
 
 ENTROPIES = st.lists(st.one_of(st.floats(0, 3), st.just(math.nan), st.just(math.inf)), max_size=60)
@@ -55,7 +56,7 @@ def test_it_holds_the_entropy_of_a_policy_that_would_lose_it() -> None:
     with the bonus.
     """
     assert max(last_entropies(target=0.0)) < 0.02
-    for target in (0.2, 0.5):
+    for target in (0.2, *rarely([0.5])):
         held = last_entropies(target=target)
         assert abs(sum(held) / len(held) - target) < 0.1 * target
         assert min(held) > 0.5 * target

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.algorithm_settings import algorithm_of
 from tests.data_kit import rules, task
 from tests.examples import examples
 from tests.learner_steps import make_batches, make_samples
@@ -309,14 +310,14 @@ def test_parts_of_rewards_travel_by_name() -> None:
 
 
 WEIGHTED = [
-    {"weight": "sequence", "correction": "tis"},
-    {"weight": "geometric", "correction": "tis"},
-    {"weight": "prefix", "correction": "tis"},
+    {"weight": {"level": "sequence"}, "correction": "tis"},
+    {"weight": {"level": "geometric"}, "correction": "tis"},
+    {"weight": {"level": "prefix"}, "correction": "tis"},
     {"correction": "gspo"},
     {"correction": "topr"},
     {"correction": "vespo"},
-    {"correction": "tis", "veto": 0.5},
-    {"correction": "tis", "opsm_threshold": 0.3},
+    {"correction": "tis", "reject": {"veto": 0.5}},
+    {"correction": "tis", "reject": {"opsm": 0.3}},
 ]
 
 
@@ -342,7 +343,7 @@ def test_ratios_are_local_to_a_sequence(config: dict[str, Any]) -> None:
         "lag_T": torch.zeros_like(sample_T),
         "advantages_T": torch.tensor([1.0, -1.0]).double()[sample_T],
     }
-    objective = Objective(AlgorithmConfig(**config))
+    objective = Objective(algorithm_of(**config))
     episodes = Tokens(
         sample_T=sample_T, num_samples=2, sequence_T=sequence_T, num_sequences=batch.num_sequences, **shared
     )

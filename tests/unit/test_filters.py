@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data_kit import rules, sample, task
+from tests.examples import THOROUGH
 from tests.unit.test_datasource import Pond
 from tidemill.bus.errors import WireError
 from tidemill.bus.section import read
@@ -37,6 +38,9 @@ from tidemill.learner.filters.filters import (
 )
 from tidemill.rewards.errors import BadRewardOption, RewardFailed
 from tidemill.rewards.registry import bind
+
+STEPS = 12 if THOROUGH else 4
+"""Steps of a run of which groups are rejected."""
 
 
 def one(index: int = 0, reward: float = 0.0, **values: Any) -> FilterSample:
@@ -403,7 +407,7 @@ def test_no_share_of_rejected_groups_stops_a_run(rejected: float, max_lag: int, 
     chance = random.Random(round(1000 * rejected) + max_lag)
     pond = Pond(
         filters="f",
-        steps=12,
+        steps=STEPS,
         groups_per_step=4,
         max_lag=max_lag,
         over_sampling=over_sampling,
@@ -412,7 +416,7 @@ def test_no_share_of_rejected_groups_stops_a_run(rejected: float, max_lag: int, 
     )
     issued = dropped = trained = 0
     for _ in range(20_000):
-        if pond.source.step == 12:
+        if pond.source.step == STEPS:
             break
         while (wanted := pond.source.wanted()) is not None:
             issued += 1
@@ -440,4 +444,4 @@ def test_no_share_of_rejected_groups_stops_a_run(rejected: float, max_lag: int, 
         books = pond.source.accounting()
         assert books.balanced
         assert books.issued == trained + dropped + books.open
-    assert pond.source.step == 12, pond.source.plan(pond.now)
+    assert pond.source.step == STEPS, pond.source.plan(pond.now)

@@ -45,13 +45,13 @@ def test_it_is_the_tokens_bytes_and_ids(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(rendering, "SHA_256", hashlib.sha256(content).hexdigest())
     vocabulary = HarmonyVocabulary(tmp_path / "tokenizer.json")
     monkeypatch.delenv(VARIABLE, raising=False)
-    with vocabulary.given():
+    with vocabulary.provided():
         directory = Path(os.environ[VARIABLE])
         assert [file.name for file in directory.iterdir()] == [NAME]
         assert (directory / NAME).read_bytes() == content
     assert VARIABLE not in os.environ and not directory.exists()
     monkeypatch.setenv(VARIABLE, "/mine")
-    with vocabulary.given():
+    with vocabulary.provided():
         assert os.environ[VARIABLE] != "/mine"
     assert os.environ[VARIABLE] == "/mine"
 

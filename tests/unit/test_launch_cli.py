@@ -37,13 +37,10 @@ def processor_s() -> float:
 
 @pytest.fixture(scope="module")
 def torch_s() -> float:
-    """Return the CPU seconds of a process that imports torch, the better of two."""
-    times = []
-    for _ in range(2):
-        before = processor_s()
-        subprocess.run([sys.executable, "-c", "import torch"], check=True)
-        times.append(processor_s() - before)
-    return min(times)
+    """Return the CPU seconds of a process that imports torch."""
+    before = processor_s()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return processor_s() - before
 
 
 def declared(parser: argparse.ArgumentParser, *path: str) -> dict[str, list[str]]:

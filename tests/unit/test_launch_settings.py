@@ -103,6 +103,14 @@ def test_one_setting_makes_engines_return_experts(tmp_path: Path) -> None:
             "weights: {deltas: 0}",
             "weights.deltas: this setting was removed: engines that are behind load whole weights",
         ),
+        (
+            "learner: {algorithm: {clip_low: 0.1}}",
+            "learner.algorithm.clip_low: this setting has another name now; want learner.algorithm.clip.low",
+        ),
+        (
+            "learner: {algorithm: {weight: token}}",
+            "algorithm.weight: want a map of settings, such as {level: ...}, got",
+        ),
         ("learner: {steps: many}", "learner.steps: want a whole number, such as 3, got 'many'"),
         ("learner: {steps: 1.5}", "learner.steps: want a whole number, such as 3, got 1.5"),
         ("learner: {steps: true}", "learner.steps: want a whole number, such as 3, got true"),
@@ -228,21 +236,21 @@ def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: st
         (["data.filters.f.use=nosuch"], "filters.f.use: want equal_rewards"),
         (["staleness.over_sampling=-1"], "over_sampling: want >= 0, got -1"),
         (
-            ["learner.algorithm.overlong_buffer=100", "sampling.max_new_tokens=6"],
-            "overlong_buffer: want <= sampling.max_new_tokens = 6",
+            ["learner.algorithm.overlong.buffer=100", "sampling.max_new_tokens=6"],
+            "overlong.buffer: want <= sampling.max_new_tokens = 6",
         ),
         (
             [
-                "learner.algorithm.overlong_buffer=100",
+                "learner.algorithm.overlong.buffer=100",
                 "rollouts.r.use=multi_turn",
                 "data.rollout=r",
                 "rollouts.r.budget.tokens=50",
             ],
-            "overlong_buffer: want <= rollouts.r.budget.tokens = 50, got 100",
+            "overlong.buffer: want <= rollouts.r.budget.tokens = 50, got 100",
         ),
         (
-            ["learner.algorithm.overlong_buffer=4", "rollouts.r.use=multi_turn", "data.rollout=r"],
-            "rollouts.r.budget.tokens: want > 0 with learner.algorithm.overlong_buffer",
+            ["learner.algorithm.overlong.buffer=4", "rollouts.r.use=multi_turn", "data.rollout=r"],
+            "rollouts.r.budget.tokens: want > 0 with learner.algorithm.overlong.buffer",
         ),
         (
             ["learner.algorithm.aggregation=constant", "rollouts.r.use=multi_turn", "data.rollout=r"],
@@ -252,7 +260,7 @@ def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: st
             ["actor.reward=by_rollout"],
             "actor.reward: want the reward of rows without a program, got by_rollout: data has such rows",
         ),
-        (["learner.algorithm.distill_coef=1"], "distill_coef: want learner.algorithm.kl.reference"),
+        (["learner.algorithm.distill.coef=1"], "distill.coef: want learner.algorithm.kl.reference"),
         (
             ["learner.hooks.before_log_probs=mine:hook"],
             "before_log_probs: want a run with a pass for log-probs .* 'mine:hook', which would",
@@ -280,7 +288,7 @@ def test_contradictions_are_refused_with_the_reason(tmp_path: Path, settings: li
 
 
 @pytest.mark.parametrize(
-    "setting", ["learner.minibatches=2", "weights.push_every=2", "learner.algorithm.m2_limit=0.04"]
+    "setting", ["learner.minibatches=2", "weights.push_every=2", "learner.algorithm.m2.limit=0.04"]
 )
 def test_a_hook_before_log_probs_needs_a_pass_for_them(tmp_path: Path, setting: str) -> None:
     hook = "learner.hooks.before_log_probs=mine:hook"

@@ -16,13 +16,14 @@ from rich.console import Console
 
 from tests import data_kit
 from tests.small_disk import small_disk
+from tests.waits import until
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.wire.messages import Done, Evaluated
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run import view
-from tidemill.launch.run.curves import draw, reward_limits, scores_of, smooth
 from tidemill.launch.run.learner_process import LearnerRow
 from tidemill.launch.run.scores import lines_of
+from tidemill.launch.run.summary import draw, reward_limits, scores_of, smooth
 from tidemill.launch.run.view import evaluations, picture, plot, show_plain, waits
 from tidemill.launch.run.watch import SERVER_RESTARTS, SILENT_S, RunLines, RunWatch
 
@@ -142,12 +143,13 @@ def test_trouble_is_shown_before_and_after_the_first_step() -> None:
     )
     for rewards in ([], [0.5]):
         watch = watch_of(rewards, steps=10)
-        watch._take_rows([(row, 0.0)])
-        watch._take_rows([(replace(row, trouble="99 of 99 samples failed, the last: no judge"), 0.0)])
+        watch._note_rows([(row, 0.0)])
+        watch._note_rows([(replace(row, trouble="99 of 99 samples failed, the last: no judge"), 0.0)])
         console = Console(file=io.StringIO(), width=120, force_terminal=False, color_system=None)
         console.print(picture(watch, "tidemill test"))
         assert "99 of 99 samples failed" in console.file.getvalue()  # type: ignore[attr-defined]
-        assert waits(watch).startswith("actor-0: 99 of 99 samples failed, the last: no judge; starting: ")
+        stage = "behind step 1: " if rewards else "starting: "
+        assert waits(watch).startswith(f"actor-0: 99 of 99 samples failed, the last: no judge; {stage}")
         (event,) = watch.events
         assert "actor-0: 9 of 9 samples failed" in event, "once a process, at the first"
         assert watch.troubles == {"actor-0": "99 of 99 samples failed, the last: no judge"}
@@ -199,6 +201,19 @@ async def test_the_plain_view_prints_an_evaluation_once(monkeypatch: pytest.Monk
     await asyncio.gather(showing, return_exceptions=True)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("evaluation held 0.250") == 1 and "eval held" not in text
+
+
+async def test_the_plain_view_names_what_a_run_waits_for_when_no_step_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for interval in ("EVENTS_EVERY_S", "PLAIN_EVERY_S", "QUIET_S"):
+        monkeypatch.setattr(view, interval, 0.01)
+    watch, console = watch_of([0.5], steps=10), Console(file=io.StringIO(), width=200)
+    watch.rows = [(LiveRow(role="actor", id="actor-0", host="h", pid=1, phase="waiting", waits_for="an engine"), 0.0)]
+    showing = asyncio.create_task(show_plain(watch, console))
+    while console.file.getvalue().count("behind step 1: actor waiting (an engine)") < 2:  # type: ignore[attr-defined]  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    showing.cancel()
+    await asyncio.gather(showing, return_exceptions=True)
+    assert console.file.getvalue().count("step 1/10") == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("size", [(100, 32), (80, 24), (140, 50)])
@@ -262,7 +277,7 @@ def test_an_actor_that_is_refused_is_an_event_once() -> None:
         role="feeder", id="feeder", host="h", pid=1, phase="working", load={"invalid": 64.0, "refused/actor-7": 1.0}
     )
     for _ in range(2):
-        watch._take_rows([(row, 0.0)])
+        watch._note_rows([(row, 0.0)])
     (event,) = watch.events
     assert "actor actor-7 sends only invalid samples and is refused" in event
 
@@ -302,11 +317,11 @@ async def test_a_bus_that_does_not_answer_is_shown_with_the_time(monkeypatch: py
     watch, terminal = watch_of([0.5], steps=9), Console(file=io.StringIO(), width=100)
     watch.bus_silence = "the bus has not answered for 60 s"
     showing = asyncio.create_task(show_plain(watch, terminal))
-    while terminal.file.getvalue().count("the bus has not answered for 60 s") < 2:  # type: ignore[attr-defined]  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    # type: ignore[attr-defined]
+    await until(lambda: terminal.file.getvalue().count("the bus has not answered for 60 s") >= 2)
     watch.bus_silence = ""
-    while "step 1/9" not in terminal.file.getvalue():  # type: ignore[attr-defined]  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    # type: ignore[attr-defined]
+    await until(lambda: "step 1/9" in terminal.file.getvalue())
     watch.event("the last one")
     showing.cancel()
     await asyncio.gather(showing, return_exceptions=True)
@@ -358,14 +373,14 @@ def test_a_process_that_is_silent_or_drains_is_an_event_once(
     values = {"host": HERE, "pid": os.getpid(), "phase": "working", **row}
     working = LiveRow(**{**values, "phase": "working"})  # type: ignore[arg-type]
     watch._steady_s = time.monotonic() - (2 * SILENT_S if steady else 0.0)
-    watch._take_rows([(working, 0.0)])
-    watch._take_rows([(working, 0.0)])
+    watch._note_rows([(working, 0.0)])
+    watch._note_rows([(working, 0.0)])
     for _ in range(3):
-        watch._take_rows([(LiveRow(**values), age)])  # type: ignore[arg-type]
+        watch._note_rows([(LiveRow(**values), age)])  # type: ignore[arg-type]
     assert [text for text in watch.events if event not in text] == [] and len(watch.events) == bool(event), watch.events
     watch.ending = True
-    watch._take_rows([(working, 0.0)])
-    watch._take_rows([(LiveRow(**{**values, "phase": "draining"}), 0.0)])  # type: ignore[arg-type]
+    watch._note_rows([(working, 0.0)])
+    watch._note_rows([(LiveRow(**{**values, "phase": "draining"}), 0.0)])  # type: ignore[arg-type]
     assert len(watch.events) == bool(event), "drained on purpose"
 
 
@@ -377,7 +392,7 @@ def test_a_rank_that_has_received_sigterm_is_an_event_before_its_step_ends() -> 
     )
     LearnerRow(heartbeat).rank_drains()
     for _ in range(2):
-        watch._take_rows([(heartbeat.row, 0.0)])
+        watch._note_rows([(heartbeat.row, 0.0)])
     (event,) = watch.events
     assert event.endswith("learner drains: waits for a rank that has received SIGTERM to end its step")
 
@@ -387,7 +402,7 @@ def test_every_restart_of_a_server_is_an_event() -> None:
     row = LiveRow(role="bus", id="bus", host="h", pid=2, phase="serving", load={SERVER_RESTARTS: 0.0})
     for restarts in (0, 1, 1, 2, 0, 1):  # the bus's own process was started again, too
         trouble = f"nats-server ended, {restarts}" if restarts else ""
-        watch._take_rows([(replace(row, load={SERVER_RESTARTS: float(restarts)}, trouble=trouble), 0.0)])
+        watch._note_rows([(replace(row, load={SERVER_RESTARTS: float(restarts)}, trouble=trouble), 0.0)])
     assert [text[-1] for text in watch.events] == ["1", "2", "1"]
 
 
@@ -395,7 +410,7 @@ def test_the_row_of_an_earlier_start_is_no_silent_process() -> None:
     watch = watch_of([], steps=9)
     watch._steady_s = time.monotonic() - 2 * SILENT_S
     for age in (0.0, 1.0, 2.0, SILENT_S + 1):
-        watch._take_rows([(LiveRow(role="actor", id="actor-7", host="far", pid=1, phase="working"), age)])
+        watch._note_rows([(LiveRow(role="actor", id="actor-7", host="far", pid=1, phase="working"), age)])
     assert not watch.events
 
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.rows import read_row
+from tidemill.learner.errors import NodeRefused
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.nodes.agreement import refuse_public, refuse_unlike
-from tidemill.learner.nodes.errors import NodeRefused
 from tidemill.learner.nodes.node_rows import Attempt, NodeRow, Phase, State, attempt_of, cut, node_of, row_value
+from tidemill.learner.nodes.rendezvous import refuse_public, refuse_unlike
 from tidemill.learner.nodes.view import GRACE_S, Silences
 
 KEY = FeedKeys.new().feeder_public

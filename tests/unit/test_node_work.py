@@ -13,7 +13,7 @@ from tidemill.launch.run.learner_nodes import NodeWork
 from tidemill.launch.run.node_rank import NodePlace
 from tidemill.launch.settings.config_loader import from_map
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.nodes.errors import NodeRefused
+from tidemill.learner.errors import NodeRefused
 from tidemill.learner.nodes.node_rows import NodeRow
 
 
@@ -74,7 +74,7 @@ def test_devices_that_do_not_suffice_are_refused(
     "learner", [{"nodes": 2}, {"data_parallel": 3, "nodes": 2}, {"data_parallel": 2, "nodes": 2, "colocated": True}]
 )
 def test_settings_that_do_not_divide_are_refused(tmp_path: Path, learner: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"learner\.nodes: want"):
+    with pytest.raises(ValueError, match=r"learner\.nodes"):
         config(tmp_path, **learner)
 
 

@@ -14,12 +14,12 @@ from fsspec.registry import known_implementations
 
 from tests import flaky_store
 from tests.flaky_store import URL, FlakyFileSystem
-from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA
 from tidemill.learner.checkpoints.object_store import OWNER, ObjectStore, missing_package
-from tidemill.learner.checkpoints.peers import CheckpointFiles, PeerClient
-from tidemill.learner.checkpoints.uploads import Silence, in_daemon, survey
+from tidemill.learner.checkpoints.remote_files import CheckpointFiles, PeerClient
+from tidemill.learner.checkpoints.store_uploads import Silence, in_daemon, survey
 from tidemill.learner.errors import CheckpointCorrupt, StoreFailed
 from tidemill.learner.settings.checkpoint_store import CheckpointConfig, masked
 
@@ -236,21 +236,21 @@ def test_files_come_from_the_store_range_by_range(store: ObjectStore, tmp_path: 
     client = PeerClient((), store)
     here = tmp_path / "here" / NAME
     digest = manifests.digest_of((tmp_path / "other" / NAME / MANIFEST).read_bytes())
-    assert sorted(fetch.complete(here, client, sha256=digest)) == sorted(METADATA)
+    assert sorted(remote_files.complete(here, client, sha256=digest)) == sorted(METADATA)
     files = CheckpointFiles(here, manifests.read(here).files, client)
     with files.open("__0_0.distcp") as stream:
         stream.seek(5_000_000)
         assert stream.read(4) == bytes((5_000_000 + offset) % 256 for offset in range(4))
     assert 0 < files.fetched_bytes < 1_000_000, "the second block alone"
     with pytest.raises(CheckpointCorrupt, match=r"the store \(.*/digits\) has another one"):
-        fetch.complete(tmp_path / "there" / NAME, client, sha256="0" * 64)
+        remote_files.complete(tmp_path / "there" / NAME, client, sha256="0" * 64)
 
 
 def test_a_process_does_not_wait_for_a_store_that_hangs() -> None:
     """The interpreter joins all threads but daemons, and those of asyncio's executor, when it ends."""
     program = """
 import asyncio, threading
-from tidemill.learner.checkpoints.uploads import Silence, in_daemon
+from tidemill.learner.checkpoints.store_uploads import Silence, in_daemon
 
 async def note(seconds):
     raise TimeoutError(f"silent for {seconds:.2f} s")

@@ -185,9 +185,12 @@ def blocks_of_commands() -> list[tuple[str, str]]:
     return [(name, re.split(r" [|>&]+ ", line)[0]) for name, line in shown if line.startswith("tidemill ")]
 
 
+COMMAND_LINE = _parser()
+
+
 @pytest.mark.parametrize(("page", "line"), blocks_of_commands())
 def test_commands_parse(page: str, line: str) -> None:
-    assert _parser().parse_args(shlex.split(line, comments=True)[1:])
+    assert COMMAND_LINE.parse_args(shlex.split(line, comments=True)[1:])
 
 
 def inline_commands() -> list[tuple[str, str]]:
@@ -202,7 +205,7 @@ def inline_commands() -> list[tuple[str, str]]:
 def test_commands_in_sentences_have_the_options_that_are_named(page: str, line: str) -> None:
     command, *words = line.split()
     for name in command.split("|"):
-        parser = _below(_parser(), name)
+        parser = _below(COMMAND_LINE, name)
         assert parser is not None, name
         for word in words:
             parser = _below(parser, word) or parser

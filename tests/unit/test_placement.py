@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.bus import exit_codes
-from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.placement import USABLE, engine_place, place, senders
-from tidemill.launch.devices.shapes import Device, Node, Others, Placed, RankPlace, Want, described
+from tidemill.launch.devices.shapes import Device, Node, Others, Placed, PlacementRefused, RankPlace, Want, described
 
 GB = 1_000_000_000
 
@@ -568,7 +567,7 @@ def test_a_machine_shape_is_refused_with_the_reason(shape: str) -> None:
         place(nodes, Want(**want))
     assert caught.value.cure and caught.value.exit_code == exit_codes.CONFIG
     again = pickle.loads(pickle.dumps(caught.value))
-    assert (again.where, again.wanted, again.found, again.cure) == caught.value.args
+    assert (again.where, again.want, again.got, again.cure) == caught.value.args
 
 
 def test_remarks_tell_what_a_user_may_not_expect() -> None:

@@ -25,7 +25,7 @@ from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.data.config import DataConfig
 from tidemill.learner.errors import PromptError
-from tidemill.learner.feed.new_task import task_of
+from tidemill.learner.feed.issuing import task_of
 from tidemill.learner.feed.recorded_responses import samples_of
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.prompts.responses import RecordedRow, Recordings, in_conversation
@@ -224,7 +224,7 @@ def test_a_task_has_a_sample_for_each_response_and_they_are_valid_on_the_wire(tm
     assert [one.tokens.tolist() for one in samples[1:]] == [[3, 4, 7, 8], [ord("q"), 7, 6, 8]]
     assert [one.score for one in samples] == [0, 2, 1]
     assert [one.status.value for one in samples] == ["completed", "completed", "truncated"]
-    with pytest.raises(WireError, match="rollout_log_probs: want 0 everywhere in a demonstration"):
+    with pytest.raises(WireError, match="rollout_log_probs"):
         check_sample(replace(samples[1], demonstration=True))
 
 
@@ -325,12 +325,12 @@ def test_settings_that_contradict_recorded_responses_are_refused(
             "want sampling.temperature: 1 with response 1",
         ),
         (
-            ("learner.algorithm={correction: sft, entropy_coef: 0.1}",),
-            "want learner.algorithm.entropy_coef: 0 with response 1",
+            ("learner.algorithm={correction: sft, entropy: {coef: 0.1}}",),
+            "want learner.algorithm.entropy.coef: 0 with response 1",
         ),
         (
-            ("learner.algorithm={correction: sft, entropy_target: 0.1}",),
-            "want learner.algorithm.entropy_target: 0 with response 1",
+            ("learner.algorithm={correction: sft, entropy: {target: 0.1}}",),
+            "want learner.algorithm.entropy.target: 0 with response 1",
         ),
         (
             ("learner.algorithm={correction: sft, kl: {coef: 0.1}}",),

@@ -145,7 +145,6 @@ def test_time_without_a_model_call_is_that_of_the_call_that_ended_last() -> None
     for number, (begin_s, seconds, trained) in enumerate(calls):
         recorder.record(prompt(1), output([number], begin_s=begin_s, seconds=seconds, trained=trained))
     assert recorder.export(ended_s=13.0).turns.tools_s.tolist() == [2.0, 2.0, 0.0, 2.0]
-    assert recorder.export([0, 4], ended_s=13.0).turns.tools_s.tolist() == [2.0, 2.0]
     assert recorder.export().turns.tools_s.tolist() == [2.0, 2.0, 0.0, 0.0]
     assert recorder.tools_s(13.0) == (0.0, [2.0, 2.0, 0.0, 0.5, 2.0])
     assert TurnRecorder().tools_s(3.0) == (3.0, [])
@@ -185,15 +184,6 @@ def test_an_empty_output_is_context_and_adds_nothing() -> None:
         "what the empty turn has read was read by the next one, too"
     )
     assert recorder.untrained["empty"] == 1
-
-
-def test_only_turns_of_the_finished_life_are_exported() -> None:
-    recorder = TurnRecorder()
-    recorder.record(prompt(1), output([2]))
-    recorder.record(prompt(1, 2, 3), output([4]))
-    recorder.record(prompt(1, 2, 3), output([5]))
-    assert rows(recorder.export([0, 2])) == [([1, 2, 3, 5], [1, 0, 1])]
-    assert rows(recorder.export([2])) == [([1, 2, 3, 5], [1])]
 
 
 def test_an_episode_without_a_sampled_token_is_none() -> None:
@@ -341,7 +331,7 @@ def test_the_order_of_unrelated_turns_does_not_change_what_is_trained(turns: lis
 
 
 def test_experts_of_another_number_of_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match="routed_experts: want those of 3 tokens, got 2"):
+    with pytest.raises(ValueError, match="routed_experts: want experts of 3 tokens, got 2"):
         TurnRecorder().record(prompt(1, 2), output([3], routed_experts=np.zeros((2, 1, 1), np.uint8)))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from tests.examples import examples
 from tidemill.learner.nodes.node_rows import Attempt, NodeRow, Phase, State
 from tidemill.learner.nodes.rendezvous import Action, Drain, End, Form, Leave, Record, Renew, Seen, Start, Wait, decide
 
@@ -317,5 +318,5 @@ def faults_and_progress(nodes: int, seed: int) -> int:
 
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_whatever_fails_ranks_of_two_attempts_never_meet_and_all_run_in_the_end(nodes: int) -> None:
-    formed = [faults_and_progress(nodes, seed) for seed in range(150)]
+    formed = [faults_and_progress(nodes, seed) for seed in range(examples(150))]
     assert sum(formed) > 3 * len(formed), "the schedules form too few attempts to show anything"

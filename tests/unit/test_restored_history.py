@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from tests.actor_kit import PROMPT, model_dir
-from tidemill.actors.episodes.calls import AnsweredCall, answer_of
-from tidemill.actors.episodes.gateway import remember_restored
+from tidemill.actors.episodes.calls import AnsweredCall, answer_of, remember_restored
 from tidemill.actors.episodes.recorder import TurnRecorder
 from tidemill.actors.episodes.turn_log import StoredTurn
 from tidemill.actors.router.token_history import ModelText, TokenHistory

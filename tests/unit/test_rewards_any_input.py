@@ -21,7 +21,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.examples import examples, rarely
 from tests.unit.test_rewards_house import IFEVAL, LANGUAGE, OPTIONS
 from tests.unit.test_rewards_ifbench import CASES
 from tidemill.bus.processes.limits import ProcessLimits
@@ -89,7 +89,8 @@ BRACKETED = st.builds(
 )  # fmt: skip
 DIGITS = st.builds(
     lambda sign, digits, length, tail: sign + digits * length + tail,
-    st.sampled_from(["", "-", "$", "0.", "1e", "1/", "9^", "2^{"]), st.sampled_from("019"), st.sampled_from([1, 12, 400, 5_000]),
+    st.sampled_from(["", "-", "$", "0.", "1e", "1/", "9^", "2^{"]), st.sampled_from("019"), st.sampled_from([1, 12,
+        400, 5_000]),
     st.sampled_from(["", ".", "%", "!", "/0", "e9", "^9", "}", ",000"]),
 )  # fmt: skip
 MIXED = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=40).map("".join)
@@ -260,7 +261,8 @@ def test_any_metadata_of_ifeval_is_read_or_refused(names: Any, arguments: Any, r
 # ---- code
 
 PROGRAMS = r"""
-print(1) | print(input()) | x = [0] * 10**9 | while True: pass | import os | os._exit(0) | raise SystemExit(3) | def f(*a): return a
+print(1) | print(input()) | x = [0] * 10**9 | while True: pass | import os | os._exit(0) | raise SystemExit(3)
+def f(*a): return a
 open('/tmp/x', 'w') | import socket; socket.socket() | os.fork() | f'{ | print('\ud800') | print('9' * 10**7)
 def f(x): return f(x) | assert False | ```
 def f(x): return float('nan') | import sys; sys.setrecursionlimit(10**9)
@@ -294,7 +296,7 @@ def test_any_program_and_tests_are_read_or_refused_in_time(response: str, label:
         assert same_value(label, output) in (True, False) and same_value(label, label) in (True, False)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(50))
 @given(STATEMENTS, st.sampled_from(["assert f(1)", "print(2", "\x00", "import time"]) | CASES_OF_CODE)
 def test_any_program_that_is_run_ends_with_a_score_within_its_processor_time(program: str, label: Any) -> None:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -321,16 +323,9 @@ HARD = [
 ]
 PATTERNS = [
     "(a+)+b",
-    "(a|a)*$",
-    "(.*)*x",
-    "(?:a?){30}a{30}",
     "[",
     "(?P<n>.)",
-    "\\d+",
-    "",
-    "(?=(a+))a*b\\1",
-    "\x00",
-    "(x+x+)+y",
+    *rarely(["(a|a)*$", "(.*)*x", "(?:a?){30}a{30}", "\\d+", "", "(?=(a+))a*b\\1", "\x00", "(x+x+)+y"]),
 ]
 
 

@@ -15,10 +15,9 @@ from tidemill import launch
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.builtin.gpqa import gpqa
 from tidemill.rewards.builtin.ifeval import INSTRUCTIONS, follows, ifeval
-from tidemill.rewards.builtin.lengths import overlong, repetition
 from tidemill.rewards.builtin.math_equality import same_math
 from tidemill.rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math
-from tidemill.rewards.builtin.text import f1, format_tags, regex
+from tidemill.rewards.builtin.text import f1, format_tags, overlong, regex, repetition
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.part_settings import BY_ROLLOUT
 from tidemill.rewards.port import RewardRequest
@@ -38,17 +37,25 @@ def request(response: str, label: Any = None, *, length: int = 0, **metadata: An
 
 
 SAME = r"""
-18 = 18.0 | 1/2 = 0.5 | \frac12 = 0.5 | \frac{1}{2} = \dfrac{2}{4} | 1,234 = 1234 | \$5 = 5 | 50\% = 50 | 2\sqrt{3} = \sqrt{12}
--\frac{3}{4} = -0.75 | \frac{-3}{4} = -3/4 | 3\pi = \pi\cdot 3 | x^2+2x+1 = (x+1)^2 | x = 5 ~ 5 | \text{Paris} = paris | 90^\circ = 90
-(1, 2) = (1,2.0) | \left(1,2\right) = (1,2) | \{1,2\} = \{2,1\} | 1,2 = 2, 1 | [0,1) = [0,1) | 5 \text{ cm} = 5 | 10 degrees = 10
-1\frac{1}{2} = 3/2 | 1 1/2 = 1.5 | 2^{10} = 1024 | 2^3 = 8 | \sqrt[3]{8} = 2 | \frac{\sqrt{2}}{2} = \frac{1}{\sqrt{2}} | (x-1)(x+1) = x^2-1
-\text{(A)} = (A) | 0.5 = .5 | +3 = 3 | 7. = 7 | \frac{x}{2} = 0.5x | e^2 = e\cdot e | 3 \times 4 = 12 | -(-2) = 2 | \infty = \infty
+18 = 18.0 | 1/2 = 0.5 | \frac12 = 0.5 | \frac{1}{2} = \dfrac{2}{4} | 1,234 = 1234 | \$5 = 5 | 50\% = 50
+2\sqrt{3} = \sqrt{12}
+-\frac{3}{4} = -0.75 | \frac{-3}{4} = -3/4 | 3\pi = \pi\cdot 3 | x^2+2x+1 = (x+1)^2 | x = 5 ~ 5
+\text{Paris} = paris | 90^\circ = 90
+(1, 2) = (1,2.0) | \left(1,2\right) = (1,2) | \{1,2\} = \{2,1\} | 1,2 = 2, 1 | [0,1) = [0,1) | 5 \text{ cm} = 5
+10 degrees = 10
+1\frac{1}{2} = 3/2 | 1 1/2 = 1.5 | 2^{10} = 1024 | 2^3 = 8 | \sqrt[3]{8} = 2
+\frac{\sqrt{2}}{2} = \frac{1}{\sqrt{2}} | (x-1)(x+1) = x^2-1
+\text{(A)} = (A) | 0.5 = .5 | +3 = 3 | 7. = 7 | \frac{x}{2} = 0.5x | e^2 = e\cdot e | 3 \times 4 = 12 | -(-2) = 2
+\infty = \infty
 a+b = b+a | 2ab = 2ba | \cos(0) = 1 | \ln(e) = 1 | x \in [1,2] ~ [1,2] | 10\div 4 = 2.5 | (0,\frac{1}{2}) = (0, 0.5)
 """
 DIFFERENT = r"""
-18 = 19 | 1/2 = 0.51 | \frac12 = 2 | 2\sqrt{3} = \sqrt{11} | x^2 = 2x | (1,2) = (2,1) | (1,2) = [1,2] | 1,2 = 1 | \{1,2\} = \{1,3\}
-Paris = London | x+1 = x-1 | -3 = 3 | 3\pi = 3 | [0,1) = (0,1) | 1,234 = 1235 | 2^{10} = 1025 | a+b = a-b | \sqrt{4} = 4 | 12 = 1 2
-(1,2,3) = (1,2) | \frac{1}{0} = 1 | 7 = seven | \infty = 5 | \text{A} = \text{B} | x = y | 10^{10} = 10^{11} | 0.333 = 1/3
+18 = 19 | 1/2 = 0.51 | \frac12 = 2 | 2\sqrt{3} = \sqrt{11} | x^2 = 2x | (1,2) = (2,1) | (1,2) = [1,2] | 1,2 = 1
+\{1,2\} = \{1,3\}
+Paris = London | x+1 = x-1 | -3 = 3 | 3\pi = 3 | [0,1) = (0,1) | 1,234 = 1235 | 2^{10} = 1025 | a+b = a-b
+\sqrt{4} = 4 | 12 = 1 2
+(1,2,3) = (1,2) | \frac{1}{0} = 1 | 7 = seven | \infty = 5 | \text{A} = \text{B} | x = y | 10^{10} = 10^{11}
+0.333 = 1/3
 """
 
 
@@ -135,7 +142,8 @@ def test_f1_of_words() -> None:
 
 WAYS = [
     "{}", "({})",
-    "The answer is {}.", "answer: ({})", "Answer: **{}**", r"\boxed{{{}}}", r"\boxed{{\text{{{}}}}}", "I choose option {}",
+    "The answer is {}.", "answer: ({})", "Answer: **{}**", r"\boxed{{{}}}", r"\boxed{{\text{{{}}}}}",
+        "I choose option {}",
     "A or B? The correct choice is {}", "<think>The answer is D</think>\n{}",
     "maybe B. Finally, the answer is ({}).", "{}) because it is so",
 ]  # fmt: skip
@@ -182,7 +190,8 @@ def test_format_wants_each_tag_once_in_order() -> None:
 @pytest.mark.parametrize(
     ("response", "options", "want"),
     [
-        ("abc", {"pattern": "b"}, 1.0), ("abc", {"pattern": "b", "whole": True}, 0.0), ("a\nc", {"pattern": "a.c", "whole": True}, 1.0),
+        ("abc", {"pattern": "b"}, 1.0), ("abc", {"pattern": "b", "whole": True}, 0.0), ("a\nc", {"pattern": "a.c",
+            "whole": True}, 1.0),
         ("n=1 n=7", {"pattern": r"n=(\d)", "group": "1"}, 1.0), ("n=7 n=1", {"pattern": r"n=(\d)", "group": "1"}, 0.0),
         ("n= 7 ", {"pattern": r"n=(?P<n>.*)", "group": "n"}, 1.0), ("x", {"pattern": "y", "group": "0"}, 0.0),
     ],
@@ -209,17 +218,21 @@ def test_repetition_counts_phrases_that_occurred_before(ngram: int, times: int) 
 LANGUAGE = "language:response_language"
 """The instruction that needs an extra."""
 IFEVAL: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
-    ("change_case:capital_word_frequency", {"capital_relation": "at least", "capital_frequency": 2}, ["A B c", "NO, NO"], ["A b", "no"]),
+    ("change_case:capital_word_frequency", {"capital_relation": "at least", "capital_frequency": 2}, ["A B c",
+        "NO, NO"], ["A b", "no"]),
     ("change_case:english_capital", {}, ["HELLO, YOU", "A 1"], ["Hello", "1"]),
     ("change_case:english_lowercase", {}, ["hello 1"], ["Hello"]),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say it. "}, ["say it. yes", " Say it."], ["yes. Say it."]),
-    ("combination:two_responses", {}, ["a ****** b", "******a******b******"], ["a", "a ****** a", "a******b******c", "a ******"]),
+    ("combination:two_responses", {}, ["a ****** b", "******a******b******"], ["a", "a ****** a", "a******b******c",
+        "a ******"]),
     ("detectable_content:number_placeholders", {"num_placeholders": 2}, ["[a] [b]", "[a][b][c]"], ["[a]", "[a"]),
     ("detectable_content:postscript", {"postscript_marker": "P.S."}, ["x\nP.S. y", "p. s. y"], ["post"]),
     ("detectable_format:constrained_response", {}, ["My answer is no."], ["no"]),
     ("detectable_format:json_format", {}, ['{"a": 1}', '```json\n{"a": 1}\n```'], ["{a}", "[" * 100_000]),
-    ("detectable_format:multiple_sections", {"section_spliter": "Section", "num_sections": 2}, ["Section 1 a Section 2 b"], ["Section 1"]),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, ["* a\n* b", "- a\n - b"], ["* a", "* a\n* b\n* c", "**a**\n**b**"]),
+    ("detectable_format:multiple_sections", {"section_spliter": "Section", "num_sections": 2},
+        ["Section 1 a Section 2 b"], ["Section 1"]),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, ["* a\n* b", "- a\n - b"], ["* a", "* a\n* b\n* c",
+        "**a**\n**b**"]),
     ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, ["*a* **b**"], ["*a*", "** ** * *"]),
     ("detectable_format:title", {}, ["<<a>> text"], ["<<>> text", "<<a text", "title"]),
     ("keywords:existence", {"keywords": ["red", "Blue"]}, ["RED blue"], ["red"]),
@@ -235,7 +248,8 @@ IFEVAL: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
         ['a\n\n"So, it is'], ["so\n\na", "so", "a\n\nso\n\nb"],
     ),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, ["a\n***\nb", "*** a *** b"], ["a", "a *** *** b"]),
-    ("length_constraints:number_sentences", {"relation": "at least", "num_sentences": 2}, ["A b. C d!", "A?! B."], ["A b.", "1.5 is"]),
+    ("length_constraints:number_sentences", {"relation": "at least", "num_sentences": 2}, ["A b. C d!", "A?! B."],
+        ["A b.", "1.5 is"]),
     ("length_constraints:number_words", {"relation": "less than", "num_words": 3}, ["a b", "a, b"], ["a b c"]),
     ("punctuation:no_comma", {}, ["a b"], ["a, b"]),
     ("startend:end_checker", {"end_phrase": "The end."}, ["x the end.", 'x "The end."'], ["The end. x"]),
@@ -266,7 +280,8 @@ def test_every_instruction_is_tested_and_all_must_be_followed() -> None:
         ({}, "want a list"), ({"instruction_id_list": ["x"], "kwargs": []}, "want a list of 1 maps"),
         ({"instruction_id_list": ["words:start_verb"], "kwargs": [{}]}, "is not supported"),
         ({"instruction_id_list": ["keywords:existence"], "kwargs": [{}]}, "KeyError"),
-        ({"instruction_id_list": ["keywords:frequency"], "kwargs": [{"keyword": "a", "relation": "more", "frequency": 1}]}, "less than"),
+        ({"instruction_id_list": ["keywords:frequency"], "kwargs": [{"keyword": "a", "relation": "more",
+            "frequency": 1}]}, "less than"),
     ):  # fmt: skip
         with pytest.raises(RewardFailed, match=words):
             ifeval(request("a", wrong))
@@ -294,10 +309,12 @@ def test_without_the_library_of_languages_the_cure_is_named() -> None:
     assert "RewardFailed" in ended.stderr and "pip install 'tidemill[language]'" in ended.stderr, ended.stderr
 
 
+WORDS = Path(__file__).parents[2] / "launch/data/real"
 OPTIONS: dict[str, dict[str, Any]] = {
     "overlong": {"max_tokens": 10, "buffer": 4},
     "regex": {"pattern": "a+b"},
     "length": {"target": 5},
+    "sentence": {"words": str(WORDS / "words.txt"), "verbs": str(WORDS / "verbs.txt")},
 }
 BOUNDED = sorted(TABLE.keys() - UNBOUNDED - {BY_ROLLOUT})
 """Rewards that run in the event loop. ``tests/unit/test_rewards_any_input.py`` draws inputs for all of them."""

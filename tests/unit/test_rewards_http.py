@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession, web
 
+from tests.waits import until
 from tidemill.actors.body_decoder import decode
 from tidemill.actors.scoring.server import RewardServer, ScoreBody, serving
 from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import BadRewardOption, RewardFailed
-from tidemill.rewards.http import calls
+from tidemill.rewards.http import remote as calls
 from tidemill.rewards.http.judge import Judge, fill
 from tidemill.rewards.http.remote import Remote
 from tidemill.rewards.port import RewardRequest
@@ -156,8 +157,7 @@ async def test_a_server_that_does_not_answer_is_left_alone_for_a_while(monkeypat
             begin = time.monotonic()
             many = [asyncio.ensure_future(remote(request())) for _ in range(20)]
             async with asyncio.timeout(60):
-                while len(asked) < calls.OPEN_AFTER + 3:  # noqa: ASYNC110 - the server sends no event
-                    await asyncio.sleep(0.01)
+                await until(lambda: len(asked) >= calls.OPEN_AFTER + 3)
             assert time.monotonic() - begin > 2 * calls.OPEN_S, "one call at a time tries it"
             assert not any(one.done() for one in many)
             up.set()
@@ -196,7 +196,7 @@ def said(text: object) -> web.Response:
 
 async def test_the_judge_grades() -> None:
     async with answering(lambda number, asked: said("Score: 3\nNo, better.\nScore: 7.5")) as (url, asked):
-        async with asking(Judge(url, "m")) as judge:
+        async with asking(Judge(url, model="m")) as judge:
             assert await judge(request("my {label} answer")) == {"score": 0.75, "grade": 7.5}
     text = asked[0]["messages"][0]["content"]
     assert "my {label} answer" in text and '{"gold": 1}' in text and "from 0 to 10" in text
@@ -207,13 +207,13 @@ async def test_a_judge_without_a_grade_in_bounds_is_asked_again() -> None:
     answers = ["I cannot say", "Score: 11", None, "Score: 5"]
     async with (
         answering(lambda number, asked: said(answers[number - 1])) as (url, asked),
-        asking(Judge(url, "m")) as judge,
+        asking(Judge(url, model="m")) as judge,
     ):
         assert (await judge(request()))["score"] == 0.5
     assert len(asked) == 4
     async with (
         answering(lambda number, asked: web.json_response({"choices": []})) as (url, asked),
-        asking(Judge(url, "m")) as judge,
+        asking(Judge(url, model="m")) as judge,
     ):
         with pytest.raises(RewardFailed, match="want choices"):
             await judge(request())

@@ -96,7 +96,7 @@ def test_a_reward_and_parts_exclude_each_other() -> None:
 @pytest.mark.parametrize("other", [{}, {"group_reward": "relative_length"}, {"reward": "exact"}])
 def test_rows_without_a_reward_of_groups_need_another(other: dict[str, Any]) -> None:
     when = {"source": "chat"}
-    with pytest.raises(ValueError, match="group_reward_when: want group_reward, and reward or reward_parts"):
+    with pytest.raises(ValueError, match="group_reward_when"):
         ActorConfig(group_reward_when=when, **other)
     ActorConfig(group_reward="relative_length", group_reward_when=when, reward_parts=TWO)
 

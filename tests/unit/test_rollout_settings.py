@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from tidemill.actors.episodes.children import ChildBounds
 from tidemill.actors.rollout_settings import BUILT_IN, RolloutConfig, RolloutPrograms, served
 from tidemill.bus.section import Sections, read
 from tidemill.bus.wire.episode_limits import Budget
@@ -29,8 +28,6 @@ def test_defaults() -> None:
 def test_limits_of_processes_are_off_by_default() -> None:
     config = read(Sections[RolloutConfig], {"a": {"use": USE}}, "rollouts")["a"]
     assert (config.cpu_s, config.open_files, config.file_mb) == (0, 0, 0)
-    assert ChildBounds().limits == {}
-    assert ChildBounds(cpu_s=60, file_mb=3).limits == {"cpu_s": 60, "file_mb": 3}
 
 
 def test_a_taskset_of_verifiers() -> None:

@@ -18,7 +18,7 @@ from tests.data_kit import task
 from tests.examples import examples
 from tests.learner_steps import with_random_experts
 from tests.unit.test_batch import plan_of
-from tidemill.actors.engines.engine_client import _whole
+from tidemill.actors.engines.engine_answers import read_answer
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.errors import EngineFailed
 from tidemill.bus.errors import WireError
@@ -235,7 +235,7 @@ def answer(rows: int, tokens: int = 4, *, finish: str = "stop", **meta: Any) -> 
 
 
 def parsed(given: dict[str, Any], begun: Generation | None = None, prompt: int = 3) -> Generation:
-    return _whole("http://e", given, Sampling(), begun, prompt_tokens=prompt, routed=SHAPE)
+    return read_answer("http://e", given, Sampling(), begun, prompt_tokens=prompt, routed=SHAPE)
 
 
 def test_an_answer_has_a_row_for_every_token_but_the_last() -> None:

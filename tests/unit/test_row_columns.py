@@ -28,7 +28,7 @@ from tidemill.learner.errors import PromptError
 from tidemill.learner.evaluation.config import EvalConfig
 from tidemill.learner.evaluation.evaluations import EvalPrompts
 from tidemill.learner.evaluation.rounds import Place, Rounds
-from tidemill.learner.feed.new_task import task_of
+from tidemill.learner.feed.issuing import task_of
 from tidemill.learner.prompts.columns import RowSampling
 from tidemill.learner.prompts.prompt_file import PromptFile, prompts_digest
 from tidemill.learner.prompts.rows import scan_rows
@@ -498,8 +498,8 @@ def test_rows_that_the_run_cannot_sample_or_score_are_found_before_the_start(
         (["data.reward_key=r"], "data.reward: want actor.reward_parts"),
         (["eval.sets={held: {path: a.jsonl, reward: sums}}"], "data.reward: want actor.reward_parts"),
         (
-            ["data.sampling_key=s", "learner.algorithm.overlong_buffer=4", "learner.algorithm.overlong_penalty=1"],
-            "overlong_buffer, which",
+            ["data.sampling_key=s", "learner.algorithm.overlong.buffer=4", "learner.algorithm.overlong.penalty=1"],
+            "overlong.buffer, which",
         ),
         (["data.sampling_key=s", "learner.algorithm.aggregation=constant"], "loss_constant: 0, which"),
     ],

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.bus_kit import make_episode, make_sample, make_turns
+from tidemill.bus.streams.history import StoredSample
 from tidemill.bus.wire.messages import SequenceSize
 from tidemill.launch.cli.show import Vocabulary, shaded, tokens_of
 from tidemill.launch.samples.block import block, facts
@@ -15,6 +16,7 @@ from tidemill.launch.samples.text import conversation, turns_in, turns_table
 
 IDS = Vocabulary(None)
 LINE = Headline(seq=3, stored_s=0.0, kind="train", actor="a")
+STORED = StoredSample(seq=3, subject="", headers={}, data=b"", stored_s=0.0)
 
 
 def shown(table: Table) -> str:
@@ -103,6 +105,6 @@ def test_a_conversation_is_shown_message_by_message() -> None:
         "?",
         "  \\x1b[2J",
     ]
-    whole = block(FoundSample(line=LINE, sample=make_episode(transcript=messages)), full=True).plain
+    whole = block(FoundSample(line=LINE, stored=STORED, sample=make_episode(transcript=messages)), full=True).plain
     assert whole.endswith(conversation(messages).plain) and "┃" not in whole
-    assert "┃" in block(FoundSample(line=LINE, sample=make_episode(transcript=messages))).plain
+    assert "┃" in block(FoundSample(line=LINE, stored=STORED, sample=make_episode(transcript=messages))).plain

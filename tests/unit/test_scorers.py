@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
+from tests.waits import until
 from tidemill.actors.engines import server_pool
-from tidemill.actors.engines.server_pool import ServerStatus
+from tidemill.actors.engines.server_discovery import ServerStatus
 from tidemill.actors.scoring import scorer_pool, server
 from tidemill.actors.scoring.scorer_pool import MAX_LOST, RemoteScoring, ScorerClient, ScorerPool
 from tidemill.actors.scoring.server import RewardServer, serving
@@ -149,8 +150,9 @@ async def test_a_scorer_that_is_not_there_is_not_counted_as_lost(address: str) -
         async with scoring(known) as remote:
             waiting = asyncio.create_task(remote.score(REQUEST))
             pool = remote._pool
-            while pool._entries == {} or max(entry.failures for entry in pool._entries.values()) <= MAX_LOST:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+            await until(
+                lambda: max((entry.failures for entry in pool._entries.values()), default=0) > MAX_LOST, every_s=0.005
+            )
             assert not waiting.done()
             known.statuses = Known(url).statuses
             assert await waiting == 1.0
@@ -218,8 +220,7 @@ async def test_the_calls_of_a_process_that_is_no_more_go_to_another(monkeypatch:
         return 1.0
 
     async def calls(number: int) -> None:
-        while begun < number:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await until(lambda: begun >= number, every_s=0.005)
 
     async with serving(RewardServer("slow", slow), "127.0.0.1", 0) as url:
         known = Known(url)
@@ -234,8 +235,7 @@ async def test_the_calls_of_a_process_that_is_no_more_go_to_another(monkeypatch:
 
             async def missing(is_missing: bool) -> None:
                 known.statuses = [] if is_missing else [replace(status, process="h s0 2")]
-                while (entry.missing_since_s is not None) != is_missing:  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)
+                await until(lambda: entry.missing_since_s is not None == is_missing, every_s=0.005)
 
             await missing(True)
             await missing(False)
@@ -243,8 +243,7 @@ async def test_the_calls_of_a_process_that_is_no_more_go_to_another(monkeypatch:
             await asyncio.sleep(1.0)
             assert begun == 2, "it came back in time"
             await missing(True)
-            while not entry.gone.is_set():  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+            await until(entry.gone.is_set, every_s=0.005)
             known.statuses = [replace(status, process="h s0 2")]
             await calls(3)
             gate.set()
@@ -297,8 +296,7 @@ async def test_the_least_busy_scorer_is_asked() -> None:
     ):
         async with scoring(Known(a, b, c)) as remote:
             calls = [asyncio.create_task(remote.score(REQUEST)) for _ in range(9)]
-            while sum(server.running for server in servers) < 9:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+            await until(lambda: sum(server.running for server in servers) >= 9, every_s=0.005)
             assert [server.running for server in servers] == [3, 3, 3]
             gate.set()
             assert await asyncio.gather(*calls) == [1.0] * 9

@@ -50,45 +50,51 @@ def test_every_number_is_refused_below_its_range() -> None:
 ALGORITHM = "learner.algorithm."
 READ_WITH = {
     **dict.fromkeys(("gamma", "lam"), "advantage=gae"),
-    **dict.fromkeys(("vtrace_rho", "vtrace_c"), "advantage=vtrace"),
-    "pass_k": "advantage=pass_at_k",
-    "rae_decay": "advantage=rae",
-    "overlong_penalty": "overlong_buffer=1",
-    "distill_top_k": "distill_coef=1 distill_loss=forward_kl distill_top_k=1 kl.reference=some",
-    "distill_coef": "kl.reference=some kl.coef=0.1",
-    **dict.fromkeys(("sapo_tau_positive", "sapo_tau_negative"), "correction=sapo"),
-    **dict.fromkeys(("dppo_penalty", "dppo_ratio_cap"), "correction=dppo_tv"),
-    **dict.fromkeys(("clip_cov_low", "clip_cov_high", "cov_share"), "correction=clip_cov"),
-    "kl_cov_coef": "correction=kl_cov",
-    "dro_tau": "correction=dro",
-    **dict.fromkeys(("m2_keep_low", "m2_keep_high"), "correction=m2po_harmful"),
+    **dict.fromkeys(("vtrace.rho", "vtrace.c"), "advantage=vtrace"),
+    "pass_at_k.k": "advantage=pass_at_k",
+    "rae.decay": "advantage=rae",
+    "overlong.penalty": "overlong.buffer=1",
+    "distill.top_k": "distill.coef=1 distill.loss=forward_kl distill.top_k=1 kl.reference=some",
+    "distill.coef": "kl.reference=some kl.coef=0.1",
+    **dict.fromkeys(("sapo.tau_positive", "sapo.tau_negative"), "correction=sapo"),
+    **dict.fromkeys(("dppo.penalty", "dppo.ratio_cap"), "correction=dppo_tv"),
+    **dict.fromkeys(("covariance.low", "covariance.high", "covariance.share"), "correction=clip_cov"),
+    "covariance.kl_coef": "correction=kl_cov",
+    "dro.tau": "correction=dro",
+    **dict.fromkeys(("m2.keep_low", "m2.keep_high"), "correction=m2po_harmful"),
     "loss_constant": "aggregation=constant",
-    **dict.fromkeys(("entropy_delta", "entropy_coef_max"), "entropy_target=0.5"),
-    "ess_lr_base": "ess_lr=true",
+    **dict.fromkeys(("entropy.delta", "entropy.coef_max"), "entropy.target=0.5"),
     **dict.fromkeys(("kl.target", "kl.reference_every", "kl.reference_ema"), "kl.coef=0.1"),
     "kl.horizon": "kl.coef=0.1 kl.target=0.1",
 }
 """Settings with which a number of the algorithm is read; all others are with the defaults."""
 UNLIMITED = {
     *(
-        "clip_high",
-        "clip_dual",
-        "dppo_ratio_cap",
-        "weight_high",
-        "vtrace_rho",
-        "m2_keep_high",
+        "clip.high",
+        "clip.dual",
+        "dppo.ratio_cap",
+        "weight.high",
+        "vtrace.rho",
+        "m2.keep_high",
     ),  # a ratio has no upper bound
     *(
-        "binary_kl_limit",
-        "opsm_threshold",
-        "m2_limit",
-        "clip_cov_high",
+        "reject.binary_kl",
+        "reject.opsm",
+        "m2.limit",
+        "covariance.high",
         "kl.target",
-        "entropy_target",
+        "entropy.target",
     ),  # divergences, covariances, nats
-    *("overlong_penalty", "dppo_penalty", "kl_cov_coef", "dro_tau", "entropy_coef", "entropy_coef_max"),  # coefficients
-    *("kl.coef", "kl.reward_coef", "distill_coef"),  # sft_coef needs recorded responses, which this run has not
-    *("sapo_tau_positive", "sapo_tau_negative", "loss_constant"),  # divisors
+    *(
+        "overlong.penalty",
+        "dppo.penalty",
+        "covariance.kl_coef",
+        "dro.tau",
+        "entropy.coef",
+        "entropy.coef_max",
+    ),  # coefficients
+    *("kl.coef", "kl.reward_coef", "distill.coef"),  # sft_coef needs recorded responses, which this run has not
+    *("sapo.tau_positive", "sapo.tau_negative", "loss_constant"),  # divisors
     *("kl.horizon", "kl.reference_every", "alarms.patience"),  # samples, steps
 }
 """Numbers of the algorithm without an upper bound."""

@@ -19,7 +19,7 @@ IDS = {"input_ids": [5, 6, 7]}
 
 
 def responses(**body: Any) -> int:
-    return responses_in(body, LIMITS, most=8)[0]
+    return responses_in(body, LIMITS, max_responses=8)[0]
 
 
 @pytest.mark.parametrize(

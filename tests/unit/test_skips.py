@@ -23,20 +23,9 @@ def outcome(directory: Path, source: str, *, ci: bool, workers: int = 0) -> tupl
     """Return exit code and output of pytest on a file with this source."""
     (directory / "test_one.py").write_text(source)
     environment = {name: text for name, text in os.environ.items() if name != "CI" and not name.startswith("PYTEST")}
-    environment |= {"PYTHONPATH": str(ROOT), **({"CI": "true"} if ci else {})}
-    words = [
-        "-p",
-        "tests.skips",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        str(directory),
-        "-p",
-        "no:cacheprovider",
-        "-ra",
-        "-n",
-        str(workers),
-    ]
+    environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **({"CI": "true"} if ci else {})}
+    words = ["-p", "tests.skips", "-c", os.devnull, "--rootdir", str(directory), "-p", "no:cacheprovider", "-ra"]
+    words += ["-p", "xdist", "-n", str(workers)] if workers else []
     command = [sys.executable, "-m", "pytest", *words, str(directory / "test_one.py")]
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from tests.algorithm_settings import algorithm_of
 from tidemill.learner.algorithms.alarms import AlarmConfig
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.former_names import flat
 from tidemill.learner.algorithms.presets import PRESETS
+from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.config import CriticConfig, LearnerConfig
-from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.config import CriticConfig, HooksConfig, LearnerConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
 from tidemill.learner.settings.step_settings import StepSettings, record_of, refuse_built_in
 
@@ -23,9 +24,9 @@ CHANGED: dict[str, dict[str, Any]] = {
         )
     },
     "length": {"steps": 7},
-    "loss": {"algorithm": AlgorithmConfig(correction="aipo", entropy_coef=0.1, mask_truncated=True)},
+    "loss": {"algorithm": algorithm_of(correction="aipo", entropy={"coef": 0.1}, mask_truncated=True)},
     "turns": {"credit": "turn", "credit_gamma": 0.9, "algorithm": AlgorithmConfig(advantage="rloo")},
-    "weights by part": {"algorithm": AlgorithmConfig(advantage="gdpo", gdpo_weights={"a": 2.0})},
+    "weights by part": {"algorithm": algorithm_of(advantage="gdpo", gdpo={"weights": {"a": 2.0}})},
     "alarms": {"algorithm": AlgorithmConfig(alarms=AlarmConfig(action="off"))},
 }
 
@@ -41,6 +42,8 @@ def test_settings_are_read_back_from_their_record(name: str) -> None:
     if name in CHANGED:
         assert StepSettings.read(record) != StepSettings.of(LearnerConfig())
         refuse_built_in(record, record_of(LearnerConfig(), push_every=1), 3)
+    record["learner"]["algorithm"] = json.loads(json.dumps(flat(learner.algorithm)))
+    assert StepSettings.read(record) == StepSettings.of(learner), "a record from before the algorithm had sections"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class FakeServer(EmbeddedServer):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, BusConfig())
-        self.fault, self.up, self.restarts = "", True, 0
+        self.fault, self.up, self.restarts, self.monitor = "", True, 0, self
         self.fails = False
 
     @property

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import data_kit
+from tests.algorithm_settings import algorithm_of
 from tests.bus_kit import make_sample
 from tests.check_kit import write_model, write_run
 from tests.learner_steps import make_batches, make_samples
@@ -29,7 +30,7 @@ from tidemill.learner.algorithms.shaping import top_k_divergence
 from tidemill.learner.batch.batch import MicroBatch
 from tidemill.learner.batch.frames import decode, encode
 from tidemill.learner.buffer.datasource import DataSource
-from tidemill.learner.buffer.senders import invalid_words
+from tidemill.learner.buffer.senders import describe_invalid
 from tidemill.learner.megatron import logprobs
 
 R = 8
@@ -175,9 +176,7 @@ def test_the_gradient_is_that_of_the_divergence_of_the_current_student() -> None
         reference_T=torch.zeros(5, dtype=torch.float64),
         teacher_T=teacher_V,
     )
-    objective = Objective(
-        AlgorithmConfig(correction="tis", advantage="none", distill_coef=0.5, distill_teacher="engine")
-    )
+    objective = Objective(algorithm_of(correction="tis", advantage="none", distill={"coef": 0.5, "teacher": "engine"}))
     assert not objective.config.needs_reference
     loss = objective.token_loss(
         log_probs_V,
@@ -209,7 +208,7 @@ def test_a_learner_that_needs_scores_takes_no_samples_without_them() -> None:
     assert found == ["teacher_log_probs", "teacher_log_probs", "", "teacher_log_probs"]
     assert data_kit.rules(teacher=False).digest == data_kit.rules().digest
     received: Any = type("Received", (), {"sample": bare, "seq": 9})()
-    assert "want the scores of a teacher" in invalid_words(received, "teacher_log_probs")
+    assert "want the scores of a teacher" in describe_invalid(received, "teacher_log_probs")
 
 
 # ---- answers
@@ -318,29 +317,29 @@ TEACHER = "actor.teachers={t: {url: 'http://127.0.0.1:9'}}"
         (
             [
                 TEACHER,
-                "learner.algorithm.distill_coef=1",
-                "learner.algorithm.distill_teacher=reference",
+                "learner.algorithm.distill.coef=1",
+                "learner.algorithm.distill.teacher=reference",
                 "learner.algorithm.kl.reference=/m",
             ],
             "nothing uses",
         ),
         (
-            [TEACHER, "learner.algorithm.distill_coef=1", "learner.algorithm.distill_top_k=3"],
-            "distill_top_k: want 0 with distill_loss",
+            [TEACHER, "learner.algorithm.distill.coef=1", "learner.algorithm.distill.top_k=3"],
+            "distill.top_k: want 0 with loss: token",
         ),
         (
-            ["learner.algorithm.distill_loss=forward_kl", "learner.algorithm.distill_top_k=3"],
-            "nothing reads it without distill_coef > 0",
+            ["learner.algorithm.distill.loss=forward_kl", "learner.algorithm.distill.top_k=3"],
+            "nothing reads it without coef > 0",
         ),
         (
-            ["learner.algorithm.distill_coef=1", "learner.algorithm.distill_teacher=engine"],
+            ["learner.algorithm.distill.coef=1", "learner.algorithm.distill.teacher=engine"],
             "engine wants actor.teachers",
         ),
         (
-            [TEACHER, "learner.algorithm.distill_coef=1", "learner.algorithm.kl.reference=/m"],
+            [TEACHER, "learner.algorithm.distill.coef=1", "learner.algorithm.kl.reference=/m"],
             "kl.reference: nothing compares with it",
         ),
-        ([TEACHER, "learner.algorithm.distill_coef=1", "actor.teacher_top_k=3"], "actor.teacher_top_k: follows from"),
+        ([TEACHER, "learner.algorithm.distill.coef=1", "actor.teacher_top_k=3"], "actor.teacher_top_k: follows from"),
     ],
 )
 def test_teachers_and_the_loss_must_fit(tmp_path: Path, settings: list[str], reason: str) -> None:
@@ -350,10 +349,10 @@ def test_teachers_and_the_loss_must_fit(tmp_path: Path, settings: list[str], rea
 
 def test_teachers_are_the_default_where_there_are_any(tmp_path: Path) -> None:
     file = write_run(tmp_path)
-    config = load([file], [TEACHER, "learner.algorithm.distill_coef=1"], {}).config
+    config = load([file], [TEACHER, "learner.algorithm.distill.coef=1"], {}).config
     assert config.learner.algorithm.needs_teacher and not config.learner.algorithm.needs_reference
     other = load(
-        [file], ["actor.teachers={t: {url: 'http://127.0.0.1:8'}}", "learner.algorithm.distill_coef=1"], {}
+        [file], ["actor.teachers={t: {url: 'http://127.0.0.1:8'}}", "learner.algorithm.distill.coef=1"], {}
     ).config
     assert config.digest() == other.digest(), "an address is a place"
     assert load([file], [], {}).config.digest() != config.digest()
@@ -361,18 +360,18 @@ def test_teachers_are_the_default_where_there_are_any(tmp_path: Path) -> None:
 
 def test_listed_tokens_are_asked_for_as_the_loss_needs_them(tmp_path: Path) -> None:
     loss = (
-        "learner.algorithm.distill_coef=1",
-        "learner.algorithm.distill_loss=reverse_kl",
-        "learner.algorithm.distill_top_k=3",
+        "learner.algorithm.distill.coef=1",
+        "learner.algorithm.distill.loss=reverse_kl",
+        "learner.algorithm.distill.top_k=3",
     )
     assert load([write_run(tmp_path)], [TEACHER, *loss], {}).config.actor.teacher_top_k == 3
 
 
 def test_the_reference_lists_tokens_in_the_learner_and_the_samples_none(tmp_path: Path) -> None:
     loss = (
-        "learner.algorithm.distill_coef=1",
-        "learner.algorithm.distill_loss=reverse_kl",
-        "learner.algorithm.distill_top_k=3",
+        "learner.algorithm.distill.coef=1",
+        "learner.algorithm.distill.loss=reverse_kl",
+        "learner.algorithm.distill.top_k=3",
     )
     file = write_run(tmp_path)
     config = load([file], [*loss, "learner.algorithm.kl.reference=/m"], {}).config
@@ -417,8 +416,8 @@ def test_the_loss_has_the_divergence_times_its_coefficient() -> None:
     logits_TV = torch.randn(5, 6, generator=generator, dtype=torch.float64)
     teacher_TV = torch.randn(5, 6, generator=generator, dtype=torch.float64).log_softmax(-1)
     student_TV, ids_TK = logits_TV.log_softmax(-1), teacher_TV.topk(2, -1).indices
-    config = AlgorithmConfig(
-        advantage="none", distill_coef=0.5, distill_teacher="engine", distill_loss="forward_kl", distill_top_k=2
+    config = algorithm_of(
+        advantage="none", distill={"coef": 0.5, "teacher": "engine", "loss": "forward_kl", "top_k": 2}
     )
     objective, listed_TK = Objective(config), student_TV.gather(1, ids_TK)
     tokens = Tokens(
@@ -498,13 +497,13 @@ def test_a_teacher_of_other_tokens_is_found_before_the_start(tmp_path: Path) -> 
     write_model(tmp_path / "small", vocab_size=8)
     found = {}
     for name in ("same", "small", "missing"):
-        settings = [f"actor.teachers={{t: {{model: {tmp_path / name}}}}}", "learner.algorithm.distill_coef=1"]
+        settings = [f"actor.teachers={{t: {{model: {tmp_path / name}}}}}", "learner.algorithm.distill.coef=1"]
         report = check(load([file], settings, {}), Purpose())
         found[name] = [str(one) for one in report.errors if "teachers" in str(one)]
     assert found["same"] == []
     assert "t: 8 ids" in found["small"][0], found
     assert "missing" in found["missing"][0], found
-    report = check(load([file], [TEACHER, "learner.algorithm.distill_coef=1"], {}), Purpose())
+    report = check(load([file], [TEACHER, "learner.algorithm.distill.coef=1"], {}), Purpose())
     assert [one for one in report.errors if "teachers" in str(one)] == [], "a server may start later"
     assert "a teacher that answers" in " ".join(str(one) for one in report.warnings)
 
@@ -512,7 +511,7 @@ def test_a_teacher_of_other_tokens_is_found_before_the_start(tmp_path: Path) -> 
 def test_a_row_without_a_teacher_is_found_before_the_start(tmp_path: Path) -> None:
     settings = [
         "actor.teachers={t: {url: 'http://127.0.0.1:9', when: {reward: math}}}",
-        "learner.algorithm.distill_coef=1",
+        "learner.algorithm.distill.coef=1",
     ]
     report = check(load([write_run(tmp_path)], settings, {}), Purpose())
     assert "a teacher that applies to every row" in " ".join(str(one) for one in report.errors)

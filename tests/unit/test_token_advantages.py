@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.algorithm_settings import algorithm_of
 from tests.examples import examples
 from tests.unit.test_algorithms_token_returns import part_of
 from tests.unit.test_algorithms_token_returns import row as unvalued
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.kl_settings import KLConfig
 from tidemill.learner.algorithms.objective import Tokens
+from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.algorithms.token_advantages import with_token_advantages
 from tidemill.learner.settings.config import CriticConfig, LearnerConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
@@ -26,7 +27,7 @@ COEF = 0.3
 
 def config(**changes: Any) -> AlgorithmConfig:
     kl = KLConfig(reward_coef=COEF, reward_by="token")
-    return AlgorithmConfig(**({"advantage": "gae", "gamma": 0.9, "lam": 0.7, "kl": kl} | changes))
+    return algorithm_of(**({"advantage": "gae", "gamma": 0.9, "lam": 0.7, "kl": kl} | changes))
 
 
 def row(seed: int) -> Tokens:
@@ -66,8 +67,8 @@ def by_loop(tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]
         else:
             weight = math.exp(min(20.0, max(-20.0, float(tokens.old_T[t] - tokens.rollout_T[t]))))
             advantages_T[t] = reward + algorithm.gamma * target - value
-            error = min(weight, algorithm.vtrace_rho) * (reward + algorithm.gamma * ahead - value)
-            trace = algorithm.gamma * algorithm.lam * min(weight, algorithm.vtrace_c)
+            error = min(weight, algorithm.vtrace.rho) * (reward + algorithm.gamma * ahead - value)
+            trace = algorithm.gamma * algorithm.lam * min(weight, algorithm.vtrace.c)
             target = value + error + trace * (target - ahead)
             returns_T[t] = target
         ahead = value
@@ -83,7 +84,7 @@ def by_loop(tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]
 )
 def test_the_definitions_sequence_by_sequence(seed: int, advantage: str, parts: int, whiten: bool) -> None:
     """Advantages do not change if the sequences of an episode are in several rows, in any order."""
-    bars = {"vtrace_rho": 1.0 + seed % 3, "vtrace_c": 0.5 + seed % 2 / 2} if advantage == "vtrace" else {}
+    bars = {"vtrace": {"rho": 1.0 + seed % 3, "c": 0.5 + seed % 2 / 2}} if advantage == "vtrace" else {}
     algorithm, whole = config(advantage=advantage, whiten=whiten, **bars), row(seed)
     assert whole.sequence_T is not None
     at = [(whole.sequence_T % parts == part).nonzero()[:, 0] for part in reversed(range(parts))]
@@ -125,9 +126,12 @@ def test_on_policy_vtrace_targets_are_those_of_gae() -> None:
     [
         ({"gamma": 1.5}, "gamma: want <= 1, got 1.5"),
         ({"lam": -0.1}, "lam: want >= 0, got -0.1"),
-        ({"advantage": "vtrace", "vtrace_c": 2.0}, "vtrace_c: want <= vtrace_rho = 1.0"),
-        ({"advantage": "vtrace", "vtrace_c": 0.0}, "vtrace_c: want > 0, got 0.0"),
-        ({"vtrace_rho": 2.0}, "vtrace_rho: not used by advantage gae; want advantage: vtrace, or 1.0, got 2.0"),
+        ({"advantage": "vtrace", "vtrace": {"c": 2.0}}, "vtrace.c: want <= rho = 1.0"),
+        ({"advantage": "vtrace", "vtrace": {"c": 0.0}}, "vtrace.c: want > 0, got 0.0"),
+        (
+            {"vtrace": {"rho": 2.0}},
+            "vtrace.rho: not used by advantage gae; want advantage: vtrace, or 1.0 here, got 2.0",
+        ),
         (
             {"advantage": "rloo"},
             "gamma: not used by advantage rloo; want advantage: gae | vtrace | reinforce | reinforce_pp, or 1.0",

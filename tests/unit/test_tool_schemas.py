@@ -104,7 +104,8 @@ def test_a_type_has_a_schema(hint: Any, schema: dict[str, Any]) -> None:
 
 
 def find(
-    city: str, unit: Literal["C", "F"] = "C", days: Annotated[int, "Ignored where the docstring says more."] = 1, color: Color = Color.RED,
+    city: str, unit: Literal["C", "F"] = "C", days: Annotated[int, "Ignored where the docstring says more."] = 1,
+        color: Color = Color.RED,
     near: list[str] | None = None, ratio=0.5, hidden: str = "", *more: int, **rest: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Find the weather

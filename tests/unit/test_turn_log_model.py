@@ -20,11 +20,13 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.bus_kit import make_task
+from tests.examples import THOROUGH
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.responses import EngineResponse
 from tidemill.actors.episodes.episode import Episode
 from tidemill.actors.episodes.recorder import TurnOutput
-from tidemill.actors.episodes.turn_log import REPLAY, RESTART, RESUME, TurnLog, digest
+from tidemill.actors.episodes.turn_log import TurnLog, digest
+from tidemill.actors.rollout_settings import REPLAY, RESTART, RESUME
 from tidemill.bus.client.jetstream import Message
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
 from tidemill.bus.errors import BusUnavailable, Forbidden, NotFound, Refused
@@ -36,8 +38,8 @@ from tidemill.bus.wire.messages import Sampling, Span, Task, Timings
 from tidemill.bus.wire.turn_records import TurnKind
 
 TASK = 7
-COUNT = 400
-"""Schedules of a test: 20,000 in all."""
+COUNT = 400 if THOROUGH else 150
+"""Schedules of a test: 20,000 in all with those of ``make test-all``."""
 MOST_TURNS = 5
 ACTORS = 5
 """Actors that may be killed, frozen or fail; the one behind them is left alone, and ends the episode."""
@@ -235,13 +237,13 @@ class Actor:
             await episode.log.failed()
             return "failed"
         seq = await self._published(episode.recorder.export().tokens.tolist())
-        await episode.log.ended(seq)
+        await episode.log.end(seq)
         return "ended"
 
     async def _asked(self, episode: Episode, prompt: NDArray[np.int32], stored: set[bytes]) -> list[int]:
         """Return the answer to a prompt, as the gateway gives it."""
         with episode.call(prompt, 8) as call:
-            found = episode.log.stored(prompt, at_most=call.max_new_tokens, trained=True)
+            found = episode.log.take_stored(prompt, at_most=call.max_new_tokens, trained=True)
             id = f"{episode.name}.{len(episode.recorder)}"
             if found is None:
                 assert digest(prompt) not in stored, "a stored turn is generated again"

@@ -12,7 +12,7 @@ import pytest
 from tests.gpu_kit import MIB, environment, fake_nvidia_smi, row, uuid_of
 from tidemill.bus import exit_codes
 from tidemill.launch.devices import visible
-from tidemill.launch.devices.errors import DevicesUnreadable
+from tidemill.launch.devices.shapes import DevicesUnreadable
 from tidemill.launch.devices.visible import this_node
 
 LISTING = f"""GPU 0: NVIDIA H100 80GB HBM3 (UUID: {uuid_of(0)})

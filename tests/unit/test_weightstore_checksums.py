@@ -134,7 +134,9 @@ def test_a_comparison_that_outlives_its_push_does_not_affect_the_next_weights() 
             self.looks += 1
             if (
                 self.looks == 3
-            ):  # third reading of the names: after the tensors meant and the lookup of a known sum, the tensors are read
+                # third reading of the names: after the tensors meant and the lookup of a known sum, the
+                # tensors are read
+            ):
                 read.set()
                 assert filled.wait(60)
 

@@ -12,7 +12,7 @@ from tests.receiver_app import tiny_tensors, write_tiny_companions
 from tests.tiny_models import tiny_model, write_tiny_model
 from tidemill.weightstore.errors import SnapshotBroken
 from tidemill.weightstore.format.manifest import ITEM_BYTES, Manifest
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store import snapshot_files
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def model(tmp_path: Path) -> Path:
 def test_safetensors_own_reader_finds_every_tensor_bit_for_bit(tmp_path: Path, model: Path) -> None:
     tensors = tiny_tensors(1) | {f"x.{name}": torch.zeros(3, dtype=getattr(torch, name)) for name in ITEM_BYTES}
     tensors |= {"empty": torch.empty(0, 4), "transposed": torch.randn(4, 6).t()}
-    info = snapshot.write(tmp_path / "v3", tensors, version=3, step=7, model_dir=model)
+    info = snapshot_files.write(tmp_path / "v3", tensors, version=3, step=7, model_dir=model)
     found = load_file(tmp_path / "v3" / "model.safetensors")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -35,23 +35,23 @@ def test_safetensors_own_reader_finds_every_tensor_bit_for_bit(tmp_path: Path, m
         assert file.metadata() == {"format": "pt"}
     assert (info.version, info.step, info.digest) == (3, 7, Manifest.of(tensors.items()).digest)
     assert sorted(info.files) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert snapshot.verify(tmp_path / "v3") == info
+    assert snapshot_files.verify(tmp_path / "v3") == info
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "v3"]
 
 
-@pytest.mark.parametrize("shard_bytes", [snapshot.SHARD_BYTES, 40_000])
+@pytest.mark.parametrize("shard_bytes", [snapshot_files.SHARD_BYTES, 40_000])
 def test_transformers_loads_it_as_a_model_directory(tmp_path: Path, shard_bytes: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = write_tiny_model(tmp_path / "source", seed=1)
     want = tiny_model(seed=2)
     tensors = {name: tensor.detach() for name, tensor in want.state_dict().items()}
-    snapshot.write(tmp_path / "export", tensors, version=1, step=1, model_dir=source, shard_bytes=shard_bytes)
+    snapshot_files.write(tmp_path / "export", tensors, version=1, step=1, model_dir=source, shard_bytes=shard_bytes)
     assert (tmp_path / "export" / "model.safetensors.index.json").exists() == (shard_bytes == 40_000)
     got = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
     assert got.keys() == tensors.keys() and all(torch.equal(got[name], tensors[name]) for name in tensors)
     assert AutoTokenizer.from_pretrained(tmp_path / "export").eos_token == "<|im_end|>"
-    snapshot.verify(tmp_path / "export")
+    snapshot_files.verify(tmp_path / "export")
 
 
 @pytest.mark.parametrize("field", ["torch_dtype", "dtype"])
@@ -72,16 +72,16 @@ def test_the_configuration_names_the_dtype_of_the_tensors(tmp_path: Path, field:
         "router": torch.randn(3),
         "bias": torch.zeros(2, dtype=torch.int64),
     }
-    snapshot.write(tmp_path / "export", tensors, version=1, step=1, model_dir=source)
+    snapshot_files.write(tmp_path / "export", tensors, version=1, step=1, model_dir=source)
     written = (tmp_path / "export" / "config.json").read_text()
     assert json.loads(written) == config | {field: saved, "vision_config": {field: saved, "name": "é"}}
     assert (written == text) == (named == saved), "an equal file stays as it is, byte for byte"
-    snapshot.verify(tmp_path / "export")
+    snapshot_files.verify(tmp_path / "export")
 
 
 def test_a_configuration_without_a_dtype_stays_as_it_is(tmp_path: Path, model: Path) -> None:
     (model / "config.json").write_text('{"a":  1}')
-    snapshot.write(tmp_path / "export", tiny_tensors(1), version=1, step=1, model_dir=model)
+    snapshot_files.write(tmp_path / "export", tiny_tensors(1), version=1, step=1, model_dir=model)
     assert (tmp_path / "export" / "config.json").read_text() == '{"a":  1}'
 
 
@@ -91,12 +91,12 @@ NAMED = '{"format": 1, "version": 1, "step": 1, "digest": "", "files": {"a\\u000
 @pytest.mark.parametrize("text", ["[" * 100_000, NAMED])
 def test_a_manifest_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(SnapshotBroken):
-        snapshot.SnapshotInfo.parse("there", text)
+        snapshot_files.SnapshotInfo.parse("there", text)
 
 
 def test_shards_hold_every_tensor_once(tmp_path: Path) -> None:
     tensors = tiny_tensors(1)
-    info = snapshot.write(tmp_path / "v1", tensors, version=1, step=1, shard_bytes=10_000)
+    info = snapshot_files.write(tmp_path / "v1", tensors, version=1, step=1, shard_bytes=10_000)
     index = json.loads((tmp_path / "v1" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == Manifest.of(tensors.items()).num_bytes
     found = {
@@ -112,7 +112,7 @@ def test_shards_hold_every_tensor_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 @pytest.mark.parametrize("damage", ["cut", "changed", "missing"])
 def test_a_damaged_file_is_named(tmp_path: Path, model: Path, name: str, damage: str) -> None:
-    snapshot.write(tmp_path / "v1", tiny_tensors(1), version=1, step=1, model_dir=model)
+    snapshot_files.write(tmp_path / "v1", tiny_tensors(1), version=1, step=1, model_dir=model)
     path = tmp_path / "v1" / name
     content = path.read_bytes()
     path.unlink()
@@ -121,19 +121,19 @@ def test_a_damaged_file_is_named(tmp_path: Path, model: Path, name: str, damage:
     elif damage == "changed":
         path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(SnapshotBroken, match=name):
-        snapshot.verify(tmp_path / "v1")
+        snapshot_files.verify(tmp_path / "v1")
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"format": 99}', '{"format": 1, "version": 1, "step": 1, "digest": "", "files": {"a": 1}}']
 )
 def test_a_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
-    snapshot.write(tmp_path / "v1", tiny_tensors(1), version=1, step=1)
-    (tmp_path / "v1" / snapshot.MANIFEST).write_text(text)
+    snapshot_files.write(tmp_path / "v1", tiny_tensors(1), version=1, step=1)
+    (tmp_path / "v1" / snapshot_files.MANIFEST).write_text(text)
     with pytest.raises(SnapshotBroken, match=r"manifest\.json"):
-        snapshot.verify(tmp_path / "v1")
+        snapshot_files.verify(tmp_path / "v1")
     with pytest.raises(SnapshotBroken, match=r"manifest\.json"):
-        snapshot.read_info(tmp_path / "nowhere")
+        snapshot_files.read_info(tmp_path / "nowhere")
 
 
 def test_a_write_that_is_broken_off_leaves_nothing_under_the_name(tmp_path: Path) -> None:
@@ -141,18 +141,18 @@ def test_a_write_that_is_broken_off_leaves_nothing_under_the_name(tmp_path: Path
         def __getitem__(self, name: str) -> torch.Tensor:
             raise OSError("no space left on device")
 
-    snapshot.write(tmp_path / "v1", tiny_tensors(1), version=1, step=1)
+    snapshot_files.write(tmp_path / "v1", tiny_tensors(1), version=1, step=1)
     for name in ("v1", "v2"):
         with pytest.raises(OSError, match="no space"):
-            snapshot.write(tmp_path / name, Torn(tiny_tensors(2)), version=2, step=2)
+            snapshot_files.write(tmp_path / name, Torn(tiny_tensors(2)), version=2, step=2)
     assert not (tmp_path / "v2").exists()
-    assert snapshot.verify(tmp_path / "v1").version == 1
-    snapshot.write(tmp_path / "v1", tiny_tensors(3), version=3, step=3)
-    assert snapshot.verify(tmp_path / "v1").version == 3 and not (tmp_path / "v1.part").exists()
+    assert snapshot_files.verify(tmp_path / "v1").version == 1
+    snapshot_files.write(tmp_path / "v1", tiny_tensors(3), version=3, step=3)
+    assert snapshot_files.verify(tmp_path / "v1").version == 3 and not (tmp_path / "v1.part").exists()
 
 
 def test_a_model_directory_can_be_put_up_as_it_is(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "source", seed=1)
-    info = snapshot.adopt(source, tmp_path / "v0", version=0, step=0, digest="d")
-    assert snapshot.verify(tmp_path / "v0") == info and (info.version, info.digest) == (0, "d")
+    info = snapshot_files.adopt(source, tmp_path / "v0", version=0, step=0, digest="d")
+    assert snapshot_files.verify(tmp_path / "v0") == info and (info.version, info.digest) == (0, "d")
     assert {path.name for path in source.iterdir()} == set(info.files)

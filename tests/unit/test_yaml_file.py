@@ -238,8 +238,8 @@ def refuses_or_loads(file: Path) -> None:
     try:
         config = load(file).config
     except SettingsError as error:
-        assert str(file) in str(error), error
-        assert "\n" not in str(error), error
+        # One line for each wrong setting: a file of a section with the keys of another one has several.
+        assert all(line.startswith(str(file)) for line in str(error).split("\n")), error
     else:
         assert isinstance(config, RunConfig)
 
@@ -279,7 +279,7 @@ def test_a_good_file_with_something_else_in_one_place(
     path=st.sampled_from(
         [
             "learner.algorithm.alarms.thresholds",
-            "learner.algorithm.reject",
+            "learner.algorithm.reject.rules",
             "actor.reward_options",
             "learner",
             "seed",

@@ -6,8 +6,6 @@ import dataclasses
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from tests.forked import Forked
 from tests.launched import run_tidemill
 from tests.tiny_models import write_tiny_model
 from tidemill.bus.wire.messages import Status
@@ -109,5 +108,10 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     assert "no dead task" in told["dead"]
     model = next(text for block, text in BLOCKS if block == "python" and "from_pretrained" in text)
     code = f"{model}\nprint(model.config.model_type, len(tokenizer.encode('seven')))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.stdout.startswith("qwen2 "), done.stderr
+    program = Forked(_execute, (code,), {}, tmp_path / "loaded", errors=tmp_path / "errors", cwd=tmp_path)
+    assert program.wait(120) == 0, (tmp_path / "errors").read_text()
+    assert (tmp_path / "loaded").read_text().startswith("qwen2 ")
+
+
+def _execute(code: str) -> None:
+    exec(code, {})

@@ -11,15 +11,15 @@ from tidemill.launch.settings.prepare import prepare
 from tidemill.launch.settings.prepare_config import PrepareConfig
 
 SIZES: dict[str, Any] = {
-    "layers": 2,
-    "hidden": 48,
-    "heads": 4,
-    "kv_heads": 2,
+    "num_hidden_layers": 2,
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 16,
-    "intermediate": 64,
-    "max_position": 64,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
 }
-TEACHER = PrepareConfig(task="copy", seed=5, initializer_range=0.3, **SIZES)
+TEACHER = PrepareConfig(task="copy", seed=5, model={**SIZES, "initializer_range": 0.3})
 
 
 def test_a_student_approaches_a_larger_teacher_that_is_started_beside_it(tmp_path: Path) -> None:
@@ -28,9 +28,9 @@ def test_a_student_approaches_a_larger_teacher_that_is_started_beside_it(tmp_pat
         "learner.steps=16",
         "learner.optimizer.lr=1e-2",
         "learner.algorithm.advantage=none",
-        "learner.algorithm.distill_coef=1",
-        "learner.algorithm.distill_loss=reverse_kl",
-        "learner.algorithm.distill_top_k=4",
+        "learner.algorithm.distill.coef=1",
+        "learner.algorithm.distill.loss=reverse_kl",
+        "learner.algorithm.distill.top_k=4",
         f"actor.teachers={{big: {{model: {teacher}}}}}",
         "sampling.temperature=0.8",
     )

@@ -12,15 +12,21 @@ RAISES = "raise RuntimeError('a file of the working directory was imported in pl
 REWARD = "def longest(request):\n    return float(len(request.response))\n"
 
 
+SCRIPT, MODULE = [str(Path(sys.executable).with_name("tidemill"))], [sys.executable, "-m", "tidemill"]
+
+
 @pytest.mark.parametrize(
-    "command",
-    [[str(Path(sys.executable).with_name("tidemill"))], [sys.executable, "-m", "tidemill"]],
-    ids=["script", "module"],
+    ("command", "words"),
+    [
+        pytest.param(SCRIPT, ["up", "--fresh"], id="script", marks=pytest.mark.slow),
+        pytest.param(SCRIPT, ["check"], id="check by the script"),
+        pytest.param(MODULE, ["check"], id="check by the module"),
+    ],
 )
-def test_a_run_beside_files_named_like_ours_and_pythons_own(command: list[str], tmp_path: Path) -> None:
-    """``rewards.py`` is the user's own, and found; the others would raise. With the script the whole run, with the
-    module its check.
-    """
+def test_a_run_beside_files_named_like_ours_and_pythons_own(
+    command: list[str], words: list[str], tmp_path: Path
+) -> None:
+    """``rewards.py`` is the user's own, and found; the others would raise."""
     for name in ("actors", "bus", "learner", "types", "queue", "json"):
         (tmp_path / f"{name}.py").write_text(RAISES)
     for name in ("launch", "tests", "weightstore"):
@@ -28,11 +34,8 @@ def test_a_run_beside_files_named_like_ours_and_pythons_own(command: list[str], 
         (tmp_path / name / "__init__.py").write_text(RAISES)
     (tmp_path / "rewards.py").write_text(REWARD)
     settings = ("actor.reward=rewards:longest", "learner.steps=2", "directory=run")
-    words = [word for setting in settings for word in ("--set", setting)]
-    role = ["up", "--fresh"] if command[-1] != "tidemill" else ["check"]
-    ended = subprocess.run(
-        [*command, role[0], str(SMOKE), *role[1:], *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    line = [*command, *words, str(SMOKE), *(word for setting in settings for word in ("--set", setting))]
+    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "RuntimeError" not in ended.stdout + ended.stderr
-    assert role[0] == "check" or (tmp_path / "run/summary.json").exists()
+    assert words == ["check"] or (tmp_path / "run/summary.json").exists()

@@ -47,6 +47,7 @@ async def prompts_of(directory: Path, name: str) -> Counter[tuple[object, int, f
 @pytest.mark.slow
 def test_one_pass_over_three_sources(tmp_path: Path) -> None:
     """12 rows, half of 8 and a slice of 6: 22 prompts in three steps of 8, 8 and 6."""
+    short = rows(tmp_path / "short.jsonl", 50, 20, limits={"max_new_tokens": 3, "temperature": 0.8})
     sources = {
         "plain": {"path": str(rows(tmp_path / "plain.jsonl", 10, 12)), "reward": "copied"},
         "half": {
@@ -55,7 +56,7 @@ def test_one_pass_over_three_sources(tmp_path: Path) -> None:
             "reward_key": "grader",
         },
         "short": {
-            "path": f"{rows(tmp_path / 'short.jsonl', 50, 20, limits={'max_new_tokens': 3, 'temperature': 0.8})}@[4:10]",
+            "path": f"{short}@[4:10]",
             "sampling_key": "limits",
         },
     }

@@ -9,13 +9,12 @@ import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import VersionRow
-from tidemill.weightstore.catchup.sources import LearnerSnapshot, Load, Loading, OnWait, Peers, SnapshotSource
+from tidemill.weightstore.catchup.sources import Joiner, LearnerSnapshot, Loading, OnWait, Peers
 from tidemill.weightstore.errors import CatchUpTimeout
 from tidemill.weightstore.store.registry import HEAD, VersionRegistry
 
@@ -33,30 +32,13 @@ GRACE_S = 10.0
 """A push that is under way, or the next one, usually brings the engine to the head within this time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joiner:
-    """An engine that is brought to the head."""
-
-    engine: str
-    version: Callable[[], int]
-    """Returns the version that it serves now; -1 = none."""
-    load: Load
-    directory: Path
-    """Where snapshots are downloaded to."""
-    on_wait: OnWait = lambda text: None
-    """Called with the thing that is waited for; "" = nothing."""
-
-
 async def catch_up(bus: Bus, joiner: Joiner, *, deadline_s: float) -> VersionRow | None:
-    """Bring the engine to the present head or a later version.
+    """Bring the engine to the present head or later. Returns that head, None before the first.
 
-    Returns that head, None when nothing has been published yet.
-
-    Pushes keep the engine up to date from then on: they reach engines that are catching up as well. A ``load`` that
-    raises is retried, because a push may have come between. Raises CatchUpTimeout naming the thing it waited for and
-    the last failure; it may be called again then.
+    Pushes reach an engine that is catching up, so a ``load`` that raises is retried: a push may have come between.
+    Raises CatchUpTimeout, which names the wait and the last failure; it may be called again.
     """
-    loading = Loading(bus, joiner.engine, joiner.version, joiner.load, joiner.directory, joiner.on_wait)
+    loading = Loading(bus, joiner)
     try:
         async with asyncio.timeout(deadline_s):
             return await _reach_head(
@@ -71,7 +53,7 @@ async def catch_up(bus: Bus, joiner: Joiner, *, deadline_s: float) -> VersionRow
 
 
 async def _reach_head(
-    registry: VersionRegistry, version: Callable[[], int], sources: list[SnapshotSource]
+    registry: VersionRegistry, version: Callable[[], int], sources: list[Peers | LearnerSnapshot]
 ) -> VersionRow | None:
     goal = await registry.head()
     while goal is not None and version() < goal.version:
@@ -82,9 +64,7 @@ async def _reach_head(
 
 
 async def fetch_model(bus: Bus, into: Path, *, engine: str, on_wait: OnWait = lambda text: None) -> None:
-    """Download the newest version, a whole model directory, to ``into``, for a machine that has no model yet.
-
-    Waits without a deadline.
+    """Download the newest version, a whole model directory, to ``into``, for a machine without a model. No deadline.
 
     ``on_wait``: called with the thing that is waited for, and after a failure with its reason.
     """
@@ -118,10 +98,9 @@ async def keep_up(
     grace_s: float = GRACE_S,
     allowed: Allowed | None = None,
 ) -> None:
-    """Run until cancelled: when the engine has been behind the head for ``grace_s``, call ``stale(True)``, catch up,
-    call ``stale(False)``.
+    """Catch up whenever the engine is behind the head for ``grace_s``, between ``stale(True)`` and ``stale(False)``.
 
-    Time in which ``allowed()`` is False does not count towards the grace period; None = always allowed.
+    Runs until cancelled. Time in which ``allowed()`` is False does not count towards the grace period.
     """
     rows, behind_since, was_stale = bus.rows("weights"), 0.0, False
     while True:

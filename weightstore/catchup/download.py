@@ -12,7 +12,7 @@ import aiohttp
 
 from tidemill.bus.http.client import content_of, open_session
 from tidemill.weightstore.errors import SnapshotBroken, SnapshotUnavailable
-from tidemill.weightstore.store.snapshot import ASIDE, MANIFEST, SnapshotInfo, rename_into_place
+from tidemill.weightstore.store.snapshot_files import ASIDE, MANIFEST, SnapshotInfo, rename_into_place
 
 _CHUNK_BYTES = 1 << 20
 _MAX_MANIFEST_BYTES = 64 << 20
@@ -20,25 +20,21 @@ _MAX_MANIFEST_BYTES = 64 << 20
 _READ_S = 30.0
 """Deadline for the next bytes of a server."""
 _CONNECT_S = 5.0
-"""Deadline of a connection: one that is tried anew gets through at once when a network is back, and TCP alone repeats
-ever more rarely."""
+"""Deadline of a connection: a new one gets through at once when a network is back, while TCP's repeats get rare."""
 _TRIES = 3
-"""Downloads of a file while its bytes do not have its digest. An interrupted one is not repeated here: the next
-``fetch`` continues it."""
+"""Downloads of a file with a wrong digest. An interrupted one is continued by the next ``fetch``."""
 
 
 async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = None) -> SnapshotInfo:
-    """Download the snapshot at ``url`` into ``directory`` (not synced to the disk), continuing an earlier partial
-    download.
+    """Download the snapshot at ``url`` into ``directory`` (not synced), continuing a partial download. Returns its
+    manifest.
 
-    ``headers`` are sent with every request. Returns the contents of the snapshot's manifest.
-
-    Raises SnapshotUnavailable when the server is gone or has no such snapshot, or when it cannot be written here (the
-    partial download is removed then), SnapshotBroken when wrong bytes arrive in every attempt.
+    Raises SnapshotUnavailable when there is none, its server is gone, or the disk refuses it (the partial download is
+    removed then), SnapshotBroken when wrong bytes arrive in every attempt.
     """
     url = url.rstrip("/")
     aside = directory.with_name(directory.name + ASIDE)
-    # A snapshot may be of any size, so only silence has a deadline. The digests are those of the bytes on the wire:
+    # A snapshot may be of any size, so only silence has a deadline. The digests are of the bytes on the wire:
     # nothing is unpacked.
     try:
         aside.mkdir(parents=True, exist_ok=True)
@@ -70,7 +66,6 @@ async def _fetch_file(session: aiohttp.ClientSession, url: str, path: Path, size
 
 
 async def _resume(session: aiohttp.ClientSession, url: str, path: Path, size: int) -> str:
-    """Download the rest of the file. Returns its SHA-256."""
     hashed = hashlib.sha256()
     with path.open("ab+") as file:
         # A name may have belonged to a larger file of another snapshot. A smaller one is found by its digest.

@@ -11,8 +11,8 @@ import random
 import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.liveness.keys import api_keys
@@ -23,60 +23,57 @@ from tidemill.bus.wire.subjects import nonce
 from tidemill.weightstore.catchup.download import fetch
 from tidemill.weightstore.errors import SnapshotBroken, SnapshotNotLoaded, SnapshotUnavailable
 from tidemill.weightstore.store.registry import SNAPSHOT, VersionRegistry
-from tidemill.weightstore.store.snapshot import ASIDE
+from tidemill.weightstore.store.snapshot_files import ASIDE
 
 _log = logging.getLogger(__name__)
 
 Load = Callable[[Path, int, int], Awaitable[None]]
-"""(directory, version, epoch): load the weights of a directory, whole or not at all. The directory is removed
-afterwards."""
+"""(directory, version, epoch): load a directory's weights, whole or not at all; it is removed afterwards."""
 OnWait = Callable[[str], None]
 """Called with a description of the thing that the engine waits for; "" = nothing any more."""
 
 _REQUEST_AGAIN_S = 2.0
-"""A request is written again after this time: the learner may have failed to write the snapshot, which it does not try
-again."""
+"""A request is repeated after this time: the learner does not retry a snapshot that it failed to write."""
 _POLL_S = 0.5
 """Interval of reading the row of the newest snapshot, besides the wake-ups."""
 
 
-class SnapshotSource(Protocol):
-    """One place that may have the weights of a version."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joiner:
+    """An engine that is brought to the head."""
 
-    async def load(self, goal: VersionRow) -> bool:
-        """Load ``goal`` or a later version. Returns False when this source does not have it now. Raises BusError."""
-        raise NotImplementedError
+    engine: str
+    version: Callable[[], int]
+    """Returns the version that it serves now; -1 = none."""
+    load: Load
+    directory: Path
+    """Where snapshots are downloaded to."""
+    on_wait: OnWait = lambda text: None
+    """Called with the thing that is waited for; "" = nothing."""
 
 
 class Loading:
     """Downloads a version into the engine's directory and loads it; remembers the last failure and the URLs that did
     not work."""
 
-    def __init__(
-        self, bus: Bus, engine: str, version: Callable[[], int], load: Load, directory: Path, on_wait: OnWait
-    ) -> None:
-        """``version`` returns the version that the engine serves now."""
-        self.engine, self.version = engine, version
+    def __init__(self, bus: Bus, joiner: Joiner) -> None:
+        self.joiner, self._keys = joiner, api_keys(bus)
         self.refused: set[str] = set()
         """URLs and directories that had no usable snapshot."""
         self.waits_for, self.failure = "the bus", ""
-        self._load, self._directory, self._on_wait, self._keys = load, directory, on_wait, api_keys(bus)
 
     async def from_url(self, row: VersionRow, url: str) -> bool:
-        """Download a snapshot, verify it and load it; a push may bring the version during the download.
-
-        Returns False when the download, the verification or the loading failed.
-        """
-        directory = self._directory / f"v{row.version}"
+        """Download, verify and load a snapshot. Returns False when one of them failed."""
+        directory = self.joiner.directory / f"v{row.version}"
         self.waiting(f"downloading version {row.version} from {url}")
-        await asyncio.to_thread(_remove_partial, self._directory, directory)
+        await asyncio.to_thread(_remove_partial, self.joiner.directory, directory)
         try:
             await fetch(url, directory, await self._keys.headers())
         except (SnapshotUnavailable, SnapshotBroken) as error:
             connected = isinstance(error, SnapshotBroken) or error.is_connected
             return self._failed("snapshot not fetched", error, cure="" if connected else cure_of(url))
         try:
-            return self.version() >= row.version or await self.from_directory(row, directory)
+            return self.joiner.version() >= row.version or await self.from_directory(row, directory)
         finally:
             await asyncio.to_thread(_remove, directory)
 
@@ -87,7 +84,7 @@ class Loading:
             with errors_as(
                 lambda error: SnapshotNotLoaded(str(error))
             ):  # errors of the engine, which this package does not know
-                await self._load(directory, row.version, row.epoch)
+                await self.joiner.load(directory, row.version, row.epoch)
         except SnapshotNotLoaded as error:  # reported when the deadline has passed
             return self._failed("snapshot not loaded", error)
         return True
@@ -95,11 +92,11 @@ class Loading:
     def waiting(self, text: str) -> None:
         """Report ``text`` as the thing that the engine waits for."""
         self.waits_for = text
-        self._on_wait(f"{text} (last failure: {self.failure})" if self.failure else text)
+        self.joiner.on_wait(f"{text} (last failure: {self.failure})" if self.failure else text)
 
     def _failed(self, event: str, error: Exception, *, cure: str = "") -> bool:
         self.failure = f"{error}; cure: {cure}" if cure else str(error)
-        _log.warning("%s engine=%s error=%s", event, self.engine, self.failure)
+        _log.warning("%s engine=%s error=%s", event, self.joiner.engine, self.failure)
         return False
 
 
@@ -118,10 +115,7 @@ class Peers:
         self._view, self._registry, self._loading = LiveView(bus), VersionRegistry(bus), loading
 
     async def load(self, goal: VersionRow) -> bool:
-        """Download from one peer after another, in random order. Returns True after the first success.
-
-        A URL that has failed is not tried again.
-        """
+        """Download from one peer after another, in random order. Returns True after the first success."""
         alive = await self._view.alive("engine")
         peers = [
             row
@@ -129,7 +123,7 @@ class Peers:
             if row.capabilities.peer_snapshots and row.phase == "serving" and row.version >= goal.version
         ]
         for peer in random.sample(peers, len(peers)):  # engines that start together do not all use the same peer
-            if peer.id == self._loading.engine:
+            if peer.id == self._loading.joiner.engine:
                 continue
             # The digest is part of the URL, so that a peer with another model under the same version number refuses.
             row = await self._registry.row(peer.version)
@@ -169,21 +163,19 @@ class LearnerSnapshot:
         return await asyncio.to_thread(directory.is_dir) and await self._loading.from_directory(row, directory)
 
     async def _request(self, goal: VersionRow, newest: VersionRow | None) -> None:
-        """Request a snapshot and wait until there is another one than ``newest``, a push was faster, or the request is
-        due again."""
+        """Request a snapshot, and wait until there is another one, a push was faster, or the request is due again."""
         self._loading.waiting(f"a snapshot of version {goal.version} from the learner")
-        await self._registry.request_snapshot(goal.version, self._loading.engine, nonce())
+        await self._registry.request_snapshot(goal.version, self._loading.joiner.engine, nonce())
         try:
             async with asyncio.timeout(_REQUEST_AGAIN_S), aclosing(self._rows.watch(SNAPSHOT, _POLL_S)) as changes:  # type: ignore[type-var]
                 async for _ in changes:
-                    if await self._registry.snapshot() != newest or self._loading.version() >= goal.version:
+                    if await self._registry.snapshot() != newest or self._loading.joiner.version() >= goal.version:
                         return
         except TimeoutError:
             self._loading.refused.clear()  # the learner has had the request: it may have written the same place anew
 
 
 def _remove_partial(among: Path, keep: Path) -> None:
-    """Remove unfinished downloads of other versions than ``keep``."""
     for path in among.glob(f"*{ASIDE}"):
         if path.name != keep.name + ASIDE:
             shutil.rmtree(path, ignore_errors=True)

@@ -15,11 +15,13 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+import msgspec
 import torch
 from torch import Tensor
 
-from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.weightstore.format.manifest import ITEM_BYTES
 from tidemill.weightstore.side_stream import beside
 
@@ -41,7 +43,7 @@ class TensorChecksum:
     """A key of ``ITEM_BYTES``: the dtype of the engine, which may differ from that in which the tensors were sent."""
     sum: str
     """16 hexadecimal digits."""
-    zeros: int = 0
+    zeros: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Elements of padding after them."""
 
 
@@ -53,34 +55,21 @@ class ChecksumReport:
     """A key of ``SCHEMES``."""
     parts: tuple[TensorChecksum, ...]
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> JsonObject:
         """Return the report as the map that ``parse`` reads."""
-        parts = [
-            {"names": list(part.names), "dtype": part.dtype, "sum": part.sum, "zeros": part.zeros}
-            for part in self.parts
-        ]
-        return {"scheme": self.scheme, "parts": parts}
+        report: JsonObject = msgspec.to_builtins(self)
+        return report
 
     @classmethod
     def parse(cls, answer: JsonMapping) -> "ChecksumReport":
         """Return the report in an engine's answer. Raises ValueError naming the wrong part."""
         try:
-            parts = tuple(
-                TensorChecksum(
-                    names=tuple(map(str, part["names"])),
-                    dtype=part["dtype"],
-                    sum=part["sum"],
-                    zeros=int(part.get("zeros", 0)),
-                )
-                for part in answer["parts"]
-            )
-            report = cls(scheme=answer["scheme"], parts=parts)
-            is_known = report.scheme in SCHEMES and all(part.dtype in ITEM_BYTES and part.zeros >= 0 for part in parts)
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"checksums: want scheme and parts of names, dtype and sum, got {error!r}") from None
-        if not is_known:
+            report = msgspec.convert(answer, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"checksums: want scheme and parts of names, dtype and sum, got {error}") from None
+        if report.scheme not in SCHEMES or any(part.dtype not in ITEM_BYTES for part in report.parts):
             raise ValueError(
-                f"checksums: want a scheme of {', '.join(SCHEMES)}, known dtypes and zeros >= 0, got {report.scheme!r}"
+                f"checksums: want a scheme of {', '.join(SCHEMES)} and known dtypes, got {report.scheme!r}"
             )
         return report
 
@@ -142,9 +131,8 @@ def report_checksums(tensors: Mapping[str, Tensor]) -> ChecksumReport:
 def differences(
     report: ChecksumReport, sent: Mapping[str, Tensor], sum_of: Callable[[TensorChecksum], str]
 ) -> list[str]:
-    """Return a line for every sent tensor that differs or is missing in the report.
-
-    ``sum_of`` gives the sum that a part must have.
+    """Return a line for every sent tensor that differs or is missing in the report; ``sum_of`` gives a part's right
+    sum.
     """
     reported = {name for part in report.parts for name in part.names}
     lines = [f"{name}: missing from the engine's report" for name in sent if name not in reported]

@@ -65,8 +65,7 @@ class Bucket:
     specs: tuple[TensorSpec, ...]
     num_bytes: int
     part: int = 0
-    """Number of the part of the weights that it is of: 0 is sent by rank 0 of the learner, each other one by another
-    rank."""
+    """Part of the weights that it belongs to: 0 is sent by rank 0 of the learner, each other one by another rank."""
 
     def places(self) -> Iterator[tuple[TensorSpec, slice]]:
         """Yield each tensor with the slice of its bytes in the bucket."""
@@ -125,7 +124,7 @@ class Manifest:
         return sum(spec.num_bytes for spec in self.specs)
 
     def buckets(self, bucket_bytes: int, part: int = 0) -> tuple[Bucket, ...]:
-        """Return buckets of at most ``bucket_bytes``, in order; a larger tensor has a bucket of its own, none is split.
+        """Return buckets of at most ``bucket_bytes``, in order; a larger tensor has its own, none is split.
 
         Every tensor starts at a multiple of its item size, so that a receiver can view it in place.
         """
@@ -154,10 +153,7 @@ def spec_of(name: str, tensor: "Tensor") -> TensorSpec:
 
 
 def unflatten(bucket: Bucket, flat: "Tensor") -> "Iterator[tuple[str, Tensor]]":
-    """Yield (name, tensor) for the tensors of a bucket, as views of its flat uint8 tensor.
-
-    Raises BadManifest when the sizes differ.
-    """
+    """Yield (name, tensor), views of a bucket's flat uint8 tensor. Raises BadManifest for another size."""
     import torch
 
     if flat.dtype != torch.uint8 or flat.numel() != bucket.num_bytes:

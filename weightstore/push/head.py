@@ -7,9 +7,9 @@ import logging
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import VersionRow
-from tidemill.weightstore.push.staged_model import StagedModel
 from tidemill.weightstore.store.registry import WANT, VersionRegistry
-from tidemill.weightstore.store.snapshot_store import SnapshotStore
+from tidemill.weightstore.store.snapshot_server import SnapshotServer
+from tidemill.weightstore.transport.staging import StagedModel
 
 _log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ _POLL_S = 1.0
 class Head:
     """The head of one publisher, in its event loop. ``snapshots`` are opened and closed by the caller."""
 
-    def __init__(self, registry: VersionRegistry, snapshots: SnapshotStore, *, snapshot_every: int = 0) -> None:
+    def __init__(self, registry: VersionRegistry, snapshots: SnapshotServer, *, snapshot_every: int = 0) -> None:
         """``snapshot_every``: a snapshot is written of every n-th version, besides the snapshots that engines request;
         0 = only these."""
         self._registry, self._snapshots, self._snapshot_every = registry, snapshots, snapshot_every
@@ -33,18 +33,12 @@ class Head:
         self.row = await self._registry.fence(epoch)
 
     async def publish_initial(self, where: str, epoch: int, digest: str) -> VersionRow:
-        """Publish the weights in the directory ``where`` as version 0, unless there is a head. Returns the head.
-
-        Raises Fenced.
-        """
+        """Publish the weights in ``where`` as version 0, unless there is a head. Returns the head. Raises Fenced."""
         self.row = await self._registry.publish_initial(where, epoch, digest=digest)
         return self.row
 
     async def move(self, row: VersionRow, copy: StagedModel) -> None:
-        """Make a version the head. Its copy is held until there is a copy of the next head.
-
-        Raises Fenced, BusUnavailable.
-        """
+        """Make a version the head, and hold its copy until the next head. Raises Fenced, BusUnavailable."""
         self.row = await self._registry.publish(row)
         # The copy stays filled as long as it is the head: snapshots of it are written on demand.
         old, self.copy = self.copy, copy.hold()
@@ -75,7 +69,6 @@ class Head:
                 _log.error("snapshot of version 0 failed error=%s", error)
 
     async def _write_snapshot(self) -> None:
-        """Write the snapshot of the head from its copy, which is held meanwhile."""
         assert self.copy is not None
         copy = self.copy.hold()
         try:

@@ -13,15 +13,14 @@ from tidemill.weightstore.errors import PartLost, PeerLost, ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.parts import Buckets
-from tidemill.weightstore.transport.port import PushReceiver, Rendezvous, WeightReceiver, identity
+from tidemill.weightstore.transport.port import Rendezvous, WeightReceiver, identity
 
 _log = logging.getLogger(__name__)
 
 Check = Callable[[ChecksumReport], Awaitable[list[str]]]
 """Returns a line for every tensor that an engine does not have as it was sent. Raises PartLost."""
 _LEAVE_S = 1.0
-"""Deadline for leaving a group before the engine is dropped: it is optional, because the next join leaves the old group
-anyway."""
+"""Deadline for leaving a group before the engine is dropped; optional, because the next join leaves the old group."""
 _SHOWN = 5
 """Differing tensors named in an error."""
 
@@ -37,32 +36,22 @@ class Updated:
 
 
 class Member:
-    """A live engine. After any error it must be ``close``d and made anew.
-
-    Every verb raises ReceiverFailed naming the phase, and Fenced.
-    """
+    """A live engine. After an error it must be ``close``d. Verbs raise ReceiverFailed with the phase, and Fenced."""
 
     def __init__(self, row: LiveRow, receiver: WeightReceiver, *, deadlines: Deadlines, backend: str = "gloo") -> None:
-        """``backend``: of the process group of its channel, if that has one."""
+        """``backend``: of its process groups, if it has some."""
         self.id, self.identity = row.id, identity(row)
         self.backend, self.devices = backend, row.capabilities.devices
         self.ranks, self.colocated = row.capabilities.ranks, row.capabilities.colocated
         self.receiver, self.deadlines = receiver, deadlines
         self.verified = False
         """True once the engine's checksums have been compared, or if it has none to compare."""
-        # Both sides must know the request: the engine by its live row, the adapter by its type.
-        self._push_receiver = (
-            receiver if row.capabilities.single_request_push and isinstance(receiver, PushReceiver) else None
-        )
+        self.single_request = row.capabilities.single_request_push
+        """A push can be one request (``receive``) instead of ``begin`` and the buckets."""
         self._joined = False
 
-    @property
-    def single_request(self) -> bool:
-        """True if a push can be one request (``receive``) instead of ``begin`` and the buckets."""
-        return self._push_receiver is not None
-
     async def join(self, rendezvous: Rendezvous | None) -> None:
-        """Join the process group of the channel; None for a channel without one."""
+        """Join a process group; None = the engine reads the buckets itself."""
         # Set before the request: an engine may have joined although its answer was lost, and then has a group to leave.
         self._joined = True
         async with self.phase("join"):
@@ -75,24 +64,18 @@ class Member:
             await self.receiver.begin(version)
 
     async def receive(self, version: int, buckets: Buckets, *, serve: bool) -> float | None:
-        """Begin a push and receive all buckets.
+        """Begin a push and receive all buckets. With ``serve`` also end it, and return the seconds of paused
+        generation.
 
-        With ``serve`` also end it, and return seconds for which generation was paused.
-
-        None: it is not ended.
-
-        No deadline, unless the receiver ``carries``; the caller sets one.
+        It has no deadline, unless the receiver ``carries``; the caller sets one.
         """
-        assert self._push_receiver is not None
         await self._resume("weights")
         async with self.phase("transfer", bounded=False):
-            return await self._push_receiver.receive(version, buckets, serve=serve)
+            return await self.receiver.receive(version, buckets, serve=serve)
 
     async def finish(self, version: int, check: Check | None = None, served_s: float | None = None) -> Updated:
-        """Have the engine serve the version, unless it does already (``served_s``).
-
-        With ``check`` its checksums are compared first, and an error names the tensors. Returns the times that pause
-        and comparison took.
+        """Have the engine serve the version, unless it does (``served_s``), after a comparison of its checksums by
+        ``check``.
         """
         verify_s = None if check is None else await self._verify(version, check)
         stall_s = served_s

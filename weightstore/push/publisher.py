@@ -35,18 +35,17 @@ from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PartLost, PublisherClosed, PushFailed
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.loop_thread import LoopThread
-from tidemill.weightstore.push.accelerator_turns import AcceleratorLease
+from tidemill.weightstore.push.accelerator_lease import AcceleratorLease
 from tidemill.weightstore.push.head import Head
 from tidemill.weightstore.push.member import Check, Member
 from tidemill.weightstore.push.push import CUDA_HANDLES, HOST_HANDLES, Push, PushHandle, PushReport
 from tidemill.weightstore.push.push_groups import GroupRules, PushGroup, PushGroups, open_groups
-from tidemill.weightstore.push.staged_model import StagedModel
 from tidemill.weightstore.store.registry import VersionRegistry
-from tidemill.weightstore.store.snapshot_store import SnapshotStore
+from tidemill.weightstore.store.snapshot_server import SnapshotServer
 from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.nccl import own_end
 from tidemill.weightstore.transport.parts import Division, RemotePart
-from tidemill.weightstore.transport.staging import Staging, StagingPool, staging_memory
+from tidemill.weightstore.transport.staging import StagedModel, StagingPool, staging_memory
 
 _log = logging.getLogger(__name__)
 
@@ -67,32 +66,8 @@ _GATHER_S = 0.25
 _DEFAULT_BUS = BusConfig()
 
 
-def _nothing(number: int) -> None:
-    """Do nothing: no other rank has a part."""
-
-
-def _at_once() -> bool:
-    """Return True: a failed push is not repeated."""
-    return True
-
-
-@dataclass(frozen=True, slots=True)
-class StagedStep:
-    """A copy of the weights of a step that is to be pushed. A push under way has a hold of its own."""
-
-    staging: Staging
-    step: int
-    prepare_s: float
-
-    def release(self) -> None:
-        """Give the copy back."""
-        self.staging.release()
-
-
 @dataclass(slots=True)
 class _Connected:
-    """The objects that the publisher's thread uses on the bus."""
-
     registry: VersionRegistry
     lease: AcceleratorLease
     view: LiveView
@@ -105,10 +80,7 @@ class _Connected:
 
 
 class Publisher:
-    """Pushes versions and serves snapshots in a thread of its own; called from one thread, the trainer's on rank 0.
-
-    Needs host memory for two copies of the weights.
-    """
+    """Pushes versions and serves snapshots in a thread of its own; called from one thread, the trainer's on rank 0."""
 
     def __init__(
         self,
@@ -122,10 +94,10 @@ class Publisher:
         division: Division | None = None,
         bus_config: BusConfig = _DEFAULT_BUS,
     ) -> None:
-        """Snapshots are kept in ``directory``, with the configuration and tokenizer of ``model_dir``.
+        """``directory``: of the snapshots, with configuration and tokenizer of ``model_dir``.
 
-        ``division``: the tensors that are staged here, and the parts of other ranks; without it all tensors are staged
-        here, and the first publish needs all at once.
+        ``division``: the tensors that are staged here, and the parts of other ranks; None = all that the first publish
+        has.
         """
         self.config, self.run, self.epoch = config, run, epoch
         self._bus_url, self._bus_config = bus_url, bus_config
@@ -142,7 +114,7 @@ class Publisher:
         self._connected: _Connected | None = None
         self._pushing: asyncio.Task[object] | None = None
 
-    # -- the trainer's thread -----------------------------------------------------------------------------------------------
+    # ---- the trainer's thread
 
     def start(self) -> None:
         """Connect, fence older learners, serve snapshots. Raises BusUnavailable, Fenced, PublisherClosed."""
@@ -152,18 +124,14 @@ class Publisher:
             raise PublisherClosed(str(error)) from None
 
     def publish_initial(self, model_dir: Path) -> VersionRow:
-        """Make the model directory version 0 of step 0, unless there is a head already. Returns the head.
-
-        Raises BusUnavailable, Fenced.
-        """
+        """Make the model directory version 0 unless there is a head; return the head. Raises BusUnavailable, Fenced."""
         head, digest = self._running().head, "" if self._division is None else self._division.whole.digest
         return self._submit(head.publish_initial(str(model_dir), self.epoch, digest)).result(START_S)
 
     def publish(self, step: int, tensors: Iterable[tuple[str, Tensor]], *, wait: bool) -> PushHandle:
-        """Copy the tensors now and push them as the next version; with ``wait`` return only when the push has ended.
+        """Copy the tensors, push them as the next version, and return the push's handle; ``wait``: after it has ended.
 
-        Waits as ``stage`` does. Returns the handle of the push, which has its outcome. Raises BadManifest, Fenced,
-        PublisherClosed.
+        Waits as ``stage`` does. Raises BadManifest, Fenced, PublisherClosed.
         """
         staged = self.stage(step, tensors)
         try:
@@ -175,18 +143,17 @@ class Publisher:
         return handle
 
     def stage(
-        self, step: int, tensors: Iterable[tuple[str, Tensor]], chosen: Callable[[int], None] = _nothing
-    ) -> StagedStep:
-        """Copy the tensors now, and return the copy; ``release`` it when its push has been submitted, or it is not to
-        be pushed.
+        self, step: int, tensors: Iterable[tuple[str, Tensor]], chosen: Callable[[int], None] = lambda number: None
+    ) -> StagedModel:
+        """Copy the tensors, and return the copy; ``release`` it when its push is submitted, or it is not to be pushed.
 
         ``chosen`` is called with the number of the copy before it is filled: other ranks fill theirs of that number.
-        Waits first for the end of the previous push (each of its phases has a deadline), and for the snapshot of the
-        version before the head if that is still being written. Raises BadManifest, Fenced, PublisherClosed.
+        Waits for the previous push, and for a snapshot of the version before the head that is still being written.
+        Raises BadManifest, Fenced, PublisherClosed.
         """
         if self._last is not None:
             self._last.wait()
-        self._running()
+        connected = self._running()
         if self._pool is None:
             tensors = list(tensors)
             self._division = Division(Manifest.of(tensors))
@@ -199,39 +166,32 @@ class Publisher:
         except BaseException:
             staging.release()
             raise
-        return StagedStep(staging, step, time.perf_counter() - since)
+        prepare_s = time.perf_counter() - since
+        return StagedModel(staging, connected.parts, self._deadlines, step=step, prepare_s=prepare_s)
 
-    def push(self, staged: StagedStep, gives_up: Callable[[], bool] = _at_once) -> PushHandle:
-        """Push a copy as the next version in the background, and return the handle; one push at a time.
+    def push(self, staged: StagedModel, gives_up: Callable[[], bool] = lambda: True) -> PushHandle:
+        """Push a copy as the next version in the background; one push at a time. Raises Fenced, PublisherClosed.
 
-        Raises Fenced, PublisherClosed.
-
-        A push that fails (it reached fewer engines than required, or the bus was unreachable for too long) is repeated
-        with the same copy, unless ``gives_up`` returns True in the publisher's thread, or the publisher is closed.
+        A push that fails (too few engines, or the bus was unreachable for too long) is repeated with the same copy,
+        unless ``gives_up`` returns True in the publisher's thread, or the publisher is closed.
         """
         connected = self._running()
         # The push has a hold of its own, which it releases at its end, so the caller may release its copy at once.
-        self._last = PushHandle(
-            self._submit(self._push(connected, staged.staging.hold(), staged.step, staged.prepare_s, gives_up))
-        )
+        self._last = PushHandle(self._submit(self._push(connected, staged.hold(), gives_up)))
         return self._last
 
     def release(self) -> tuple[str, ...]:
-        """Have the colocated engines release their memory, and engines that start wait.
+        """Have colocated engines release their memory, and others that start wait, after the previous push.
 
-        Returns the ids of the engines that released it.
-
-        Waits for the previous push. An engine that does not answer within the phase deadline is evicted. Raises
-        BusUnavailable, Fenced, PublisherClosed.
+        Returns their ids; an engine that does not answer in time is evicted. Raises BusUnavailable, Fenced,
+        PublisherClosed.
         """
         if self._last is not None:
             self._last.wait()
         return self._result_of(self._acquire_accelerator(self._running()))
 
     def resume(self) -> tuple[str, ...]:
-        """Give colocated engines their memory back and push the head to them again. Returns their ids.
-
-        Raises as ``release`` does.
+        """Give colocated engines their memory back and push the head again. Returns their ids. Raises as ``release``.
 
         If this learner has no copy of the head, because another one pushed it, the engines wait for the next push.
         """
@@ -242,10 +202,7 @@ class Publisher:
         return None if self._connected is None else self._connected.head.row
 
     def close(self, *, drain: bool = True) -> None:
-        """End the thread; with ``drain`` the push under way is finished first.
-
-        Safe to call twice, and without ``start``.
-        """
+        """End the thread, after the push under way with ``drain``. Safe to call twice, and without ``start``."""
         self._closes = True
         if drain and self._last is not None and self._thread.is_alive:
             self._last.wait()
@@ -276,7 +233,7 @@ class Publisher:
         except CancelledError:
             raise PublisherClosed("publisher: closed meanwhile") from None
 
-    # -- the publisher's thread ---------------------------------------------------------------------------------------------
+    # ---- the publisher's thread
 
     async def _serve(self) -> None:
         async with AsyncExitStack() as stack:
@@ -313,7 +270,7 @@ class Publisher:
             config.engines_together, at, config.backend, self._deadlines, self._end, self._memory, parts=parts
         )
         registry, view = VersionRegistry(bus), LiveView(bus)
-        snapshots = SnapshotStore(
+        snapshots = SnapshotServer(
             self._directory,
             registry,
             keep=config.keep_snapshots,
@@ -336,24 +293,18 @@ class Publisher:
         await snapshots.open()
         return connected
 
-    async def _push(
-        self, connected: _Connected, staging: Staging, step: int, prepare_s: float, gives_up: Callable[[], bool]
-    ) -> PushReport:
-        """Push a filled copy as the next version, and release it at the end. Raises PushFailed, Fenced.
-
-        Other ranks have filled their copies of the same number.
-        """
+    async def _push(self, connected: _Connected, copy: StagedModel, gives_up: Callable[[], bool]) -> PushReport:
         self._pushing = asyncio.current_task()
-        copy = StagedModel(staging, connected.parts, self._deadlines)
         self._deadlines.num_bytes = copy.manifest.num_bytes
         try:
+            # The same copy: the trainer goes on meanwhile, and no other rank would take part in another export.
             while True:
                 try:
-                    return await self._push_copy(connected, copy, step, prepare_s)
+                    return await self._push_copy(connected, copy)
                 except PushFailed as error:
                     if self._closes or gives_up():
                         raise
-                    _log.error("pushing again the weights of step %d: %s", step, error)
+                    _log.error("pushing again the weights of step %d: %s", copy.step, error)
                 await asyncio.sleep(_AGAIN_S)
         except Fenced as error:
             self._fenced = error
@@ -362,15 +313,15 @@ class Publisher:
             self._pushing = None
             copy.release()
 
-    async def _push_copy(self, connected: _Connected, copy: StagedModel, step: int, prepare_s: float) -> PushReport:
+    async def _push_copy(self, connected: _Connected, copy: StagedModel) -> PushReport:
         since, row, evicted = time.perf_counter(), None, dict[str, str]()
         try:
             # The order matters. Colocated engines need the accelerator for the new weights. The row of a version is
             # there before any engine has it, so a reader of its tokens finds the step; the head moves when the engines
             # have it.
             await self._release_accelerator(connected)
-            row = await connected.registry.reserve(step, self.epoch, digest=copy.manifest.digest)
-            copy.label(row.version, step)
+            row = await connected.registry.reserve(copy.step, self.epoch, digest=copy.manifest.digest)
+            copy.version = row.version
             push = self._push_of(copy)
             evicted = push.evicted
             await push.send(await self._gather(connected.groups), connected.groups)
@@ -385,11 +336,10 @@ class Publisher:
             if isinstance(error, PushFailed | Fenced):
                 raise
             raise PushFailed(-1 if row is None else row.version, str(error), evicted) from error
-        return push.report(copy, prepare_s=prepare_s, seconds=time.perf_counter() - since)
+        return push.report(copy, seconds=time.perf_counter() - since)
 
     def _push_of(self, copy: StagedModel) -> Push:
         def check_of(member: Member) -> Check | None:
-            """Return the comparison of a member's checksums if it is due, else None."""
             is_due = self.config.verify == "always" or (self.config.verify == "first" and not member.verified)
             return copy.differences if is_due else None
 
@@ -406,10 +356,8 @@ class Publisher:
             await asyncio.sleep(_GATHER_S)
 
     async def _acquire_accelerator(self, connected: _Connected) -> tuple[str, ...]:
-        """Have no colocated engine work or keep memory until ``_release_accelerator``. Raises BusUnavailable, Fenced.
-
-        Waits for engines that are taking memory by themselves (``AcceleratorLease``). Returns the ids of the engines
-        that released their memory; the others are evicted and logged.
+        """Return the ids of the engines that released their memory; the others are evicted. Raises BusUnavailable,
+        Fenced.
         """
         await connected.lease.acquire(self.epoch)
         connected.owns_accelerator = True
@@ -456,8 +404,7 @@ class Publisher:
 
 
 async def _refresh(view: LiveView) -> None:
-    """Run until cancelled: keep the view of the live rows fresh, so that a push knows at once which engines have been
-    silent."""
+    """Keep the view of the live rows fresh, so that a push knows at once which engines have been silent."""
     while True:
         try:
             await view.refresh()

@@ -1,14 +1,14 @@
 """One push: a version on its way to the engines of all groups, and its outcome.
 
-    open channel -> begin -> bucket, bucket, ...  -> verify, end: each engine by itself
-                      | an engine fails: channel closed, failed engine found | fails: that engine alone
-                      <- the others begin again over a new channel <--------'
+    open group -> begin -> bucket, bucket, ...  -> verify, end: each engine by itself
+                    | an engine fails: group closed, failed engine found | fails: that engine alone
+                    <- the others begin again over a new group <--------'
 
 Engines with ``single_request_push`` get begin and all buckets in one request, and the end as well if the engine is
 alone and is not verified. All others, and a group that has one of the others, get one request for each.
 
-An engine has failed when it answers nothing any more, or fails with no other engine on its channel. An engine that is
-only suspected is retried alone on a new channel, within the same push. Each round ends within its deadlines and leaves
+An engine has failed when it answers nothing any more, or fails with no other engine in its group. An engine that is
+only suspected is retried alone over a new one, within the same push. Each round ends within its deadlines and leaves
 fewer engines together than before.
 """
 
@@ -23,9 +23,9 @@ from typing import TypeVar
 
 from tidemill.weightstore.errors import PartLost, PeerLost, PublisherClosed, ReceiverFailed
 from tidemill.weightstore.push.member import Check, Member, Updated
-from tidemill.weightstore.push.push_groups import Channel, PushGroup, PushGroups, all_of
-from tidemill.weightstore.push.staged_model import StagedModel
+from tidemill.weightstore.push.push_groups import PushGroup, PushGroups, all_of
 from tidemill.weightstore.transport.parts import Buckets, Payload
+from tidemill.weightstore.transport.staging import StagedModel
 
 _log = logging.getLogger(__name__)
 
@@ -34,8 +34,7 @@ HOST_HANDLES, CUDA_HANDLES = "host_handles", "cuda_handles"
 _BUCKETS_AHEAD = 3
 """Buckets requested at once from an engine that reads them itself: the next requests wait there."""
 _JOIN_S = 2.0
-"""SGLang usually joins a group within this time. If the learner has gone by then, SGLang retries for minutes without
-answering."""
+"""SGLang usually joins within this time; if the learner has gone by then, it retries for minutes without answering."""
 
 Outcome = dict[Member, Updated | ReceiverFailed]
 """The times of a member that took the version, or the reason that it did not."""
@@ -91,10 +90,7 @@ class PushHandle:
             return
 
     def result(self, timeout: float | None = None) -> PushReport:
-        """Wait for the end of the push. Returns its report.
-
-        Raises PushFailed, Fenced, PublisherClosed; TimeoutError when it is still under way.
-        """
+        """Wait for the push, and return its report. Raises PushFailed, Fenced, PublisherClosed, TimeoutError."""
         try:
             return self._future.result(timeout)
         except CancelledError:
@@ -137,7 +133,7 @@ class Push:
         """From the first begin to the last end."""
         self.throughput = Throughput()
 
-    def report(self, copy: StagedModel, *, prepare_s: float, seconds: float) -> PushReport:
+    def report(self, copy: StagedModel, *, seconds: float) -> PushReport:
         """Return the report of a push that has succeeded, and log it."""
         verify_s = {engine: times.verify_s for engine, times in self.updated.items() if times.verify_s is not None}
         report = PushReport(
@@ -145,7 +141,7 @@ class Push:
             step=copy.step,
             engines=tuple(sorted(self.updated)),
             evicted=self.evicted,
-            prepare_s=prepare_s,
+            prepare_s=copy.prepare_s,
             transfer_s=self.transfer_s,
             stall_s={engine: times.stall_s for engine, times in self.updated.items()},
             verified=tuple(sorted(verify_s)),
@@ -172,10 +168,7 @@ class Push:
         return report
 
     async def send(self, groups: Sequence[PushGroup], roster: PushGroups) -> None:
-        """Push to these groups of ``roster`` at once, and evict the engines that fail.
-
-        Raises Fenced, and PartLost as ``update`` does.
-        """
+        """Push to these groups of ``roster`` at once, and evict the engines that fail. Raises Fenced, PartLost."""
         since = time.perf_counter()
         # All groups end before an error is raised: none may go on with a copy that the caller then releases.
         await all_of([self._send_to(group, roster) for group in groups])
@@ -194,9 +187,9 @@ class Push:
             roster.succeeded(member)
 
     async def update(self, group: PushGroup) -> Outcome:
-        """Push to all engines of one group. Returns how each took the version, or why it did not.
+        """Push to all engines of a group. Returns how each took the version, or why not.
 
-        Raises Fenced, and PartLost where another rank of the learner cannot send its part: no engine has failed then.
+        Raises Fenced, and PartLost when another rank of the learner cannot send its part: no engine has failed then.
         """
         together, apart, outcome = list(group.members), list[Member](), Outcome()
         # Decided once for all rounds of this push.
@@ -233,7 +226,6 @@ class Push:
         return outcome
 
     async def _retry(self, group: PushGroup, member: Member) -> Outcome:
-        """Push to a suspected engine alone, over a channel of its own."""
         alone = PushGroup(group.rules, [member])
         try:
             return await self.update(alone)
@@ -247,89 +239,77 @@ class Push:
             return {member: error}
 
     async def _transfer(self, group: PushGroup, members: list[Member], *, serve: bool) -> dict[Member, float | None]:
-        """Send all buckets to all members.
-
-        With ``serve``, returns the seconds for which each that serves them already paused generation.
-
-        Raises _GroupBroken, Fenced.
+        """Send all buckets to all members. Returns the pauses of members that serve them. Raises _GroupBroken,
+        Fenced.
         """
-        channel = group.channel_of(members) or await _open(group, members)
+        if not group.is_open_for(members):
+            await _open(group, members)
         if all(member.single_request for member in members):
             async with _PushRound() as round_:
-                return await self._send_in_one_request(round_, channel, serve, group.rules.deadlines.of("bucket"))
+                return await self._send_in_one_request(round_, group, members, serve=serve)
         async with _PushRound() as round_:
             # A round of its own, in which the answer of every member is awaited: a member that fails here has failed by
             # itself.
             await round_.each("begin", [(member, member.begin(self._version)) for member in members])
         async with _PushRound() as round_:
-            await self._send_in_turn(round_, channel)
+            await self._send_in_turn(round_, group, members)
         return {}
 
     async def _send_in_one_request(
-        self, round_: "_PushRound", channel: Channel, serve: bool, deadline_s: float
+        self, round_: "_PushRound", group: PushGroup, members: list[Member], *, serve: bool
     ) -> dict[Member, float | None]:
-        """Send one request for all buckets. The deadline holds for each bucket, and then for the answers.
-
-        A receiver that reads the buckets itself has both deadlines of its own.
-        """
-        # All sends are queued at once: the channel keeps them in order.
+        # All sends are queued at once: the group keeps them in order.
         sends = [
-            round_.start(phase, None, channel.send(payload, following))
-            for phase, payload, following in self._messages()
+            round_.start(phase, None, group.send(payload, following)) for phase, payload, following in self._messages()
         ]
         requests = {
             member: round_.start("transfer", member, member.receive(self._version, self._buckets, serve=serve))
-            for member in channel.members
+            for member in members
         }
         await round_.until(sends)
+        deadline_s = None if all(member.receiver.carries for member in members) else group.rules.deadlines.of("bucket")
         try:
-            async with asyncio.timeout(None if all(member.receiver.carries for member in requests) else deadline_s):
+            async with asyncio.timeout(deadline_s):
                 await round_.until(round_.under_way)
         except TimeoutError:
             raise _GroupBroken("transfer", {}, None) from None
         return {member: task.result() for member, task in requests.items()}
 
-    async def _send_in_turn(self, round_: "_PushRound", channel: Channel) -> None:
-        """Send a request for every bucket.
-
-        An engine that reads them itself has the next requests before it has stored this bucket.
-        """
-        max_ahead = _BUCKETS_AHEAD if all(member.receiver.carries for member in channel.members) else 1
+    async def _send_in_turn(self, round_: "_PushRound", group: PushGroup, members: list[Member]) -> None:
+        """Send a request for every bucket; an engine that reads them itself has the next ones before it stored one."""
+        max_ahead = _BUCKETS_AHEAD if all(member.receiver.carries for member in members) else 1
         under_way: deque[list[asyncio.Task[None]]] = deque()
         for (bucket, _), (phase, payload, following) in zip(self._buckets, self._messages(), strict=True):
             if len(under_way) == max_ahead:
                 await round_.until(under_way.popleft())
             requests = [
                 round_.start(phase, member, _in_phase(member, phase, member.receiver.bucket(bucket.specs, payload)))
-                for member in channel.members
+                for member in members
             ]
-            under_way.append([*requests, round_.start(phase, None, channel.send(payload, following))])
+            under_way.append([*requests, round_.start(phase, None, group.send(payload, following))])
         await round_.until(round_.under_way)
 
     def _messages(self) -> list[tuple[str, Payload, Payload | None]]:
-        """Return the phase of each bucket, its bytes, and the bytes of the next one."""
         payloads: list[Payload] = [payload for _, payload in self._buckets]
         phases = [f"bucket {number} of {len(payloads)}" for number in range(1, len(payloads) + 1)]
         return list(zip(phases, payloads, [*payloads[1:], None], strict=True))
 
 
-async def _open(group: PushGroup, members: list[Member]) -> Channel:
-    """Open a channel to these members, and have them join its groups. Raises _GroupBroken."""
+async def _open(group: PushGroup, members: list[Member]) -> None:
     async with _PushRound() as round_:
         try:
-            channel = await group.open(members)
+            await group.open(members)
         except PeerLost as error:
             raise _GroupBroken("join", {}, error) from None
         deadline_s = group.rules.deadlines.of("join")
-        if not channel.senders:
+        if not group.senders:
             await round_.until([round_.start("join", member, member.join(None)) for member in members])
         # One group after the other: an engine that is blocked while it joins one answers no request to join another.
-        for sender in channel.senders:
+        for sender in group.senders:
             round_.start("join", None, sender.meet(), deadline_s)
             for member in members:
-                round_.start("join", member, member.join(channel.rendezvous(member, sender)))
+                round_.start("join", member, member.join(group.rendezvous(member, sender)))
             await round_.until(round_.under_way)
-        return channel
 
 
 async def _check_parts(group: PushGroup, broken: "_GroupBroken") -> None:
@@ -356,8 +336,7 @@ async def _in_phase(member: Member, phase: str, work: Coroutine[object, None, No
 
 
 async def _failed(members: Sequence[Member], broken: "_GroupBroken") -> dict[Member, ReceiverFailed]:
-    """Return the engines that have certainly failed: they do not answer, or failed alone or in a phase that shares
-    nothing."""
+    """Return the engines that have certainly failed: without an answer, alone, or in a phase that shares nothing."""
     if broken.phase == "begin" or len(members) == 1:
         return {member: broken.error(member) for member in members if member in broken.errors or len(members) == 1}
     alive = await all_of([member.answers() for member in members])
@@ -365,8 +344,7 @@ async def _failed(members: Sequence[Member], broken: "_GroupBroken") -> dict[Mem
 
 
 class _GroupBroken(Exception):
-    """A round that cannot go on: the errors of the engines that reported one, and the error of the learner's own
-    part."""
+    """A round that cannot go on: the errors that engines reported, and the error of the learner's own part."""
 
     def __init__(self, phase: str, errors: Mapping[Member, ReceiverFailed], ours: Exception | None) -> None:
         super().__init__(phase, errors, ours)
@@ -400,10 +378,7 @@ class _PushRound:
     def start(
         self, phase: str, member: Member | None, work: Coroutine[object, None, T], timeout_s: float | None = None
     ) -> asyncio.Task[T]:
-        """Start and return a task of ``member``; None = of the learner itself.
-
-        With ``timeout_s`` a late one fails as PeerLost.
-        """
+        """Start a task of ``member`` (None = the learner); with ``timeout_s`` a late one fails as PeerLost."""
         task = asyncio.create_task(work if timeout_s is None else _bounded(work, timeout_s))
         self._tasks[task] = phase, member
         return task

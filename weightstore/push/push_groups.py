@@ -1,9 +1,9 @@
 """The engines that take part in pushes, in groups that share process groups with the learner. A pair is a group of one
 engine.
 
-    live rows -> PushGroups.reconcile -> PushGroup (members, channel)
+    live rows -> PushGroups.reconcile -> PushGroup (members, senders)
 
-    rank 0 of the learner  -- tidemill   --> e1, e2        a channel: the process groups of all ranks that send,
+    rank 0 of the learner  -- tidemill   --> e1, e2        the process groups of all ranks that send,
     rank 2 of the learner  -- tidemill-1 --> e1, e2        one bucket at a time, in the order of the requests
 
 An engine that fails is evicted: it misses the rest of that push, and has left its group. It is tried again in the next
@@ -45,8 +45,7 @@ _log = logging.getLogger(__name__)
 PHASES = ("joining", "catching up", "serving", "stale")
 """An engine in one of these phases takes part."""
 GROUP = "tidemill"
-"""Name of rank 0's process groups, and the beginning of the names of the others: an engine that still has a group of
-that name leaves it first."""
+"""Name of rank 0's process groups, and prefix of the others: an engine that has one of that name leaves it first."""
 _MAX_PAUSE_S = 600.0
 """Bound of the pause between two attempts with an engine that keeps failing."""
 T = TypeVar("T")
@@ -54,7 +53,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GroupRules:
-    """Rules by which push groups are formed and their channels opened."""
+    """Rules by which push groups are formed and opened."""
 
     max_engines: int
     """Maximum number of engines in a group."""
@@ -82,45 +81,82 @@ class GroupRules:
         return ("" if reason else "nccl"), reason
 
 
-class Channel:
-    """The process groups of some members; none for an engine that reads the buckets itself.
+class PushGroup:
+    """Some engines, and the process groups that they had with the learner at the last push, if these are still good.
 
-    The errors of one member are ReceiverFailed, the errors of the channel PeerLost.
+    There is one for each rank of the learner that sends, and none for an engine that reads the buckets itself. The
+    errors of one member are ReceiverFailed, the errors of the groups PeerLost.
     """
 
-    def __init__(self, senders: Sequence[Sender | RemoteSender], members: Sequence[Member], deadline_s: float) -> None:
-        """``senders``: rank 0's, then the other parts' in their order. ``deadline_s``: of a bucket."""
-        self.senders, self.members, self._deadline_s = list(senders), list(members), deadline_s
+    def __init__(self, rules: GroupRules, members: Iterable[Member] = ()) -> None:
+        self.rules, self.members = rules, list(members)
+        self.senders: list[Sender | RemoteSender] = []
+        """The learner's ends: rank 0's, then the other parts' in their order."""
+        self._joined: list[Member] = []
+        """Members of the open process groups."""
         self._sending = asyncio.Lock()
         """Senders take turns: the members receive one bucket after the other."""
         self._lost: PeerLost | None = None
 
-    @classmethod
-    async def open(cls, members: Sequence[Member], rules: GroupRules) -> "Channel":
-        """Have all ranks that send listen, and return the channel; the members have not joined yet. Raises PeerLost."""
-        if members[0].receiver.carries:  # and is alone
-            return cls([], members, 0.0)
-        deadline_s, backend = rules.deadlines.of("bucket"), members[0].backend
-        size = 1 + sum(member.ranks for member in members)
-        local = await Sender.open(
-            GROUP, size, backend, deadline_s, at=rules.at, memory=rules.memory, gpu=rules.end.uuid, apart=rules.apart
-        )
-        start_s = deadline_s + (START_S if backend in rules.apart else 0.0)
-        hosting = [
-            part.host(f"{GROUP}-{number}", size, backend, deadline_s, start_s)
-            for number, part in enumerate(rules.parts, 1)
-        ]
-        opened = await asyncio.gather(*hosting, return_exceptions=True)
-        channel = cls([local, *(group for group in opened if isinstance(group, RemoteSender))], members, deadline_s)
-        for error in opened:
-            if isinstance(error, BaseException):
-                channel.close()
-                raise error
-        return channel
+    @property
+    def is_colocated(self) -> bool:
+        """True if its engines share the learner's accelerator: all, or none of them."""
+        return any(member.colocated for member in self.members)
+
+    @property
+    def transport(self) -> str:
+        """The backend of its process groups; empty = its engine reads the buckets itself."""
+        return "" if self.members[0].receiver.carries else self.members[0].backend
+
+    def has_room(self, member: Member) -> bool:
+        """Return whether an engine may be added.
+
+        Engines of a group are all colocated or none, with one backend, over NCCL on different GPUs; one that reads the
+        buckets itself is alone.
+        """
+        if any(present.receiver.carries or present.backend != member.backend for present in (member, *self.members)):
+            return False
+        if member.backend == "nccl" and any(share(present.devices, member.devices) for present in self.members):
+            return False
+        return member.colocated == self.is_colocated and len(self.members) < self.rules.max_engines
+
+    def is_open_for(self, members: Sequence[Member]) -> bool:
+        """Return whether exactly these members have joined the process groups."""
+        return self._joined == members
+
+    async def open(self, members: Sequence[Member]) -> None:
+        """Have all ranks that send listen for these members, which have not joined yet. Raises PeerLost."""
+        self.close()
+        rules, backend = self.rules, members[0].backend
+        if not members[0].receiver.carries:  # one that carries is alone
+            deadline_s, size = rules.deadlines.of("bucket"), 1 + sum(member.ranks for member in members)
+            local = await Sender.open(
+                GROUP,
+                size,
+                backend,
+                deadline_s,
+                at=rules.at,
+                memory=rules.memory,
+                gpu=rules.end.uuid,
+                apart=rules.apart,
+            )
+            self.senders.append(local)
+            start_s = deadline_s + (START_S if backend in rules.apart else 0.0)
+            hosting = [
+                part.host(f"{GROUP}-{number}", size, backend, deadline_s, start_s)
+                for number, part in enumerate(rules.parts, 1)
+            ]
+            remote = await asyncio.gather(*hosting, return_exceptions=True)
+            self.senders += [sender for sender in remote if isinstance(sender, RemoteSender)]
+            for error in remote:
+                if isinstance(error, BaseException):
+                    self.close()
+                    raise error
+        self._joined = list(members)
 
     def rendezvous(self, member: Member, sender: Sender | RemoteSender) -> Rendezvous:
-        """Return where the engine joins a group; its processes take as many ranks, one engine after the other."""
-        first = 1 + sum(earlier.ranks for earlier in self.members[: self.members.index(member)])
+        """Return where the engine joins a process group; its processes take as many ranks, one engine after another."""
+        first = 1 + sum(earlier.ranks for earlier in self._joined[: self._joined.index(member)])
         return Rendezvous(
             host=sender.host,
             port=sender.port,
@@ -131,19 +167,16 @@ class Channel:
         )
 
     async def send(self, payload: Payload, following: Payload | None = None) -> None:
-        """Broadcast a bucket to all members from the rank that has it, in the order in which they are requested to
-        receive the buckets.
+        """Broadcast a bucket from the rank that has it, in the order in which members are requested to receive them.
 
-        ``following``: the next bucket; None = not known, or there is none. After one failed no other is tried: each
-        could block.
+        ``following``: the next bucket, if known. After one failed no other is tried: each could block.
         """
         if not self.senders:
             return
         async with self._sending:
             if self._lost is not None:
-                raise type(self._lost)(
-                    self.senders[0].name, "sending", f"an earlier message was lost: {self._lost.reason}"
-                )
+                reason = f"an earlier message was lost: {self._lost.reason}"
+                raise type(self._lost)(self.senders[0].name, "sending", reason)
             try:
                 await self._broadcast(payload, following)
             except PeerLost as error:
@@ -151,65 +184,23 @@ class Channel:
                 raise
 
     async def _broadcast(self, payload: Payload, following: Payload | None) -> None:
-        own_sender, *remote_senders = self.senders
+        local, deadline_s = self.senders[0], self.rules.deadlines.of("bucket")
         if isinstance(payload, Tensor):
-            assert isinstance(own_sender, Sender)
-            await own_sender.send(payload, following if isinstance(following, Tensor) else None, self._deadline_s)
+            assert isinstance(local, Sender)
+            await local.send(payload, following if isinstance(following, Tensor) else None, deadline_s)
             return
         ahead = following if isinstance(following, RemoteBucket) and following.part is payload.part else None
-        [group] = [group for group in remote_senders if isinstance(group, RemoteSender) and group.part is payload.part]
-        await group.send(payload, ahead, self._deadline_s)
+        [sender] = [end for end in self.senders if isinstance(end, RemoteSender) and end.part is payload.part]
+        await sender.send(payload, ahead, deadline_s)
 
     def close(self) -> None:
-        """Close all groups, without waiting for a call under way, which ends by the deadline of its group."""
+        """Close the process groups, without waiting for a call under way, which ends by the deadline of its group.
+
+        The next push opens other ones.
+        """
         for sender in self.senders:
             sender.close()
-
-
-class PushGroup:
-    """Some engines, and the channel they had at the last push, if it is still good."""
-
-    def __init__(self, rules: GroupRules, members: Iterable[Member] = ()) -> None:
-        self.rules, self.members = rules, list(members)
-        self._channel: Channel | None = None
-
-    @property
-    def is_colocated(self) -> bool:
-        """True if its engines share the learner's accelerator: all, or none of them."""
-        return any(member.colocated for member in self.members)
-
-    @property
-    def transport(self) -> str:
-        """The backend of its process group; empty = its engine reads the buckets itself."""
-        return "" if self.members[0].receiver.carries else self.members[0].backend
-
-    def has_room(self, member: Member) -> bool:
-        """Return whether an engine may be added.
-
-        Engines of one group are all colocated or none, and have one backend, over NCCL on different GPUs; one that
-        reads the buckets itself has a group of its own.
-        """
-        if any(present.receiver.carries or present.backend != member.backend for present in (member, *self.members)):
-            return False
-        if member.backend == "nccl" and any(share(present.devices, member.devices) for present in self.members):
-            return False
-        return member.colocated == self.is_colocated and len(self.members) < self.rules.max_engines
-
-    def channel_of(self, members: Sequence[Member]) -> Channel | None:
-        """Return the open channel, if these are its members."""
-        return self._channel if self._channel is not None and self._channel.members == members else None
-
-    async def open(self, members: Sequence[Member]) -> Channel:
-        """Open another channel, for these members, in place of the present one. Raises PeerLost."""
-        self.close()
-        self._channel = await Channel.open(members, self.rules)
-        return self._channel
-
-    def close(self) -> None:
-        """Close the channel; the next push opens another one."""
-        if self._channel is not None:
-            self._channel.close()
-        self._channel = None
+        self.senders, self._joined, self._lost = [], [], None
 
 
 @dataclass(slots=True)
@@ -234,9 +225,8 @@ class PushGroups:
         """``evicted`` as recorded on the bus; None = as an earlier learner recorded it."""
 
     async def reconcile(self) -> list[PushGroup]:
-        """Drop the engines that have gone, add the new ones (they join when they are first updated).
-
-        Returns the groups. Raises BusUnavailable.
+        """Drop engines that have gone, add new ones (which join at their first update). Returns the groups;
+        BusUnavailable.
         """
         alive = {row.id: row for row in await self._view.alive("engine")}
         rows = {row.id: row for row in alive.values() if row.phase in PHASES and row.address}
@@ -262,6 +252,7 @@ class PushGroups:
     async def evict(self, member: Member, reason: str) -> None:
         """Leave the engine out of this push; it is stale until an update is completed."""
         backoff = self._backoffs.setdefault(member.identity, _Backoff())
+        # The first failure costs nothing: one lost connection must not make an engine stale for a deadline.
         backoff.failures += 1
         self.evicted[member.id] = reason
         pause_s = (
@@ -287,13 +278,9 @@ class PushGroups:
     async def succeeding(
         self, members: Iterable[Member], work: Callable[[Member], Awaitable[object]]
     ) -> tuple[str, ...]:
-        """Run ``work`` for all members at once.
-
-        Returns the ids of the members that succeeded; the other members are evicted.
-        """
+        """Run ``work`` for all members at once, and evict the members that fail. Returns the ids of the others."""
 
         async def run_for(member: Member) -> str:
-            """Run ``work`` for one member. Returns its id; "" if it failed and was evicted."""
             try:
                 await work(member)
             except ReceiverFailed as error:
@@ -319,9 +306,8 @@ class PushGroups:
         await asyncio.gather(*[self._drop(member, leave=True) for member in list(self._members.values())])
 
     def _add(self, row: LiveRow) -> bool:
-        """Add the engine to the first group that has room; the channel of that group is opened anew at the next push.
-
-        Returns False for an engine that is refused: it cannot have NCCL, and nothing else is allowed.
+        """Add the engine to the first group with room. Returns False if it cannot have NCCL, and nothing else is
+        allowed.
         """
         receiver = self._open_receiver(row)
         backend, reason = ("", "") if receiver.carries else self._rules.backend_of(row)
@@ -341,8 +327,7 @@ class PushGroups:
         return True
 
     def _log_without_nccl(self, row: LiveRow, backend: str, reason: str) -> None:
-        """Log once why an engine gets no weights over NCCL, unless learner and engine are both on CPUs, where none is
-        expected."""
+        """Log once why an engine gets no weights over NCCL, unless both ends are on CPUs, where none is expected."""
         is_logged = self._without_nccl.get(identity(row)) == reason
         self._without_nccl[identity(row)] = reason
         if is_logged or (backend and not self._rules.end.uuid and not row.capabilities.devices):
@@ -377,18 +362,9 @@ async def all_of(work: Iterable[Coroutine[object, None, T]]) -> list[T]:
 
 
 async def open_groups(
-    stack: AsyncExitStack,
-    bus: Bus,
-    config: WeightsConfig,
-    *,
-    epoch: int,
-    rules: GroupRules,
-    view: LiveView,
+    stack: AsyncExitStack, bus: Bus, config: WeightsConfig, *, epoch: int, rules: GroupRules, view: LiveView
 ) -> PushGroups:
-    """Return groups without members, with the receivers of the configured transport. ``stack`` closes them.
-
-    Raises BusUnavailable.
-    """
+    """Return groups without members, with receivers of the configured transport; ``stack`` closes them."""
     keys = await make_keys(bus)
     # No limit: a push sends a request to every engine at the same time, and one that waits for a connection would miss
     # its deadline.
@@ -397,7 +373,6 @@ async def open_groups(
         stack.push_async_callback(part.close)
 
     def open_receiver(row: LiveRow) -> WeightReceiver:
-        """Make the HTTP receiver of a live engine."""
         return HttpReceiver(session, row.address, epoch=epoch, deadlines=rules.deadlines)
 
     if config.transport == "handles":

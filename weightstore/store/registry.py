@@ -1,10 +1,10 @@
 """The versions of a run: one row each, and the head, in the bucket ``weights``.
 
-    v.<n>     the row of a version, written as ``pushing`` before any engine has it, so that a reader of its tokens finds the step
+    v.<n>     the row of a version, ``pushing`` before any engine has it, so that a reader of its tokens finds the step
     head      the newest published version, moved by compare-and-set; its ``fence`` is the newest learner's epoch
     snapshot  the row of the newest version that has a snapshot
     evicted   the live engines that were left out of the last push, and why: {"engines": {id: reason}}
-    want      the oldest version of which an engine needs a snapshot (``tidemill.weightstore.catchup.sources``)
+    want      the oldest version whose snapshot an engine needs (``tidemill.weightstore.catchup.sources``)
 
 A number is reserved by creating its row, so it is never used twice, even if the push fails or the learner dies. Rows
 that were lost (the bucket was emptied) are restored from the other records that name them: a publisher's memory, the
@@ -41,42 +41,36 @@ class VersionRegistry:
         self._next, self._repeated = 0, FailureLog(_log)
 
     async def head(self) -> VersionRow | None:
-        """Return the newest published version; None before the first. Raises UnreadableRow until a learner has restored
-        the head.
-        """
-        found = await self._rows.get(HEAD)
-        return None if found is None else _parse(HEAD, found[0])
+        """Return the newest published version; None before the first. Raises UnreadableRow until it is restored."""
+        entry = await self._rows.get(HEAD)
+        return _parse(HEAD, entry and entry[0])
 
     async def repaired_head(self, epoch: int) -> VersionRow | None:
-        """Return the head for the learner of this epoch, which restores one that cannot be read. Raises Fenced then, if
-        it is replaced.
-        """
-        found = await self._readable_head(epoch)
-        return None if found is None else _parse(HEAD, found)
+        """Return the head for the learner of this epoch, which restores an unreadable one, or raises Fenced."""
+        return _parse(HEAD, await self._readable_head(epoch))
 
     async def _readable_head(self, epoch: int) -> Value | None:
-        found, revision = await self._rows.read(HEAD)
-        if found is not None or not revision:
-            return found
+        value, revision = await self._rows.read(HEAD)
+        if value is not None or not revision:
+            return value
         newest = await self._newest_published()
         restored: Value = {**({} if newest is None else dataclasses.asdict(newest)), "fence": epoch}
-        found = await self._change_head(epoch, lambda head: restored if head is None else None)
+        value = await self._change_head(epoch, lambda head: restored if head is None else None)
         version = "none" if newest is None else newest.version
         self._repeated(
             "head of the registry could not be read and was restored", f"revision={revision} version={version}"
         )
-        return found
+        return value
 
     async def row(self, version: int) -> VersionRow | None:
         """Return the row of a version; None if it is not registered, or the row cannot be read."""
-        found, _ = await self._rows.read(_key(version))
-        return None if found is None else _parse(_key(version), found)
+        value, _ = await self._rows.read(_key(version))
+        return _parse(_key(version), value)
 
     async def row_for(self, version: int, seq: int) -> VersionRow | None:
         """Return the row of a version that the sample at ``seq`` names; None = there is none.
 
-        Where ``after`` is not set yet, nothing has been pushed, and this sets it to ``seq``: every later call returns
-        the same.
+        Without ``after`` nothing has been pushed, and this sets it to ``seq``: every later call returns the same.
         """
         row = await self.row(version)
         # Its learner is between creating the row and setting ``after``, or died there.
@@ -101,46 +95,39 @@ class VersionRegistry:
         return self._steps[version]
 
     async def fence(self, epoch: int) -> VersionRow | None:
-        """Fence the learners of lower epochs. Returns the head. Raises Fenced when this learner is fenced itself.
+        """Fence learners of lower epochs. Returns the head, whose row is published: its learner may have died before.
 
-        The row of the head is published too, which its learner may have been killed before.
+        Raises Fenced when this learner is fenced itself.
         """
 
         def fenced(head: Value | None) -> Value:
-            """Return the head with the new fence."""
             _check_fence(head, epoch)
             return {**(head or {}), "fence": epoch}
 
         await self._readable_head(epoch)
-        head = _parse(HEAD, await self._change_head(epoch, fenced) or {})
+        head = _parse(HEAD, await self._change_head(epoch, fenced))
         if head is not None:
             await self._change(_key(head.version), head.version, state=head.state)
         await self._count()
         return head
 
-    async def lost(self, known: Mapping[int, int]) -> bool:
-        """Return whether the head (or its contents) or a row is missing, although the versions of ``known`` (-> step)
-        have been used.
-        """
-        if not known:
+    async def lost(self, steps: Mapping[int, int]) -> bool:
+        """Return whether the head or a row is missing, although the versions of ``steps`` were used."""
+        if not steps:
             return False
         head, _ = await self._rows.read(HEAD)
-        return head is None or _parse(HEAD, head) is None or not known.keys() <= set(await self._versions())
+        return _parse(HEAD, head) is None or not steps.keys() <= set(await self._versions())
 
-    async def restore(self, known: Mapping[int, int], epoch: int) -> None:
-        """Restore the missing and unreadable rows of ``known`` versions (-> step), and the head if it is older than
-        they are.
-
-        Raises Fenced.
-        """
+    async def restore(self, steps: Mapping[int, int], epoch: int) -> None:
+        """Restore missing and unreadable rows of versions (``steps``: -> step), and an older head. Raises Fenced."""
         present = await self._versions()
-        missing = known.keys() - set(present)
+        missing = steps.keys() - set(present)
         restored = [
-            version for version, step in known.items() if await self._restore_row(version, step, epoch, "published")
+            version for version, step in steps.items() if await self._restore_row(version, step, epoch, "published")
         ]
         if missing:
             # New versions are numbered after the highest row, so this row alone skips the numbers in between.
-            await self._restore_row(max((*present, *known)) + UNUSED_AFTER_LOSS, known[max(known)], epoch, "failed")
+            await self._restore_row(max((*present, *steps)) + UNUSED_AFTER_LOSS, steps[max(steps)], epoch, "failed")
         newest = await self._newest_published()
         if newest is not None:
             await self._raise_head(newest, epoch)
@@ -150,18 +137,16 @@ class VersionRegistry:
         self._repeated(lost, text, level=logging.ERROR)
 
     async def _restore_row(self, version: int, step: int, epoch: int, state: str) -> bool:
-        """Write the row of a version unless it can be read. Returns whether it was written."""
         row = dataclasses.asdict(VersionRow(version=version, step=step, epoch=epoch, state=state))
         changed = await self._rows.change(
-            _key(version), lambda found: row if found is None else None, replace_unreadable=True
+            _key(version), lambda value: row if value is None else None, replace_unreadable=True
         )
         return changed.before is None
 
     async def _raise_head(self, newest: VersionRow, epoch: int) -> None:
         def raised(value: Value | None) -> Value | None:
-            """Return ``newest`` as the head, unless the head is as new."""
             _check_fence(value, epoch)
-            head = None if value is None else _parse(HEAD, value)
+            head = _parse(HEAD, value)
             if head is not None and head.version >= newest.version:
                 return None
             return {**dataclasses.asdict(newest), "fence": epoch}
@@ -169,16 +154,14 @@ class VersionRegistry:
         await self._change_head(epoch, raised)
 
     async def _change_head(self, epoch: int, fn: Callable[[Value | None], Value | None]) -> Value | None:
-        """Change the head as ``Rows.change`` does, and return it; ``fn`` gets None for one that is missing or cannot be
-        read.
+        """Change the head and return it; ``fn`` gets None for one that is missing or cannot be read.
 
-        Such a head has lost its fence, and an older learner must not write it: raises Fenced for one that the row of
-        the epoch shows to be replaced. Every learner raises that row first and fences the head afterwards, so one that
-        raises it later than this reads it changes the head later, too.
+        Such a head has lost its fence, and an older learner must not write it: the row of the epoch shows that it is
+        replaced. Every learner raises that row first and fences the head afterwards, so one that raises it later than
+        this reads it changes the head later, too. Raises Fenced.
         """
 
         async def refuse_if_replaced() -> None:
-            """Raise Fenced for an older learner."""
             newest = await current_epoch(self._bus)
             if newest > epoch:
                 raise Fenced(f"weights.{HEAD}", epoch, newest)
@@ -193,18 +176,15 @@ class VersionRegistry:
         return None
 
     async def _count(self) -> None:
-        """Set the next number after all existing ones, and after those that this object has used."""
         self._next = max(self._next, max(await self._versions(), default=0) + 1)
 
     async def newest_epoch(self) -> int:
         """Return the epoch of the newest learner (``fence``); 0 = none. Raises UnreadableRow, as ``head``."""
-        found = await self._rows.get(HEAD)
-        return 0 if found is None else int(found[0].get("fence", 0))
+        entry = await self._rows.get(HEAD)
+        return 0 if entry is None else int(entry[0].get("fence", 0))
 
     async def publish_initial(self, where: str, epoch: int, *, digest: str = "") -> VersionRow:
-        """Publish version 0 of step 0, which every engine loads from its model directory, unless there is a head.
-        Returns the head.
-        """
+        """Publish version 0, loaded from the model directory, unless there is a head. Returns the head."""
         head = await self.repaired_head(epoch)
         if head is not None:
             return head
@@ -215,9 +195,7 @@ class VersionRegistry:
         return row
 
     async def reserve(self, step: int, epoch: int, *, digest: str = "") -> VersionRow:
-        """Create the row of a new version, ``pushing``, with an unused number and ``after`` set. Returns it. Raises
-        Fenced.
-        """
+        """Create the row of a new version, ``pushing``, with an unused number and ``after``. Raises Fenced."""
         _check_fence(await self._readable_head(epoch), epoch)
         if not self._next:
             await self._count()
@@ -225,24 +203,20 @@ class VersionRegistry:
             row = VersionRow(version=self._next, step=step, epoch=epoch, digest=digest)
             self._next += 1
             try:
-                await self._rows.update(
-                    _key(row.version), dataclasses.asdict(row), 0
-                )  # nor in place of a deleted one: its number was used
+                # Nor in place of a deleted one: its number was used.
+                await self._rows.update(_key(row.version), dataclasses.asdict(row), 0)
                 return await self._begin_after(row, (await self._samples.info()).last_seq)
             except RowConflict:  # used by a learner that has been replaced, or that replaces this one
                 continue
 
     async def publish(self, row: VersionRow) -> VersionRow:
-        """Make the version the head. Returns its row, ``published``.
-
-        Raises Fenced when a newer learner has written, which shows by its epoch or by a higher version.
-        """
+        """Make the version the head. Returns its row. Raises Fenced for a newer learner's epoch or version."""
         row = dataclasses.replace(row, state="published")
 
         def published(value: Value | None) -> Value | None:
             """Return the version as the head; None if it is the head already."""
             _check_fence(value, row.epoch)
-            head = None if value is None else _parse(HEAD, value)
+            head = _parse(HEAD, value)
             if head is None or head.version < row.version:
                 return {**dataclasses.asdict(row), "fence": row.epoch}
             if (head.version, head.epoch) == (row.version, row.epoch):  # a repeated call
@@ -254,11 +228,10 @@ class VersionRegistry:
         await self._change_head(row.epoch, published)
         now = dataclasses.asdict(row)
 
-        def shown(found: Value | None) -> Value | None:
-            """Return the version's row as published, whole if it is lost or unreadable."""
-            if found is None or found.get("version") != row.version:
+        def shown(value: Value | None) -> Value | None:
+            if value is None or value.get("version") != row.version:
                 return now
-            return None if found.get("state") == row.state else {**found, "state": row.state}
+            return None if value.get("state") == row.state else {**value, "state": row.state}
 
         await self._rows.change(_key(row.version), shown, replace_unreadable=True)
         # A head that could not be read was restored meanwhile, from the rows that were published before this one.
@@ -268,24 +241,21 @@ class VersionRegistry:
     async def fail(self, row: VersionRow) -> None:
         """Record that the push failed. The number stays used: an engine may have the version.
 
-        A version that has become the head is published, also where ``publish`` did not return: the answer of the bus
-        was lost, or came after a newer learner's fence.
+        A version that became the head stays published, also where ``publish`` did not return: the answer of the bus was
+        lost, or came after a newer learner's fence.
         """
-        found, _ = await self._rows.read(HEAD)
-        head = None if found is None else _parse(HEAD, found)
+        value, _ = await self._rows.read(HEAD)
+        head = _parse(HEAD, value)
         is_head = head is not None and (head.version, head.epoch) == (row.version, row.epoch)
         state = "published" if is_head else "failed"
 
-        def ended(found: Value | None) -> Value | None:
-            """Return the row with the state; None if its push has ended already, or the row is gone."""
-            return {**found, "state": state} if found is not None and found.get("state") == "pushing" else None
+        def ended(value: Value | None) -> Value | None:
+            return {**value, "state": state} if value is not None and value.get("state") == "pushing" else None
 
         await self._rows.change(_key(row.version), ended, replace_unreadable=True)
 
     async def set_snapshot(self, version: int, where: str) -> None:
-        """Record where a snapshot of the version is ("" = it is gone). Raises NotFound for a version that does not
-        exist.
-        """
+        """Record where a version's snapshot is ("" = it is gone). Raises NotFound for a version that does not exist."""
         await self._change(_key(version), version, snapshot=where)
         await self._change(HEAD, version, snapshot=where)  # only while it is the head
         row = await self.row(version)
@@ -295,25 +265,22 @@ class VersionRegistry:
 
     async def snapshot(self) -> VersionRow | None:
         """Return the row of the newest version that has a snapshot."""
-        found, _ = await self._rows.read(SNAPSHOT)
-        row = None if found is None else _parse(SNAPSHOT, found)
+        value, _ = await self._rows.read(SNAPSHOT)
+        row = _parse(SNAPSHOT, value)
         return row if row is not None and row.snapshot else None
 
     async def request_snapshot(self, version: int, by: str, nonce: str) -> None:
-        """Request a snapshot of a version, or of a later one, from the learner. All engines need the head, so one row
-        serves all.
-        """
+        """Request a snapshot of a version or a later one. All engines need the head, so one row serves all."""
         await self._rows.put(WANT, {"version": version, "by": by, "nonce": nonce})
 
     async def _begin_after(self, row: VersionRow, seq: int) -> VersionRow:
         """Return the row with ``after``, which is set once."""
 
-        def begun(found: Value | None) -> Value | None:
-            """Return the row with ``after``; None if it is set already, or the row is gone."""
-            return None if found is None or int(found.get("after", -1)) >= 0 else {**found, "after": seq}
+        def begun(value: Value | None) -> Value | None:
+            return None if value is None or int(value.get("after", -1)) >= 0 else {**value, "after": seq}
 
-        found = (await self._rows.change(_key(row.version), begun, replace_unreadable=True)).after
-        return dataclasses.replace(row, after=seq if found is None else int(found["after"]))
+        value = (await self._rows.change(_key(row.version), begun, replace_unreadable=True)).after
+        return dataclasses.replace(row, after=seq if value is None else int(value["after"]))
 
     async def set_evicted(self, reasons: Mapping[str, str]) -> None:
         """Record the engines that are not pushed to, with the reasons, for `tidemill status`."""
@@ -321,15 +288,14 @@ class VersionRegistry:
 
     async def evicted(self) -> dict[str, str]:
         """Return the engines that are not pushed to -> why, as of the last push."""
-        found = await self._rows.get(EVICTED)
-        return {} if found is None else {str(id): str(why) for id, why in found[0].get("engines", {}).items()}
+        entry = await self._rows.get(EVICTED)
+        return {} if entry is None else {str(engine): str(why) for engine, why in entry[0].get("engines", {}).items()}
 
     async def _note_snapshot(self, row: VersionRow) -> None:
-        """Keep the row ``snapshot`` at the newest version that has one; that version may also lose its snapshot."""
+        """Keep the row ``snapshot`` at the newest version with one, which may also lose it."""
 
-        def noted(found: Value | None) -> Value | None:
-            """Return the row to keep; None for an older version, or a newer one without a snapshot."""
-            before = -1 if found is None else int(found["version"])
+        def noted(value: Value | None) -> Value | None:
+            before = -1 if value is None else int(value["version"])
             if row.version < before or (row.version > before and not row.snapshot):
                 return None
             return dataclasses.asdict(row)
@@ -341,15 +307,10 @@ class VersionRegistry:
         return [version for version in named if version is not None]
 
     async def _change(self, key: str, version: int, **changes: str | int) -> None:
-        """Change fields of a row if it is that of this version."""
-
-        def changed(found: Value | None) -> Value | None:
-            """Return the row with the changes; None if it has them, or is that of another version."""
-            return (
-                None
-                if found is None or found.get("version") != version or found.items() >= changes.items()
-                else {**found, **changes}
-            )
+        def changed(value: Value | None) -> Value | None:
+            if value is None or value.get("version") != version or value.items() >= changes.items():
+                return None
+            return {**value, **changes}
 
         await self._rows.change(key, changed, replace_unreadable=True)
 
@@ -364,9 +325,9 @@ def _check_fence(head: Value | None, epoch: int) -> None:
         raise Fenced(f"weights.{HEAD}", epoch, fence)
 
 
-def _parse(key: str, value: JsonObject) -> VersionRow | None:
-    """Return the row; None for a head that has only a fence."""
-    if "version" not in value:
+def _parse(key: str, value: JsonObject | None) -> VersionRow | None:
+    """Return the row; None for none, and for a head that has only a fence."""
+    if value is None or "version" not in value:
         return None
     try:
         return row_of(VersionRow, value)

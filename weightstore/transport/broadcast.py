@@ -60,11 +60,8 @@ class DoubleBuffer:
         """The message that has been copied before it is sent."""
 
     def message(self, flat: Tensor, following: Tensor | None = None) -> Tensor:
-        """Return ``flat`` on the device, and queue the copy of ``following``: its bytes must not change until it is
+        """Return ``flat`` on the device, and queue the copy of ``following``, whose bytes may not change until it is
         sent.
-
-        A copy ahead counts for the very next message only: memory that is filled again has the same address and other
-        bytes.
         """
         slot, ahead = 1 - self._sent, self._ahead
         if ahead != _Ahead(slot, flat.data_ptr(), flat.numel()):
@@ -100,8 +97,7 @@ class DeviceBuffers:
 
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
-"""The first device that torch knows a backend for: its name is part of the store's keys, so all members must agree on
-it."""
+"""The device of a backend in torch: its name is part of the store's keys, so all members must agree on it."""
 _NCCL_OWN_TIMEOUT = timedelta(days=1)
 """NCCL's watchdog ends the whole process at its timeout. It must never fire; the deadline here is always earlier."""
 QUIET_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -117,10 +113,7 @@ T = TypeVar("T")
 
 
 class BroadcastGroup:
-    """One end of a group.
-
-    Made by ``host`` (rank 0) or ``join``; raises PeerLost when a peer is dead or beyond the deadline.
-    """
+    """One end of a group, by ``host`` (rank 0) or ``join``; raises PeerLost for a peer that is dead or too late."""
 
     def __init__(
         self,
@@ -142,17 +135,16 @@ class BroadcastGroup:
         self.port: int = store.port
         self._store: dist.TCPStore | None = store
         self._server = server
-        """The server that the stores of all members are connected to, on rank 0. When it closes, waits in those stores
-        fail at once."""
+        """On rank 0, the server of all members' stores. When it closes, waits in those stores fail at once."""
         self._group: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._copies: DoubleBuffer | None = None
 
     @classmethod
     def host(cls, host: str, name: str, world_size: int, backend: str, timeout_s: float) -> Self:
-        """Listen on ``host`` at a free port, as rank 0. Afterwards send ``port`` to the peers, and call ``meet``.
+        """Listen at a free port, as rank 0, without a connection: send ``port`` to the peers, and call ``meet``.
 
-        Returns the group, which has no connection yet. Raises PeerLost when torch cannot open its store.
+        Raises PeerLost when torch cannot open its store.
         """
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = listener.getsockname()[1]
@@ -170,10 +162,7 @@ class BroadcastGroup:
     def join(
         cls, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
     ) -> "BroadcastGroup":
-        """Join the group at ``host`` and ``port`` as any rank but 0, and wait until all have. Returns the group.
-
-        Raises PeerLost, and ValueError for a rank outside 1 to world_size - 1.
-        """
+        """Join as rank 1 to world_size - 1 and wait for all. Raises PeerLost, ValueError for another rank."""
         if not 0 < rank < world_size:
             raise ValueError(f"rank: want 1 to {world_size - 1}, got {rank}")
         with _translated(name, f"joining at {host}:{port}"):
@@ -205,10 +194,9 @@ class BroadcastGroup:
             self._group = self._gloo(store) if self.backend == "gloo" else self._nccl(store)
 
     def send(self, flat: Tensor, timeout_s: float | None = None, following: Tensor | None = None) -> None:
-        """Broadcast a flat uint8 tensor to all, as rank 0; returns when it has left this process. Raises PeerLost.
+        """Broadcast flat uint8, as rank 0; returns when it has left this process. Raises PeerLost.
 
-        ``following``: the tensor of the next call, if its bytes are there already; over NCCL it is copied to the GPU
-        meanwhile.
+        ``following``: the next tensor, if its bytes are there: over NCCL it is copied to the GPU meanwhile.
         """
         assert self.rank == 0 and flat.dtype == torch.uint8 and flat.is_contiguous()
         self._broadcast(flat, "sending", timeout_s, following)
@@ -216,9 +204,7 @@ class BroadcastGroup:
     def receive(self, nbytes: int, timeout_s: float | None = None, into: Tensor | None = None) -> Tensor:
         """Return the next broadcast, flat uint8 [nbytes], in ``into`` if that is large enough and on the right device.
 
-        Not for rank 0.
-
-        Raises PeerLost; after an error ``into`` may be written until the deadline.
+        Not on rank 0. Raises PeerLost; after an error ``into`` may be written until the deadline.
         """
         assert self.rank > 0
         if into is None or into.numel() < nbytes or into.device.type != self._device.type:
@@ -228,10 +214,7 @@ class BroadcastGroup:
         return flat
 
     def close(self) -> None:
-        """Close the connections.
-
-        A transfer in another thread ends by its deadline; waits for members end at once, also at the peers.
-        """
+        """Close the connections; waits for members end at once, also at the peers, and transfers by their deadline."""
         if self._group is not None and self.backend == "nccl":
             _in_thread(
                 self._group.abort, f"close {self.name}"
@@ -288,10 +271,7 @@ class BroadcastGroup:
                 _nccl_broadcast(group, self._on_device(flat, following, stream), options, stream, timeout_s, self.name)
 
     def _own_stream(self) -> torch.cuda.Stream:
-        """Return the stream of the broadcasts.
-
-        For a receiver it is behind the work of this thread, which may still read its memory.
-        """
+        """Return the stream of the broadcasts; a receiver's is behind the work of this thread, which may read it."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device, priority=-1)
         if self.rank > 0:
@@ -314,7 +294,6 @@ def _nccl_broadcast(
     late = threading.Event()
 
     def run() -> None:
-        """Broadcast on the group's stream, and poll until it is done or late."""
         with torch.cuda.stream(stream):  # a new thread is on the first GPU
             work = group.broadcast([flat], options)
             while not work.is_completed() and not late.is_set():
@@ -323,7 +302,6 @@ def _nccl_broadcast(
                 work.wait()
 
     def abort() -> None:
-        """End the poll and abort the communicator."""
         late.set()
         group.abort()
 
@@ -331,10 +309,7 @@ def _nccl_broadcast(
 
 
 def within(timeout_s: float, work: Callable[[], T], name: str, abort: Callable[[], None] = lambda: None) -> T:
-    """Return the result of ``work``.
-
-    At the deadline abort it, abandon it if the abort does not return, and raise RuntimeError.
-    """
+    """Return the result of ``work``; at the deadline abort it (or abandon it), and raise RuntimeError."""
     try:
         return _in_thread(work, name).result(timeout_s)
     except TimeoutError:
@@ -344,8 +319,7 @@ def within(timeout_s: float, work: Callable[[], T], name: str, abort: Callable[[
 
 
 def _in_thread(work: Callable[[], T], name: str) -> "Future[T]":
-    """Run ``work`` in a daemon thread that may be abandoned: torch waits without a deadline for a store that is stopped
-    or cut off."""
+    """Run ``work`` in a daemon thread that may be abandoned: torch waits without end for a store that is cut off."""
     done: Future[T] = Future()
 
     threading.Thread(target=settle, args=(done, work), name=name, daemon=True).start()
@@ -364,10 +338,7 @@ def _translated(group: str, doing: str) -> Iterator[None]:
 
 
 def _reason(text: str) -> str:
-    """Return the first line of an error, with NCCL's own reason behind it: torch writes that last, under "Last error:".
-
-    Source: torch 2.11, getNcclErrorDetailStr in torch/csrc/distributed/c10d/NCCLUtils.cpp.
-    """
+    """Return an error's first line with NCCL's own reason, which torch writes last, under "Last error:"."""
     first, _, details = text.partition("\n")
     causes = [line.strip() for line in details.partition("Last error:")[2].splitlines() if line.strip()]
     return f"{first}: {' '.join(causes)}" if causes else first

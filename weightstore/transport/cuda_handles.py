@@ -18,16 +18,12 @@ from tidemill.weightstore.format.manifest import count_of
 from tidemill.weightstore.side_stream import beside
 
 SHARE = 7
-"""Items of a share: handle, bytes and offset of the storage; handle and offset of torch's counter; an event, whether to
-wait for it."""
+"""Items of a share: handle, bytes and offset of the storage; handle and offset of a counter; an event, and its wait."""
 Share = list[object]
 
 
 class SharedBlocks:
-    """Blocks of memory that are shared, each once.
-
-    They stay allocated until ``clear``, so an address belongs to one block.
-    """
+    """Shared blocks of memory. They stay allocated until ``clear``, so an address belongs to one block."""
 
     def __init__(self, share: Callable[[Tensor], Share] | None = None) -> None:
         """``share`` makes a share of the storage of a tensor; None = over CUDA IPC."""
@@ -71,10 +67,7 @@ class CudaMemory:
 
 
 def opened(handle: JsonMapping) -> Tensor:
-    """Return the whole block of a handle, flat uint8 on the same GPU.
-
-    Raises BadManifest when this process does not see that GPU.
-    """
+    """Return a handle's whole block, flat uint8 on the same GPU. Raises BadManifest if this process does not see it."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     _, num_bytes = block_of(handle)

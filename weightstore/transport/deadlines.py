@@ -6,32 +6,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 BY_SIZE = frozenset({"begin", "bucket", "verify", "end", "resume"})
-"""Phases with work on all weights: memory for a second copy (in ``begin`` or the first bucket), checksums, loading of
-what was received."""
+"""Phases with work on all weights: memory for a second copy (``begin`` or the first bucket), checksums, loading."""
 FIRST_BYTES_PER_S = 20e6
-"""Speed that an engine has at least in such a phase, until its time is known. A laptop with other work computed
-checksums at 18e6."""
+"""Minimum speed of an engine in such a phase, until it is measured: a busy laptop computed checksums at 18e6."""
 SLOWER = 4.0
-"""A phase may take this many times the longest time that any engine took for it before: machines and networks are
-shared."""
+"""Factor of the longest time measured: machines and networks are shared."""
 
 
 class Deadlines:
     """Bounds of the requests of one learner, in seconds. All its engines share the measured times."""
 
     def __init__(self, phase_s: float, load_s: float = 600.0) -> None:
-        """``phase_s``: of a phase, without its work on the weights.
-
-        ``load_s``: of loading weights from a disk, and of any phase.
-        """
+        """``phase_s``: of a phase without work on the weights. ``load_s``: of a load from disk, the longest phase."""
         self.phase_s, self.load_s = phase_s, load_s
         self.num_bytes = 0
         """Size of the weights of this push."""
         self._longest_s: dict[str, float] = {}
 
     def of(self, phase: str) -> float:
-        """Return the seconds that an engine has for a phase, which may have a detail behind its name ("bucket 1 of
-        3")."""
+        """Return the seconds of a phase, whose name may have a detail ("bucket 1 of 3")."""
         kind = phase.partition(" ")[0]
         if kind == "load":
             return self.load_s

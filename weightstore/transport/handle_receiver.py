@@ -36,11 +36,9 @@ _GONE = zmq.EVENT_CONNECT_RETRIED
 
 
 class HandleReceiver:
-    """``tidemill.weightstore.transport.port.PushReceiver`` for one engine's socket. Context and memory belong to the
-    caller.
+    """``WeightReceiver`` for one engine's socket. Context and memory belong to the caller.
 
-    Requests that are no part of a push go over ``control``, another receiver of the same engine; None = there are no
-    such requests.
+    Requests that are no part of a push go over ``control``, another receiver of the same engine, if there is one.
     """
 
     carries = True
@@ -57,20 +55,13 @@ class HandleReceiver:
         ranks: int = 1,
         refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """``ranks``: processes of the engine that read the weights.
-
-        ``refused`` is called with the reason when the engine cannot read them.
+        """``ranks``: processes of the engine. ``refused`` gets the reason of an engine that cannot read the weights.
 
         Raises ZMQError for an invalid URL.
         """
         self.url = url
-        self._epoch, self._deadlines, self._memory, self._control, self._ranks = (
-            epoch,
-            deadlines,
-            memory,
-            control,
-            ranks,
-        )
+        self._epoch, self._deadlines, self._memory = epoch, deadlines, memory
+        self._control, self._ranks = control, ranks
         self._refused = refused
         self._last_id, self._version = 0, -1
         self._waiters: dict[int, _Waiter] = {}
@@ -100,12 +91,9 @@ class HandleReceiver:
         await self._offer("bucket", version=self._version, handle=await self._handle(flat), specs=packed)
 
     async def receive(self, version: int, buckets: Buckets, *, serve: bool) -> float | None:
-        """Send the handles of all buckets in one request.
+        """Send all handles in one request, whose deadline begins anew with each bucket that the engine has copied.
 
-        Its deadline begins anew with each bucket that the engine has copied.
-
-        Returns None: the push is not ended with it. An engine that was stopped meanwhile would serve what it finds in
-        the memory by then.
+        Never ends the push: an engine that was stopped meanwhile would serve what it finds in the memory by then.
         """
         self._version = version
         sent = [{"specs": bucket.packed, "handle": await self._handle(payload)} for bucket, payload in buckets]
@@ -174,17 +162,12 @@ class HandleReceiver:
             raise
 
     async def _request(self, verb: str, **fields: object) -> dict[str, object]:
-        """Send a request of a phase and return the answer."""
         return await self._answered(verb, fields, self._deadlines.of("verify" if verb == "checksums" else verb))
 
     async def _answered(
         self, verb: str, fields: Mapping[str, object], deadline_s: float, *, messages: int = 0
     ) -> dict[str, object]:
-        """Send a request and return the answer. All foreign errors are translated here.
-
-        The deadline begins anew with each message that the engine is at work on the request; at most ``messages`` of
-        them count.
-        """
+        """Return the answer. The deadline begins anew with the first ``messages`` reports of work on it."""
         request_id = self._last_id = self._last_id + 1
         request = {"verb": verb, "id": request_id, "epoch": self._epoch, "timeout_s": deadline_s, **fields}
         try:
@@ -192,7 +175,6 @@ class HandleReceiver:
                 extensions = iter(range(messages))
 
                 def under_way() -> None:
-                    """Let the deadline begin anew."""
                     # Another request's waiter may read this message, when the deadline of this one is over.
                     if not limit.expired() and next(extensions, None) is not None:
                         limit.reschedule(asyncio.get_running_loop().time() + deadline_s)
@@ -215,12 +197,7 @@ class HandleReceiver:
         return answer
 
     async def _answer(self, verb: str, request_id: int, under_way: Callable[[], None]) -> dict[str, object]:
-        """Return the answer to this request; one waiter reads for all of them.
-
-        Raises ReceiverFailed when the engine is gone.
-
-        ``under_way`` is called when the engine says that it is at work on the request.
-        """
+        """Return the answer to this request; one waiter reads for all. Raises ReceiverFailed if the engine is gone."""
         answer = asyncio.get_running_loop().create_future()
         self._waiters[request_id] = _Waiter(answer, under_way)
         try:
@@ -235,7 +212,6 @@ class HandleReceiver:
             del self._waiters[request_id]
 
     async def _read(self, verb: str) -> None:
-        """Read one answer and give it to its waiter; an answer that comes too late is ignored."""
         coming = asyncio.ensure_future(self._socket.recv())
         if self._gone:
             coming.cancel()  # unless it is there already
@@ -256,15 +232,12 @@ class HandleReceiver:
 
 @dataclass(frozen=True, slots=True)
 class _Waiter:
-    """A request without an answer yet."""
-
     answer: "asyncio.Future[dict[str, object]]"
     under_way: Callable[[], None]
 
 
 class HandleReceivers:
-    """Opens the receivers of engines: by handles if the engine can read this process' memory, else a receiver of
-    ``otherwise``."""
+    """Opens receivers: by handles for engines that can read this process' memory, else by ``otherwise``."""
 
     def __init__(
         self,
@@ -276,17 +249,13 @@ class HandleReceivers:
         gpu: str = "",
         parts: Sequence[RemotePart] = (),
     ) -> None:
-        """``gpu``: UUID of the GPU that has the memory; empty = host memory.
-
-        ``parts``: those in the memory of other ranks.
-        """
+        """``gpu``: UUID of the GPU that has the memory; "" = host memory. ``parts``: of other ranks."""
         self._gpu, self._parts = gpu, parts
         self._memory, self._otherwise, self._epoch, self._deadlines = memory, otherwise, epoch, deadlines
         self._context, self._place = zmq.asyncio.Context(), shared_memory_domain()
         self._logged: set[str] = set()
         self._refused: dict[Identity, str] = {}
-        """Engine -> why it gets no handles (perhaps it sees other GPUs). Another process of the same name is tried
-        again."""
+        """Engine -> why it gets no handles. Another process of the same name is tried again."""
 
     def open(self, row: LiveRow) -> WeightReceiver:
         """Return a receiver for an engine; one that gets no handles is logged once."""

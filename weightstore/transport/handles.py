@@ -36,10 +36,7 @@ PAGE = max(4096, mmap.PAGESIZE)
 
 
 def shared_memory_domain() -> str:
-    """Return an identifier of host, boot, PID and mount namespace, and user; "" where there is none (not Linux).
-
-    Processes with equal identifiers can open each other's memory and sockets.
-    """
+    """Return host, boot, namespaces and user: processes with equal ones can open each other's memory; "": no Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         views = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "mnt")]
@@ -49,10 +46,7 @@ def shared_memory_domain() -> str:
 
 
 class StagingMemory(Protocol):
-    """Staging memory that other processes can read.
-
-    ``empty`` is called in the trainer's thread, ``handle`` in the publisher's.
-    """
+    """Staging memory for other processes. The trainer's thread calls ``empty``, the publisher's ``handle``."""
 
     def empty(self, num_bytes: int) -> Tensor:
         """Return flat uint8 [num_bytes], of zeros."""
@@ -80,10 +74,7 @@ def pin(flat: Tensor) -> None:
 
 
 def unpin(address: int) -> None:
-    """End that for the memory at ``address``. Raises RuntimeError.
-
-    Memory that is unmapped while it is pinned cannot be pinned again at the same address.
-    """
+    """End that for the memory at ``address``, before it is unmapped: it could not be pinned again. RuntimeError."""
     _check(torch.cuda.cudart().cudaHostUnregister(address))
 
 
@@ -101,10 +92,7 @@ PINNING = Pinning(pin, unpin)
 
 
 class _Mapping(mmap.mmap):
-    """A mapping with parts that are pinned.
-
-    They are unpinned before it ends, which it does with the last tensor that views it.
-    """
+    """A mapping with pinned parts, which it unpins before it ends with the last tensor that views it."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._pinned: dict[int, Callable[[int], None]] = {}
@@ -165,10 +153,7 @@ class HostMemory:
         return flat
 
     def handle(self, flat: Tensor, ranks: int) -> JsonObject:
-        """Return process, descriptor and inode of the memfd, and the part of it that ``flat`` is.
-
-        The same for any ``ranks``.
-        """
+        """Return process, descriptor and inode of the memfd, and the place of ``flat`` in it, for any ``ranks``."""
         start = flat.data_ptr()
         for block in reversed(self._blocks):  # one that was unmapped may have had the same address
             if block.address <= start and start + flat.numel() <= block.address + block.num_bytes:
@@ -183,10 +168,7 @@ class HostMemory:
         raise AssertionError("no memory of this kind: it was not made by empty")
 
     def close(self) -> None:
-        """Close the descriptors.
-
-        Memory that is mapped, here or in an engine, stays until it is unmapped, and pinned until then.
-        """
+        """Close the descriptors; memory that is mapped, here or in an engine, stays until it is unmapped."""
         blocks, self._blocks = self._blocks, []
         for block in blocks:
             os.close(block.fd)
@@ -197,23 +179,18 @@ OpenBlock = Callable[[JsonMapping], Tensor]
 
 
 class Mapped:
-    """The learner's memory, mapped into an engine: a block stays mapped until ``close``, so that its pages are present
-    in the next push."""
+    """The learner's memory, mapped until ``close``, so that its pages are present in the next push."""
 
     def __init__(self, *, pinning: Pinning | None = None, open_block: OpenBlock | None = None) -> None:
-        """``pinning``: pin each part of host memory when it is first used; None = do not.
-
-        ``open_block`` opens a block of a GPU's memory; None = over CUDA IPC.
+        """``pinning``: pin host memory at its first use; None = do not. ``open_block`` opens GPU memory; None = CUDA
+        IPC.
         """
         self._pinning, self._open = pinning, open_block
         self._blocks: dict[tuple[object, ...], tuple[Tensor, _Mapping | None]] = {}
         """Blocks of host memory, with their mappings, and of GPUs, by their identities."""
 
     def part(self, handle: Mapping[str, object]) -> Tensor:
-        """Return the bytes of a handle of ``HostMemory``, flat uint8. Raises BadManifest when the memory is gone.
-
-        Blocking.
-        """
+        """Return the bytes of a handle of ``HostMemory``, flat uint8. Raises BadManifest when it is gone. Blocking."""
         pid, fd, inode, size, offset, num_bytes = (
             _number(handle, name) for name in ("pid", "fd", "inode", "size", "offset", "num_bytes")
         )

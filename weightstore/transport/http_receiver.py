@@ -61,9 +61,8 @@ class HttpReceiver:
         await self._post("begin_weight_update", {"weight_version": str(version)}, phase="begin")
 
     async def bucket(self, specs: Sequence[TensorSpec], flat: Payload) -> None:
-        """POST /update_weights_from_distributed with the specs.
-
-        The bytes come over the process group of the rank that has them.
+        """POST /update_weights_from_distributed with the specs; the bytes come over the group of the rank that has
+        them.
         """
         group = self._groups[flat.part.number if isinstance(flat, RemoteBucket) else 0]
         body = {
@@ -75,9 +74,8 @@ class HttpReceiver:
         await self._post("update_weights_from_distributed", body | _specs(specs), phase="bucket")
 
     async def receive(self, version: int, buckets: Buckets, *, serve: bool) -> float | None:
-        """POST /receive_push, which is no path of SGLang, with the specs of all buckets.
-
-        Returns seconds with ``serve``, else None.
+        """POST /receive_push, which SGLang lacks, with the specs of all buckets. Returns seconds with ``serve``, else
+        None.
 
         A bucket that comes over another group than rank 0's names it.
         """
@@ -143,10 +141,7 @@ class HttpReceiver:
     async def _post(
         self, path: str, body: Mapping[str, object], *, phase: str = "", bounded: bool = True
     ) -> dict[str, object]:
-        """Return the JSON map of the answer, empty for any other answer.
-
-        Unless ``bounded``, wait for it without the phase's deadline.
-        """
+        """Return the JSON map of the answer, or {}. Unless ``bounded``, wait for it without the phase's deadline."""
         deadline_s = self._deadlines.of(phase)
         body = {**body, "epoch": self._epoch, "timeout_s": deadline_s}
         answer = _json_map(await self._api.read("POST", f"/{path}", body, timeout_s=deadline_s if bounded else None))
@@ -169,7 +164,6 @@ class _NotSupported(ReceiverFailed):
 
 
 def _specs(specs: Sequence[TensorSpec]) -> dict[str, object]:
-    """Return the tensors of a bucket as in SGLang's requests."""
     return {
         "names": [spec.name for spec in specs],
         "dtypes": [spec.dtype for spec in specs],
@@ -178,8 +172,7 @@ def _specs(specs: Sequence[TensorSpec]) -> dict[str, object]:
 
 
 def newer_epoch(answer: Mapping[str, object], mine: int) -> int:
-    """Return the epoch of a newer learner that the engine has seen, else 0: a 409 that names no higher epoch does not
-    fence."""
+    """Return the epoch of a newer learner that the engine has seen, else 0: a 409 without one does not fence."""
     epoch = answer.get("epoch")
     return epoch if isinstance(epoch, int) and epoch > mine else 0
 

@@ -49,8 +49,7 @@ def no_nccl(end: DeviceEnd, engine: "Capabilities") -> str:
 
 
 def nccl_differs(learner: str, engine: str) -> str:
-    """Return why two releases of NCCL cannot form a group: their major and minor numbers must be equal and known; empty
-    = they can."""
+    """Return why two releases of NCCL cannot form a group (major and minor number must be equal); "" = they can."""
     if not learner or not engine:
         whose = "the learner" if not learner else "the engine"
         return f"the NCCL version of {whose} is not known"

@@ -45,8 +45,8 @@ START_S = 30.0
 """Deadline in seconds for the thread to listen, and to end."""
 _SHUTDOWN_S = 1.0
 _KEY_BYTES = 24
-_Work = Callable[[web.Request, Mapping[str, Any]], Coroutine[object, None, dict[str, object] | bytes]]
-"""Answers a request, with the map in its body."""
+_Work = Callable[[web.Request, Mapping[str, Any]], Coroutine[object, None, dict[str, object] | bytes | None]]
+"""Answers a request, with the map in its body; None = an empty map."""
 
 
 class PartServer:
@@ -63,7 +63,7 @@ class PartServer:
         self._sets: dict[str, Mapping[str, Tensor]] = {}
         self._read: dict[str, threading.Event] = {}
         """Set name -> set when rank 0 has read it."""
-        self._left = threading.Event()
+        self._has_left = threading.Event()
         """Set when no request of rank 0 will follow."""
         self._groups: dict[str, Sender] = {}
         self._met: set[str] = set()
@@ -91,9 +91,8 @@ class PartServer:
         )
 
     def stage(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill the copy of this number, which rank 0 has found free.
-
-        Raises BadManifest, and PublisherClosed without the thread.
+        """Fill the copy of this number, which rank 0 has found free. Raises BadManifest; PublisherClosed without the
+        thread.
         """
         if not self._thread.is_alive:
             raise PublisherClosed(f"the server of this rank's weights has ended: {self._thread.failure!r}")
@@ -108,16 +107,13 @@ class PartServer:
         self._sets[name] = tensors
 
     def wait_until_read(self, name: str, timeout_s: float) -> bool:
-        """Wait until rank 0 has read the set that was last offered by this name.
-
-        Returns whether it has, or there is none.
-        """
+        """Wait until rank 0 has read the last set of this name. Returns whether it has, or there is none."""
         read = self._read.get(name)
         return read is None or read.wait(timeout_s)
 
     def wait_until_left(self, timeout_s: float) -> bool:
         """Wait until no request of rank 0 will follow. Returns whether that is so, or the server has ended."""
-        return not self._thread.is_alive or self._left.wait(timeout_s)
+        return not self._thread.is_alive or self._has_left.wait(timeout_s)
 
     def close(self) -> None:
         """Stop serving, close all groups, and end the thread. Safe to call twice."""
@@ -158,14 +154,12 @@ class PartServer:
         return Listener(routes, RunAccess(RunKeys.fixed(Keys.of(self._key))), shutdown_s=_SHUTDOWN_S)
 
     def _answer(self, work: _Work) -> Route:
-        """Return the route of commands whose answer is ``work``'s map or bytes, or the reason of an error with its
-        status."""
+        """Return the route of commands that are answered by ``work``, or with the reason and status of its error."""
 
         async def handle(request: web.Request) -> web.Response:
-            """Answer one request."""
             try:
                 content = await work(request, _map_in(body_in(request)))
-                return web.Response(body=content) if isinstance(content, bytes) else web.json_response(content)
+                return web.Response(body=content) if isinstance(content, bytes) else web.json_response(content or {})
             except (LookupError, TypeError, ValueError, OverflowError) as error:
                 return web.json_response({"message": f"{request.path}: {error!r}"}, status=400)
             except PeerLost as error:  # of an engine: this rank is well
@@ -175,20 +169,15 @@ class PartServer:
 
         return Route.command(handle)
 
-    async def _alive(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
-        return {}
+    async def _alive(self, request: web.Request, body: Mapping[str, Any]) -> None:
+        return
 
-    async def _leave(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
-        self._left.set()
-        return {}
+    async def _leave(self, request: web.Request, body: Mapping[str, Any]) -> None:
+        self._has_left.set()
 
     async def _host(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
-        name, world_size, backend, timeout_s = (
-            str(body["name"]),
-            int(body["world_size"]),
-            str(body["backend"]),
-            _seconds_in(body),
-        )
+        name, world_size, backend = str(body["name"]), int(body["world_size"]), str(body["backend"])
+        timeout_s = _seconds_in(body)
         try:
             sender = await Sender.open(
                 name, world_size, backend, timeout_s, at=self._at, memory=self._memory, gpu=self._end.uuid
@@ -201,30 +190,27 @@ class PartServer:
         asyncio.get_running_loop().call_later(START_S + 2 * timeout_s, self._drop_unmet, group_id)
         return {"id": group_id, "host": sender.host, "port": sender.port}
 
-    async def _meet(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+    async def _meet(self, request: web.Request, body: Mapping[str, Any]) -> None:
         group = self._group(request)
         self._met.add(request.match_info["id"])
         await group.meet()
-        return {}
 
     def _drop_unmet(self, group_id: str) -> None:
         if group_id in self._groups and group_id not in self._met:
             _log.warning("group closed, because no engine was requested to join it id=%s", group_id)
             self._groups.pop(group_id).close()
 
-    async def _send(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+    async def _send(self, request: web.Request, body: Mapping[str, Any]) -> None:
         group, timeout_s = self._group(request), _seconds_in(body)
         flat = self._flat(body["copy"], body["bucket"])
         following = None if body["following"] is None else self._flat(body["copy"], body["following"])
         await group.send(flat, following, timeout_s)
-        return {}
 
-    async def _close_group(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+    async def _close_group(self, request: web.Request, body: Mapping[str, Any]) -> None:
         group_id = request.match_info["id"]
         if group_id in self._groups:  # an earlier request may have closed it, and its answer been lost
             self._groups.pop(group_id).close()
         self._met.discard(group_id)
-        return {}
 
     async def _differences(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         report, compare = ChecksumReport.parse(body["report"]), self._copies[body["copy"]].differences
@@ -244,12 +230,11 @@ class PartServer:
         tensor = self._sets[request.match_info["set"]][request.query["name"]]
         return await asyncio.to_thread(_bytes_of, tensor)
 
-    async def _release(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
+    async def _release(self, request: web.Request, body: Mapping[str, Any]) -> None:
         name = request.match_info["set"]
         read = self._read[name]
         self._sets.pop(name, None)
         read.set()  # last: the trainer's thread may offer another one by this name now
-        return {}
 
     def _group(self, request: web.Request) -> Sender:
         return self._groups[request.match_info["id"]]

@@ -1,7 +1,7 @@
 """Parts of the weights in the memory of other ranks of the learner, each behind a server (``part_server``), as rank 0
 uses them.
 
-    rank 0: request of a push  -> PartServer of rank k: its process group broadcasts a bucket of its copy, which rank 0 never has
+    rank 0: request of a push  -> PartServer of rank k: its process group broadcasts a bucket of its copy
             handle of a bucket -> an engine on that host maps it
             checksum report    -> compared with the copy there
             a tensor           -> read once, for a snapshot on rank 0's disk
@@ -114,8 +114,7 @@ Buckets = Sequence[tuple[Bucket, Payload]]
 class RemotePart:
     """The client of one part server.
 
-    Every call raises PartLost when the rank is gone, too slow, or reports an error of its own, and PeerLost for an
-    engine that is lost in a group of its.
+    Every call raises PartLost when the rank is gone, too slow or failing, and PeerLost for an engine lost in its group.
     """
 
     def __init__(self, place: PartPlace, number: int, *, connect_s: float = ANSWER_S) -> None:
@@ -137,10 +136,7 @@ class RemotePart:
         ]
 
     async def host(self, name: str, world_size: int, backend: str, timeout_s: float, start_s: float) -> "RemoteSender":
-        """Have the rank listen as rank 0 of a process group, within ``start_s``.
-
-        Returns the group, which has no connection yet.
-        """
+        """Have the rank listen, within ``start_s``. Returns its process group, without a connection."""
         body = {"name": name, "world_size": world_size, "backend": backend, "timeout_s": timeout_s}
         answer = await self.ask("POST", "/groups", body, start_s)
         return RemoteSender(
@@ -148,8 +144,7 @@ class RemotePart:
         )
 
     async def handle(self, bucket: RemoteBucket, ranks: int) -> Mapping[str, object]:
-        """Return the handle of a bucket, which the rank is asked for once: it stays the same as long as there is the
-        copy."""
+        """Return a bucket's handle, which is requested once: it stays the same as long as the copy exists."""
         if (bucket, ranks) not in self._handles:
             body = {"copy": bucket.copy, "bucket": bucket.index, "ranks": ranks}
             raw = await self._api.read("POST", "/handles", body, timeout_s=ANSWER_S)
@@ -252,10 +247,7 @@ class RemoteSender:
 
 
 class PartTensors(Mapping[str, Tensor]):
-    """A set of tensors in another rank: each is read when it is asked for, and not kept.
-
-    Blocking, in any thread; raises OSError.
-    """
+    """Another rank's set of tensors: each is read when it is requested, and not kept. Blocking; raises OSError."""
 
     def __init__(self, place: PartPlace, name: str) -> None:
         """``name`` of the set, for example ``staged(0)``."""
@@ -289,11 +281,8 @@ def leave(place: PartPlace) -> None:
 
 
 def release(place: PartPlace, name: str, within_s: float = RELEASE_S) -> None:
-    """Release a set of tensors in another rank, which waits for it.
-
-    Repeated while there is a way to it, for ``within_s`` seconds.
-
-    Blocking. Raises OSError.
+    """Release a set of tensors in another rank, which waits for it; repeated for ``within_s``. Blocking; raises
+    OSError.
     """
     deadline = time.monotonic() + within_s
     while True:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from tidemill.bus.wire.rows import LiveRow
@@ -48,11 +48,9 @@ class WeightReceiver(Protocol):
     """It delivers the bytes of a bucket itself: no process group is opened, and no bucket is sent over one."""
 
     async def join(self, rendezvous: Rendezvous | None) -> None:
-        """Join the process group; answers when all members have joined. A group of the same name is left first.
+        """Join the process group, after leaving one of the same name; answers when all members have joined.
 
-        None if it ``carries``.
-
-        Called once for every rank of the learner that sends, with groups of other names.
+        Called once for every rank of the learner that sends; None if it ``carries``.
         """
 
     async def begin(self, version: int) -> None:
@@ -69,44 +67,10 @@ class WeightReceiver(Protocol):
         the next requests before it has answered this one, in any order.
         """
 
-    async def checksums(self) -> "ChecksumReport | None":
-        """Return the checksums of the weights received in the open push; None when this engine has no checksums."""
-
-    async def end(self) -> float:
-        """Serve the new version. Returns seconds for which generation was paused.
-
-        Refused unless every tensor came exactly once.
-        """
-        raise NotImplementedError
-
-    async def leave(self) -> None:
-        """Leave the process groups."""
-
-    async def release(self) -> None:
-        """Stop generating, and release the memory of weights, keys and values; requests are computed again later, none
-        is aborted."""
-
-    async def resume(self, what: str) -> None:
-        """Take memory back: ``weights`` (empty, for an update to fill), or ``kv_cache`` (and generate again)."""
-
-    def close(self) -> None:
-        """Free the resources of the adapter in this process; sends nothing."""
-
-    async def load_snapshot(self, directory: str, version: int) -> float:
-        """Load the weights of a directory that the engine can read, whole or not at all.
-
-        Returns seconds as ``end`` does.
-        """
-        raise NotImplementedError
-
-
-@runtime_checkable
-class PushReceiver(WeightReceiver, Protocol):
-    """Receiver of an engine with ``single_request_push``: ``receive`` replaces ``begin bucket*``, with ``serve`` the
-    ``end``, too."""
-
     async def receive(self, version: int, buckets: "Buckets", *, serve: bool) -> float | None:
-        """Begin a push and receive these flat buckets one after the other.
+        """Begin a push and receive these flat buckets one after the other, in place of ``begin bucket*``.
+
+        For engines with ``single_request_push``.
 
         With ``serve`` also end it, and return seconds as ``end`` does.
 
@@ -117,12 +81,34 @@ class PushReceiver(WeightReceiver, Protocol):
         when all buckets are sent.
         """
 
+    async def checksums(self) -> "ChecksumReport | None":
+        """Return the checksums of the weights received in the open push; None when this engine has no checksums."""
+
+    async def end(self) -> float:
+        """Serve the new version, unless a tensor did not come exactly once. Returns seconds of paused generation."""
+        raise NotImplementedError
+
+    async def leave(self) -> None:
+        """Leave the process groups."""
+
+    async def release(self) -> None:
+        """Stop generating, and free weights, keys and values; requests are computed again later, none is aborted."""
+
+    async def resume(self, what: str) -> None:
+        """Take memory back: ``weights`` (empty, for an update to fill), or ``kv_cache`` (and generate again)."""
+
+    def close(self) -> None:
+        """Free the resources of the adapter in this process; sends nothing."""
+
+    async def load_snapshot(self, directory: str, version: int) -> float:
+        """Load the weights of a directory that the engine can read, whole or not at all. Returns seconds as ``end``."""
+        raise NotImplementedError
+
 
 OpenReceiver = Callable[["LiveRow"], WeightReceiver]
 """Makes the receiver of a live engine."""
 Identity = tuple[str, str, int]
-"""Id, address and pid of an engine. With another one it is another process, which has joined no group, whatever its
-name."""
+"""Id, address and pid of an engine. Another one is another process, which has joined no group."""
 
 
 def identity(row: "LiveRow") -> Identity:

@@ -21,8 +21,6 @@ _log = logging.getLogger(__name__)
 
 
 class _Session:
-    """The group and the memory that is mapped for it."""
-
     def __init__(self) -> None:
         self._group: BroadcastGroup | None = None
         self._mapped = Mapped()

@@ -1,14 +1,14 @@
 """The learner's end of a process group in a process of its own, which can be killed at any time: the end in the
 learner.
 
-    channel's thread                          process (``sender_child``)
+    sender's thread                           process (``sender_child``)
     host, meet     --- msgpack over a pipe -> BroadcastGroup
     send (handles) -------------------------> maps the staging memory, broadcasts
                    <------ done, or lost ----
     late, or closed: SIGKILL
 
 NCCL may end its process when a peer dies in a broadcast (its watchdog), or wait without end where nothing can interrupt
-it. Here that costs the group: the channel opens another one, with a new process, for the engines that are left. Each
+it. Here that costs the group: the push opens another one, with a new process, for the engines that are left. Each
 process has a CUDA context of its own, about 0.5 GB, and two buckets.
 """
 
@@ -38,10 +38,7 @@ GRACE_S = 1.0
 
 
 class SenderProcess:
-    """``tidemill.weightstore.transport.senders.Sender`` in a child, which ends with the thread that made it.
-
-    Calls come from one thread.
-    """
+    """``GroupEnd`` in a child process, which ends with the thread that made it. Calls come from one thread."""
 
     def __init__(
         self, pipe: Connection, process: "subprocess.Popen[bytes]", memory: StagingMemory, timeout_s: float
@@ -64,11 +61,9 @@ class SenderProcess:
         memory: StagingMemory,
         gpu: str = "",
     ) -> Self:
-        """Start the process and let it listen, as ``BroadcastGroup.host``.
+        """Start the process and let it listen, as ``BroadcastGroup.host``. Raises PeerLost.
 
-        ``memory``: the memory of all tensors to be sent.
-
-        ``gpu``: UUID of the GPU that it uses. Raises PeerLost.
+        ``memory``: of all tensors to be sent. ``gpu``: UUID of the GPU that it uses.
         """
         ours, theirs = Pipe()
         command = [sys.executable, "-P", "-m", CHILD, str(theirs.fileno()), str(os.getpid())]
@@ -127,10 +122,7 @@ class SenderProcess:
         threading.Thread(target=self._process.wait, name=f"end of {self._process.pid}", daemon=True).start()
 
     def _ask(self, verb: str, doing: str, within_s: float, request: dict[str, object]) -> dict[str, object]:
-        """Return the answer of the process.
-
-        Raises PeerLost for its error, for its end, and at the deadline, when it is killed.
-        """
+        """Return the process's answer. Raises PeerLost for its error, its end, and the deadline, which kills it."""
         try:
             if self._closed:
                 raise PeerLost(self.name, doing, "the group is closed")
@@ -155,7 +147,6 @@ class SenderProcess:
         return answer
 
     def _status(self) -> str:
-        """Return how the process ended, if it is known by now."""
         try:
             code = self._process.wait(GRACE_S)
         except subprocess.TimeoutExpired:

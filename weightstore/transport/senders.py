@@ -4,7 +4,7 @@ process of its own."""
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from tidemill.bus.client.addresses import Reach, bare
 from tidemill.weightstore.errors import PeerLost
 from tidemill.weightstore.transport.broadcast import BroadcastGroup
 from tidemill.weightstore.transport.handles import StagingMemory
+from tidemill.weightstore.transport.sender_process import SenderProcess
 
 APART = ("nccl",)
 """Backends with the learner's end in a process of its own. NCCL may end its process, or wait in it without end, when a
@@ -19,27 +20,8 @@ peer dies. Gloo does neither, so its groups spare the process."""
 T = TypeVar("T")
 
 
-class GroupEnd(Protocol):
-    """Rank 0 of a group. All calls block, and raise PeerLost; ``close`` may be called from any thread, during any
-    call.
-    """
-
-    name: str
-    port: int
-    world_size: int
-    backend: str
-
-    def meet(self) -> None:
-        """Wait until every rank is connected."""
-
-    def send(self, flat: Tensor, timeout_s: float | None = None, following: Tensor | None = None) -> None:
-        """Broadcast flat uint8; returns when it has left this machine's memory.
-
-        ``following``: the tensor of the next call, if known.
-        """
-
-    def close(self) -> None:
-        """Close the connections."""
+GroupEnd = BroadcastGroup | SenderProcess
+"""Rank 0 of a group. All calls block, and raise PeerLost; ``close`` may be called from any thread, at any time."""
 
 
 def host(
@@ -53,26 +35,21 @@ def host(
     gpu: str = "",
     apart: tuple[str, ...] = APART,
 ) -> GroupEnd:
-    """Listen on ``address`` at a free port, as rank 0. Returns the end, which has no connection yet. Raises PeerLost.
+    """Listen on ``address`` at a free port, as rank 0, without a connection. Raises PeerLost.
 
-    ``memory``: the memory of all tensors to be sent, for a process of its own to read; ``gpu``: UUID of the GPU that it
-    uses.
+    ``memory``: of all tensors to be sent, for a process of its own; ``gpu``: UUID of the GPU that it uses.
     """
     if backend not in apart:
         return BroadcastGroup.host(address, name, world_size, backend, timeout_s)
-    from tidemill.weightstore.transport.sender_process import SenderProcess
-
     assert memory is not None, "a process of its own reads shared memory only"
     return SenderProcess.host(address, name, world_size, backend, timeout_s, memory=memory, gpu=gpu)
 
 
 class Sender:
-    """The process group of a rank that sends.
+    """The process group of a rank that sends, with a thread of its own, so that a call that hangs delays no other
+    group.
 
-    A call that hangs until its deadline delays no other group: each has a thread of its own.
-
-    A blocking call cannot be interrupted: after an error it ends by the deadline of the group, and its result is
-    ignored.
+    A blocking call cannot be interrupted: after an error it ends by its deadline, and its result is ignored.
     """
 
     def __init__(self, end: GroupEnd, thread: ThreadPoolExecutor, address: str) -> None:

@@ -4,8 +4,10 @@ One copy may be the head, which engines that join need snapshots of, while the n
 are two, and one user more waits. The trainer's thread fills, the publisher's thread reads.
 """
 
+import asyncio
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -14,9 +16,11 @@ from torch import Tensor
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import BadManifest
 from tidemill.weightstore.format.checksums import ChecksumReport, TensorChecksum, differences, sum_of
-from tidemill.weightstore.format.manifest import Bucket, Manifest, spec_of, unflatten
+from tidemill.weightstore.format.manifest import Bucket, Manifest, joined, spec_of, unflatten
+from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.handles import PAGE, HostMemory, StagingMemory
 from tidemill.weightstore.transport.nccl import DeviceEnd
+from tidemill.weightstore.transport.parts import PartTensors, Payload, RemotePart, staged
 
 _ONCE = "every tensor of the manifest once"
 
@@ -35,7 +39,6 @@ class Staging:
     ) -> None:
         self.manifest, self.number = manifest, number
         """``number``: of the copy in its pool; other ranks have copies of their parts with the same numbers."""
-        self.version = self.step = -1
         self.users = 0
         self._changed = changed
         buckets = manifest.buckets(bucket_bytes)
@@ -49,10 +52,7 @@ class Staging:
             yield from unflatten(bucket, flat)
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy all tensors of the manifest, in any order.
-
-        Raises BadManifest naming the first that is unknown, repeated or missing.
-        """
+        """Copy all tensors, in any order. Raises BadManifest for the first that is unknown, repeated or missing."""
         missing = set(self._views)
         self._sums = _FillChecksums(self._views)
         for name, tensor in tensors:
@@ -70,12 +70,9 @@ class Staging:
 
     @property
     def differences(self) -> Callable[[ChecksumReport], list[str]]:
-        """A function that compares an engine's checksum report with this copy: a line for each difference, [] = equal.
+        """A function that returns a line for each difference of an engine's report from this copy. Any thread.
 
-        Any thread.
-
-        Get it while the copy is held. The result of a call that ends after the release is useless, but does not affect
-        the next fill.
+        Get it while the copy is held; a call that ends after the release does not affect the next fill.
         """
         return self._sums.differences
 
@@ -151,9 +148,80 @@ class StagingPool:
         return next((staging for staging in self._all if not staging.users), None)
 
 
+class StagedModel:
+    """The view of a push, and of a snapshot.
+
+    Held and released as the copy of this process is, by which the other ranks go.
+    """
+
+    def __init__(
+        self,
+        local: Staging,
+        parts: Sequence[RemotePart],
+        deadlines: Deadlines,
+        *,
+        step: int = -1,
+        prepare_s: float = 0.0,
+    ) -> None:
+        """``deadlines``: the one of phase ``verify`` also bounds the comparison of checksums in another rank.
+
+        ``prepare_s``: seconds that the copy has taken.
+        """
+        self._local, self._parts, self._deadlines = local, tuple(parts), deadlines
+        self.step, self.prepare_s = step, prepare_s
+        self.version = -1
+        """Version of the copy; -1 = it has none yet."""
+        self.manifest = joined([local.manifest, *(part.manifest for part in parts)]) if parts else local.manifest
+
+    @property
+    def buckets(self) -> list[tuple[Bucket, Payload]]:
+        """All buckets, in the order in which they are sent."""
+        return [*self._local.buckets, *(bucket for part in self._parts for bucket in part.buckets(self._local.number))]
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All tensors by name.
+
+        Those of other ranks are read from there one at a time; blocking, and OSError where that fails.
+        """
+        parts = [PartTensors(part.place, staged(self._local.number)) for part in self._parts]
+        return ChainMap(dict(self._local.tensors()), *parts)  # type: ignore[arg-type]
+
+    @property
+    def differences(self) -> Callable[[ChecksumReport], Awaitable[list[str]]]:
+        """A function as ``Staging.differences``, of all parts. Get it while the copy is held; it raises PeerLost."""
+        differences_here, number, deadline_s = self._local.differences, self._local.number, self._deadlines.of("verify")
+
+        async def compare(report: ChecksumReport) -> list[str]:
+            line_lists = await asyncio.gather(
+                asyncio.to_thread(differences_here, report),
+                *(part.differences(number, report, deadline_s) for part in self._parts),
+            )
+            return [line for lines in line_lists for line in lines] + self._not_compared(report)
+
+        return compare
+
+    def _not_compared(self, report: ChecksumReport) -> list[str]:
+        """Return a line for each checksum over tensors of several ranks: no rank has the bytes of all of them."""
+        owners = [self._local.manifest.by_name.keys(), *(part.manifest.by_name.keys() for part in self._parts)]
+        return [
+            f"{' + '.join(names)}: sent by several ranks of the learner, so their common checksum is not compared"
+            for names in (set(part.names) for part in report.parts)
+            if names <= self.manifest.by_name.keys() and not any(names <= owner for owner in owners)
+        ]
+
+    def hold(self) -> "StagedModel":
+        """Add a user, and return the copy."""
+        self._local.hold()
+        return self
+
+    def release(self) -> None:
+        """Remove a user. Without any, the copies may be filled again."""
+        self._local.release()
+
+
 def staging_memory(config: WeightsConfig, end: DeviceEnd) -> StagingMemory | None:
-    """Return the staging memory that other processes can read, for transport ``handles`` and for NCCL; None = memory of
-    this process.
+    """Return staging memory for other processes, if ``handles`` or NCCL need it; None = this process's own memory.
 
     ``end``: the GPU of this process. Raises ValueError for memory of a GPU where there is none.
     """

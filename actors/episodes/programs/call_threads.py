@@ -1,6 +1,4 @@
-"""Threads of plain functions, one for each call: a call that hangs delays no other, as it would in a pool of
-threads.
-"""
+"""Threads of plain functions, one for each call: unlike in a pool of threads, a call that hangs delays no other."""
 
 import asyncio
 import contextvars
@@ -11,15 +9,11 @@ from contextlib import suppress
 from typing import Any
 
 MAX_HUNG = 32
-"""Calls that may hang in a process where no number is set: their threads' stacks are 256 MB, of 4 GB that a child has
-by default.
-"""
+"""Calls that may hang in a process by default: their threads' stacks are 256 MB, of a child's 4 GB."""
 
 
 class ProcessUnusable(Exception):
-    """This process can run no more episodes. A child knows the class by its name, and its actor ends it and starts
-    another.
-    """
+    """This process can run no more episodes: its actor, which knows the class by its name, starts another one."""
 
 
 class CallThreads:
@@ -31,15 +25,12 @@ class CallThreads:
         """Calls that were given up and still run."""
 
     async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the function's result. When this is cancelled, the call goes on in its thread, and is hung until it
-        ends.
-        """
+        """Return the function's result. When cancelled, the call goes on in its thread, and is hung until it ends."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
         context = contextvars.copy_context()
 
         def settle(value: Any, error: BaseException | None) -> None:
-            """Settle the future, in the loop's thread."""
             if done.done():
                 self.hung -= 1
             elif error is None:
@@ -48,7 +39,6 @@ class CallThreads:
                 done.set_exception(RuntimeError("StopIteration") if isinstance(error, StopIteration) else error)
 
         def work() -> None:
-            """Call the function."""
             value, error = None, None
             try:
                 value = context.run(function, *args, **kwargs)

@@ -1,6 +1,4 @@
-"""Environments of GEM (``gem-llm`` 0.1) and SkyRL-gym (``skyrl-gym`` 0.4) for ``multi_turn``, in the rollout's child
-alone.
-"""
+"""Environments of GEM (``gem-llm`` 0.1) and SkyRL-gym (``skyrl-gym`` 0.4) for ``multi_turn``, in a child alone."""
 
 import importlib
 import json
@@ -11,14 +9,13 @@ from typing import Any, ClassVar, SupportsFloat
 from tidemill.actors.episodes.programs.call_threads import CallThreads
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.chat_messages import chat_messages
+from tidemill.bus.wire.json_object import is_integer
 
 
-def own(data: Mapping[str, Any], id: str) -> tuple[str, dict[str, Any]]:
-    """Return the environment of a row (``metadata.env``, else ``id``) and its ``metadata.extras``. Raises
-    RuntimeError.
-    """
+def env_of_row(data: Mapping[str, Any], default: str) -> tuple[str, dict[str, Any]]:
+    """Return the id of a row's environment (``metadata.env``) and its ``metadata.extras``. Raises RuntimeError."""
     metadata = data.get("metadata") or {}
-    env, extras = metadata.get("env", id), metadata.get("extras") or {}
+    env, extras = metadata.get("env", default), metadata.get("extras") or {}
     if not isinstance(env, str) or not env:
         raise RuntimeError(f"metadata.env: want the id of an environment, got {env!r:.80}")
     if not isinstance(extras, Mapping) or not all(isinstance(name, str) for name in extras):
@@ -37,13 +34,6 @@ def number_of(reward: SupportsFloat) -> float:
     return value
 
 
-def only_text(observation: object) -> str:
-    """Return an observation that is a text. Raises RuntimeError for any other."""
-    if not isinstance(observation, str):
-        raise RuntimeError(f"the environment's observation: want a text, got {type(observation).__name__}")
-    return observation
-
-
 def messages_in(messages: object, where: str) -> list[dict[str, Any]]:
     """Return messages. Raises RuntimeError for anything else."""
     if isinstance(messages, list | tuple) and not messages:  # behind the last answer
@@ -52,6 +42,18 @@ def messages_in(messages: object, where: str) -> list[dict[str, Any]]:
         return chat_messages(messages, where)
     except WireError as error:
         raise RuntimeError(str(error)) from None
+
+
+def _library(name: str, package: str, modules: Sequence[str]) -> Any:
+    """Import a library, and modules that register environments with it. Raises ValueError where it is missing."""
+    try:
+        library = importlib.import_module(name)
+    except ImportError as error:
+        want = f"want the package {package} in the rollout's interpreter (rollouts.NAME.python)"
+        raise ValueError(f"environment: {name}: {want}: {error}") from None
+    for module in modules:
+        importlib.import_module(module)
+    return library
 
 
 class SkyRL:
@@ -71,36 +73,25 @@ class SkyRL:
         the row's label is ``reward_spec.ground_truth`` where they have none. ``modules``: imported before, to register
         environments. Raises ValueError.
         """
-        try:
-            self._gym = importlib.import_module("skyrl_gym")
-        except ImportError as error:
-            want = "want the package skyrl-gym in the rollout's interpreter (rollouts.NAME.python)"
-            raise ValueError(f"environment: skyrl_gym: {want}: {error}") from None
-        for module in modules:
-            importlib.import_module(module)
+        self._gym = _library("skyrl_gym", "skyrl-gym", modules)
         if id not in self._gym.registry:
             raise ValueError(f"environment_options.id: want one of {', '.join(sorted(self._gym.registry))}, got {id!r}")
-        config = importlib.import_module("omegaconf").OmegaConf.create(
-            dict(env_config or {})
-        )  # its environments read attributes
-        self._id, self._config, self._extras = id, config, dict(extras or {})
+        # Its environments read settings as attributes.
+        self._config = importlib.import_module("omegaconf").OmegaConf.create(dict(env_config or {}))
+        self._env_id, self._extras = id, dict(extras or {})
         self._env: Any = None
         self._threads = CallThreads()
 
     async def reset(self, data: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Begin an episode, and return the first messages. Raises RuntimeError, and the errors of the environment."""
-        id, extras = own(data, self._id)
+        env_id, extras = env_of_row(data, self._env_id)
         extras = {**self._extras, **extras}
         if data.get("label") is not None and "reward_spec" not in extras:
             extras["reward_spec"] = {"method": "rule", "ground_truth": data["label"]}
-        written_prompt = data.get("prompt")
-        prompt = (
-            [{"role": "user", "content": written_prompt}]
-            if isinstance(written_prompt, str)
-            else messages_in(written_prompt, "prompt")
-        )
-        self._env = await self._threads.run(self._gym.make, id, env_config=self._config, extras=extras)
-        messages, _ = await self._threads.run(self._env.init, prompt)
+        prompt = data.get("prompt")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else messages_in(prompt, "prompt")
+        self._env = await self._threads.run(self._gym.make, env_id, env_config=self._config, extras=extras)
+        messages, _ = await self._threads.run(self._env.init, messages)
         return messages_in(messages, "the environment's prompt")
 
     async def step(self, text: str) -> tuple[list[dict[str, Any]], float, bool]:
@@ -113,11 +104,11 @@ class SkyRL:
         out = await self._threads.run(self._env.step, text)
         if not isinstance(out, Mapping) or not {"observations", "reward", "done"} <= set(out):
             raise RuntimeError(f"the environment's step: want observations, reward and done, got {out!r:.80}")
-        seen = messages_in(out["observations"], "the environment's observations")
-        changed = out.get("postprocessed_action")
-        if isinstance(changed, str) and changed != text:
-            seen = [{"role": "assistant", "content": changed}, *seen]
-        return seen, number_of(out["reward"]), bool(out["done"])
+        messages = messages_in(out["observations"], "the environment's observations")
+        action = out.get("postprocessed_action")
+        if isinstance(action, str) and action != text:
+            messages = [{"role": "assistant", "content": action}, *messages]
+        return messages, number_of(out["reward"]), bool(out["done"])
 
     async def close(self) -> None:
         """Close the environment."""
@@ -148,21 +139,12 @@ class Gem:
         """
         if "{observation}" not in first:
             raise ValueError(f"environment_options.first: want {{observation}} in it, got {first!r}")
-        try:
-            self._gem = importlib.import_module("gem")
-        except ImportError as error:
-            raise ValueError(
-                "environment: gem: want the package gem-llm in the rollout's interpreter "
-                f"(rollouts.NAME.python): {error}"
-            ) from None
-        for module in modules:
-            importlib.import_module(module)
-        known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
-        if id not in known:
-            raise ValueError(
-                f"environment_options.id: want an environment of GEM ({len(known)} are registered), got {id!r}"
-            )
-        self._id, self._options, self._first = id, dict(options or {}), first
+        self._gem = _library("gem", "gem-llm", modules)
+        registry = importlib.import_module("gem.envs.registration").ENV_REGISTRY
+        if id not in registry:
+            want = f"an environment of GEM ({len(registry)} are registered)"
+            raise ValueError(f"environment_options.id: want {want}, got {id!r}")
+        self._env_id, self._options, self._first = id, dict(options or {}), first
         self._key = ""
         self._env: Any = None
 
@@ -171,19 +153,18 @@ class Gem:
 
         The seed is ``metadata.seed``, or else the task's id: all members of a group begin alike.
         """
-        id, extras = own(data, self._id)
+        env_id, extras = env_of_row(data, self._env_id)
         options = {**self._options, **extras}
-        self._key = json.dumps([id, options], sort_keys=True)
+        self._key = json.dumps([env_id, options], sort_keys=True)
         idle = self._idle.get(self._key)
-        env = idle.pop() if idle else self._gem.make(id, **options)
+        env = idle.pop() if idle else self._gem.make(env_id, **options)
         seed = (data.get("metadata") or {}).get("seed", data.get("task", 0))
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        if not is_integer(seed) or not 0 <= seed < 2**63:
             raise RuntimeError(f"metadata.seed: want a whole number >= 0, got {seed!r:.80}")
         observation, info = env.reset(seed=seed % 2**32)  # numpy takes no larger one
         self._env = env
-        return self._first.replace("{observation}", _seen(observation, info)).replace(
-            "{prompt}", str(data.get("prompt", ""))
-        )
+        text = self._first.replace("{observation}", _text_of(observation, info))
+        return text.replace("{prompt}", str(data.get("prompt", "")))
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """Play an answer; return the observation, its reward, and whether the episode is over. Raises RuntimeError."""
@@ -191,7 +172,7 @@ class Gem:
         env, self._env = self._env, None  # one that raises is not used again
         observation, reward, terminated, truncated, info = env.step(text)
         self._env = env
-        return _seen(observation, info), number_of(reward), bool(terminated) or bool(truncated)
+        return _text_of(observation, info), number_of(reward), bool(terminated) or bool(truncated)
 
     def close(self) -> None:
         """Keep the environment for another episode."""
@@ -200,7 +181,9 @@ class Gem:
             self._env = None
 
 
-def _seen(observation: object, info: object) -> str:
-    """Return an observation with its suffix, by which GEM asks for the next action."""
-    text, suffix = only_text(observation), info.get("suffix") if isinstance(info, Mapping) else None
-    return f"{text}\n{suffix}" if isinstance(suffix, str) and suffix else text
+def _text_of(observation: object, info: object) -> str:
+    """Return an observation with its suffix, by which GEM asks for the next action. Raises RuntimeError."""
+    if not isinstance(observation, str):
+        raise RuntimeError(f"the environment's observation: want a text, got {type(observation).__name__}")
+    suffix = info.get("suffix") if isinstance(info, Mapping) else None
+    return f"{observation}\n{suffix}" if isinstance(suffix, str) and suffix else observation

@@ -2,8 +2,8 @@
 
 ::
 
-    chat    messages --> answer with tool calls --> results as messages of role "tool" --> ... --> an answer without calls
-    text    prompt --> text with a call (a regular expression) --> result --> text goes on --> ... --> a text without a call
+    chat    messages --> answer with tool calls --> results as messages of role "tool" --> ... --> answer without calls
+    text    prompt --> text with a call (a regular expression) --> result --> text goes on --> ... --> no call
     play    observation --> action --> observation, reward --> ... --> done
 
 Every request begins with the texts of the one before, so tokens are reused and results are context: they are never
@@ -22,85 +22,19 @@ from typing import Any, ClassVar
 from tidemill.actors.episodes.programs.call_threads import MAX_HUNG, CallThreads
 from tidemill.actors.episodes.programs.gyms import Gem, SkyRL
 from tidemill.actors.episodes.programs.openenv import OpenEnv
+from tidemill.actors.episodes.programs.policy_client import BudgetSpent, PolicyClient
 from tidemill.actors.episodes.programs.tools import FAILED, Tool, tools_of
-from tidemill.bus.http.client import READ_BUFFER_BYTES, open_session
 from tidemill.bus.system.coroutines import to_the_end
 from tidemill.bus.system.functions import find_object
 from tidemill.bus.wire.chat_messages import chat_messages, chat_tools
+from tidemill.bus.wire.json_object import is_integer
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "skyrl_gym": SkyRL}
 """Environments that ship, by name."""
 PROTOCOLS = ("chat", "text")
 CALL = r"<call>((?:[^<]|<(?!/?call>))*+)</call>"
-"""A call has no tag of a call in it: each opening tag is searched up to the next tag alone, so time is linear in the
-text.
-"""
+"""A call has no tag of a call in it: each opening tag is searched up to the next tag alone, in linear time."""
 RESULT = "<result>{result}</result>"
-
-
-class BudgetSpent(Exception):
-    """The episode has no tokens, turns or context left; it ends, and is trained as truncated."""
-
-
-class PolicyClient:
-    """The model of one episode. Close it at the end."""
-
-    def __init__(self, base_url: str, api_key: str) -> None:
-        self._base_url = base_url
-        # Without a limit of time: the gateway has one, and waits for engines on behalf of its episodes.
-        self._session = open_session(
-            headers={"Authorization": f"Bearer {api_key}"}, read_buffer_bytes=READ_BUFFER_BYTES
-        )
-
-    async def __aenter__(self) -> "PolicyClient":
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._session.close()
-
-    async def chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **parameters: Any
-    ) -> dict[str, Any]:
-        """Return the answer's choice, with ``id``, the name of the turn. Raises BudgetSpent, RuntimeError."""
-        body = {
-            "model": "policy",
-            "messages": list(messages),
-            **({"tools": list(tools)} if tools else {}),
-            **parameters,
-        }
-        return await self._choice("/chat/completions", body)
-
-    async def complete(self, prompt: str, **parameters: Any) -> dict[str, Any]:
-        """Return the completion's choice, with ``id``. Raises BudgetSpent, RuntimeError."""
-        return await self._choice("/completions", {"model": "policy", "prompt": prompt, **parameters})
-
-    async def save(self, state: object) -> None:
-        """Store where the episode is, so that another actor goes on from there (``again: resume``). Raises
-        RuntimeError.
-        """
-        await self._post("/state", {"state": state})
-
-    async def truncated(self, limit: str) -> None:
-        """Report the limit at which the program ends the episode: its sample is truncated. Raises RuntimeError."""
-        await self._post("/truncated", {"limit": limit})
-
-    async def _post(self, path: str, body: object) -> None:
-        async with self._session.post(self._base_url.removesuffix("/v1") + path, json=body) as response:
-            if response.status != 200:
-                raise RuntimeError(
-                    f"{path}: {response.status}: {(await response.read())[:1000].decode(errors='replace')}"
-                )
-
-    async def _choice(self, path: str, body: object) -> dict[str, Any]:
-        async with self._session.post(self._base_url + path, json=body) as response:
-            content = await response.read()
-            if response.status != 200:
-                text = content[:1000].decode(errors="replace")
-                if response.status == 400 and "context_length_exceeded" in text:
-                    raise BudgetSpent(text)
-                raise RuntimeError(f"the model answered {response.status}: {text}")
-        answer = json.loads(content)
-        return {**answer["choices"][0], "id": answer["id"]}
 
 
 @dataclass(slots=True)
@@ -118,9 +52,7 @@ class Played:
     spent: bool = False
     """True if the budget ended it."""
     cut: str = ""
-    """Option that ended it: ``max_turns`` (a call was not made, the environment had not ended) or ``max_tokens``; empty
-    = none.
-    """
+    """Option that ended it: ``max_turns`` (a call was not made, a game had not ended), ``max_tokens``; empty = none."""
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     """Messages of the next request, with protocol chat."""
     text: str = ""
@@ -148,21 +80,15 @@ class MultiTurn:
     stop: Sequence[str] = ()
     """Strings that end a turn."""
     max_tokens: int = 0
-    """Tokens of one turn at most; 0 = the task's. With tools, an episode whose last answer they cut is truncated; a
-    move is whole.
-    """
+    """Maximum tokens of a turn; 0 = the task's. With tools, an episode whose last answer they cut is truncated."""
     tool_seconds: float = 10.0
     """Limit of one call of a tool."""
     max_hung_calls: int = MAX_HUNG
-    """Calls of plain tools that still run after that limit. Their threads cannot be ended, so with one more the process
-    is.
-    """
+    """Calls of plain tools that may hang: their threads cannot be ended, so with one more the process is ended."""
     errors: str = "show"
     """A call that fails is shown to the model (show), or ends the episode (end)."""
     call: str = CALL
-    """With text: the regular expression of a call; group 1 is the argument of the first tool, or it has groups
-    ``tool``, ``argument``.
-    """
+    """With text: the expression of a call. Group 1 is the first tool's argument; or it has ``tool``, ``argument``."""
     result: str = RESULT
     """With text: the text put behind a call, with ``{result}``."""
     environment: str = ""
@@ -182,11 +108,9 @@ class MultiTurn:
         if self.environment and self.tools:
             raise ValueError("environment: want either tools or an environment, got both")
         if self.max_turns < 1 or not 0 < self.tool_seconds < 3600 or self.max_tokens < 0:
-            raise ValueError(
-                "want max_turns >= 1, tool_seconds in 0..3600 and max_tokens >= 0, got "
-                f"{self.max_turns}, {self.tool_seconds}, {self.max_tokens}"
-            )
-        if isinstance(self.max_hung_calls, bool) or not isinstance(self.max_hung_calls, int) or self.max_hung_calls < 0:
+            want = "max_turns >= 1, tool_seconds in 0..3600 and max_tokens >= 0"
+            raise ValueError(f"want {want}, got {self.max_turns}, {self.tool_seconds}, {self.max_tokens}")
+        if not is_integer(self.max_hung_calls) or self.max_hung_calls < 0:
             raise ValueError(f"max_hung_calls: want a whole number >= 0, got {self.max_hung_calls!r}")
         if "{result}" not in self.result:
             raise ValueError("result: want {result} in it")
@@ -198,29 +122,23 @@ class MultiTurn:
             raise ValueError("call: want a group for the argument")
         self._tools = tools_of(self.tools)
         self._threads = CallThreads(self.max_hung_calls)
-        self._more: dict[str, Any] = {
-            **({"stop": list(self.stop)} if self.stop else {}),
-            **({"max_tokens": self.max_tokens} if self.max_tokens else {}),
-        }
-        self._environment = _environment(self.environment, self.environment_options or {}) if self.environment else None
-        if self._environment is None or all(
-            callable(getattr(self._environment[0], name, None)) for name in ("state", "restore")
-        ):
+        self._parameters: dict[str, Any] = {"stop": list(self.stop)} if self.stop else {}
+        self._parameters |= {"max_tokens": self.max_tokens} if self.max_tokens else {}
+        """Sampling parameters of every request."""
+        self._environment = _environment_class(self.environment, self.environment_options or {})
+        methods = [getattr(self._environment, name, None) for name in ("state", "restore")]
+        if self._environment is None or all(map(callable, methods)):
             self.resume = self._resume  # an environment that cannot return its state has none
 
     @property
     def chat_tools(self) -> Sequence[str]:
-        """Names of the tools that the chat template writes; none with protocol text, where the prompt describes
-        them.
-        """
+        """Names of the tools that the chat template writes; none with protocol text, whose prompt describes them."""
         return tuple(self._tools) if self.protocol == "chat" else ()
 
     async def run(
         self, data: Mapping[str, Any], base_url: str, api_key: str, saves: bool = False
     ) -> float | dict[str, float] | None:
-        """Play one episode; return its reward: None = ``actor.reward`` of the last answer. ``saves``: store a state
-        behind every turn.
-        """
+        """Play an episode; return its reward, None = ``actor.reward``. ``saves``: store a state behind every turn."""
         return self.reward(data, await self.play(data, base_url, api_key, saves=saves))
 
     async def _resume(
@@ -242,14 +160,12 @@ class MultiTurn:
         """
         if played is None:
             played = Played()
-            if self._environment is None and self.protocol == "chat":
-                played.messages = _messages(data["prompt"], "prompt", self.system)
-            elif self._environment is None:
-                played.text = _text(data["prompt"])
-        async with PolicyClient(base_url, api_key) as policy, self._turns(data, played) as turn:
+            if self._environment is None:
+                self._begin_with(played, data["prompt"], "prompt")
+        async with PolicyClient(base_url, api_key) as policy, self._turns(data, policy, played) as play_turn:
             try:
                 while not played.done:
-                    await turn(policy, played)
+                    await play_turn()
                     if not played.done and len(played.ids) >= self.max_turns:
                         played.done, played.cut = True, "" if self.has_fixed_turns else "max_turns"
                     if saves:
@@ -262,7 +178,14 @@ class MultiTurn:
                 await policy.truncated(played.cut)
         return played
 
-    def _offered(self, data: Mapping[str, Any]) -> Mapping[str, Tool]:
+    def _begin_with(self, played: Played, prompt: object, where: str) -> None:
+        """Set the first request of an episode, after a prompt or an observation."""
+        if self.protocol == "chat":
+            played.messages = _messages(prompt, where, self.system)
+        else:
+            played.text = _text(prompt)
+
+    def _tools_of(self, data: Mapping[str, Any]) -> Mapping[str, Tool]:
         """Return the tools that the data row names, as it describes them; all of them where it names none.
 
         Raises ValueError for one that the rollout does not have.
@@ -270,20 +193,17 @@ class MultiTurn:
         named = (data.get("metadata") or {}).get("tools")
         if not isinstance(named, list) or not all(isinstance(tool, Mapping) for tool in named):
             return self._tools
-        offered = {}
+        tools = {}
         for schema in chat_tools(named, "tools of the data row"):
             name = schema["function"]["name"]
             if name not in self._tools:
-                raise ValueError(
-                    f"tools of the data row: want some of options.tools ({', '.join(self._tools) or 'none'}), "
-                    f"got {name!r}"
-                )
-            offered[name] = replace(self._tools[name], schema=schema)
-        return offered
+                want = f"some of options.tools ({', '.join(self._tools) or 'none'})"
+                raise ValueError(f"tools of the data row: want {want}, got {name!r}")
+            tools[name] = replace(self._tools[name], schema=schema)
+        return tools
 
     async def _chat_turn(self, tools: Mapping[str, Tool], policy: PolicyClient, played: Played) -> None:
-        choice = await policy.chat(played.messages, [tool.schema for tool in tools.values()], **self._more)
-        message = _noted(played, choice)
+        choice, message = await self._chat(policy, played, [tool.schema for tool in tools.values()])
         calls = message.get("tool_calls") or []
         played.done = not calls
         played.cut = self._cut(choice, played)
@@ -291,17 +211,18 @@ class MultiTurn:
             return
         played.messages.append(message)
         for call in calls:
-            asked = call["function"]
-            result = await self._called(tools, asked.get("name", ""), _arguments(asked.get("arguments", "")), played)
+            function = call["function"]
+            arguments = _arguments(function.get("arguments", ""))
+            result = await self._call_tool(tools, function.get("name", ""), arguments, played)
             if self.errors == "end" and result.startswith(FAILED):
                 played.done = True
                 return
             played.messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": result})
 
     async def _text_turn(self, tools: Mapping[str, Tool], policy: PolicyClient, played: Played) -> None:
-        choice = await _completed(policy, played, self._more)
-        said = played.answers[-1]
-        call_match = self._call.search(said) if tools else None
+        choice = await self._complete(policy, played)
+        answer = played.answers[-1]
+        call_match = self._call.search(answer) if tools else None
         played.done = call_match is None
         played.cut = self._cut(choice, played)
         if call_match is None or len(played.ids) == self.max_turns:
@@ -309,66 +230,66 @@ class MultiTurn:
         groups = call_match.groupdict()
         name = groups.get("tool") or next(iter(tools))
         argument = groups.get("argument") if "argument" in groups else call_match[1]
-        result = await self._called(tools, name, _argument_of(tools, name, argument or ""), played)
+        result = await self._call_tool(tools, name, _argument_of(tools, name, argument or ""), played)
         played.done = self.errors == "end" and result.startswith(FAILED)
-        played.text += said + self.result.replace("{result}", result)
+        played.text += answer + self.result.replace("{result}", result)
 
     @asynccontextmanager
     async def _turns(
-        self, data: Mapping[str, Any], played: Played
-    ) -> AsyncIterator[Callable[[PolicyClient, Played], Awaitable[None]]]:
-        """Give the function that plays a turn, for an environment in a new episode or in the one with the stored
-        state.
-        """
+        self, data: Mapping[str, Any], policy: PolicyClient, played: Played
+    ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        """Give the function that plays a turn. An environment begins an episode, or goes on with the stored state."""
         if self._environment is None:
-            yield partial(self._text_turn if self.protocol == "text" else self._chat_turn, self._offered(data))
+            turn = self._text_turn if self.protocol == "text" else self._chat_turn
+            yield partial(turn, self._tools_of(data), policy, played)
             return
-        made, options = self._environment
-        game = made(**options)
+        game = self._environment(**self.environment_options or {})
         try:
-            yield await self._begun(game, data, played)
+            if played.place is not None:
+                await _awaited(game.restore(played.place))
+            else:
+                observation = await _awaited(game.reset(dict(data)))
+                self._begin_with(played, observation, "the environment's observation")
+            yield partial(self._game_turn, game, policy, played)
         finally:
             if hasattr(game, "close"):
                 await to_the_end(_awaited(game.close()))  # a container of the environment would stay
 
-    async def _begun(
-        self, game: Any, data: Mapping[str, Any], played: Played
-    ) -> Callable[[PolicyClient, Played], Awaitable[None]]:
-        """Begin a game, or go on with it, and return the function that plays a turn of it."""
-        if played.place is not None:
-            await _awaited(game.restore(played.place))
+    async def _game_turn(self, game: Any, policy: PolicyClient, played: Played) -> None:
+        if self.protocol == "chat":
+            await self._chat(policy, played)
         else:
-            observation = await _awaited(game.reset(dict(data)))
-            if self.protocol == "chat":
-                played.messages = _messages(observation, "the environment's observation", self.system)
-            else:
-                played.text = _text(observation)
+            await self._complete(policy, played)
+        answer = played.answers[-1]
+        observation, reward, played.done = await _awaited(game.step(answer))
+        played.rewards.append(float(reward))
+        if not played.done and self.protocol == "chat":
+            played.messages += _behind(answer, observation)
+        elif not played.done:
+            played.text += answer + _text(observation)
+        played.place = await _awaited(game.state()) if hasattr(game, "state") else None
 
-        async def turn(policy: PolicyClient, played: Played) -> None:
-            """Ask once, and play the answer."""
-            if self.protocol == "chat":
-                message = _noted(played, await policy.chat(played.messages, **self._more))
-                said = str(message.get("content") or "")
-            else:
-                await _completed(policy, played, self._more)
-                said = played.answers[-1]
-            observation, reward, played.done = await _awaited(game.step(said))
-            played.rewards.append(float(reward))
-            if not played.done and self.protocol == "chat":
-                played.messages += _behind(said, observation)
-            elif not played.done:
-                played.text += said + _text(observation)
-            played.place = await _awaited(game.state()) if hasattr(game, "state") else None
+    async def _chat(
+        self, policy: PolicyClient, played: Played, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """Ask for the answer to the messages; return its choice and its message."""
+        choice = await policy.chat(played.messages, tools, **self._parameters)
+        message: dict[str, Any] = dict(choice["message"])
+        played.ids.append(choice["id"])
+        played.answers.append(str(message.get("content") or ""))
+        return choice, message
 
-        return turn
+    async def _complete(self, policy: PolicyClient, played: Played) -> Mapping[str, Any]:
+        choice = await policy.complete(played.text, **self._parameters)
+        played.ids.append(choice["id"])
+        played.answers.append(str(choice["text"]))
+        return choice
 
     def _cut(self, choice: Mapping[str, Any], played: Played) -> str:
-        """Return ``max_tokens`` where that option has cut the last answer of a chat; the task's own limit is known to
-        the gateway.
-        """
+        """Return ``max_tokens`` where it has cut the last answer of a chat; the gateway knows the task's own limit."""
         return "max_tokens" if self.max_tokens and played.done and choice.get("finish_reason") == "length" else ""
 
-    async def _called(self, tools: Mapping[str, Tool], name: str, arguments: object, played: Played) -> str:
+    async def _call_tool(self, tools: Mapping[str, Tool], name: str, arguments: object, played: Played) -> str:
         tool = tools.get(name)
         if tool is None:
             result = f"{FAILED} no tool {name!r}; there are {', '.join(tools) or 'none'}"
@@ -387,20 +308,6 @@ def _argument_of(tools: Mapping[str, Tool], name: str, text: str) -> object:
     return {} if first is None else {first: text}
 
 
-async def _completed(policy: PolicyClient, played: Played, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    choice = await policy.complete(played.text, **parameters)
-    played.ids.append(choice["id"])
-    played.answers.append(str(choice["text"]))
-    return choice
-
-
-def _noted(played: Played, choice: Mapping[str, Any]) -> dict[str, Any]:
-    message: dict[str, Any] = dict(choice["message"])
-    played.ids.append(choice["id"])
-    played.answers.append(str(message.get("content") or ""))
-    return message
-
-
 def _arguments(text: object) -> object:
     try:
         return json.loads(text) if isinstance(text, str) else text
@@ -409,19 +316,16 @@ def _arguments(text: object) -> object:
 
 
 def _messages(value: object, where: str, system: str = "") -> list[Mapping[str, Any]]:
-    """Return a text, or messages, as messages. Raises ValueError that names the message; TypeError for anything
-    else.
-    """
+    """Return a text, or messages, as messages. Raises ValueError naming the message; TypeError for anything else."""
     messages = chat_messages(value, where) if isinstance(value, list) else [{"role": "user", "content": _text(value)}]
     return [{"role": "system", "content": system}, *messages] if system else [*messages]
 
 
-def _behind(said: str, observation: object) -> list[Mapping[str, Any]]:
-    """Return an answer and the observation behind it. Messages that begin with one of the assistant have the answer as
-    they want it.
-    """
-    seen = _messages(observation, "the environment's observation") if observation != [] else []
-    return seen if seen and seen[0].get("role") == "assistant" else [{"role": "assistant", "content": said}, *seen]
+def _behind(answer: str, observation: object) -> list[Mapping[str, Any]]:
+    """Return an answer, as the observation repeats it where it begins with the assistant, and the observation."""
+    messages = _messages(observation, "the environment's observation") if observation != [] else []
+    has_answer = bool(messages) and messages[0].get("role") == "assistant"
+    return messages if has_answer else [{"role": "assistant", "content": answer}, *messages]
 
 
 def _text(prompt: object) -> str:
@@ -430,18 +334,21 @@ def _text(prompt: object) -> str:
     return prompt
 
 
-def _environment(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _environment_class(path: str, options: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Return the class of an environment by its name or import path; None = there is none. Raises ValueError."""
+    if not path:
+        return None
     if path in ENVIRONMENTS:
         ENVIRONMENTS[path](**options)  # it refuses impossible options
-        return ENVIRONMENTS[path], dict(options)
+        return ENVIRONMENTS[path]
     if ":" not in path:
         raise ValueError(f"environment: want {', '.join(ENVIRONMENTS)} or module:Class, got {path!r}")
-    made = find_object(path, "environment", want="module:Class")
+    environment: Callable[..., Any] = find_object(path, "environment", want="module:Class")
     for method in ("reset", "step"):
-        if not callable(getattr(made, method, None)):
+        if not callable(getattr(environment, method, None)):
             raise ValueError(f"environment: want a class with {method}, {path} has none")
-    inspect.signature(made).bind(**options)
-    return made, dict(options)
+    inspect.signature(environment).bind(**options)
+    return environment
 
 
 async def _awaited(value: Any) -> Any:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from tidemill.bus.http.client import open_session
+from tidemill.bus.wire.json_object import is_number
 
 MAX_MESSAGE_BYTES = 1 << 24
 RETRY_S = 1.0
@@ -58,10 +59,8 @@ class Options:
             if not isinstance(value or {}, Mapping):
                 raise ValueError(f"environment_options.{name}: want a map, got {value!r}")
         if not (self.seconds > 0 and self.wait_seconds >= 0):
-            raise ValueError(
-                f"environment_options: want seconds > 0 and wait_seconds >= 0, got {self.seconds} and "
-                f"{self.wait_seconds}"
-            )
+            got = f"{self.seconds} and {self.wait_seconds}"
+            raise ValueError(f"environment_options: want seconds > 0 and wait_seconds >= 0, got {got}")
 
     @property
     def socket_url(self) -> str:
@@ -81,23 +80,21 @@ class OpenEnv:
 
     async def reset(self, data: Mapping[str, Any]) -> str:
         """Begin a session, and return the first text. Raises RuntimeError."""
-        own = (data.get("metadata") or {}).get("reset") or {}
-        if not isinstance(own, Mapping):
-            raise RuntimeError(f"metadata.reset: want a map, got {own!r:.80}")
-        answer = await self._begun({**(self._options.reset or {}), **own})
+        arguments = (data.get("metadata") or {}).get("reset") or {}
+        if not isinstance(arguments, Mapping):
+            raise RuntimeError(f"metadata.reset: want a map, got {arguments!r:.80}")
+        answer = await self._open({**(self._options.reset or {}), **arguments})
         text = self._text(answer)
         return self._options.first.replace("{observation}", text).replace("{prompt}", str(data.get("prompt", "")))
 
     async def step(self, text: str) -> tuple[str, float, bool]:
         """Play an answer; return the observation, its reward, and whether the episode is over. Raises RuntimeError."""
         try:
-            action = {
-                **(self._options.fields or {}),
-                **(json.loads(text) if not self._options.action else {self._options.action: text}),
-            }
+            fields = {self._options.action: text} if self._options.action else json.loads(text)
+            action = {**(self._options.fields or {}), **fields}
         except (ValueError, TypeError, RecursionError) as error:
             return f"Error: want an action as a JSON map: {error}", self._options.invalid_reward, False
-        answer = await self._asked({"type": "step", "data": action})
+        answer = await self._request({"type": "step", "data": action})
         if answer.get("type") == "error":
             code, message = _error(answer)
             if code in OF_THE_ACTION:
@@ -105,7 +102,7 @@ class OpenEnv:
             raise RuntimeError(f"the environment failed: {message} ({code})")
         data = _data(answer)
         reward = data.get("reward")
-        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+        if reward is not None and (not is_number(reward)):
             raise RuntimeError(f"the environment's reward: want a number or null, got {reward!r:.80}")
         return self._text(answer), float(reward or 0.0), data.get("done") is True
 
@@ -119,15 +116,15 @@ class OpenEnv:
         if self._session is not None:
             await self._session.close()
 
-    async def _begun(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _open(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the answer to a reset, for which a server that is full, or not there, is asked for a while."""
         self._session = open_session(connect_s=self._options.seconds)
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._options.wait_seconds
+        deadline_s = loop.time() + self._options.wait_seconds
         while True:
             try:
                 self._socket = await self._session.ws_connect(self._options.socket_url, max_msg_size=MAX_MESSAGE_BYTES)
-                answer = await self._asked({"type": "reset", "data": dict(arguments)})
+                answer = await self._request({"type": "reset", "data": dict(arguments)})
             except (aiohttp.ClientError, OSError) as error:
                 reason = f"{self._options.socket_url}: {error}"
             else:
@@ -138,16 +135,16 @@ class OpenEnv:
                     raise RuntimeError(f"the environment refused to reset: {message} ({code})")
                 reason = message
                 await self._socket.close()
-            if loop.time() + RETRY_S > until:
+            if loop.time() + RETRY_S > deadline_s:
                 raise RuntimeError(f"no session of the environment within {self._options.wait_seconds:g} s: {reason}")
             await asyncio.sleep(RETRY_S)
 
-    async def _asked(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _request(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send a message and return the answer. Raises RuntimeError."""
         assert self._socket is not None
         try:
             async with asyncio.timeout(self._options.seconds):
-                with suppress(ConnectionError):  # a server that is full says so before it hangs up
+                with suppress(ConnectionError):  # a server that is full sends that error before it hangs up
                     await self._socket.send_json(message)
                 received = await self._socket.receive()
         except TimeoutError:
@@ -163,17 +160,14 @@ class OpenEnv:
         return answer
 
     def _text(self, answer: Mapping[str, Any]) -> str:
-        """Return the text of an observation."""
-        found = _data(answer).get("observation")
+        value = _data(answer).get("observation")
         for name in self._options.observation.split(".") if self._options.observation else ():
-            if not isinstance(found, Mapping) or name not in found:
-                there = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
-                raise RuntimeError(
-                    f"environment_options.observation: want {self._options.observation!r} in the observation, "
-                    f"got {there:.200}"
-                )
-            found = found[name]
-        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+            if not isinstance(value, Mapping) or name not in value:
+                got = ", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+                want = f"{self._options.observation!r} in the observation"
+                raise RuntimeError(f"environment_options.observation: want {want}, got {got:.200}")
+            value = value[name]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _data(answer: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -72,10 +72,8 @@ class Sample:
     ) -> None:
         """Add tokens to the response: sampled ones with log-probs, others without. Raises ValueError."""
         if trainable and (log_probs is None or len(log_probs) != len(tokens)):
-            raise ValueError(
-                f"log_probs: want {len(tokens)} for trainable tokens, got "
-                f"{None if log_probs is None else len(log_probs)}"
-            )
+            got = None if log_probs is None else len(log_probs)
+            raise ValueError(f"log_probs: want {len(tokens)} for trainable tokens, got {got}")
         self.tokens += tokens
         self.response_length += len(tokens)
         self.response += text
@@ -90,10 +88,10 @@ Sample.Status = Status  # type: ignore[attr-defined]  # as slime has it
 
 
 async def post(
-    url: str, payload: object, max_retries: int = TRIES, headers: Mapping[str, str] | None = None, **more: object
+    url: str, payload: object, max_retries: int = TRIES, headers: Mapping[str, str] | None = None, **options: object
 ) -> Any:
     """Return the JSON that a POST is answered with. Raises RuntimeError for another status than 200."""
-    for left in reversed(range(max_retries)):
+    for attempt in range(1, max_retries + 1):
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
                 async with session.post(url, json=payload, headers=headers) as answer:
@@ -101,7 +99,7 @@ async def post(
                         raise RuntimeError(f"{answer.status}: {(await answer.text())[:1000]}")
                     return await answer.json()
         except aiohttp.ClientConnectionError:
-            if not left:
+            if attempt == max_retries:
                 raise
             await asyncio.sleep(PAUSE_S)
     raise ValueError(f"max_retries: want >= 1, got {max_retries}")
@@ -110,29 +108,28 @@ async def post(
 class GenerateState:
     """State that generate functions share: the tokenizer of ``args.hf_checkpoint``, and a semaphore."""
 
-    _made: ClassVar[dict[str, "GenerateState"]] = {}
+    _states: ClassVar[dict[str, "GenerateState"]] = {}
+    """States by the directory of the model."""
 
     def __new__(cls, args: Any) -> "GenerateState":
         """Return the state of this model, made at the first call. Raises ValueError without ``args.hf_checkpoint``."""
         path = str(getattr(args, "hf_checkpoint", "") or "")
         if not path:
             raise ValueError("GenerateState: want the model's directory in rollouts.NAME.options.args.hf_checkpoint")
-        if path not in cls._made:
+        if path not in cls._states:
             from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-            made = super().__new__(cls)
+            state = super().__new__(cls)
             try:
-                made.tokenizer = AutoTokenizer.from_pretrained(path)
-            except (
-                ValueError,
-                AttributeError,
-            ):  # version 5 wrote it, with a class and a list that version 4 does not know
-                made.tokenizer = PreTrainedTokenizerFast.from_pretrained(path, extra_special_tokens={})
-            made.args = args
-            made.semaphore = asyncio.Semaphore(int(getattr(args, "sglang_server_concurrency", 512)))
-            made.aborted = False
-            cls._made[path] = made
-        return cls._made[path]
+                state.tokenizer = AutoTokenizer.from_pretrained(path)
+            except (ValueError, AttributeError):
+                # Version 5 of transformers wrote it, with a class and a list that version 4 does not know.
+                state.tokenizer = PreTrainedTokenizerFast.from_pretrained(path, extra_special_tokens={})
+            state.args = args
+            state.semaphore = asyncio.Semaphore(int(getattr(args, "sglang_server_concurrency", 512)))
+            state.aborted = False
+            cls._states[path] = state
+        return cls._states[path]
 
     args: Any
     tokenizer: Any
@@ -144,38 +141,27 @@ class Slime:
     """The program of ``use: slime:MODULE:NAME``."""
 
     def __init__(self, generate: str, args: Mapping[str, Any] | None = None) -> None:
-        """``generate``: MODULE:NAME. ``args``: attributes of the function's ``args``, by slime's names. Raises the
-        errors of its import.
-        """
+        """``generate``: MODULE:NAME. ``args``: of the function, by slime's names. Raises the errors of its import."""
         if importlib.util.find_spec("slime") is None:
             _provide()
         module, _, name = generate.partition(":")
         self._generate: Callable[..., Awaitable[Any]] = getattr(importlib.import_module(module), name)
         if not inspect.iscoroutinefunction(self._generate):
             raise TypeError(f"{generate}: want an async function (args, sample, sampling_params)")
-        parameters = inspect.signature(self._generate).parameters
-        if len(parameters) < 3:
-            raise TypeError(
-                f"{generate}: want a function of (args, sample, sampling_params), got "
-                f"{inspect.signature(self._generate)}"
-            )
-        self._evaluates = "evaluation" in parameters
+        signature = inspect.signature(self._generate)
+        if len(signature.parameters) < 3:
+            raise TypeError(f"{generate}: want a function of (args, sample, sampling_params), got {signature}")
+        self._evaluates = "evaluation" in signature.parameters
         self._args = dict(args or {})
         self._sample = importlib.import_module("slime.utils.types").Sample
 
     async def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> float | dict[str, float] | None:
         """Return the reward that the function gives its samples, their sum for several; None = it gives none."""
-        where = urlsplit(base_url)
+        url = urlsplit(base_url)
         # slime's functions put the address together from host and port alone; the key goes with it as the user of the
         # URL.
-        args = SimpleNamespace(
-            **{
-                "partial_rollout": False,
-                **self._args,
-                "sglang_router_ip": f"{api_key}@{where.hostname}",
-                "sglang_router_port": where.port,
-            }
-        )
+        router = {"sglang_router_ip": f"{api_key}@{url.hostname}", "sglang_router_port": url.port}
+        args = SimpleNamespace(**{"partial_rollout": False, **self._args, **router})
         sample = self._sample(
             prompt=data["prompt"],
             label=data["label"],
@@ -184,19 +170,19 @@ class Slime:
             group_index=data["task"],
         )
         sampling = dict(data["sampling"])
-        more = {"evaluation": data["kind"] == "eval"} if self._evaluates else {}
-        found = await self._generate(args, sample, sampling, **more)
-        samples = found if isinstance(found, list) else [found]
+        options = {"evaluation": data["kind"] == "eval"} if self._evaluates else {}
+        result = await self._generate(args, sample, sampling, **options)
+        samples = result if isinstance(result, list) else [result]
         if not samples:
             raise RuntimeError("the generate function returned no sample")
-        for one in samples:
-            status = getattr(one.status, "value", one.status)
+        for sample in samples:
+            status = getattr(sample.status, "value", sample.status)
             if status in ("aborted", "failed"):
                 raise RuntimeError(f"the generate function returned a sample with status {status}")
             if status == Status.TRUNCATED.value:
                 headers = {"Authorization": f"Bearer {api_key}"}
                 await post(base_url.removesuffix("/v1") + "/truncated", {"limit": "generate_function"}, headers=headers)
-        rewards = [one.reward for one in samples if one.reward is not None]
+        rewards = [sample.reward for sample in samples if sample.reward is not None]
         if not rewards:
             return None
         if len(rewards) == 1:
@@ -218,5 +204,5 @@ def _provide() -> None:
         module = sys.modules[name] = importlib.util.module_from_spec(ModuleSpec(name, None, is_package=True))
         module.__dict__.update(values)
         if "." in name:
-            parent, _, own = name.rpartition(".")
-            setattr(sys.modules[parent], own, module)
+            parent, _, child = name.rpartition(".")
+            setattr(sys.modules[parent], child, module)

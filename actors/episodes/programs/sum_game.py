@@ -48,5 +48,5 @@ class SumGame(MultiTurn):
         return {"score": (call + answer) / 2, "call": call, "answer": answer}
 
 
-def _share(said: str, expected: str) -> float:
-    return digits(RewardRequest(prompt="", response=said, label=expected, status=Status.COMPLETED))
+def _share(response: str, expected: str) -> float:
+    return digits(RewardRequest(prompt="", response=response, label=expected, status=Status.COMPLETED))

@@ -29,17 +29,9 @@ PLAIN: dict[object, str] = {
     list: "array",
     dict: "object",
 }
-ARRAYS = (
-    list,
-    tuple,
-    set,
-    frozenset,
-    collections.abc.Sequence,
-    collections.abc.Iterable,
-    collections.abc.Set,
-    collections.abc.Collection,
-)
-MAPS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+ABC = collections.abc
+ARRAYS = (list, tuple, set, frozenset, ABC.Sequence, ABC.Iterable, ABC.Set, ABC.Collection)
+MAPS = (dict, ABC.Mapping, ABC.MutableMapping)
 _HEADING = re.compile(
     r"^(?:(?:Args|Arguments|Parameters|Params|Returns?|Raises|Yields|Examples?|Notes?|Attributes|See "
     r"Also):|:\w+.*|-{3,})\s*$"
@@ -52,9 +44,7 @@ _REST = re.compile(r"^:(?:param|parameter|arg|argument)\s+(?:[^:]*\s)?(\w+)\s*:\
 
 
 def schema_of(name: str, function: Callable[..., Any], hidden: Collection[str]) -> dict[str, Any]:
-    """Return the JSON schema of a function: its first docstring paragraph, and its parameters without the ``hidden``
-    ones.
-    """
+    """Return the JSON schema of a function: its first docstring paragraph, its parameters without ``hidden`` ones."""
     hints, (summary, described) = hints_of(function), documented(function.__doc__ or "")
     parameters = {
         parameter.name: parameter
@@ -69,9 +59,10 @@ def schema_of(name: str, function: Callable[..., Any], hidden: Collection[str]) 
             "parameters": {
                 "type": "object",
                 "properties": {
-                    key: _property(one, hints.get(key), described.get(key, "")) for key, one in parameters.items()
+                    key: _property(parameter, hints.get(key), described.get(key, ""))
+                    for key, parameter in parameters.items()
                 },
-                "required": [key for key, one in parameters.items() if one.default is one.empty],
+                "required": [key for key, parameter in parameters.items() if parameter.default is parameter.empty],
             },
         },
     }
@@ -82,14 +73,9 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(function, include_extras=True)
     except (NameError, TypeError, AttributeError, SyntaxError):
-        annotated = {
-            parameter.name: parameter.annotation for parameter in inspect.signature(function).parameters.values()
-        }
-        return {
-            name: hint
-            for name, hint in annotated.items()
-            if hint is not inspect.Parameter.empty and not isinstance(hint, str)
-        }
+        hints = {name: parameter.annotation for name, parameter in inspect.signature(function).parameters.items()}
+        empty = inspect.Parameter.empty
+        return {name: hint for name, hint in hints.items() if hint is not empty and not isinstance(hint, str)}
 
 
 def _property(parameter: inspect.Parameter, hint: Any, description: str) -> dict[str, Any]:
@@ -114,18 +100,16 @@ def _is_json(value: object) -> bool:
 
 
 def schema_for(hint: Any, above: tuple[Any, ...] = ()) -> dict[str, Any]:
-    """Return the JSON schema of a type; empty = any value. ``above``: the classes around it, in which it may occur
-    again.
-    """
+    """Return the JSON schema of a type; empty = any value. ``above``: the classes around it, which may recur in it."""
     origin, args = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
-        words = [one if isinstance(one, str) else getattr(one, "description", None) for one in hint.__metadata__]
-        text = next((one for one in words if isinstance(one, str)), "")
+        texts = [note if isinstance(note, str) else getattr(note, "description", None) for note in hint.__metadata__]
+        text = next((text for text in texts if isinstance(text, str)), "")
         return schema_for(args[0], above) | ({"description": text} if text else {})
     if origin is Literal:
         return _choices(list(args))
     if origin in (Union, types.UnionType):
-        return _union([schema_for(one, above) for one in args])
+        return _union([schema_for(member, above) for member in args])
     if isinstance(origin, type) and issubclass(origin, enum.Enum):
         return _choices([member.value for member in origin])
     if isinstance(origin, type) and not args and origin in PLAIN:
@@ -138,7 +122,7 @@ def schema_for(hint: Any, above: tuple[Any, ...] = ()) -> dict[str, Any]:
     if fields := fields_of(hint):
         if hint in above:
             return {"type": "object"}
-        inner = {name: schema_for(one, (*above, hint)) for name, (one, _) in fields.items()}
+        inner = {name: schema_for(kind, (*above, hint)) for name, (kind, _) in fields.items()}
         return {
             "type": "object",
             "properties": inner,
@@ -154,47 +138,43 @@ def fields_of(hint: Any) -> dict[str, tuple[Any, bool]]:
         return {}
     hints = get_type_hints(hint)
     if typing.is_typeddict(hint):
-        return {name: (one, name in hint.__required_keys__) for name, one in hints.items()}  # type: ignore[attr-defined]
+        return {name: (kind, name in hint.__required_keys__) for name, kind in hints.items()}  # type: ignore[attr-defined]
     missing = dataclasses.MISSING
     return {
-        one.name: (hints[one.name], one.default is one.default_factory is missing)
-        for one in dataclasses.fields(hint)
-        if one.init
+        field.name: (hints[field.name], field.default is field.default_factory is missing)
+        for field in dataclasses.fields(hint)
+        if field.init
     }
 
 
 def _choices(values: list[Any]) -> dict[str, Any]:
-    values = [one.value if isinstance(one, enum.Enum) else one for one in values]
-    kinds = list(dict.fromkeys(PLAIN.get(type(one), "") for one in values))
+    values = [value.value if isinstance(value, enum.Enum) else value for value in values]
+    kinds = list(dict.fromkeys(PLAIN.get(type(value), "") for value in values))
     kind: dict[str, Any] = {} if "" in kinds else {"type": kinds[0] if len(kinds) == 1 else kinds}
     return {**kind, "enum": values}
 
 
 def _union(schemas: list[dict[str, Any]]) -> dict[str, Any]:
     null = {"type": "null"}
-    others = [schema for place, schema in enumerate(schemas) if schema != null and schema not in schemas[:place]]
-    if {} in others:
+    members = [schema for place, schema in enumerate(schemas) if schema != null and schema not in schemas[:place]]
+    if {} in members:
         return {}
-    if len(others) != 1 or "type" not in others[0]:
-        return {"anyOf": others + [null] * (null in schemas)} if len(others) > 1 or null in schemas else others[0]
-    if null not in schemas:
-        return others[0]
-    kind, choices = others[0]["type"], others[0].get("enum")
+    if len(members) == 1 and null not in schemas:
+        return members[0]
+    if len(members) != 1 or "type" not in members[0]:
+        return {"anyOf": members + [null] * (null in schemas)}
+    kind, choices = members[0]["type"], members[0].get("enum")
     kinds = [*(kind if isinstance(kind, list) else [kind]), "null"]
-    return {**others[0], "type": kinds, **({"enum": [*choices, None]} if choices is not None else {})}
+    return {**members[0], "type": kinds, **({"enum": [*choices, None]} if choices is not None else {})}
 
 
 def _array(origin: Any, args: tuple[Any, ...], above: tuple[Any, ...]) -> dict[str, Any]:
     if origin is tuple and args and args[-1] is not Ellipsis:
-        return {
-            "type": "array",
-            "prefixItems": [schema_for(one, above) for one in args],
-            "minItems": len(args),
-            "maxItems": len(args),
-        }
-    items = schema_for(args[0], above) if args else {}
-    unique = {"uniqueItems": True} if origin in (set, frozenset, collections.abc.Set) else {}
-    return {"type": "array", **({"items": items} if items else {}), **unique}
+        items = [schema_for(item, above) for item in args]
+        return {"type": "array", "prefixItems": items, "minItems": len(args), "maxItems": len(args)}
+    item = schema_for(args[0], above) if args else {}
+    unique = {"uniqueItems": True} if origin in (set, frozenset, ABC.Set) else {}
+    return {"type": "array", **({"items": item} if item else {}), **unique}
 
 
 def typed(value: Any, hint: Any) -> Any:
@@ -207,24 +187,22 @@ def typed(value: Any, hint: Any) -> Any:
     if origin is Annotated:
         return typed(value, args[0])
     if origin in (Union, types.UnionType) and value is not None:
-        others = [one for one in args if one is not type(None)]
-        return typed(value, others[0]) if len(others) == 1 else value
+        members = [member for member in args if member is not type(None)]
+        return typed(value, members[0]) if len(members) == 1 else value
     if isinstance(origin, type) and issubclass(origin, enum.Enum):
         return origin(value)
-    if origin in (list, collections.abc.Sequence) and args and isinstance(value, list):
-        return [typed(one, args[0]) for one in value]
+    if origin in (list, ABC.Sequence) and args and isinstance(value, list):
+        return [typed(item, args[0]) for item in value]
     if origin in MAPS and len(args) == 2 and isinstance(value, Mapping):
-        return {key: typed(one, args[1]) for key, one in value.items()}
+        return {key: typed(item, args[1]) for key, item in value.items()}
     if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
-        hints = fields_of(hint)
-        return hint(**{name: typed(one, hints[name][0]) if name in hints else one for name, one in value.items()})
+        fields = fields_of(hint)
+        return hint(**{name: typed(item, fields.get(name, (None, False))[0]) for name, item in value.items()})
     return value
 
 
 def documented(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return the first paragraph of a docstring, and the text of each parameter: by Google's, NumPy's or Sphinx's
-    style.
-    """
+    """Return a docstring's first paragraph and the text of each parameter, in Google's, NumPy's or Sphinx's style."""
     lines = inspect.cleandoc(docstring).splitlines()
     sections = [place for place, line in enumerate(lines) if _HEADING.match(line)]
     first = min([place - lines[place].startswith("---") for place in sections], default=len(lines))
@@ -246,9 +224,7 @@ def _sphinx(lines: list[str]) -> dict[str, str]:
 
 
 def _sections(lines: list[str]) -> dict[str, str]:
-    """Return the texts in a section of parameters: entries with text behind a colon, or below names that are not
-    indented.
-    """
+    """Return the texts in a section of parameters: entries with text behind a colon, or below unindented names."""
     sections: dict[str, str] = {}
     for place, line in enumerate(lines):
         underlined = (

@@ -27,7 +27,7 @@ from tidemill.rewards.code.sandbox import Bounds, run
 FAILED = "Error:"
 """Beginning of the result of a call that failed."""
 MAX_RESULT = 20_000
-"""Characters of a result that the model is shown, and of those of a longer one."""
+"""Characters of a result that the model is shown."""
 
 
 class _ToolFailed(Exception):
@@ -75,13 +75,12 @@ class Tool:
             return shortened(f"{FAILED} {error}")
 
 
-def shortened(text: str, most: int = MAX_RESULT) -> str:
-    """Return a text of about ``most`` characters: beginning and end of a longer one, with the number of characters
-    between them.
-    """
-    if len(text) <= most:
+def shortened(text: str, max_size: int = MAX_RESULT) -> str:
+    """Return beginning and end of a text above ``max_size`` characters, with the number of characters left out."""
+    if len(text) <= max_size:
         return text
-    return f"{text[: most // 2]}\n... [{len(text) - most // 2 * 2} characters left out] ...\n{text[-(most // 2) :]}"
+    half = max_size // 2
+    return f"{text[:half]}\n... [{len(text) - 2 * half} characters left out] ...\n{text[-half:]}"
 
 
 def json_text(result: object) -> str:
@@ -90,7 +89,6 @@ def json_text(result: object) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a result as values of JSON."""
     match value:
         case None | bool() | int() | str() if not isinstance(value, enum.Enum):
             return value
@@ -123,10 +121,10 @@ def tools_of(entries: Sequence[object]) -> dict[str, Tool]:
     Raises ValueError naming the entry. A class is made with the options, and its instance is called; a function gets
     them besides its arguments.
     """
-    tools = [_tool(item, f"tools[{place}]") for place, item in enumerate(entries)]
-    if twice := [name for name, count in Counter(item.name for item in tools).items() if count > 1]:
+    tools = [_tool(entry, f"tools[{place}]") for place, entry in enumerate(entries)]
+    if twice := [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]:
         raise ValueError(f"tools: want different names, got {twice[0]!r} twice; name one of them by name:")
-    return {item.name: item for item in tools}
+    return {tool.name: tool for tool in tools}
 
 
 def _tool(setting: object, where: str) -> Tool:
@@ -137,35 +135,30 @@ def _tool(setting: object, where: str) -> Tool:
     path = TABLE.get(use, use)
     if ":" not in path:
         raise ValueError(f"{where}: want one of {', '.join(TABLE)}, or module:function, got {use!r}")
-    made: Any = find_function(path, where)
-    if inspect.isclass(made):
-        made, options = made(**options), {}
-    function: Callable[..., Any] = made if inspect.isroutine(made) else made.__call__
+    target: Any = find_function(path, where)
+    if inspect.isclass(target):
+        target, options = target(**options), {}
+    function: Callable[..., Any] = target if inspect.isroutine(target) else target.__call__
     name = str(entry.get("name") or (use if use in TABLE else use.rpartition(":")[2]))
     return Tool(name, _with(function, options), schema_of(name, function, options), hints_of(function))
 
 
 def _with(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the function with options bound, which its signature no longer has."""
     if not options:
         return function
     signature = inspect.signature(function)
-    rest = signature.replace(parameters=[one for one in signature.parameters.values() if one.name not in options])
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.name not in options]
 
-    if inspect.iscoroutinefunction(function):
+    async def bound_async(**arguments: Any) -> Any:
+        return await function(**arguments, **options)
 
-        async def later(**arguments: Any) -> Any:
-            """Call with the options."""
-            return await function(**arguments, **options)
-
-        later.__signature__ = rest  # type: ignore[attr-defined]
-        return later
-
-    def now(**arguments: Any) -> Any:
-        """Call with the options."""
+    def bound(**arguments: Any) -> Any:
         return function(**arguments, **options)
 
-    now.__signature__ = rest  # type: ignore[attr-defined]
-    return now
+    with_options: Any = bound_async if inspect.iscoroutinefunction(function) else bound
+    with_options.__signature__ = signature.replace(parameters=parameters)
+    return with_options
 
 
 # ---- the tools that ship
@@ -179,16 +172,9 @@ _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
 }
 _UNARY: dict[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{
-        name: getattr(math, name)
-        for name in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan", "floor", "ceil", "gcd")
-    },
-    "abs": abs,
-    "min": min,
-    "max": max,
-    "round": round,
-}
+_OF_MATH = ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan", "floor", "ceil", "gcd")
+_FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(math, name) for name in _OF_MATH}
+_FUNCTIONS |= {"abs": abs, "min": min, "max": max, "round": round}
 _NAMES = {"pi": math.pi, "e": math.e}
 MAX_EXPRESSION = 1000
 """Characters of an expression."""
@@ -207,25 +193,25 @@ def calculator(expression: str) -> str:
 def _value(node: ast.AST) -> Any:
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            found: Any = value
+            result: Any = value
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             base, exponent = _value(left), _value(right)
             if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > MAX_BITS:
                 raise ValueError("the result is too large")
-            found = base**exponent
+            result = base**exponent
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            found = _BINARY[type(op)](_value(left), _value(right))
+            result = _BINARY[type(op)](_value(left), _value(right))
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
-            found = _UNARY[type(op)](_value(operand))
+            result = _UNARY[type(op)](_value(operand))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
-            found = _FUNCTIONS[name](*map(_value, arguments))
+            result = _FUNCTIONS[name](*map(_value, arguments))
         case ast.Name(id=name) if name in _NAMES:
-            found = _NAMES[name]
+            result = _NAMES[name]
         case _:
             raise ValueError(f"want numbers, + - * / // % ^, parentheses and {', '.join(_FUNCTIONS)}")
-    if isinstance(found, complex) or (isinstance(found, int) and found.bit_length() > MAX_BITS):
+    if isinstance(result, complex) or (isinstance(result, int) and result.bit_length() > MAX_BITS):
         raise ValueError("the result is too large or no real number")
-    return found
+    return result
 
 
 MAX_OUTPUT_BYTES = 1 << 22
@@ -254,9 +240,7 @@ class Python:
 
 
 class TextSearch:
-    """Searches a file of texts, JSONL with ``text`` and perhaps ``title``, for texts that share the rarest words with
-    the query.
-    """
+    """Searches a JSONL file of texts (``text``, perhaps ``title``) for texts that share a query's rarest words."""
 
     def __init__(self, path: str, results: int = 3) -> None:
         rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
@@ -267,8 +251,8 @@ class TextSearch:
 
     def __call__(self, query: str) -> str:
         """Search for texts that answer a query."""
-        asked = set(_words(query))
-        scores = [sum(1 / self._rows_of[word] for word in asked & words) for words in self._words]
+        query_words = set(_words(query))
+        scores = [sum(1 / self._rows_of[word] for word in query_words & words) for words in self._words]
         best = sorted(range(len(scores)), key=lambda row: (-scores[row], row))[: self._results]
         return "\n\n".join(self._texts[row] for row in best if scores[row]) or "Nothing found."
 

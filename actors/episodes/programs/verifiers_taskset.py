@@ -3,8 +3,8 @@ imports nothing of ours.
 
 ::
 
-    episode --> environment of verifiers --> harness (``ChatLoop``, or one of verifiers) --> interception --> Door --> gateway
-            <-- rewards of its trace
+    episode --> environment of verifiers --> harness (``ChatLoop``, or one of verifiers) --> interception
+            <-- rewards of its trace                                                --> Door --> gateway
 
 verifiers keeps an HTTP client for each address of a model, so all episodes of a process share the address of ``Door``,
 which forwards each call to the gateway of its episode. The gateway records tokens and log-probs; those in verifiers'
@@ -65,9 +65,7 @@ class ChatLoop(vf.Harness):  # type: ignore[misc]  # verifiers is not installed 
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Mapping[str, str], data: Any
     ) -> ProgramResult:
-        """Chat until an answer calls no tool or the budget is spent. Any other refusal of a model call is the result's
-        error.
-        """
+        """Chat until an answer calls no tool or the budget is spent; any other refusal of a call is an error."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -79,12 +77,11 @@ class ChatLoop(vf.Harness):  # type: ignore[misc]  # verifiers is not installed 
             _tools(mcp_urls, self.config.tool_timeout) as tools,
             aiohttp.ClientSession(headers=headers) as session,
         ):
-            more = {"tools": tools.schemas} if tools.schemas else {}
+            url, no_limit = f"{endpoint}/chat/completions", aiohttp.ClientTimeout(total=None)
             while True:
-                body = {"model": ctx.model, "messages": messages, **more}
-                async with session.post(
-                    f"{endpoint}/chat/completions", json=body, timeout=aiohttp.ClientTimeout(total=None)
-                ) as answer:
+                body = {"model": ctx.model, "messages": messages}
+                body |= {"tools": tools.schemas} if tools.schemas else {}
+                async with session.post(url, json=body, timeout=no_limit) as answer:
                     text = await answer.text()
                 if answer.status != 200:
                     return ProgramResult(exit_code=0 if SPENT in text else 1, stdout="", stderr=text)
@@ -104,13 +101,13 @@ class _Tools:
 
     async def result(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """Return the message with the result of a call; a call that cannot be made has an error as its result."""
-        name, given = call["function"].get("name", ""), call["function"].get("arguments") or "{}"
+        name, text = call["function"].get("name", ""), call["function"].get("arguments") or "{}"
         try:
-            arguments = json.loads(given)
+            arguments = json.loads(text)
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
-            content: Any = f"Error: want arguments as a JSON map, got {given[:200]}"
+            content: Any = f"Error: want arguments as a JSON map, got {text[:200]}"
         elif name not in self._places:
             content = f"Error: no tool {name!r}; there are {', '.join(self._places) or 'none'}"
         else:
@@ -150,27 +147,25 @@ class Door:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
 
-    async def _forward(self, given: web.Request) -> web.Response:
-        found = self.episodes.get(given.headers.get(SESSION, ""))
-        if (
-            found is None and (given.method, given.path) == _MODELS and self.episodes
-        ):  # every episode has the same models
-            found = next(iter(self.episodes.values()))
-        if found is None:
-            return web.json_response(
-                {"error": {"message": "no episode has this trace", "code": "episode_over"}}, status=410
-            )
-        encoding = given.headers.get("Content-Encoding", "identity")
+    async def _forward(self, request: web.Request) -> web.Response:
+        episode = self.episodes.get(request.headers.get(SESSION, ""))
+        if episode is None and (request.method, request.path) == _MODELS:  # every episode has the same models
+            episode = next(iter(self.episodes.values()), None)
+        if episode is None:
+            return _refusal(410, message="no episode has this trace", code="episode_over")
+        encoding = request.headers.get("Content-Encoding", "identity")
         if encoding != "identity":
-            return web.json_response(
-                {"error": {"message": f"Content-Encoding: want identity, got {encoding[:80]}"}}, status=415
-            )
-        base_url, trace = found
+            return _refusal(415, message=f"Content-Encoding: want identity, got {encoding[:80]}")
+        base_url, trace = episode
         headers = {SESSION: trace.agent.name, TRAIN: "1" if trace.agent.trainable else "0"}
-        address = base_url.removesuffix("/v1") + given.path
-        async with self._session.request(given.method, address, data=await given.read(), headers=headers) as answer:
+        address, body = base_url.removesuffix("/v1") + request.path, await request.read()
+        async with self._session.request(request.method, address, data=body, headers=headers) as answer:
             kept = {name: answer.headers[name] for name in ("Content-Type", "x-should-retry") if name in answer.headers}
             return web.Response(body=await answer.read(), status=answer.status, headers=kept)
+
+
+def _refusal(status: int, **error: str) -> web.Response:
+    return web.json_response({"error": error}, status=status)
 
 
 class Taskset:
@@ -211,25 +206,23 @@ class Taskset:
         row = data["metadata"].get(KEY)
         if not isinstance(row, Mapping) or row.get("taskset") != self._id:
             got = row.get("taskset") if isinstance(row, Mapping) else row
-            raise ValueError(
-                f"metadata.{KEY}: want a task of {self._id}, got {got!r}; tidemill data verifiers {self._id} "
-                "FILE writes rows"
-            )
+            cure = f"tidemill data verifiers {self._id} FILE writes rows"
+            raise ValueError(f"metadata.{KEY}: want a task of {self._id}, got {got!r}; {cure}")
         task = self._task(self._task.data_type().model_validate(row["task"]), self._env.config.taskset.task)
         context = await self._context()
-        begun: list[Any] = []
+        trace_ids: set[str] = set()  # a trace may be announced twice
 
-        def open(trace: Any) -> None:
+        def admit(trace: Any) -> None:
             """Let the calls of a trace through, from now on."""
-            begun.append(trace)
+            trace_ids.add(trace.id)
             self._door.episodes[trace.id] = base_url, trace
 
         (slot,) = self._env.slots(task)
         try:
-            return _rewards(await self._env.run_slot(slot, context, on_trace=open))
+            return _rewards(await self._env.run_slot(slot, context, on_trace=admit))
         finally:
-            for trace in begun:
-                self._door.episodes.pop(trace.id, None)  # a trace may be announced twice
+            for trace_id in trace_ids:
+                del self._door.episodes[trace_id]
 
     async def _context(self) -> Any:
         """Return where verifiers finds the model, with the environment's servers started."""
@@ -240,12 +233,11 @@ class Taskset:
                 serving = self._env.serving()
                 await serving.__aenter__()  # until the process ends, which ends all that it has started
                 self._serving = serving
+        where = {"base_url": self._door.url, "api_key_var": ""}
         if self._renderer is None:
-            return vf.ModelContext(model=MODEL, client=vf.EvalClientConfig(base_url=self._door.url, api_key_var=""))
-        client = vf.TrainClientConfig(
-            base_url=self._door.url, api_key_var="", renderer=dict(self._renderer), renderer_model_name=self._model
-        )
-        return vf.ModelContext(model=MODEL, client=client)
+            return vf.ModelContext(model=MODEL, client=vf.EvalClientConfig(**where))
+        renderer = {"renderer": dict(self._renderer), "renderer_model_name": self._model}
+        return vf.ModelContext(model=MODEL, client=vf.TrainClientConfig(**where, **renderer))
 
 
 def _env_config(
@@ -257,11 +249,11 @@ def _env_config(
     for role, field in env_config_type(id, str(env.get("id") or "")).model_fields.items():
         if not isinstance(field.default, AgentConfig):
             continue
-        given = {"runtime": {"type": "subprocess"}, **agent, **(env.get(role) or {})}
-        chosen = field.default.harness.id if field.default.harness is not None else own_harness
-        if "harness" not in given and chosen in FETCHES:
-            given["harness"] = {"id": __name__}
-        config[role] = given
+        agent_config = {"runtime": {"type": "subprocess"}, **agent, **(env.get(role) or {})}
+        harness = field.default.harness.id if field.default.harness is not None else own_harness
+        if "harness" not in agent_config and harness in FETCHES:
+            agent_config["harness"] = {"id": __name__}
+        config[role] = agent_config
     return config
 
 
@@ -281,9 +273,8 @@ def _rewards(episode: Any) -> dict[str, float] | None:
     """Return the rewards of an episode's one trained trace. Raises RuntimeError."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
-        raise RuntimeError(
-            f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed, without an error"
-        )
+        reason = f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed, without an error"
+        raise RuntimeError(reason)
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if len(trained) != 1:
         names = ", ".join(trace.agent.name for trace in trained) or "none"
@@ -298,13 +289,9 @@ def _rewards(episode: Any) -> dict[str, float] | None:
 
 
 def rows(id: str, options: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
-    """Yield the first ``count`` tasks of a taskset as rows of a prompt file; 0 = all. Raises ValueError for all of an
-    infinite one.
-    """
-    config = resolve_env_config(
-        _env_config(id, options.get("taskset") or {}, options.get("agent") or {}, options.get("env") or {})
-    )
-    taskset = load_taskset(config.taskset)
+    """Yield the first ``count`` tasks of a taskset as rows of a prompt file; 0 = all. Raises ValueError."""
+    sections = [options.get(name) or {} for name in ("taskset", "agent", "env")]
+    taskset = load_taskset(resolve_env_config(_env_config(id, *sections)).taskset)
     if not count and not taskset.bounded:
         raise ValueError(f"--count: {id} has tasks without end; want a number > 0, got 0")
     for task in islice(taskset, count or None):
@@ -323,5 +310,5 @@ if __name__ == "__main__":
     __name__ = "verifiers_taskset"
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)  # the taskset may print, and so may its processes; the rows alone go to stdout
-        for each in rows(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])):
-            print(json.dumps(each), file=out)  # escaped: a text may have lone surrogates, which no encoding has
+        for row in rows(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])):
+            print(json.dumps(row), file=out)  # escaped: a text may have lone surrogates, which no encoding has

@@ -15,9 +15,7 @@ MOVES = {"+": 1, "-": -1}
 
 
 class Walk:
-    """An environment of ``multi_turn``. Each move's reward is the share of the way by which it comes nearer; the way
-    there gives 1.
-    """
+    """An environment of ``multi_turn``. A move's reward is the share of the way by which it comes nearer: 1 in all."""
 
     def __init__(self) -> None:
         self._at = self._goal = self._way = 0
@@ -30,14 +28,14 @@ class Walk:
             raise ValueError(f"want a prompt such as 3.7=, of two different digits, got {prompt!r}")
         self._at, self._goal = int(at), int(goal)
         self._way = abs(self._goal - self._at)
-        return self._seen()
+        return self._observation()
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """Move, and return (observation, reward, done). Other texts, and moves beyond the ends, change nothing."""
         before = abs(self._goal - self._at)
         self._at = min(LAST, max(0, self._at + MOVES.get(text, 0)))
         after = abs(self._goal - self._at)
-        return self._seen(), (before - after) / self._way, after == 0
+        return self._observation(), (before - after) / self._way, after == 0
 
     def state(self) -> list[int]:
         """Return where the game is."""
@@ -47,5 +45,5 @@ class Walk:
         """Go on where a game was."""
         self._at, self._goal, self._way = state
 
-    def _seen(self) -> str:
+    def _observation(self) -> str:
         return f"{self._at}.{self._goal}="

@@ -1,3 +1,1 @@
-"""The built-in inference engine: Qwen3, Qwen2, Llama, Mistral, GLM-4 and Qwen3-MoE models in plain torch, served over
-SGLang's HTTP API.
-"""
+"""The built-in inference engine: models in plain torch, served over SGLang's HTTP API."""

@@ -63,33 +63,28 @@ class Progress:
         """True when all responses have ended."""
         return self._left == 0
 
-    def update(self, sequence: Sequence, num_tokens: int, ended: bool) -> None:
+    def update(self, sequence: Sequence, num_tokens: int, has_ended: bool) -> None:
         """Record that ``num_tokens`` tokens of a response may be read, and whether it has ended."""
-        if ended:
+        if has_ended:
             self._left -= 1
-        if ended or sequence.stream:
-            self._moved[self._places[sequence]] = (num_tokens, ended)
+        if has_ended or sequence.stream:
+            self._moved[self._places[sequence]] = (num_tokens, has_ended)
         if self.done or sequence.stream:
             self._wake.set()
 
     async def finished(self) -> list[Sequence]:
-        """Return all responses once they have ended.
-
-        The scheduler ends every sequence that it is given: the bound is the request's own.
-        """
+        """Return all responses once they have ended; the scheduler ends every sequence that it is given."""
         await self._wake.wait()
         return self.sequences
 
     async def changes(self) -> AsyncIterator[tuple[int, int, bool]]:
-        """Yield (place, number of tokens that may be read, ended) of changed responses, the newest state only, until
-        all have ended.
-        """
+        """Yield the newest (place, number of readable tokens, ended) of changed responses, until all have ended."""
         while True:
             await self._wake.wait()
             self._wake.clear()
             moved, self._moved = self._moved, {}
-            for place, (num_tokens, ended) in moved.items():
-                yield place, num_tokens, ended
+            for place, (num_tokens, has_ended) in moved.items():
+                yield place, num_tokens, has_ended
             if self.done and not self._moved:
                 return
 
@@ -109,19 +104,11 @@ class BuiltinBackend:
         model: Model,
         peer_snapshots: Callable[[], PeerSnapshotServer],
     ) -> None:
-        self._host, self._scheduler, self._shape, self._model, self._peer_snapshots = (
-            host,
-            scheduler,
-            shape,
-            model,
-            peer_snapshots,
-        )
+        self._host, self._scheduler, self._shape, self._model = host, scheduler, shape, model
+        self._peer_snapshots = peer_snapshots
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer POST /generate, as a stream if requested.
-
-        Raises EngineFailed when a response of a request without a stream fails.
-        """
+        """Answer POST /generate, as a stream if requested. Raises EngineFailed when a response fails."""
         body = body_of(request)
         if asks_for_scores(body):
             return web.json_response(await self._scores(body))
@@ -135,7 +122,6 @@ class BuiltinBackend:
         return web.json_response(states if generate.many else states[0])
 
     async def _scores(self, body: Body) -> JsonObject | list[JsonObject]:
-        """Return the log-probs of given tokens. Raises BadRequest, EngineUnavailable, EngineFailed."""
         host = self._host
         host.require_servable()
         scores = parse_scores(body, host.limits)
@@ -168,16 +154,13 @@ class BuiltinBackend:
         return response
 
     async def states(self, body: Body) -> AsyncGenerator[JsonObject, None]:
-        """Yield the states of all responses, as ``tidemill.actors.openai.openai_server.GenerateBackend`` requires."""
         async with self._submitted(body) as (generate, progress):
             async for state in self._states(generate, progress):
                 yield state
 
     @asynccontextmanager
     async def _submitted(self, body: Body) -> AsyncIterator[tuple[Generate, Progress]]:
-        """Check a body of /generate and submit its responses; responses that have not ended when this context is left
-        are aborted.
-        """
+        """Check a body of /generate and submit its responses. When this context is left unfinished ones are aborted."""
         host = self._host
         host.require_servable()
         generate = await beside_loop(size_of(body.get("text")), lambda: parse_generate(body, host.limits))
@@ -191,10 +174,7 @@ class BuiltinBackend:
                 self._abandon(progress)
 
     def submit(self, generate: Generate) -> Progress:
-        """Queue the requested responses, in any phase, and return their progress.
-
-        Raises EngineUnavailable when the queue is full.
-        """
+        """Queue the requested responses, in any phase. Raises EngineUnavailable when the queue is full."""
         self._host.accept(len(generate.prompts))
         progress, routed = Progress(), self._shape.routed if generate.body.return_routed_experts else None
         for prompt, params, rid, seed in zip(
@@ -221,8 +201,8 @@ class BuiltinBackend:
             for place in range(len(progress.sequences)):
                 yield self._state(generate, progress, place)
             return
-        async for place, num_tokens, ended in progress.changes():
-            yield self._state(generate, progress, place, partial=None if ended else num_tokens)
+        async for place, num_tokens, has_ended in progress.changes():
+            yield self._state(generate, progress, place, partial=None if has_ended else num_tokens)
 
     def _state(self, generate: Generate, progress: Progress, place: int, *, partial: int | None = None) -> JsonObject:
         sequence, host = progress.sequences[place], self._host
@@ -235,7 +215,6 @@ class BuiltinBackend:
         return {**state, "index": place} if generate.many and generate.body.stream else state
 
     async def probe(self, timeout_s: float) -> None:
-        """Generate one token. Raises EngineFailed."""
         progress = self.submit(parse_generate({**PROBE, "rid": "probe"}, self._host.limits))
         try:
             async with asyncio.timeout(timeout_s):
@@ -247,16 +226,14 @@ class BuiltinBackend:
             raise EngineFailed(self._host.url, sequence.error)
 
     async def abort(self, rid: str | None, body: Body) -> web.Response:
-        """End the request or response ``rid`` with its tokens so far, or all (None).
-
-        Responses have the ids ``<request>_<place>``.
-        """
+        """End the request ``rid``, its response ``<rid>_<place>``, or all (None), with the tokens so far."""
         if rid is None:
-            await _shielded(self._scheduler.abort(lambda each: True))
+            ending = self._scheduler.abort(lambda sequence: True)
         else:
-            await _shielded(
-                self._scheduler.abort(lambda each: each.rid == rid or each.rid.rpartition("_")[0] == rid, ABORTED_BY_ID)
+            ending = self._scheduler.abort(
+                lambda sequence: rid in (sequence.rid, sequence.rid.rpartition("_")[0]), ABORTED_BY_ID
             )
+        await _shielded(ending)
         return web.Response()
 
     async def flush_cache(self, request: web.Request) -> web.Response:
@@ -266,7 +243,6 @@ class BuiltinBackend:
         return web.Response(text="Flush cache failed.\n", status=400)
 
     async def model_info(self) -> JsonObject:
-        """Return the model's directory, architecture, vocabulary and version."""
         host, shape = self._host, self._shape
         return {
             "model_path": str(host.model_dir),
@@ -281,7 +257,6 @@ class BuiltinBackend:
         }
 
     async def server_info(self) -> JsonObject:
-        """Return the engine's limits, state and counters, under SGLang's names where it has one."""
         host, config, scheduler = self._host, self._host.config, self._scheduler
         return {
             "engine": "builtin",
@@ -319,10 +294,8 @@ class BuiltinBackend:
         )
 
     def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Route]:
-        """Return the routes of pushes in one request, and of snapshots for peers."""
 
         async def receive_push(request: web.Request) -> web.Response:
-            """Check the epoch of a push in one request, and receive it."""
             return await self._receive_push(await command(request))
 
         return {
@@ -367,10 +340,7 @@ async def _shielded(call: "Future[Result]") -> Result:
 def response_json(
     sequence: Sequence, text: Text | None, version: int, *, logprobs: bool, partial: int | None = None
 ) -> JsonObject:
-    """Return a sequence in SGLang's JSON; with ``partial``, only its first ``partial`` tokens, as unfinished.
-
-    ``version``: of the served weights, for a response without tokens.
-    """
+    """Return a sequence in SGLang's JSON, or its first ``partial`` tokens, as unfinished. ``version``: without any."""
     num_tokens = len(sequence.tokens) if partial is None else partial
     finish = sequence.finish if partial is None else None
     spans = sequence.weight_versions(num_tokens)

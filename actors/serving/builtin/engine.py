@@ -48,19 +48,15 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
     _loop: asyncio.AbstractEventLoop
 
     def load(self) -> None:
-        """Read shape, tokenizer and weights.
-
-        Raises UnsupportedModel, NoDevice, SnapshotBroken, UpdateRefused for missing or wrong tensors.
-        """
+        """Read the model. Raises UnsupportedModel, NoDevice, SnapshotBroken, UpdateRefused for wrong tensors."""
         config = self.config
         shape = ModelShape.read(self.model_dir)
         self._read_limits(shape.vocab_size, shape.max_positions, experts=shape.routed is not None)
         text, context = self.text, self.limits.max_context
-        if config.device == "cuda" and not torch.cuda.is_available():
+        has_gpu = torch.cuda.is_available()
+        if config.device == "cuda" and not has_gpu:
             raise NoDevice("engine.device", "auto or cpu where torch finds no GPU", config.device)
-        device = torch.device(
-            config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        )
+        device = torch.device(("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device)
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         self._to_gpu = device.type == "cuda"
         weights = Weights(shape, dtype=getattr(torch, dtype), device=device)
@@ -80,14 +76,8 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         self.eos_ids = frozenset(shape.eos_ids)
         model = Model(eos_ids=self.eos_ids, max_context=context, text=text)
         self._backend = BuiltinBackend(self, self.scheduler, shape, model, lambda: self.peer_snapshots)
-        log.info(
-            "engine loaded model=%s bytes=%d context=%d device=%s dtype=%s",
-            self.model_dir,
-            weights.size_bytes,
-            context,
-            device,
-            dtype,
-        )
+        sizes = f"bytes={weights.size_bytes} context={context}"
+        log.info("engine loaded model=%s %s device=%s dtype=%s", self.model_dir, sizes, device, dtype)
 
     async def _open(self) -> BuiltinBackend:
         self._loop = asyncio.get_running_loop()
@@ -101,18 +91,14 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         raise EngineFailed(self.url, "its decoding thread has ended")
 
     async def close(self) -> None:
-        """Abort the requests that are left (each is answered with its tokens so far), stop listening, end the
-        thread.
-        """
+        """Abort the requests that are left, answering with their tokens so far; end the thread and the server."""
+        # First, because the listener waits for its requests, and the scheduler ends them.
         await asyncio.to_thread(self.scheduler.close, CLOSE_S)
         await super().close()
         await self.peer_snapshots.close()
 
     async def probe(self, timeout_s: float = PROBE_S) -> None:
-        """Generate one token, in any phase.
-
-        Raises EngineFailed when that fails, takes more than ``timeout_s``, or memory is released.
-        """
+        """Generate one token, in any phase. Raises EngineFailed, also after ``timeout_s`` or for released memory."""
         if self.scheduler.released or not self.whole:
             raise EngineFailed(self.url, "its memory is released")
         await self._backend.probe(timeout_s)
@@ -132,9 +118,7 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         return self.scheduler.alive
 
     def stats(self) -> dict[str, float]:
-        """Return counters since the start, and gauges: running, waiting, waiting_share (of the last seconds),
-        version.
-        """
+        """Return counters since the start and gauges: running, waiting, waiting_share (of the last seconds)."""
         running = len(self.scheduler.running)
         now, idle_s = time.monotonic(), self.scheduler.idle_s
         while len(self._history) > 1 and now - self._history[1][0] > WINDOW_S:

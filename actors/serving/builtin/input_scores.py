@@ -1,7 +1,5 @@
-"""Log-probs of given tokens: the forward passes of the requests for scores, several sequences at once, and their JSON.
-
-Shape letters: U = sequences of a pass, T = tokens per sequence (padded), P = its scored places, K = listed tokens, V =
-vocabulary.
+"""Log-probs of given tokens: forward passes of several sequences at once, and their JSON. Shape letters: U = sequences
+of a pass, T = tokens per sequence (padded), P = its scored places, K = listed tokens, V = vocabulary.
 """
 
 import time
@@ -14,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from tidemill.actors.serving.builtin import decoder
 from tidemill.actors.serving.builtin.sequence import MAX_PADDING, PREFILL_TOKENS
@@ -50,107 +47,82 @@ class Scoring:
 
 
 def take_scorings(waiting: deque[Scoring]) -> list[Scoring]:
-    """Take sequences of similar length from the head of the queue: at most ``PREFILL_TOKENS`` padded tokens, unless the
-    first is longer.
-
-    Those that were cancelled are dropped.
-    """
-    taken: list[Scoring] = []
+    """Take sequences of similar length from the queue's head: ``PREFILL_TOKENS`` padded tokens, or one longer one."""
+    batch: list[Scoring] = []
     longest = tokens = 0
     while waiting:
         length = len(waiting[0].tokens)
-        padded = max(longest, length) * (len(taken) + 1)
-        if taken and (padded > PREFILL_TOKENS or padded > MAX_PADDING * (tokens + length)):
+        padded = max(longest, length) * (len(batch) + 1)
+        if batch and (padded > PREFILL_TOKENS or padded > MAX_PADDING * (tokens + length)):
             break
         scoring = waiting.popleft()
         if scoring.done.set_running_or_notify_cancel():
-            taken.append(scoring)
+            batch.append(scoring)
             longest, tokens = max(longest, length), tokens + length
-    return taken
+    return batch
 
 
 def scores(
     weights: Weights, batch: Sequence[Scoring], angles: tuple[Tensor, Tensor], version: int
 ) -> list[InputScores]:
-    """Return the scores of every sequence.
-
-    ``angles``: for the longest one. Raises ValueError for scores that are NaN.
-    """
+    """Return the scores of every sequence. ``angles``: for the longest. Raises ValueError for NaN."""
     lengths = [len(scoring.tokens) for scoring in batch]
     tokens_UT = np.zeros((len(batch), max(lengths)), np.int64)
     for row, scoring in enumerate(batch):
         tokens_UT[row, : len(scoring.tokens)] = scoring.tokens
-    x_UTE = decoder.forward(weights, torch.from_numpy(tokens_UT).to(weights.device), angles, _attention)
+    ids_UT = torch.from_numpy(tokens_UT).to(weights.device)
+    x_UTE = decoder.forward(weights, ids_UT, angles, _attention)
     return [_scores(weights, scoring, x_UTE[row], version) for row, scoring in enumerate(batch)]
 
 
 def _attention(layer: int, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
-    """Attend causally, keeping no keys and values."""
-    attended_BHTD = functional.scaled_dot_product_attention(
-        query_BTHD.transpose(1, 2),
-        key_BTKD.transpose(1, 2),
-        value_BTKD.transpose(1, 2),
-        is_causal=True,
-        enable_gqa=True,
-    )
-    return attended_BHTD.transpose(1, 2).flatten(2)
+    return decoder.causal_attention(query_BTHD, key_BTKD, value_BTKD)  # nothing is generated: no keys are kept
 
 
-def _scores(weights: Weights, one: Scoring, x_TE: Tensor, version: int) -> InputScores:
-    targets_P = torch.from_numpy(one.tokens[one.start + 1 :].astype(np.int64)).to(weights.device)
-    x_PE = x_TE[one.start : len(one.tokens) - 1]
+def _scores(weights: Weights, scoring: Scoring, x_TE: Tensor, version: int) -> InputScores:
+    targets_P = torch.from_numpy(scoring.tokens[scoring.start + 1 :].astype(np.int64)).to(weights.device)
+    x_PE = x_TE[scoring.start : len(scoring.tokens) - 1]
     picked, ids, values = [], [], []
     width = max(1, LOGITS_AT_ONCE // weights.shape.vocab_size)
-    for first in range(0, len(x_PE), width):
-        logits_PV = decoder.logits(weights, x_PE[first : first + width]) / (one.temperature or 1.0)
+    for first in range(0, max(len(x_PE), 1), width):  # once where there is none: for empty results
+        logits_PV = decoder.logits(weights, x_PE[first : first + width]) / (scoring.temperature or 1.0)
         log_probs_PV = logits_PV.log_softmax(-1)
         picked.append(log_probs_PV.gather(-1, targets_P[first : first + width, None])[:, 0])
-        top = log_probs_PV.topk(one.top_k, -1)
+        top = log_probs_PV.topk(scoring.top_k, -1)
         ids.append(top.indices)
         values.append(top.values)
-    if not picked:
-        empty = np.zeros((0, one.top_k))
-        return InputScores(
-            log_probs_P=np.zeros(0, np.float32),
-            top_ids_PK=empty.astype(np.int64),
-            top_log_probs_PK=empty.astype(np.float32),
-            version=version,
-        )
-    found = InputScores(
+    result = InputScores(
         log_probs_P=torch.cat(picked).cpu().numpy(),
         top_ids_PK=torch.cat(ids).cpu().numpy(),
         top_log_probs_PK=torch.cat(values).cpu().numpy(),
         version=version,
     )
-    if not np.isfinite(found.log_probs_P).all():
+    if not np.isfinite(result.log_probs_P).all():
         raise ValueError(f"the model's scores are not finite under version {version}")
-    return found
+    return result
 
 
-def scores_json(scoring: Scoring, rid: str, found: InputScores) -> JsonObject:
-    """Return the scores in SGLang's JSON.
-
-    Its first entry has no log-prob; the temperature is an addition, as SGLang scores at 1 alone.
-    """
+def scores_json(scoring: Scoring, rid: str, result: InputScores) -> JsonObject:
+    """Return the scores in SGLang's JSON, with the temperature in addition: SGLang scores at 1 alone."""
     ids = scoring.tokens[scoring.start :].tolist()
     entries: list[tuple[float | None, int, None]] = [(None, ids[0], None)]
-    entries += [(value, token, None) for value, token in zip(found.log_probs_P.tolist(), ids[1:], strict=True)]
+    entries += [(value, token, None) for value, token in zip(result.log_probs_P.tolist(), ids[1:], strict=True)]
     meta: dict[str, object] = {
         "id": rid,
         "finish_reason": {"type": "length", "length": 0},
         "prompt_tokens": len(scoring.tokens),
         "completion_tokens": 0,
         "cached_tokens": 0,
-        "weight_version": str(found.version),
+        "weight_version": str(result.version),
         "input_token_logprobs": entries,
         "input_logprobs_temperature": scoring.temperature,
         "output_token_logprobs": [],
         "e2e_latency": time.perf_counter() - scoring.arrived_s,
     }
     if scoring.top_k:
-        listed = zip(found.top_log_probs_PK.tolist(), found.top_ids_PK.tolist(), strict=True)
+        listed = zip(result.top_log_probs_PK.tolist(), result.top_ids_PK.tolist(), strict=True)
         meta["input_top_logprobs"] = [
             None,
-            *([(value, id, None) for value, id in zip(*pair, strict=True)] for pair in listed),
+            *([(value, token, None) for value, token in zip(*pair, strict=True)] for pair in listed),
         ]
     return {"text": "", "output_ids": [], "meta_info": meta}

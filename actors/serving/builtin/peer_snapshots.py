@@ -19,7 +19,7 @@ from tidemill.actors.errors import PeerTransferRefused
 from tidemill.actors.scratch import Scratch
 from tidemill.actors.serving.builtin.weights import Weights
 from tidemill.weightstore.format.manifest import Manifest
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store import snapshot_files
 
 log = logging.getLogger(__name__)
 
@@ -31,17 +31,14 @@ _NAME = re.compile(r"v(\d+)-([0-9a-f]{64})")
 
 
 class PeerSnapshotServer:
-    """Snapshots by name: ``v<version>-<digest of the manifest>``.
-
-    ``close`` removes them all. Used in the loop's thread.
-    """
+    """Snapshots by name: ``v<version>-<digest of the manifest>``. Used in the loop's thread."""
 
     def __init__(
         self,
         served: Callable[[], Awaitable[tuple[int, Weights]]],
         model_dir: Path,
         *,
-        write: Callable[..., object] = snapshot.write,
+        write: Callable[..., object] = snapshot_files.write,
     ) -> None:
         """``served`` returns a version and its weights."""
         self._served, self._model_dir, self._write_snapshot = served, model_dir, write
@@ -53,10 +50,7 @@ class PeerSnapshotServer:
         self._writing: dict[str, asyncio.Task[Path]] = {}
 
     async def file(self, name: str, file: str) -> Path:
-        """Return a file of a snapshot.
-
-        Raises PeerTransferRefused for other weights than the served ones, or when it cannot be written.
-        """
+        """Return a file of a snapshot. Raises PeerTransferRefused unless it is of the served weights and written."""
         directory = await self._at(name)
         self._use(name)
         if "/" in file or not (directory / file).is_file():
@@ -93,9 +87,8 @@ class PeerSnapshotServer:
             task = asyncio.create_task(self._write(name), name=f"snapshot {name[:20]}")
             self._writing[name] = task
             task.add_done_callback(lambda done: self._written(name, done))
-        return await asyncio.shield(
-            self._writing[name]
-        )  # a peer that hangs up does not stop it: the next request finds it written
+        # A peer that hangs up does not stop it: the next request finds it written.
+        return await asyncio.shield(self._writing[name])
 
     def _written(self, name: str, task: "asyncio.Task[Path]") -> None:
         del self._writing[name]
@@ -131,9 +124,8 @@ class PeerSnapshotServer:
     def _prune(self) -> None:
         """Remove snapshots that are not read any more; a file that is open stays readable."""
         now = time.monotonic()
-        for name in [
-            name for name, used_s in self._used_s.items() if now - used_s > KEEP_S and not self._readers[name]
-        ]:
+        unread = [name for name, used_s in self._used_s.items() if now - used_s > KEEP_S and not self._readers[name]]
+        for name in unread:
             del self._used_s[name], self._readers[name]
             assert self._scratch is not None
             with suppress(OSError):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,22 +17,13 @@ from tidemill.actors.body_decoder import decode
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
 from tidemill.actors.serving.command_bodies import JoinBody
-from tidemill.actors.serving.fenced_updates import require_all, require_new
+from tidemill.actors.serving.updates import require_all, require_new
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.weightstore.errors import PeerLost, WeightstoreError
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec
 
-
-class MessageGroup(Protocol):
-    """The receiving end of a push (``tidemill.weightstore.transport.broadcast``)."""
-
-    def receive(self, nbytes: int, timeout_s: float | None = None, into: Tensor | None = None) -> Tensor:
-        """Return the next message, received into ``into`` where possible."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group."""
-        ...
+if TYPE_CHECKING:
+    from tidemill.weightstore.transport.broadcast import BroadcastGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +31,7 @@ class Incoming:
     """A message in transit."""
 
     bucket: Bucket
-    joined: "JoinedGroup"
+    group: "JoinedGroup"
     place: Tensor | None
     """Memory of the standby copy into which it is received; None = it is received into memory of the group."""
     future: "asyncio.Future[Tensor]"
@@ -52,15 +43,13 @@ class Incoming:
 
     def _return_buffer(self, future: "asyncio.Future[Tensor]") -> None:
         if not future.cancelled() and future.exception() is None:
-            self.joined.return_buffer(future.result())
+            self.group.return_buffer(future.result())
 
 
 class JoinedGroup:
-    """A group, and memory for its messages: one is received, in the order requested, while the one before is
-    written.
-    """
+    """A group, and memory for its messages: one is received while the one before is written."""
 
-    def __init__(self, group: MessageGroup) -> None:
+    def __init__(self, group: "BroadcastGroup") -> None:
         self.group = group
         self.receiving = 0
         self._used = asyncio.Lock()
@@ -83,10 +72,7 @@ class JoinedGroup:
 
     @asynccontextmanager
     async def in_use(self, timeout_s: float) -> AsyncIterator[None]:
-        """Reserve the group until this context is left.
-
-        Raises TimeoutError when another request has it for more than ``timeout_s``.
-        """
+        """Reserve the group. Raises TimeoutError when another request has it for more than ``timeout_s``."""
         async with asyncio.timeout(timeout_s):
             await self._used.acquire()
         try:
@@ -95,10 +81,7 @@ class JoinedGroup:
             self._used.release()
 
     async def receive(self, num_bytes: int, timeout_s: float, into: Tensor | None) -> "asyncio.Future[Tensor]":
-        """Request the next message.
-
-        Without ``into`` this waits for memory, to be returned (``return_buffer``) later. Raises PeerLost.
-        """
+        """Request the next message. Without ``into`` this waits for memory, which ``return_buffer`` takes back."""
         loop, is_buffer = asyncio.get_running_loop(), into is None
         if into is None:
             await self._free.acquire()
@@ -149,9 +132,7 @@ class Update:
     """True when the tensors are sent in messages, not read from a directory."""
 
     def check_new(self, specs: Sequence[TensorSpec], sizes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UpdateRefused unless these tensors have the names and shapes of the model (``sizes``), and none was
-        announced before.
-        """
+        """Raise UpdateRefused unless these tensors have names and shapes of the model (``sizes``) and are new."""
         require_new((spec.name for spec in specs), sizes, self.announced)
         for spec in specs:
             if spec.shape != sizes[spec.name]:

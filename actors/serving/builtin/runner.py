@@ -24,28 +24,16 @@ FIRST_LENGTH = 128
 
 
 class KVSlots:
-    """Keys and values of all layers, [layers, 2, S, L, K, D].
+    """Keys and values, [layers, 2, S, L, K, D]. Unused positions are finite: a masked NaN would still spread."""
 
-    Unused positions hold finite numbers: a masked NaN would still spread.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        slots: int,
-        num_kv_heads: int,
-        head_dim: int,
-        max_length: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._sizes = (num_layers, 2, slots, num_kv_heads, head_dim)
-        self._dtype, self._device = dtype, device
+    def __init__(self, weights: Weights, slots: int, max_length: int) -> None:
+        shape = weights.shape
+        self._sizes = (shape.num_layers, 2, slots, shape.num_kv_heads, shape.head_dim)
+        self._dtype, self._device = weights.dtype, weights.device
         self.max_length = max_length
         self.length = 0
         self.layers: list[tuple[Tensor, Tensor]] = []
-        self._rows_S = torch.arange(slots, device=device)
+        self._rows_S = torch.arange(slots, device=weights.device)
         self.reset()
 
     def reset(self) -> None:
@@ -79,30 +67,16 @@ class KVSlots:
         """Zero a row that may hold numbers that are not finite."""
         self._store[:, :, row] = 0
 
-    def decoding(self, positions_N: Tensor, length: int) -> "DecodeAttention":
-        """Return the attention of one token per running row, at its position; ``length`` = the largest position + 1."""
-        return DecodeAttention(self, positions_N, length)
-
-    def prefilling(self, first_row: int, prompt_R: Tensor) -> "PrefillAttention":
-        """Return the attention of whole prompts in rows ``first_row ..``; row r takes the keys of prompt
-        ``prompt_R[r]``.
-        """
-        return PrefillAttention(self, first_row, prompt_R)
-
     def _allocate(self, length: int) -> None:
         layers, pair, slots, heads, head_dim = self._sizes
+        sizes = layers, pair, slots, length, heads, head_dim
         self.length = length
-        self._store = torch.zeros(
-            (layers, pair, slots, length, heads, head_dim), dtype=self._dtype, device=self._device
-        )
+        self._store = torch.zeros(sizes, dtype=self._dtype, device=self._device)
         self.layers = [(layer[0], layer[1]) for layer in self._store]
 
 
 class DecodeAttention:
-    """Attention of one new token per row.
-
-    The query heads of a key head are handled as tokens of it: nothing is repeated.
-    """
+    """Attention of one new token per row. The query heads of a key head are tokens of it: nothing is repeated."""
 
     def __init__(self, slots: KVSlots, positions_N: Tensor, length: int) -> None:
         self._slots, self._positions_N, self._length = slots, positions_N, length
@@ -126,9 +100,7 @@ class DecodeAttention:
 
 
 class PrefillAttention:
-    """Causal attention within prompts that start at position 0, padded on the right: no real token attends to
-    padding.
-    """
+    """Causal attention of prompts from position 0, padded on the right, so that no real token attends to padding."""
 
     def __init__(self, slots: KVSlots, first_row: int, prompt_R: Tensor) -> None:
         self._slots, self._prompt_R = slots, prompt_R
@@ -139,14 +111,7 @@ class PrefillAttention:
         num_tokens = key_BTKD.shape[1]
         keys_SLKD[self._rows, :num_tokens] = key_BTKD[self._prompt_R]
         values_SLKD[self._rows, :num_tokens] = value_BTKD[self._prompt_R]
-        attended_BHTD = functional.scaled_dot_product_attention(
-            query_BTHD.transpose(1, 2),
-            key_BTKD.transpose(1, 2),
-            value_BTKD.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=True,
-        )
-        return attended_BHTD.transpose(1, 2).flatten(2)
+        return decoder.causal_attention(query_BTHD, key_BTKD, value_BTKD)
 
 
 class ModelRunner:
@@ -156,29 +121,18 @@ class ModelRunner:
         self.weights: Weights | None = weights
         """None from the release of their memory until new ones are set."""
         self.device = weights.device
-        self._shape, self._dtype = weights.shape, weights.dtype
-        self.slots = KVSlots(
-            num_layers=weights.shape.num_layers,
-            slots=max_running,
-            num_kv_heads=weights.shape.num_kv_heads,
-            head_dim=weights.shape.head_dim,
-            max_length=max_context,
-            dtype=weights.dtype,
-            device=weights.device,
-        )
+        self.slots = KVSlots(weights, max_running, max_context)
         self._rope: decoder.RopeTable | None = None
         self.captures = False
         """Keep the experts of the tokens of each pass, as ``experts_BTGJ``."""
         self.experts_BTGJ: NDArray[np.int64] | None = None
-        """Experts of the tokens of the last pass: those of a prefill by its contexts, padding included; of a decoding
-        step by its rows."""
+        """Experts of the last pass: of a prefill by context, padding included; of a decoding step by row."""
 
     def prefill(
         self, contexts: list[NDArray[np.int32]], prompt_of_R: list[int], *, first_row: int
     ) -> tuple[Tensor, int]:
-        """Compute different contexts for the rows from ``first_row`` on, row r with context ``prompt_of_R[r]``.
-
-        Returns the scores of the next token of each row, [R, V], and the number of padded tokens.
+        """Compute different contexts for the rows from ``first_row`` on, row r with context ``prompt_of_R[r]``. Returns
+        the scores of the next token of each row, [R, V], and the number of padded tokens.
         """
         lengths_U = np.array([len(context) for context in contexts])
         tokens_UT = np.zeros((len(contexts), lengths_U.max()), np.int64)
@@ -190,8 +144,8 @@ class ModelRunner:
         x_UTE = self._forward(
             self.weights,
             torch.from_numpy(tokens_UT).to(self.device),
-            self._angles(torch.arange(tokens_UT.shape[1], device=self.device)[None]),
-            self.slots.prefilling(first_row, prompt_R),
+            self._angles(self.weights, torch.arange(tokens_UT.shape[1], device=self.device)[None]),
+            PrefillAttention(self.slots, first_row, prompt_R),
         )
         last_U = torch.from_numpy(lengths_U - 1).to(self.device)
         scores_UV = decoder.logits(self.weights, x_UTE[torch.arange(len(contexts), device=self.device), last_U])
@@ -204,17 +158,15 @@ class ModelRunner:
         assert self.weights is not None
         at_N = torch.from_numpy(positions_N).to(self.device)
         tokens_N1 = torch.from_numpy(last_N).to(self.device)[:, None]
-        x_N1E = self._forward(self.weights, tokens_N1, self._angles(at_N[:, None]), self.slots.decoding(at_N, length))
+        angles, attention = self._angles(self.weights, at_N[:, None]), DecodeAttention(self.slots, at_N, length)
+        x_N1E = self._forward(self.weights, tokens_N1, angles, attention)
         return decoder.logits(self.weights, x_N1E[:, 0])
 
     def scores(self, batch: list[Scoring], version: int) -> list[InputScores]:
-        """Compute the log-probs of given tokens, keeping no keys and values.
-
-        Raises ValueError for scores that are NaN.
-        """
+        """Compute the log-probs of given tokens, keeping no keys and values. Raises ValueError for NaN."""
         assert self.weights is not None
         longest = max(len(scoring.tokens) for scoring in batch)
-        angles = self._angles(torch.arange(longest, device=self.device)[None], length=longest)
+        angles = self._angles(self.weights, torch.arange(longest, device=self.device)[None], length=longest)
         return scores(self.weights, batch, angles, version)
 
     def _forward(
@@ -228,13 +180,10 @@ class ModelRunner:
         self.experts_BTGJ = torch.stack(chosen, dim=2).cpu().numpy()
         return x_BTE
 
-    def _angles(self, positions_BT: Tensor, *, length: int = 0) -> tuple[Tensor, Tensor]:
+    def _angles(self, weights: Weights, positions_BT: Tensor, *, length: int = 0) -> tuple[Tensor, Tensor]:
         needed = max(self.slots.length, length)
         if self._rope is None or self._rope.length < needed:
-            shape = self._shape
-            self._rope = decoder.RopeTable(
-                shape.rope, needed, head_dim=shape.head_dim, dtype=self._dtype, device=self.device
-            )
+            self._rope = decoder.RopeTable(weights, needed)
         return self._rope.at(positions_BT)
 
     def clear(self, *, free: bool) -> None:

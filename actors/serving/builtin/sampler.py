@@ -1,9 +1,9 @@
 """Sampling tokens from scores: temperature, top-k and top-p, seeded, a whole batch at once.
 
-A draw depends on nothing but its own row: (seed, position) -> uniform number by a counter-based hash -> inverse of the cumulative
-distribution in fp64. (The last bits of the scores depend on the batch, as they come from a batched product: in fp32
-that turns a draw about once in 10^5 tokens, in bf16 more often.) The log-prob returned is that of the distribution that
-was sampled from, fp32; of a greedy row (temperature 0) it is the untempered one, as SGLang gives it.
+A draw depends on nothing but its own row: (seed, position) -> uniform number by a counter-based hash -> inverse of the
+cumulative distribution in fp64. (The last bits of the scores depend on the batch, as they come from a batched product:
+in fp32 that turns a draw about once in 10^5 tokens, in bf16 more often.) The log-prob returned is of the distribution
+that was sampled from, fp32; of a greedy row (temperature 0) it is the untempered one, as SGLang gives it.
 
 Shape letters: N = rows, V = vocabulary, F = rows with top-k or top-p.
 """
@@ -55,9 +55,8 @@ class Sampler:
         self._seeds_N = np.array(seeds, np.uint64)
         self._all_greedy, self._any_greedy = bool(greedy_N.all()), bool(greedy_N.any())
         self._greedy_N = torch.from_numpy(greedy_N).to(device)
-        self._temperatures_N1 = (
-            torch.from_numpy(temperatures_N).to(device)[:, None] if (temperatures_N != 1).any() else None
-        )
+        is_tempered = bool((temperatures_N != 1).any())
+        self._temperatures_N1 = torch.from_numpy(temperatures_N).to(device)[:, None] if is_tempered else None
         self._filtered_F = torch.from_numpy(filtered_N.nonzero()[0]).to(device) if filtered_N.any() else None
         self._top_p_F1 = torch.from_numpy(top_p_N[filtered_N]).to(device)[:, None]
         self._top_k_F1 = torch.from_numpy(top_k_N[filtered_N]).to(device)[:, None]

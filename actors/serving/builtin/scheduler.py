@@ -38,8 +38,8 @@ from tidemill.actors.serving.builtin.runner import ModelRunner
 from tidemill.actors.serving.builtin.sampler import Sampler
 from tidemill.actors.serving.builtin.sequence import CLOSING, PREFILL_TOKENS, Counters, Sequence, take_prompts
 from tidemill.actors.serving.builtin.weights import Weights
-from tidemill.actors.serving.fenced_updates import KV_CACHE, WEIGHTS
 from tidemill.actors.serving.port import Result
+from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +50,7 @@ Event = tuple[Sequence, int, bool]
 
 @dataclass(frozen=True, slots=True)
 class Donor:
-    """A running sequence, from which others with the same prompt copy keys, values and the scores of the first
-    token.
-    """
+    """A running sequence, from which others with the same prompt copy keys, values and first scores."""
 
     sequence: Sequence
     scores_V: Tensor
@@ -65,7 +63,6 @@ def between_steps(
 
     @wraps(method)
     def queued(self: "Scheduler", *args: Args.args, **kwargs: Args.kwargs) -> "Future[Result]":
-        """Queue the method. Returns the future of its result."""
         return self.call(lambda: method(self, *args, **kwargs))
 
     return queued
@@ -136,26 +133,22 @@ class Scheduler:
         return self.counters.idle_s + (0.0 if since is None else time.perf_counter() - since)
 
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
-        """Run ``function`` in the thread, between two steps.
-
-        Returns the future of its result; it is cancelled if the thread has ended.
-        """
+        """Run ``function`` between two steps. Its future is cancelled if the thread has ended."""
         return self._calls.call(function)
 
-    def submit(self, sequences: list[Sequence]) -> "Future[None]":
+    @between_steps
+    def submit(self, sequences: list[Sequence]) -> None:
         """Append sequences to the queue; the future is done once they are in it."""
-        return self.call(lambda: self.waiting.extend(sequences))
+        self.waiting.extend(sequences)
 
-    def submit_scorings(self, scorings: list[Scoring]) -> "Future[None]":
-        """Append sequences to score; the future is done once they are in the queue.
+    @between_steps
+    def submit_scorings(self, scorings: list[Scoring]) -> None:
+        """Append sequences to score. The results are in the ``done`` of each."""
+        self.scorings.extend(scorings)
 
-        The results are in the ``done`` of each.
-        """
-        return self.call(lambda: self.scorings.extend(scorings))
-
-    def abort(self, wanted: Callable[[Sequence], bool], message: str = "All aborted") -> "Future[int]":
+    def abort(self, matches: Callable[[Sequence], bool], message: str = "All aborted") -> "Future[int]":
         """End matching sequences with their tokens so far. Returns their number."""
-        return self.call(lambda: self._abort(wanted, message))
+        return self.call(lambda: self._abort(matches, message))
 
     @property
     def held(self) -> bool:
@@ -183,12 +176,10 @@ class Scheduler:
         self._score()
 
     def _score(self) -> None:
-        """Score the sequences at the head of their queue, in one pass."""
         if not (batch := take_scorings(self.scorings)):
             return
 
         def fail(reason: str) -> None:
-            """Give every sequence that has no scores the reason."""
             for scoring in batch:
                 if not scoring.done.done():
                     scoring.done.set_exception(EngineFailed("builtin", reason))
@@ -228,11 +219,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Fill free rows, oldest request first, up to the token budget of one step."""
-        started, budget, shared = (
-            time.perf_counter(),
-            PREFILL_TOKENS,
-            self._donors.keys() if self._share_prefix else None,
-        )
+        started, budget = time.perf_counter(), PREFILL_TOKENS
+        shared = self._donors.keys() if self._share_prefix else None
         while self.waiting and len(self.running) < self._max_running and budget > 0:
             if self._can_copy(self.waiting[0]):
                 self._copy_prompt(self.waiting.popleft())
@@ -259,23 +247,23 @@ class Scheduler:
 
     def _prefill(self, prompts: dict[bytes, list[Sequence]]) -> int:
         """Prefill prompts and sample their first tokens. Returns the number of padded tokens."""
-        first_row, admitted = len(self.running), [sequence for same in prompts.values() for sequence in same]
-        for same in prompts.values():
-            self._enter(same[:1], cached=False)
-            self._enter(same[1:], cached=True)
-        prompt_of_R = [prompt for prompt, same in enumerate(prompts.values()) for _ in same]
+        first_row, admitted = len(self.running), [sequence for sharers in prompts.values() for sequence in sharers]
+        for sharers in prompts.values():
+            self._enter(sharers[:1], cached=False)
+            self._enter(sharers[1:], cached=True)
+        prompt_of_R = [prompt for prompt, sharers in enumerate(prompts.values()) for _ in sharers]
         self._runner.captures = any(sequence.experts is not None for sequence in admitted)
         scores_RV, num_padded = self._runner.prefill(
-            [same[0].context() for same in prompts.values()], prompt_of_R, first_row=first_row
+            [sharers[0].context() for sharers in prompts.values()], prompt_of_R, first_row=first_row
         )
         for prompt, sequence in zip(prompt_of_R, admitted, strict=True):
             if sequence.experts is not None:
                 assert self._runner.experts_BTGJ is not None, "they are captured where a sequence needs them"
                 sequence.experts.add(self._runner.experts_BTGJ[prompt, : sequence.length], 0)
         if self._share_prefix:
-            for prompt, (key, same) in enumerate(prompts.items()):
-                self._donors[key] = Donor(same[0], scores_RV[prompt_of_R.index(prompt)].clone())
-        self.counters.prefill_tokens += sum(same[0].length for same in prompts.values())
+            for prompt, (key, sharers) in enumerate(prompts.items()):
+                self._donors[key] = Donor(sharers[0], scores_RV[prompt_of_R.index(prompt)].clone())
+        self.counters.prefill_tokens += sum(sharers[0].length for sharers in prompts.values())
         self._sample(admitted, scores_RV, first_row=first_row)
         return num_padded
 
@@ -288,7 +276,6 @@ class Scheduler:
         self._sampler = None
 
     def _decode(self) -> None:
-        """Generate one token for every running sequence."""
         started = time.perf_counter()
         if self._sampler is None:
             self._compose()
@@ -302,7 +289,6 @@ class Scheduler:
         self.counters.decode_s += time.perf_counter() - started
 
     def _compose(self) -> None:
-        """Build the sampler and the arrays of last tokens and positions for the next steps."""
         self._sampler = Sampler(
             [sequence.params for sequence in self.running], [sequence.seed for sequence in self.running], self.device
         )
@@ -311,16 +297,16 @@ class Scheduler:
         self._positions_N = np.array([sequence.length - 1 for sequence in self.running], np.int64)
 
     def _sample(self, sequences: list[Sequence], scores_NV: Tensor, *, first_row: int) -> None:
-        """Append a token to each of the sequences, which have the rows from ``first_row`` on; the finished ones leave
-        the batch.
-        """
+        """Append a token to each sequence, in the rows from ``first_row`` on. The finished ones leave the batch."""
         for row, sequence in enumerate(sequences):
             if sequence.suppressed and len(sequence.tokens) < sequence.params.min_new_tokens:
                 scores_NV[row, sequence.suppressed] = float("-inf")
         sampler, positions_N = self._sampler, self._positions_N + 1
         if sampler is None:
-            sampler = Sampler([each.params for each in sequences], [each.seed for each in sequences], self.device)
-            positions_N = np.array([each.length for each in sequences], np.int64)
+            sampler = Sampler(
+                [sequence.params for sequence in sequences], [sequence.seed for sequence in sequences], self.device
+            )
+            positions_N = np.array([sequence.length for sequence in sequences], np.int64)
         tokens_N, log_probs_N = sampler.draw(scores_NV, positions_N)
         if self._sampler is not None:
             self._last_N, self._positions_N = tokens_N, positions_N
@@ -339,9 +325,7 @@ class Scheduler:
             self._leave(row)
 
     def _append(self, sequence: Sequence, token: int, log_prob: float) -> bool:
-        """Append a token. Returns True when the sequence ends, also by an error of its own (its text cannot be decoded,
-        for example).
-        """
+        """Append a token. Returns True when the sequence ends, also by an error (of its text, for example)."""
         try:
             return sequence.append(token, log_prob)
         except Exception as error:
@@ -371,32 +355,26 @@ class Scheduler:
         self.counters.count_end(sequence, updating=self.updating)
         self._events.append((sequence, len(sequence.tokens), True))
 
-    def _abort(self, wanted: Callable[[Sequence], bool], message: str) -> int:
-        rows = [row for row, sequence in enumerate(self.running) if wanted(sequence)]
+    def _abort(self, matches: Callable[[Sequence], bool], message: str) -> int:
+        rows = [row for row, sequence in enumerate(self.running) if matches(sequence)]
         for row in reversed(rows):  # from the end: the last row takes the place of one that leaves
             self.running[row].abort(message)
             self._leave(row)
-        ended = [sequence for sequence in self.waiting if wanted(sequence)]
-        for sequence in ended:
+        sequences = [sequence for sequence in self.waiting if matches(sequence)]
+        for sequence in sequences:
             self.waiting.remove(sequence)
             sequence.abort(message)
             self._report_end(sequence)
-        return len(rows) + len(ended)
+        return len(rows) + len(sequences)
 
     @between_steps
     def pause(self, mode: str) -> None:
-        """Pause decoding: ``in_place`` keeps rows, ``retract`` sends them back to the queue, ``abort`` ends every
-        sequence.
-        """
+        """Pause decoding: ``in_place`` keeps rows, ``retract`` queues them again, ``abort`` ends every sequence."""
         self.paused = True
         if mode == "abort":
-            before, aborted = (
-                self.counters.requests_aborted_by_pushes,
-                self._abort(lambda sequence: True, "All aborted"),
-            )
-            self.counters.requests_aborted_by_pushes = (
-                before + aborted
-            )  # set, as some were counted already while an update is open
+            before = self.counters.requests_aborted_by_pushes
+            # Set, as some were counted already while an update is open.
+            self.counters.requests_aborted_by_pushes = before + self._abort(lambda sequence: True, "All aborted")
         elif mode == "retract":
             self._retract()
 
@@ -413,10 +391,7 @@ class Scheduler:
 
     @between_steps
     def release(self, tags: frozenset[str]) -> int:
-        """Release memory. Returns the tokens generated so far.
-
-        Raises UpdateRefused while sequences run and decoding is not held.
-        """
+        """Release memory. Returns the tokens generated so far. Refused while sequences run and decoding is not held."""
         if self.running and not self.held:
             what = ", ".join(sorted(tags))
             raise UpdateRefused(
@@ -431,10 +406,8 @@ class Scheduler:
 
     @between_steps
     def restore(self, tags: frozenset[str]) -> int:
-        """Take released memory again, and end a pause where it is the memory of keys and values; there are no weights
-        before a ``flip``.
-
-        Returns the number of tokens generated so far.
+        """Take released memory again; with keys and values a pause ends, but weights need a ``flip``. Returns as
+        ``release``.
         """
         back = tags & self.released
         self.released -= tags
@@ -446,10 +419,7 @@ class Scheduler:
 
     @between_steps
     def flip(self, weights: Weights, version: int) -> tuple[Weights | None, float]:
-        """Serve these weights from the next step on.
-
-        Returns the old ones and the seconds for which decoding was held up.
-        """
+        """Serve these weights from the next step on. Returns the old ones and the seconds without decoding."""
         started = time.perf_counter()
         old, self._runner.weights, self.version = self._runner.weights, weights, version
         self._donors.clear()  # their scores are the old version's
@@ -481,9 +451,7 @@ class Scheduler:
 
 @contextmanager
 def _surviving(doing: str, fail: Callable[[str], None]) -> Iterator[None]:
-    """Log an error in the block, and fail the sequences that it concerns with the reason; the decoding thread goes
-    on.
-    """
+    """Log an error in the block, and fail the sequences that it concerns; the decoding thread goes on."""
     try:
         yield
     except Exception as error:

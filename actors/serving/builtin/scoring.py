@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin import decoder
-from tidemill.actors.serving.builtin.runner import KVSlots
+from tidemill.actors.serving.builtin.runner import KVSlots, PrefillAttention
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.builtin.weights import Weights, load_from_directory
 
@@ -32,13 +32,11 @@ def module_outputs(
     weights: Weights, prompts: Sequence[Sequence[int]], names: str = "*"
 ) -> dict[str, NDArray[np.float32]]:
     """Return the outputs of the modules with matching names, in the order of computation: ``<prompt>.<module>`` -> [T,
-    size].
-
-    One prompt at a time, without padding. ``log_probs`` has one value for each token but the first, at temperature 1.
-    Raises UnsupportedModel for a prompt that the model's vocabulary or context does not hold.
+    size], without padding. ``log_probs`` has a value for each token but the first, at temperature 1. Raises
+    UnsupportedModel.
     """
     shape = weights.shape
-    found: dict[str, NDArray[np.float32]] = {}
+    outputs: dict[str, NDArray[np.float32]] = {}
     for number, tokens in enumerate(prompts):
         if len(tokens) > shape.max_positions or max(tokens) >= shape.vocab_size:
             limits = f"at most {shape.max_positions} tokens, each below {shape.vocab_size}"
@@ -47,8 +45,8 @@ def module_outputs(
             )
         for name, value in _outputs(weights, tokens).items():
             if fnmatchcase(name, names):
-                found[f"{number}.{name}"] = value.float().cpu().numpy()
-    return found
+                outputs[f"{number}.{name}"] = value.float().cpu().numpy()
+    return outputs
 
 
 def score_directory(
@@ -63,23 +61,13 @@ def score_directory(
 @torch.inference_mode()
 def _outputs(weights: Weights, tokens: Sequence[int]) -> dict[str, Tensor]:
     shape, length = weights.shape, len(tokens)
-    slots = KVSlots(
-        num_layers=shape.num_layers,
-        slots=1,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_length=shape.max_positions,
-        dtype=weights.dtype,
-        device=weights.device,
-    )
+    slots = KVSlots(weights, 1, shape.max_positions)
     slots.reserve(length)
-    table = decoder.RopeTable(shape.rope, length, head_dim=shape.head_dim, dtype=weights.dtype, device=weights.device)
-    angles = table.at(torch.arange(length, device=weights.device)[None])
+    angles = decoder.RopeTable(weights, length).at(torch.arange(length, device=weights.device)[None])
     tokens_1T = torch.tensor([list(tokens)], device=weights.device)
     with _Taking(weights) as taking:
-        x_1TE = decoder.forward(
-            weights, tokens_1T, angles, slots.prefilling(0, torch.zeros(1, dtype=torch.int64, device=weights.device))
-        )
+        attention = PrefillAttention(slots, 0, torch.zeros(1, dtype=torch.int64, device=weights.device))
+        x_1TE = decoder.forward(weights, tokens_1T, angles, attention)
         logits_TV = decoder.logits(weights, x_1TE[0])
     log_probs_TV = logits_TV[:-1].log_softmax(-1)
     taking.found["log_probs"] = log_probs_TV.gather(-1, tokens_1T[0, 1:, None])
@@ -87,9 +75,7 @@ def _outputs(weights: Weights, tokens: Sequence[int]) -> dict[str, Tensor]:
 
 
 class _Taking(TorchFunctionMode):
-    """Takes outputs of a forward pass while entered, by the operands of the decoder's calls: weights, and the residual
-    stream.
-    """
+    """Takes outputs of a forward pass by the operands of the decoder's calls: weights, and the residual stream."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__()

@@ -25,10 +25,7 @@ from tidemill.bus.wire.routed_experts import RoutedShape
 
 
 class CapturedExperts:
-    """Experts of positions 0 ..
-
-    ``len`` - 1 of a sequence. Written by the decoding thread, read once the sequence has ended.
-    """
+    """Experts of a sequence's first positions. Written by the decoding thread, read once the sequence has ended."""
 
     def __init__(self, shape: RoutedShape) -> None:
         self._shape = shape
@@ -44,21 +41,19 @@ class CapturedExperts:
         assert first <= done, f"positions {done} to {first} are missing"
         self._ids += experts_PGJ[done - first :].astype(self._shape.dtype).tobytes()
 
-    def copy(self, other: "CapturedExperts", num_positions: int) -> None:
+    def copy(self, donor: "CapturedExperts", num_positions: int) -> None:
         """Take the first positions of another sequence with the same tokens, unless this one has its own."""
         size = self._shape.bytes_per_token
-        self._ids += other._ids[len(self) * size : num_positions * size]
+        self._ids += donor._ids[len(self) * size : num_positions * size]
 
     def encoded(self) -> str:
-        """Return all positions in every layer of the model as SGLang sends them: int32, base64; 0 in layers without
-        experts.
-        """
+        """Return all positions in every layer as SGLang sends them: int32, base64; 0 in layers without experts."""
         shape = self._shape
-        whole = np.zeros((len(self), shape.num_layers, shape.top_k), np.int32)
-        whole[:, list(shape.layers)] = np.frombuffer(self._ids, shape.dtype).reshape(
+        ids = np.zeros((len(self), shape.num_layers, shape.top_k), np.int32)
+        ids[:, list(shape.layers)] = np.frombuffer(self._ids, shape.dtype).reshape(
             len(self), len(shape.layers), shape.top_k
         )
-        return base64.b64encode(whole.tobytes()).decode()
+        return base64.b64encode(ids.tobytes()).decode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,30 +81,6 @@ class ResponseRequest:
 class Sequence:
     """A prompt and the tokens that follow it, with log-probs and the versions that generated them."""
 
-    __slots__ = (
-        "arrived_s",
-        "begun",
-        "cached_tokens",
-        "error",
-        "experts",
-        "finish",
-        "key",
-        "log_probs",
-        "max_new_tokens",
-        "params",
-        "prompt",
-        "retractions",
-        "rid",
-        "seed",
-        "sink",
-        "spans",
-        "stop_ids",
-        "stop_strings",
-        "stream",
-        "suppressed",
-        "tokens",
-    )
-
     def __init__(
         self,
         request: ResponseRequest,
@@ -120,14 +91,8 @@ class Sequence:
         experts: CapturedExperts | None = None,
     ) -> None:
         prompt, params = request.prompt, request.params
-        self.rid, self.prompt, self.params, self.seed, self.sink, self.stream = (
-            request.rid,
-            prompt,
-            params,
-            request.seed,
-            sink,
-            stream,
-        )
+        self.rid, self.prompt, self.params, self.seed = request.rid, prompt, params, request.seed
+        self.sink, self.stream = sink, stream
         self.key = prompt.tobytes()
         """Key of the context to prefill: equal keys = equal contexts."""
         self.begun: list[int] = prompt[len(prompt) - request.continued_tokens :].tolist()
@@ -171,8 +136,11 @@ class Sequence:
         self.log_probs.append(log_prob)
         if token in self.stop_ids:
             self.finish = {"type": "stop", "matched": token}
-        elif self.stop_strings is not None and (found := self.stop_strings.find(self.tokens, self.begun)) is not None:
-            self.finish = {"type": "stop", "matched": found}
+        elif (
+            self.stop_strings is not None
+            and (stop_string := self.stop_strings.find(self.tokens, self.begun)) is not None
+        ):
+            self.finish = {"type": "stop", "matched": stop_string}
         elif len(self.tokens) >= self.max_new_tokens:
             self.finish = {"type": "length", "length": len(self.tokens)}
         return self.finish is not None
@@ -193,11 +161,9 @@ class Sequence:
 
     def weight_versions(self, num_tokens: int) -> list[JsonObject]:
         """Return the spans of the first ``num_tokens`` tokens, empty ones left out."""
-        edges = [*(start for _, start in self.spans[1:]), num_tokens]
-        spans = (
-            (version, start, min(end, num_tokens)) for (version, start), end in zip(self.spans, edges, strict=False)
-        )
-        return [{"version": str(version), "start": start, "end": end} for version, start, end in spans if end > start]
+        ends = [min(start, num_tokens) for _, start in self.spans[1:]] + [num_tokens]
+        spans = zip(self.spans, ends, strict=False)
+        return [{"version": str(version), "start": start, "end": end} for (version, start), end in spans if end > start]
 
     def token_logprobs(self, num_tokens: int) -> list[tuple[float, int, None]]:
         """Return (log-prob in nats, token id, None) of the first ``num_tokens`` tokens, as in SGLang's JSON."""
@@ -222,8 +188,7 @@ class Counters:
     requests_finished: int = 0
     requests_aborted: int = 0
     requests_aborted_by_pushes: int = 0
-    """Number of aborted requests that were ended by a pause of mode ``abort``, or while a weight update was open by
-    anything but their client or the engine's end."""
+    """Aborted requests that a pause of mode ``abort`` ended, or an update, not their client or the engine's end."""
     requests_failed: int = 0
     steps: int = 0
     prefill_s: float = 0.0
@@ -246,8 +211,7 @@ class Counters:
 
 
 PREFILL_TOKENS = 8192
-"""Maximum number of padded tokens that are prefilled between two decoding steps (one longer prompt is prefilled
-whole)."""
+"""Maximum number of padded tokens prefilled between two decoding steps (a longer prompt is prefilled whole)."""
 MAX_PADDING = 1.5
 """A prefill batch has at most this many times the tokens of its prompts."""
 
@@ -255,12 +219,9 @@ MAX_PADDING = 1.5
 def take_prompts(
     waiting: deque[Sequence], *, free: int, budget: int, shared: Container[bytes] | None
 ) -> dict[bytes, list[Sequence]]:
-    """Take prompts of similar length from the head of the queue, each with all neighbours that have the same one.
-
-    Returns the sequences by the key of their prompt; without sharing, by a key of their own.
-
-    At most ``free`` sequences, and ``budget`` padded tokens unless the first prompt is longer. ``shared``: keys of
-    prompts with results that can be copied instead; None = prompts are not shared.
+    """Take prompts of similar length from the queue's head: at most ``free`` sequences, and ``budget`` padded tokens
+    unless the first prompt is longer. Returns the sequences by the key of their prompt; without sharing, by a key of
+    their own. ``shared``: keys of prompts with results that can be copied instead; None = prompts are not shared.
     """
     tokens, longest = 0, 0
     prompts: dict[bytes, list[Sequence]] = {}

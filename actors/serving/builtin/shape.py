@@ -1,6 +1,4 @@
-"""The shape of a model, read from its directory: sizes, rotary embedding, names and shapes of its tensors. Loads no
-torch.
-"""
+"""The shape of a model, read from its directory: sizes, rotary embedding, names and shapes of its tensors. No torch."""
 
 import json
 from collections.abc import Mapping
@@ -31,8 +29,7 @@ class Rope:
     high_turns: float = 4.0
     original_context: int = 8192
     share: float = field(default=1.0, repr=False)
-    """Share of each head that has positions, from its first element on. Neither this nor ``pairs`` is in the text of a
-    shape."""
+    """Share of each head that has positions, from its first element on. Not in the text of a shape, as ``pairs``."""
     pairs: str = field(default=HALVES, repr=False)
     """Which elements turn together: those at the same place of both halves of that share, or neighbours."""
 
@@ -93,10 +90,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, model_dir: Path) -> "ModelShape":
-        """Return the shape in config.json, with the end tokens of all files of the directory.
-
-        Raises UnsupportedModel with the setting that the decoder does not support.
-        """
+        """Return the shape in config.json, with the end tokens of all files. Raises UnsupportedModel."""
         path = model_dir / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
@@ -114,6 +108,8 @@ class ModelShape:
             return _from_config(config, eos_ids=eos_ids, where=where)
         except UnsupportedModel:
             raise
+        except KeyError as error:
+            raise UnsupportedModel(where, f"{error.args[0]} is missing") from error
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             raise UnsupportedModel(where, f"want sizes as a Hugging Face configuration has them: {error}") from error
 
@@ -128,9 +124,7 @@ class ModelShape:
         )
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return Hugging Face name -> shape of every tensor that must be there; a tied output projection is not among
-        them.
-        """
+        """Return Hugging Face name -> shape of every required tensor, without a tied output projection."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden)}
         for layer in range(self.num_layers):
@@ -156,16 +150,15 @@ class ModelShape:
         return shapes
 
     def _mlp(self, at: str, experts: ExpertSizes | None) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = (
-            {} if experts is None else {f"{at}gate.weight": (experts.count, self.hidden)}
-        )
-        inner = self.intermediate if experts is None else experts.intermediate
-        for prefix in (at,) if experts is None else (f"{at}experts.{number}." for number in range(experts.count)):
-            halves = (("gate_up", 2 * inner),) if self.joint_gate_up else (("gate", inner), ("up", inner))
-            for part, rows, columns in (
-                *((half, rows, self.hidden) for half, rows in halves),
-                ("down", self.hidden, inner),
-            ):
+        shapes: dict[str, tuple[int, ...]] = {}
+        prefixes, inner = [at], self.intermediate
+        if experts is not None:
+            shapes[f"{at}gate.weight"] = (experts.count, self.hidden)
+            prefixes, inner = [f"{at}experts.{number}." for number in range(experts.count)], experts.intermediate
+        halves = {"gate_up": 2 * inner} if self.joint_gate_up else {"gate": inner, "up": inner}
+        parts = [*((half, rows, self.hidden) for half, rows in halves.items()), ("down", self.hidden, inner)]
+        for prefix in prefixes:
+            for part, rows, columns in parts:
                 shapes[f"{prefix}{part}_proj.weight"] = (rows, columns)
                 if self.mlp_bias:
                     shapes[f"{prefix}{part}_proj.bias"] = (rows,)
@@ -192,39 +185,33 @@ def _check_supported(config: JsonMapping, where: str) -> None:
 
 
 def _from_config(config: JsonMapping, *, eos_ids: tuple[int, ...], where: str) -> ModelShape:
-    try:
-        family, heads, hidden = (
-            str(config["model_type"]),
-            int(config["num_attention_heads"]),
-            int(config["hidden_size"]),
-        )
-        head_dim = int(config.get("head_dim") or hidden // heads)
-        bias = bool(config.get("attention_bias", False))
-        return ModelShape(
-            family=family,
-            num_layers=int(config["num_hidden_layers"]),
-            hidden=hidden,
-            intermediate=int(config["intermediate_size"]),
-            num_heads=heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=head_dim,
-            vocab_size=int(config["vocab_size"]),
-            max_positions=int(config["max_position_embeddings"]),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=family == "qwen2" or bias,
-            output_bias=family not in ("qwen2", "glm4") and bias,
-            mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
-            head_norm=family in ("qwen3", "qwen3_moe"),
-            rope=_rope(config, where) if family != "glm4" else _partial(_rope(config, where), config),
-            eos_ids=eos_ids,
-            architecture=(config.get("architectures") or [f"{family}ForCausalLM"])[0],
-            experts=_experts(config) if family == "qwen3_moe" else None,
-            post_norms=family == "glm4",
-            joint_gate_up=family == "glm4",
-        )
-    except KeyError as error:
-        raise UnsupportedModel(where, f"{error.args[0]} is missing") from error
+    family, heads = str(config["model_type"]), int(config["num_attention_heads"])
+    hidden = int(config["hidden_size"])
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    bias = bool(config.get("attention_bias", False))
+    return ModelShape(
+        family=family,
+        num_layers=int(config["num_hidden_layers"]),
+        hidden=hidden,
+        intermediate=int(config["intermediate_size"]),
+        num_heads=heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=head_dim,
+        vocab_size=int(config["vocab_size"]),
+        max_positions=int(config["max_position_embeddings"]),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2" or bias,
+        output_bias=family not in ("qwen2", "glm4") and bias,
+        mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+        head_norm=family in ("qwen3", "qwen3_moe"),
+        rope=_rope(config, where) if family != "glm4" else _partial(_rope(config, where), config),
+        eos_ids=eos_ids,
+        architecture=(config.get("architectures") or [f"{family}ForCausalLM"])[0],
+        experts=_experts(config) if family == "qwen3_moe" else None,
+        post_norms=family == "glm4",
+        joint_gate_up=family == "glm4",
+    )
 
 
 def _experts(config: JsonMapping) -> ExpertSizes:

@@ -27,7 +27,6 @@ from tidemill.actors.serving.builtin.weights import (
     EMBEDDING,
     HEAD,
     Weights,
-    checksum_report_of,
     copy_all,
     empty_cache,
     finalize,
@@ -35,11 +34,11 @@ from tidemill.actors.serving.builtin.weights import (
     load_from_directory,
 )
 from tidemill.actors.serving.command_bodies import BucketBody, UpdateBody
-from tidemill.actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
 from tidemill.actors.serving.port import COMMAND_S, Body
+from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS, Updates
 from tidemill.bus.system.foreign import errors_as
 from tidemill.weightstore.errors import WeightstoreError
-from tidemill.weightstore.format.checksums import ChecksumReport, sha256
+from tidemill.weightstore.format.checksums import ChecksumReport, report_checksums, sha256
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec
 from tidemill.weightstore.transport.handles import Offered
 
@@ -49,7 +48,7 @@ CLOSE_S = 5.0
 """Seconds that operations under way have to end when the engine is closed."""
 
 
-class BuiltinUpdates(FencedUpdates):
+class BuiltinUpdates(Updates):
     """Owner of the standby copy and of the order of updates."""
 
     def __init__(self, served: Weights, scheduler: Scheduler, *, on_update: Callable[[int, int], None]) -> None:
@@ -66,35 +65,27 @@ class BuiltinUpdates(FencedUpdates):
         self._order: tuple[str, ...] = ()
         """Names in the order of the last push: the next standby copy has this order in memory."""
         self._straight: set[asyncio.Future[Tensor]] = set()
-        """Messages that are received directly into the standby copy. Nothing else may use that copy while one is late.
-        """
+        """Messages that are received directly into the standby copy, which has no other use while one is late."""
         self._copying = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         """Stream of the copies to a GPU."""
         self._writing = asyncio.Lock()
         """Held while the standby copy is written or swapped."""
 
-    # -- groups ---------------------------------------------------------------------------------------------------------
+    # -- groups
 
     async def join(self, body: Body) -> None:
-        """Join the process group that the body names; one of the same name is left first. Raises BadRequest,
-        UpdateRefused.
-        """
         name = decode(body, UpdateBody).group_name
         if name in self._groups:
             await self.leave(name)
         self._groups[name] = await JoinedGroup.join(name, body)
 
     async def leave(self, group_name: str) -> None:
-        """Leave a process group, and discard an open update that is sent in messages. Raises UpdateRefused for an
-        unknown group.
-        """
-        joined = self._group(group_name)
+        group = self._group(group_name)
         del self._groups[group_name]
         await self.sender_left()
-        await asyncio.to_thread(joined.close)
+        await asyncio.to_thread(group.close)
 
     async def sender_left(self) -> None:
-        """Discard an open update that is sent in messages."""
         if self._open is not None and self._open.is_sent:
             self._discard("its sender has left")
 
@@ -113,7 +104,7 @@ class BuiltinUpdates(FencedUpdates):
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
-    # -- state, pauses and memory ---------------------------------------------------------------------------------------
+    # -- state, pauses and memory
 
     @property
     def version(self) -> int:
@@ -122,26 +113,20 @@ class BuiltinUpdates(FencedUpdates):
 
     @property
     def whole(self) -> bool:
-        """True when there are weights to serve."""
         return self._served is not None
 
     @property
     def released(self) -> frozenset[str]:
-        """Kinds of memory that are released: some of ``weights`` and ``kv_cache``."""
         return self._scheduler.released
 
     async def pause(self, mode: str) -> None:
-        """Pause decoding, and return when it is paused."""
         await asyncio.wrap_future(self._scheduler.pause(mode))
 
     async def continue_generation(self, body: Body) -> None:
-        """End a pause."""
         await asyncio.wrap_future(self._scheduler.resume())
 
     async def release(self, tags: frozenset[str]) -> None:
-        """Release memory; with ``weights`` both copies are dropped. Raises UpdateRefused while sequences run and there
-        is no pause.
-        """
+        """Release memory; with ``weights`` both copies are dropped."""
         async with self._writing:
             tokens = await asyncio.wrap_future(self._scheduler.release(tags))
             if WEIGHTS in tags:
@@ -149,26 +134,18 @@ class BuiltinUpdates(FencedUpdates):
                     self._discard("the memory of the weights is released")
                 self._served = self._standby = None
             await asyncio.to_thread(empty_cache, self._device)
-        log.info(
-            "memory released tags=%s version=%d tokens_generated=%d",
-            ",".join(sorted(tags)),
-            self._scheduler.version,
-            tokens,
-        )
+        self._log_memory("released", tags, tokens)
 
     async def resume(self, tags: frozenset[str]) -> None:
-        """Take released memory again; with the memory of keys and values, end a pause."""
         async with self._writing:
             await self._restore(tags)
 
     async def _restore(self, tags: frozenset[str]) -> None:
-        tokens = await asyncio.wrap_future(self._scheduler.restore(tags))
-        log.info(
-            "memory resumed tags=%s version=%d tokens_generated=%d",
-            ",".join(sorted(tags)),
-            self._scheduler.version,
-            tokens,
-        )
+        self._log_memory("resumed", tags, await asyncio.wrap_future(self._scheduler.restore(tags)))
+
+    def _log_memory(self, change: str, tags: frozenset[str], tokens: int) -> None:
+        names = ",".join(sorted(tags))
+        log.info("memory %s tags=%s version=%d tokens_generated=%d", change, names, self.version, tokens)
 
     async def between_updates(self, timeout_s: float) -> None:
         """Wait while an update is open, for ``timeout_s`` at most, and for the end of a flip."""
@@ -177,15 +154,10 @@ class BuiltinUpdates(FencedUpdates):
             pass
 
     async def serve_directory(self, directory: Path, version: int | None, *, begun: int) -> float | None:
-        """Take released memory again, and serve the weights of a directory. Returns seconds as ``end``. Raises
-        UpdateRefused.
-
-        Returns None when a push has begun since ``begun`` was read.
-        """
         async with self._writing:  # a release waits until it is done
             if self.begun != begun:
                 return None
-            had_released = bool(self._scheduler.released)
+            had_released = bool(self.released)
             if had_released:
                 await self._restore(frozenset({WEIGHTS}))
             stall_s = await self._load(self._open_from_directory(version), directory)
@@ -193,19 +165,11 @@ class BuiltinUpdates(FencedUpdates):
                 await self._restore(frozenset({KV_CACHE}))
             return stall_s
 
-    # -- an update ------------------------------------------------------------------------------------------------------
+    # -- an update
 
     async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
-        """Open an update, with a standby copy to write. Raises UpdateRefused while the memory of the weights is
-        released.
-
-        An unfinished update is discarded. ``timeout_s`` is not used: each bucket has a time limit of its own.
-        """
-        self._require_weight_memory(self.released)
-        if self._open is not None:
-            self._discard("another one begins")
-        update = Update(self.epoch, version)
-        self._set_open(update)
+        """Open an update, with a standby copy to write. ``timeout_s`` is not used: each bucket has its own."""
+        update = self._open_update(version, "another one begins")
         self.begun += 1
         async with self._writing:
             await self._ensure_standby()
@@ -214,40 +178,31 @@ class BuiltinUpdates(FencedUpdates):
     async def receive(
         self, buckets: Sequence[tuple[str, Sequence[TensorSpec]]], *, version: int | None, timeout_s: float, serve: bool
     ) -> float | None:
-        """Begin an update, receive every bucket as one flat message, each within the time-out, and with ``serve`` end
-        the update.
-
-        ``buckets``: each with the name of the process group that it comes over. Returns seconds as ``end``, or None
-        without ``serve``.
+        """Begin an update, receive every bucket within ``timeout_s`` each over the named process group, and with
+        ``serve`` end it. Returns seconds as ``end``, or None without ``serve``.
         """
         await self.begin(version)
         update = self._current()
-        for group_name, several in groupby(buckets, key=lambda named: named[0]):
-            await self._receive_all(update, group_name, [bucket_of(specs) for _, specs in several], timeout_s)
+        for group_name, messages in groupby(buckets, key=lambda named: named[0]):
+            await self._receive_all(update, group_name, [bucket_of(specs) for _, specs in messages], timeout_s)
         return await self._end(update) if serve else None
 
     async def receive_bucket(self, body: Body, version: int | None) -> None:
-        """Receive tensors into the standby copy, flattened into one message or one by one. Raises BadRequest,
-        UpdateRefused.
-        """
-        announced = decode(body, BucketBody)
-        specs, update = announced.specs(), self._current(version)
+        bucket = decode(body, BucketBody)
+        specs, update = bucket.specs(), self._current(version)
         # One by one is the same as buckets of one tensor each.
-        messages = [[spec] for spec in specs] if announced.load_format is None else [specs]
-        await self._receive_all(
-            update, announced.group_name, [bucket_of(each) for each in messages], announced.timeout_s
-        )
+        messages = [[spec] for spec in specs] if bucket.load_format is None else [specs]
+        await self._receive_all(update, bucket.group_name, [bucket_of(specs) for specs in messages], bucket.timeout_s)
 
     async def _receive_all(self, update: Update, group_name: str, buckets: Sequence[Bucket], timeout_s: float) -> None:
-        """Receive buckets, each while the one before is written. Any failure discards the update and raises
-        UpdateRefused.
-        """
+        """Receive buckets, each while the one before is written. Any failure discards the update."""
         specs = [spec for bucket in buckets for spec in bucket.specs]
         doing = f"receiving {sum(bucket.num_bytes for bucket in buckets)} bytes over group {group_name!r}"
         with self._discarding(update, doing, at_timeout="it is in use"):
             update.check_new(specs, self._sizes)
-            joined = self._group(group_name)
-            async with joined.in_use(timeout_s):
+            group = self._group(group_name)
+            async with group.in_use(timeout_s):
+                # Again: another request may have announced them while this one waited for the group.
                 self._check_current(update)
                 update.check_new(specs, self._sizes)
                 update.announced.update(spec.name for spec in specs)
@@ -255,7 +210,7 @@ class BuiltinUpdates(FencedUpdates):
                 try:
                     for bucket in buckets:
                         self._check_current(update)
-                        incoming.append(await self._receive(joined, bucket, timeout_s))
+                        incoming.append(await self._receive(group, bucket, timeout_s))
                         if len(incoming) > 1:
                             await self._write(update, incoming.pop(0))
                     while incoming:
@@ -264,12 +219,10 @@ class BuiltinUpdates(FencedUpdates):
                     for message in incoming:
                         message.discard()
                     if len(self._groups) > 1:  # each rank of the learner that sends has one
-                        joined.drop_buffers()
+                        group.drop_buffers()
 
     async def read_bucket(self, bucket: Bucket, offered: Offered, *, version: int | None, timeout_s: float) -> None:
-        """Copy one flat bucket of the learner's memory into the standby copy. Any failure discards the update and
-        raises UpdateRefused.
-        """
+        """Copy one flat bucket of the learner's memory into the standby copy. Any failure discards the update."""
         update = self._current(version)
         with self._discarding(update, f"reading {bucket.num_bytes} bytes", at_timeout="not done in time"):
             update.check_new(bucket.specs, self._sizes)
@@ -287,9 +240,6 @@ class BuiltinUpdates(FencedUpdates):
                 update.received.update(dict.fromkeys(spec.name for spec in bucket.specs))
 
     async def end(self, version: int | None) -> float:
-        """Serve the received weights. Returns the seconds for which generation was held up. Raises UpdateRefused if a
-        tensor is missing.
-        """
         return await self._end(self._current(version))
 
     async def _end(self, update: Update) -> float:
@@ -300,67 +250,57 @@ class BuiltinUpdates(FencedUpdates):
                 return await self._flip(update)
 
     async def load_directory(self, directory: Path, version: int | None) -> float:
-        """Load and serve the weights of a directory, in place of an open update. Returns seconds as ``end``. Raises
-        UpdateRefused.
-        """
         update = self._open_from_directory(version)
         async with self._writing:
             return await self._load(update, directory)
 
-    def _open_from_directory(self, version: int | None) -> Update:
-        """Open an update from a directory, in place of one that is sent in messages."""
-        self._require_weight_memory(self.released)
+    def _open_update(self, version: int | None, reason: str, *, is_sent: bool = True) -> Update:
+        """Open an update. One that is open is discarded for the ``reason``."""
+        self._require_weight_memory()
         if self._open is not None:
-            self._discard("weights are loaded from a directory instead")
-        update = Update(self.epoch, version, is_sent=False)
+            self._discard(reason)
+        update = Update(self.epoch, version, is_sent=is_sent)
         self._set_open(update)
         return update
 
+    def _open_from_directory(self, version: int | None) -> Update:
+        return self._open_update(version, "weights are loaded from a directory instead", is_sent=False)
+
     async def _load(self, update: Update, directory: Path) -> float:
-        try:
-            with errors_as(
-                lambda error: UpdateRefused(f"{directory}: {error}"), but=(UpdateRefused,)
-            ):  # safetensors raises its own errors
-                standby = await self._ensure_standby()
-                await self._write_standby(lambda: load_from_directory(standby, directory))
-                self._check_current(update)
-                update.received.update(dict.fromkeys(standby.named))
-                self._check_whole(update)
-                return await self._flip(update)
-        except UpdateRefused as error:
-            if update is self._open:
-                self._discard(str(error))
-            raise
+        # safetensors raises its own errors
+        refused = errors_as(lambda error: UpdateRefused(f"{directory}: {error}"), but=(UpdateRefused,))
+        with self._discarding(update, str(directory)), refused:
+            standby = await self._ensure_standby()
+            await self._write_standby(lambda: load_from_directory(standby, directory))
+            self._check_current(update)
+            update.received.update(dict.fromkeys(standby.named))
+            self._check_whole(update)
+            return await self._flip(update)
 
     async def checksums(self) -> dict[str, str]:
-        """Return SHA-256 by tensor name of the served weights. Raises UpdateRefused when there are none."""
         async with self._writing:  # a flip holds it, so these tensors are not written while they are read
             named = self._served_weights().named
             return await asyncio.to_thread(lambda: {name: sha256([tensor]) for name, tensor in named.items()})
 
     async def served(self) -> tuple[int, Weights]:
-        """Return the served version and its weights, into which the next push but one writes. Raises
-        PeerTransferRefused.
-        """
+        """Return the served version and its weights, into which the next push but one writes."""
         async with self._writing:
             if self._served is None:
                 raise PeerTransferRefused("the memory of the weights is released")
             return self._scheduler.version, self._served
 
     async def checksum_report(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
-        """Return (version, checksums) of the served weights, or of the open update, which must be complete. Raises
-        UpdateRefused.
-        """
         async with self._writing:
             if not of_update:
-                return self._scheduler.version, await asyncio.to_thread(checksum_report_of, self._served_weights())
+                tensors = self._served_weights().with_alias()
+                return self._scheduler.version, await asyncio.to_thread(report_checksums, tensors)
             update = self._current()
             with self._discarding(update, "checksums"):
                 self._check_whole(update)
             assert self._standby is not None
-            return update.version, await asyncio.to_thread(checksum_report_of, self._standby)
+            return update.version, await asyncio.to_thread(report_checksums, self._standby.with_alias())
 
-    # -- inside -----------------------------------------------------------------------------------------------------------
+    # -- inside
 
     def _served_weights(self) -> Weights:
         if self._served is None:
@@ -397,12 +337,7 @@ class BuiltinUpdates(FencedUpdates):
         """Discard the update if this context fails, and raise UpdateRefused."""
         try:
             yield
-        except (
-            UpdateRefused,
-            WeightstoreError,
-            TimeoutError,
-            RuntimeError,
-        ) as error:  # torch's errors of a device are RuntimeErrors
+        except (UpdateRefused, WeightstoreError, TimeoutError, RuntimeError) as error:  # CUDA's are RuntimeErrors
             if update is self._open:
                 self._discard(str(error))
             if isinstance(error, UpdateRefused):
@@ -410,9 +345,7 @@ class BuiltinUpdates(FencedUpdates):
             raise UpdateRefused(f"{doing}: {str(error) or at_timeout}") from error
 
     async def _ensure_standby(self) -> Weights:
-        """Return a copy that can be written: a new one when there is none, when the order of the tensors has changed,
-        or when a push that broke off may still write the old one.
-        """
+        """Return a copy to write: a new one for another order of tensors, or if a push may still write the old one."""
         if self._standby is None or self._straight or self._standby.order != self._order:
             self._standby, self._straight = None, set()
             shape, order = self._shape, self._order
@@ -421,19 +354,17 @@ class BuiltinUpdates(FencedUpdates):
             )
         return self._standby
 
-    async def _receive(self, joined: JoinedGroup, bucket: Bucket, timeout_s: float) -> Incoming:
-        """Request the next message: into the standby copy if its tensors have the same layout there, else into memory
-        of the group.
-        """
+    async def _receive(self, group: JoinedGroup, bucket: Bucket, timeout_s: float) -> Incoming:
+        """Request the next message, into the standby copy if it has this layout, else into the group's memory."""
         assert self._standby is not None
         place = self._standby.place(bucket)
         if place is not None:
             self._standby.writes += 1
-        future = await joined.receive(bucket.num_bytes, timeout_s, place)
+        future = await group.receive(bucket.num_bytes, timeout_s, place)
         if place is not None:
             self._straight.add(future)
             future.add_done_callback(self._straight.discard)
-        return Incoming(bucket, joined, place, future)
+        return Incoming(bucket, group, place, future)
 
     async def _write(self, update: Update, incoming: Incoming) -> None:
         """Wait for a message, and copy it into the standby copy unless it was received there."""
@@ -449,12 +380,10 @@ class BuiltinUpdates(FencedUpdates):
                 update.received.update(dict.fromkeys(spec.name for spec in bucket.specs))
         finally:
             if place is None:
-                incoming.joined.return_buffer(message)
+                incoming.group.return_buffer(message)
 
     async def _write_standby(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in a thread. If this is cancelled before the thread is done, the copy is abandoned: it may still
-        be written.
-        """
+        """Run ``work`` in a thread. When this is cancelled the copy is abandoned: the thread may still write it."""
         try:
             await asyncio.to_thread(work)
         except asyncio.CancelledError:
@@ -462,9 +391,7 @@ class BuiltinUpdates(FencedUpdates):
             raise
 
     def _take(self, update: Update, standby: Weights, bucket: Bucket, flat: Tensor, *, last: bool) -> None:
-        """Copy a bucket of the learner's memory: all of it at once, if the standby copy has its layout. After the last
-        one finalize.
-        """
+        """Copy a bucket of the learner's memory, at once if the layouts agree. Finalize after the last one."""
         place = standby.place(bucket)
         if place is None:
             self._copy(update, standby, bucket, flat)
@@ -492,9 +419,8 @@ class BuiltinUpdates(FencedUpdates):
         if not new.final:
             await self._write_standby(lambda: finalize(new))
         self._check_current(update)
-        self._open = (
-            None  # not by _set_open: requests that end before the flip still count as ended while an update was open
-        )
+        # Not by _set_open: requests that end before the flip still count as ended while an update was open.
+        self._open = None
         self.settled.set()
         old, stall_s = await asyncio.wrap_future(self._scheduler.flip(new, update.version))
         self._scheduler.updating = self._open is not None  # another update may have begun during the flip

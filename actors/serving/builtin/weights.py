@@ -19,9 +19,8 @@ from torch import Tensor
 
 from tidemill.actors.errors import UnsupportedModel, UpdateRefused
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.weightstore.format.checksums import ChecksumReport, report_checksums
 from tidemill.weightstore.format.manifest import Bucket
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store import snapshot_files
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ALIGNED_BYTES = 64
@@ -57,9 +56,7 @@ class Weights:
     def __init__(
         self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device, order: Sequence[str] = ()
     ) -> None:
-        """``order``: names in their order in memory, as far as fused tensors allow; a push in that order can be
-        received directly (``place``).
-        """
+        """``order``: names in their order in memory, as far as fused tensors allow: a push in it needs no copy."""
         self.shape, self.dtype, self.device, self.order = shape, dtype, device, tuple(order)
         self.named: dict[str, Tensor] = {}
         """Views, by Hugging Face name, of the names in ``shape.tensors()``."""
@@ -86,9 +83,7 @@ class Weights:
         return self._finalized == self.writes
 
     def finalize(self) -> None:
-        """Compute the tensors derived from the named ones; call it when those are complete, before decoding with
-        them.
-        """
+        """Compute the tensors derived from the named ones, which are complete, before decoding with them."""
         self._finalized = self.writes
         if self._head_norm_LHD is None:
             return
@@ -126,10 +121,7 @@ class Weights:
         return self._memory[starts[0] : starts[0] + bucket.num_bytes]
 
     def _layout(self) -> tuple[dict[str, int], int]:
-        """Return the first byte of every piece of memory, by its first name, and the sum.
-
-        A piece is aligned like a tensor of its own.
-        """
+        """Return the first byte of every piece by its first name, and the sum. Pieces are aligned like tensors."""
         fused = {name: names for names in self._fused() for name in names}
         starts: dict[str, int] = {}
         end = 0
@@ -137,7 +129,7 @@ class Weights:
             names = fused.get(name, [name])
             if name in self._sizes and names[0] not in starts:
                 starts[names[0]] = end
-                num_bytes = sum(math.prod(self._sizes[each]) for each in names) * self.dtype.itemsize
+                num_bytes = sum(math.prod(self._sizes[part]) for part in names) * self.dtype.itemsize
                 end += -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         return starts, end
 
@@ -168,9 +160,9 @@ class Weights:
         if names[0] not in self._sizes:
             return None
         sizes = [self._sizes[name] for name in names]
-        whole = self._piece(names[0], sum(size[0] for size in sizes), *sizes[0][1:])
-        self.named.update(zip(names, whole.split([size[0] for size in sizes]), strict=True))
-        return whole
+        fused = self._piece(names[0], sum(size[0] for size in sizes), *sizes[0][1:])
+        self.named.update(zip(names, fused.split([size[0] for size in sizes]), strict=True))
+        return fused
 
     def _layer(self, layer: int) -> LayerWeights:
         at = f"model.layers.{layer}."
@@ -215,9 +207,8 @@ def _projections(layer: int, block: str, parts: Iterable[str]) -> list[str]:
 
 
 def read_safetensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a model directory (one file, or several with an index), read lazily on the CPU.
-
-    Raises UnsupportedModel when the directory holds no safetensors or the index names a file that is not there.
+    """Yield every tensor of a model directory (one file, or several with an index), read lazily on the CPU. Raises
+    UnsupportedModel without safetensors, or for an index that names a missing file.
     """
     from safetensors import safe_open
 
@@ -237,12 +228,11 @@ def read_safetensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_from_directory(weights: Weights, directory: Path) -> None:
-    """Load and finalize a set of weights. Raises UpdateRefused unless every tensor is there once, with its shape.
-
-    A snapshot is verified first, byte by byte (raises SnapshotBroken); a plain model directory has no checksums.
+    """Load and finalize a set of weights. A snapshot is verified byte by byte (SnapshotBroken); other directories have
+    no checksums. Raises UpdateRefused unless every tensor is there once, with its shape.
     """
-    if (directory / snapshot.MANIFEST).exists():
-        snapshot.verify(directory)
+    if (directory / snapshot_files.MANIFEST).exists():
+        snapshot_files.verify(directory)
     filled: set[str] = set()
     weights.writes += 1
     for name, tensor in read_safetensors(directory):
@@ -270,8 +260,7 @@ def load_from_bucket(
     weights: Weights, bucket: Bucket, message: Tensor, stream: "torch.cuda.Stream | None" = None
 ) -> Tensor | None:
     """Copy the tensors of a flat bucket into ``weights``, which are not finalized. ``stream``: as for ``copy_all``.
-
-    Returns an output projection that is tied to the embedding: ``weights`` have no tensor for it.
+    Returns an output projection that is tied to the embedding, for which ``weights`` have no tensor.
     """
     alias, copies = None, []
     weights.writes += 1
@@ -291,11 +280,8 @@ def load_from_bucket(
 
 
 def copy_all(copies: Sequence[tuple[Tensor, Tensor]], stream: "torch.cuda.Stream | None" = None) -> None:
-    """Copy from the second tensor of each pair into the first. Afterwards the sender may write into the second ones
-    again.
-
-    ``stream``: one for copies to a GPU alone, so that this does not wait for the tokens that are decoded meanwhile.
-    None = on the CPU.
+    """Copy the second tensor of each pair into the first; then its sender may write again. ``stream``: one for copies
+    to a GPU alone, which do not wait for the tokens that are decoded meanwhile. None = on the CPU.
     """
     if stream is None:
         for target, source in copies:
@@ -324,8 +310,3 @@ def empty_cache(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-def checksum_report_of(weights: Weights) -> ChecksumReport:
-    """Return the checksums of the weights, and of a tied output projection."""
-    return report_checksums(weights.with_alias())

@@ -38,11 +38,9 @@ class RequestIds:
         else:
             self.responses = (self.given,)
         self._known = responses == (len(prompts) if self._batch else 1)
-        """True when the ids at the server are known: SGLang does not report the ids of several responses to one prompt
-        (``n``)."""
+        """True when the ids at the server are known: SGLang does not report the ids of ``n`` responses to a prompt."""
         self.replaced = self._known and not body.get("session_params")
-        """True when the server gets ids of the proxy. A session continues a request by its id, so that is not
-        changed."""
+        """True when the server gets ids of the proxy. A session continues a request by its id, which is kept."""
         self.at_server: Mapping[str, str] = {}
         """Ids that the server has now -> ids of the client."""
 
@@ -64,9 +62,9 @@ class RequestIds:
         """Return whole lines of an answer with the client's ids."""
         return _ID.sub(self._client_id, raw) if self.replaced else raw
 
-    def _client_id(self, found: re.Match[bytes]) -> bytes:
-        name = self.at_server.get(found[1].decode())
-        return found[0] if name is None else b'"id":' + json.dumps(name).encode()
+    def _client_id(self, match: re.Match[bytes]) -> bytes:
+        name = self.at_server.get(match[1].decode())
+        return match[0] if name is None else b'"id":' + json.dumps(name).encode()
 
 
 _ABORTED = re.compile(rb'"type"\s*:\s*"abort"')
@@ -77,11 +75,9 @@ ABORT_S = 60.0
 """Time limit in seconds of one abort at the server."""
 AGAIN_S = 0.2
 AGAIN_MAX_S = 2.0
-"""Longest interval at which an abort is sent again; the first is ``AGAIN_S``. SGLang ignores an id that it does not
-have yet."""
+"""Longest interval between two sends of an abort; the first is ``AGAIN_S``. SGLang ignores ids it does not have yet."""
 SETTLE_S = 0.1
-"""Seconds in which SGLang's scheduler gets a request. Before that an abort is lost: SGLang (0.5.21 to 0.5.23) passes an
-id on once."""
+"""Seconds until SGLang's scheduler has a request. Before that an abort is lost (0.5.21 to 0.5.23: sent on once)."""
 BEFORE_PAUSE_S = 2.0
 """Seconds before a pause in which a request may be sent too late for it: its abort waits for the end of the pause."""
 
@@ -94,32 +90,22 @@ class Aborts:
         self._watches: set[Watch] = set()
 
     def abort(self, rid: str | None) -> list["Watch"]:
-        """Record a client's abort of a request, of one response of it, or of all (None).
-
-        Returns the requests concerned.
-        """
+        """Record a client's abort of a request, of one of its responses, or of all (None). Returns the requests."""
         return [watch for watch in self._watches if watch.abort(rid)]
 
     @contextmanager
     def watching(self, ids: RequestIds) -> Iterator["Watch"]:
-        """Watch the answer to a request.
-
-        An abort that no client has requested counts as an update's, or a pause's, if there was one.
-        """
+        """Watch the answer to a request. An abort that no client requested counts as an update's or a pause's."""
         watch = Watch(ids, self._updates)
         self._watches.add(watch)
         try:
             yield watch
             if watch.aborted:
-                updated = (
-                    self._updates.under_way
-                    or self._updates.completed != watch.since
-                    or self._updates.pauses.mode == "abort"
-                )
+                updates = self._updates
+                is_updated = updates.under_way or updates.completed != watch.since or updates.pauses.mode == "abort"
                 self._counters["requests_aborted"] += watch.aborted
-                self._counters["requests_aborted_by_pushes"] += watch.aborted * (
-                    updated and not watch.aborted_by_client
-                )
+                if is_updated and not watch.aborted_by_client:
+                    self._counters["requests_aborted_by_pushes"] += watch.aborted
         finally:
             self._watches.discard(watch)
             watch.close()
@@ -155,9 +141,7 @@ class Watch:
         self._sent_s = time.monotonic()
 
     def send_aborts(self, api: Api, after_s: float = 0.0) -> None:
-        """Send aborts of ``aborted_by_client`` to the server, from the time when it can process them until the answer
-        is complete.
-        """
+        """Send the aborts to the server, from the time when it can process them until the answer is complete."""
         if self._sending is None:
             self._sending = asyncio.create_task(self._send_aborts(api, after_s))
 
@@ -169,18 +153,15 @@ class Watch:
             if left_s > 0:
                 await asyncio.sleep(min(left_s, SETTLE_S))
                 continue
-            for name in [
-                own_id for own_id, client_id in self.ids.at_server.items() if client_id in self.aborted_by_client
-            ]:
+            ids = [name for name, client_id in self.ids.at_server.items() if client_id in self.aborted_by_client]
+            for name in ids:
                 with contextlib.suppress(EngineError):  # the request itself fails with the same error
                     await api.call("POST", "/abort_request", {"rid": name}, timeout_s=ABORT_S)
             await asyncio.sleep(again_s)
             again_s = min(2 * again_s, AGAIN_MAX_S)
 
     def _scheduled_s(self) -> float:
-        """Return when the server's scheduler has the request; inf while the server is paused, if the pause may have
-        come first.
-        """
+        """Return when the scheduler has the request; inf while it is paused, if the pause may have come first."""
         paused_s, (before_s, resumed_s) = self._updates.pauses.since_s, self._updates.pauses.last_s
         late_s = self._sent_s + BEFORE_PAUSE_S
         going_s = (max(self._sent_s, resumed_s) if late_s > before_s else self._sent_s) + SETTLE_S
@@ -195,7 +176,7 @@ class Watch:
         """Count the aborted responses in the next part of the answer, given without gaps or overlap."""
         text = self._tail + part
         end = 0
-        for found in _ABORTED.finditer(text):
+        for match in _ABORTED.finditer(text):
             self.aborted += 1
-            end = found.end()
+            end = match.end()
         self._tail = text[max(end, len(text) - _OVERLAP) :]

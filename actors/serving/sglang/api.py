@@ -1,6 +1,4 @@
-"""Calls to an SGLang server, with its failures as errors of ``tidemill.actors.errors``; and the pauses of its
-generation.
-"""
+"""Calls to an SGLang server, with its failures as our errors, and the pauses of its generation."""
 
 import time
 from collections.abc import Mapping
@@ -15,15 +13,12 @@ class Aborted(BadRequest):
 
 
 class Api(ApiClient):
-    """One server at ``url``, which requires ``key``, if that is not empty.
-
-    Calls raise EngineUnavailable (HTTP 408, 429, 502 to 504, or no answer), BadRequest (other 4xx), EngineFailed (other
-    5xx).
+    """One server at ``url``, with its ``key``, if it has one. Calls raise EngineUnavailable (HTTP 408, 429, 502 to 504,
+    or no answer), BadRequest (other 4xx), EngineFailed (other 5xx).
     """
 
     def __init__(self, url: str, key: str = "") -> None:
         async def headers() -> Mapping[str, str]:
-            """Return the header with the key; none without a key."""
             return {"Authorization": f"Bearer {key}"} if key else {}
 
         super().__init__(url, _error, headers=headers)
@@ -71,8 +66,7 @@ class Pauses:
         self.began_s = 0.0
         """Time of time.perf_counter at which the newest pause began."""
         self.since_s, self.last_s = float("inf"), (float("inf"), 0.0)
-        """Times of time.monotonic: earliest beginning of the pause, inf = there is none; beginning and end of the pause
-        before."""
+        """By time.monotonic: earliest beginning of the pause (inf = none); beginning and end of the pause before."""
 
     async def pause(self, mode: str) -> None:
         """Pause at a client's request."""

@@ -1,6 +1,4 @@
-"""Arguments of SGLang servers by name (``engine.sglang.arguments``): which are passed on, and why others are not.
-Pure.
-"""
+"""Arguments of SGLang servers by name (``engine.sglang.arguments``): which are passed on, and why others are not."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -37,8 +35,7 @@ TRIED: Mapping[str, str] = {
     "enable_return_routed_experts": "the experts of each token, for learner.routing_replay: rollout",
     "api_key": "key of the server, in place of a generated one",
 }
-"""Arguments that are passed on, and the effect of each: ``tests/sglang/test_sglang_own_server.py`` starts servers with
-them and looks at the effect."""
+"""Arguments that are passed on, and their effects; ``tests/sglang/test_sglang_own_server.py`` tries them."""
 SAME = {"tensor_parallel_size": "tp_size", "tp": "tp_size"}
 """Other names of these."""
 ELSEWHERE = ("model_path", "host", "port", "weight_version", "base_gpu_id", "gpu_id_step")
@@ -80,10 +77,7 @@ OWN_SERVER = "start a server with it yourself and set engine.sglang.url (docs/sg
 
 
 def refuse_untried(arguments: JsonMapping) -> None:
-    """Raise ValueError for an argument that is passed on and not known to work with pushes.
-
-    Nothing is passed on for null and false.
-    """
+    """Raise ValueError for an argument that is not known to work with pushes. Null and false pass nothing on."""
     for argument, value in arguments.items():
         name = argument.replace("-", "_")
         if value is None or value is False or SAME.get(name, name) in TRIED or name in ELSEWHERE:

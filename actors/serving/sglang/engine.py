@@ -27,6 +27,7 @@ from tidemill.bus.wire.rows import Capabilities
 
 log = logging.getLogger(__name__)
 
+COUNTERS = ("requests", "refused", "asked_again", "requests_aborted", "requests_aborted_by_pushes")
 PROBE_S = 60.0
 """Time limit in seconds of a probe."""
 
@@ -45,13 +46,7 @@ class SglangEngine(EngineHost[SglangUpdates]):
         self._given_release, self.ranks = release, 1
         self._process: ServerProcess | None = None
         self._watching: asyncio.Task[None] | None = None
-        self.counters = {
-            "requests": 0.0,
-            "refused": 0.0,
-            "asked_again": 0.0,
-            "requests_aborted": 0.0,
-            "requests_aborted_by_pushes": 0.0,
-        }
+        self.counters = dict.fromkeys(COUNTERS, 0.0)
 
     def load(self) -> None:
         """Read the model's sizes, tokenizer and tensor names, which the proxy needs. Raises UnsupportedModel."""
@@ -63,9 +58,8 @@ class SglangEngine(EngineHost[SglangUpdates]):
             self._hidden_size = int(values["hidden_size"])
             self.routed = RoutedShape.of(values)
         except (OSError, ValueError, KeyError) as error:
-            raise UnsupportedModel(
-                str(file), f"want vocab_size, hidden_size and max_position_embeddings: {error!r}"
-            ) from error
+            want = "want vocab_size, hidden_size and max_position_embeddings"
+            raise UnsupportedModel(str(file), f"{want}: {error!r}") from error
         self._read_limits(vocab_size, context, experts=self.routed is not None)
         self._names = frozenset(tensor_names(self.model_dir))
 
@@ -75,9 +69,8 @@ class SglangEngine(EngineHost[SglangUpdates]):
         self.api = process.api
         self._updates = updates = await self._updates_of(process.api)
         info = await process.api.call("GET", "/model_info", timeout_s=INFO_S) if self.config.sglang.url else {}
-        if (
-            str(info.get("weight_version")) == "0"
-        ):  # not written since its start; any other version may be another run's
+        # Version 0 was not written since the server's start; any other may be another run's.
+        if str(info.get("weight_version")) == "0":
             updates.version = max(0, self._first_version)
             await updates.run_shielded(updates.generate_as_is())
         watching = process.watch(lambda: updates.operation, updates.resume_if_abandoned)
@@ -85,23 +78,17 @@ class SglangEngine(EngineHost[SglangUpdates]):
         return Proxy(self, process.api, self.counters, f"{secrets.token_hex(4)} version", self.routed)
 
     async def _updates_of(self, api: Api) -> SglangUpdates:
-        """Return the updates of a server, as its release and its settings require.
-
-        Raises EngineFailed for an unsupported release.
-        """
+        """Return the updates of a server by its release and its settings. Raises EngineFailed."""
         info = await api.call("GET", "/server_info", timeout_s=INFO_S)
         self.release = release = self._given_release or release_of(api.url, info.get("version"))
         if release.version > NEWEST:
-            log.warning(
-                "SGLang %s is newer than the newest release that was tested, %s", info.get("version"), written(NEWEST)
-            )
+            log.warning("SGLang %s is newer than the newest tested release, %s", info.get("version"), written(NEWEST))
         self.ranks = int(info.get("tp_size") or 1)
+        sizes = {"vocab_size": self.limits.vocab_size, "hidden_size": self._hidden_size}
         updates = SglangUpdates(
             api,
             self._names,
-            layout_of(
-                info, vocab_size=self.limits.vocab_size, hidden_size=self._hidden_size, on_cpu=release.cpu_checksums
-            ),
+            layout_of(info, **sizes, on_cpu=release.cpu_checksums),
             pause="retract" if self.config.colocated else self.config.sglang.pause,
             ranks=self.ranks,
             unfinished=lambda: self.unfinished,
@@ -116,7 +103,6 @@ class SglangEngine(EngineHost[SglangUpdates]):
         await self._process.failed()
 
     async def close(self) -> None:
-        """Stop listening; end the server, if it was started here."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -134,14 +120,10 @@ class SglangEngine(EngineHost[SglangUpdates]):
         return self._process is not None and not self._process.lost.is_set()
 
     def stats(self) -> dict[str, float]:
-        """Return the proxy's counters with the counters that every engine has."""
         return {**self.counters, **super().stats()}
 
     async def probe(self, timeout_s: float = PROBE_S) -> None:
-        """Generate one token, in any phase, between updates.
-
-        Raises EngineFailed when that fails, or its log-prob is NaN or above 0.
-        """
+        """Generate one token, in any phase, between updates. Raises EngineFailed, also for log-probs NaN or > 0."""
         await self.updates.between_updates(timeout_s)
         if self.updates.released:
             raise EngineFailed(self.url, "its memory is released")

@@ -26,9 +26,8 @@ SIGTERM_S = 1.0
 def main(command: list[str]) -> int:
     """Run the command. Returns its exit code (128 + signal, as a shell does)."""
     ending = threading.Event()
-    signal.signal(
-        signal.SIGTERM, lambda *_: ending.set()
-    )  # outlived: the server ends by it, and this process after the server
+    # Outlived: the server ends by it, and this process after the server.
+    signal.signal(signal.SIGTERM, lambda *_: ending.set())
     server = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL)
     )
@@ -60,12 +59,12 @@ def _kill_without_part(server: "subprocess.Popen[bytes]", ending: threading.Even
     """
     parts: dict[int, str] = {}
     ends = select.poll()
-    known: set[int] = set()
+    part_pids: set[int] = set()
     while True:
         for pid in _session():
             with contextlib.suppress(OSError):
-                if pid not in known and (name := _name(pid)).startswith(PART) and name != _name(_parent(pid)):
-                    known.add(pid)
+                if pid not in part_pids and (name := _name(pid)).startswith(PART) and name != _name(_parent(pid)):
+                    part_pids.add(pid)
                     end = os.pidfd_open(pid)
                     parts[end] = f"{name.decode(errors='replace')} ({pid})"
                     ends.register(end, select.POLLIN)

@@ -1,7 +1,5 @@
 """Requests as an SGLang engine answers them: /generate validated, held during updates, and answered in one response
-across updates.
-
-Aborts are repeated until they take effect; all other answers are the server's own.
+across updates. Aborts are repeated until they take effect; all other answers are the server's own.
 """
 
 import json
@@ -28,8 +26,7 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.routed_experts import RoutedShape
 
 HOLD_S = 30.0
-"""Seconds that a request waits for the end of an update; one that takes longer is in trouble, and other engines may
-serve."""
+"""Seconds that a request waits for an update to end; a longer one is in trouble, and other engines may serve."""
 LEAVE_S = 2.0
 """Time limit in seconds of the abort of a response that is requested again."""
 ATTEMPTS = 8
@@ -51,25 +48,19 @@ class Proxy:
         cache_prefix: str,
         routed: RoutedShape | None = None,
     ) -> None:
-        """``cache_prefix``: beginning of the cache keys of this proxy, followed by the version of the weights.
-
-        ``routed``: sizes of the model's routing; None = it has none.
-        """
+        """``cache_prefix``: beginning of the cache keys, before the version. ``routed``: None = no routing."""
         self._routed = routed
         self._host, self._api, self._counters, self._cache_prefix = host, api, counters, cache_prefix
         self._aborts = Aborts(host.updates, counters)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer POST /generate: validated, held while an update is under way, and with the client's own request
-        ids.
-        """
+        """Answer POST /generate: validated, held during an update, and with the client's own request ids."""
         async with self._accepted(body_of(request)) as (accepted, watch):
             if accepted.get("stream"):
                 return await self._relay(request, accepted, watch)
             return web.Response(body=await self._answer(accepted, watch), content_type="application/json")
 
     async def states(self, body: JsonMapping) -> AsyncGenerator[JsonObject, None]:
-        """Yield the states of all responses, as ``tidemill.actors.openai.openai_server.GenerateBackend`` requires."""
         async with self._accepted(body) as (accepted, watch):
             if accepted.get("stream"):
                 async with aclosing(self._streamed(accepted, watch)) as states:
@@ -77,23 +68,18 @@ class Proxy:
                         yield state
             else:
                 answer = json.loads(await self._answer(accepted, watch))
-                for one in answer if isinstance(answer, list) else [answer]:
-                    yield one
+                for state in answer if isinstance(answer, list) else [answer]:
+                    yield state
 
     @asynccontextmanager
     async def _accepted(self, body: JsonMapping) -> AsyncIterator[tuple[JsonObject, Watch]]:
-        """Validate a body of /generate and yield it in SGLang's form.
-
-        Until this context is left the request and its aborts are counted.
-        """
+        """Validate a body of /generate, yield it in SGLang's form, and count the request and its aborts."""
         host = self._host
         if not host.updates.under_way or not host.servable:  # otherwise it serves at the end of the update
             host.require_servable()
         try:
-            size = size_of(body.get("text"))
-            count, fields = await beside_loop(
-                size, lambda: responses_in(body, host.limits, most=host.config.max_waiting)
-            )
+            size, limit = size_of(body.get("text")), host.config.max_waiting
+            count, fields = await beside_loop(size, lambda: responses_in(body, host.limits, max_responses=limit))
         except BadRequest:
             self._counters["refused"] += 1
             raise
@@ -105,18 +91,13 @@ class Proxy:
             host.accept(count)
             self._counters["requests"] += count
             try:
-                yield (
-                    {name: value for name, value in body.items() if name not in OURS} | {"rid": watch.ids.given},
-                    watch,
-                )
+                accepted = {name: value for name, value in body.items() if name not in OURS}
+                yield accepted | {"rid": watch.ids.given}, watch
             finally:
                 host.ended(count)
 
     async def _keyed(self, body: Body, watch: Watch, *, again: bool) -> JsonObject:
-        """Wait while an update is under way.
-
-        Returns the request with a cache key that finds only results of the served weights.
-        """
+        """Wait for the end of an update, and return the request with a cache key of the served weights."""
         await self._host.updates.between_updates(HOLD_S)
         _require_not_aborted(watch)
         if not again or not self._host.whole:  # a draining engine still answers accepted requests
@@ -135,29 +116,19 @@ class Proxy:
         self, body: Body, watch: Watch, read: Callable[[aiohttp.StreamReader], Awaitable[bytes]]
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """Send the request and ``read`` the answer, or its part up to the first state. Yields all of the answer, in
-        chunks.
-
-        The request is sent again if weights changed before the response began and its prompt was in the cache of the
-        previous weights: no span would show that its keys and values are of both. (Not a stream of several responses:
-        the others may have been seen.)
+        chunks. The request is sent again if weights changed before the response began with a prompt in the cache of the
+        previous weights, which no span would show. (Not a stream of several responses: the others may have been seen.)
         """
-        weights, can_again = (
-            self._host.updates,
-            not body.get("stream") or (len(watch.ids.responses) == 1 and watch.ids.replaced),
-        )
+        weights = self._host.updates
+        can_again = not body.get("stream") or (len(watch.ids.responses) == 1 and watch.ids.replaced)
         for attempt in range(1, ATTEMPTS + 1):
             keyed_body, completed = await self._keyed(body, watch, again=attempt > 1), weights.completed
             version = str(self._host.version)
             async with self._translated(), self._api.open("POST", "/generate", keyed_body) as answer:
                 raw = await read(answer.content)
                 changed = (weights.completed != completed or weights.under_way) and weights.keeps_cache
-                if not (
-                    can_again
-                    and changed
-                    and attempt < ATTEMPTS
-                    and not watch.is_aborted
-                    and _cached_before(raw, version)
-                ):
+                can_repeat = can_again and changed and attempt < ATTEMPTS and not watch.is_aborted
+                if not (can_repeat and _cached_before(raw, version)):
                     yield _chunks(raw, answer.content, watch.ids)
                     return
                 self._counters["asked_again"] += 1
@@ -184,7 +155,6 @@ class Proxy:
             raise EngineFailed(self._host.url, "/generate: the stream ended within a response")
 
     async def _relay(self, request: web.Request, body: Body, watch: Watch) -> web.StreamResponse:
-        """Pass a stream on as it is received."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             async with self._sent(body, watch, _first_state) as chunks:
@@ -200,9 +170,7 @@ class Proxy:
 
     @asynccontextmanager
     async def _translated(self) -> AsyncIterator[None]:
-        """Raise EngineFailed (500) for a server that breaks off while the engine serves; any other EngineUnavailable
-        stays a 503.
-        """
+        """Raise EngineFailed (500) for a server that breaks off while the engine serves; else it stays a 503."""
         try:
             yield
         except EngineUnavailable as error:
@@ -211,10 +179,7 @@ class Proxy:
             raise
 
     async def abort(self, rid: str | None, body: Body) -> web.Response:
-        """Record an abort and send it until it takes effect.
-
-        An abort of all, or of an id that is unknown here, is passed on as well.
-        """
+        """Record an abort and send it until it takes effect. One of all, or of an unknown id, is passed on too."""
         aborted = self._aborts.abort(rid)
         for watch in aborted:
             watch.send_aborts(self._api, AGAIN_S if rid is None else 0.0)
@@ -231,7 +196,6 @@ class Proxy:
             return web.Response(body=await answer.read(), content_type=answer.content_type)
 
     async def model_info(self) -> JsonObject:
-        """Return the server's information, with the version and the limits known here."""
         host = self._host
         info = await self._api.call("GET", "/model_info", timeout_s=COMMAND_S)
         ours = {
@@ -242,23 +206,20 @@ class Proxy:
         return {**info, **ours}
 
     async def server_info(self) -> JsonObject:
-        """Return the server's information without its keys, with the version, phase and epoch known here."""
         host = self._host
         info = await self._api.call("GET", "/server_info", timeout_s=COMMAND_S)
+        routed = self._routed if info.get(RETURNS_EXPERTS) else None
         ours = {
             "engine": "sglang",
             "weight_version": str(host.version),
             "context_length": host.limits.max_context,
             "phase": host.phase,
             "epoch": host.epoch,
-            "routed_experts": self._routed.described()
-            if self._routed is not None and info.get(RETURNS_EXPERTS)
-            else None,
+            "routed_experts": None if routed is None else routed.described(),
         }
         return {**_without_keys(info), **ours}
 
     def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Route]:
-        """Return no routes."""
         return {}
 
 
@@ -270,25 +231,20 @@ async def _first_state(content: aiohttp.StreamReader) -> bytes:
     return begin
 
 
-async def _chunks(begin: bytes, rest: aiohttp.StreamReader, ids: RequestIds) -> AsyncIterator[bytes]:
-    """Yield an answer with its client's ids."""
+async def _chunks(begin: bytes, content: aiohttp.StreamReader, ids: RequestIds) -> AsyncIterator[bytes]:
     chunk, line = begin, b""
     while chunk:
-        whole, end, line = (line + chunk).rpartition(b"\n")
-        yield ids.with_client_ids(whole + end)
-        chunk = await rest.readany()
+        lines, end, line = (line + chunk).rpartition(b"\n")
+        yield ids.with_client_ids(lines + end)
+        chunk = await content.readany()
     yield ids.with_client_ids(line)
 
 
 def keyed(body: JsonMapping, key: str) -> JsonObject:
     """Return the request with ``key`` before its own keys in SGLang's cache."""
     keys = body.get("extra_key")
-    return {
-        **body,
-        "extra_key": [f"{key} {own_key or ''}" for own_key in keys]
-        if isinstance(keys, list)
-        else f"{key} {keys or ''}",
-    }
+    keyed_keys = [f"{key} {own_key or ''}" for own_key in keys] if isinstance(keys, list) else f"{key} {keys or ''}"
+    return {**body, "extra_key": keyed_keys}
 
 
 def _require_not_aborted(watch: Watch) -> None:
@@ -297,22 +253,17 @@ def _require_not_aborted(watch: Watch) -> None:
 
 
 def _cached_before(raw: bytes, version: str) -> bool:
-    """Return whether a response took part of its prompt from the cache of ``version`` and was begun by another one. In
-    a stream the first state decides.
-    """
+    """Return whether a response's first state has some of its prompt from ``version``'s cache but is of another."""
     state = raw.lstrip()
     if state.startswith(DATA):
         state = state.removeprefix(DATA).partition(b"\n")[0]
     if not state.startswith((b"{", b"[{")):  # the end of a stream without a state
         return False
     answer = json.loads(state)
-    for one in answer if isinstance(answer, list) else [answer]:
-        meta = one.get("meta_info") or {}
-        begun = (
-            meta["weight_versions"][0]["version"]
-            if meta.get("weight_versions")
-            else meta.get("weight_version", version)
-        )
+    for response in answer if isinstance(answer, list) else [answer]:
+        meta = response.get("meta_info") or {}
+        spans = meta.get("weight_versions")
+        begun = spans[0]["version"] if spans else meta.get("weight_version", version)
         if begun != version and meta.get("cached_tokens") and (meta.get("finish_reason") or {}).get("type") != "abort":
             return True
     return False

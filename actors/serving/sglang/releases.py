@@ -1,6 +1,4 @@
-"""SGLang's releases: which are supported, and how they differ. The only module that knows their numbers
-(``docs/sglang.md``).
-"""
+"""SGLang's releases: which are supported, and how they differ (``docs/sglang.md``). Only here are their numbers."""
 
 import re
 from dataclasses import dataclass
@@ -8,8 +6,7 @@ from dataclasses import dataclass
 from tidemill.actors.errors import EngineFailed
 
 OLDEST = (0, 5, 21)
-"""First release with ``begin_weight_update``; with it, a paused server can flush its cache with requests in its
-queue."""
+"""First release with ``begin_weight_update``; a paused one flushes its cache with requests in its queue."""
 NEWEST = (0, 5, 23)
 """Release that the tests run."""
 CPU_CHECKSUMS = (0, 5, 23)
@@ -29,10 +26,7 @@ class Release:
 
 
 def release_of(engine: str, said: object) -> Release:
-    """Return the release that ``version`` of /server_info names.
-
-    Raises EngineFailed for one before OLDEST, or for no release at all.
-    """
+    """Return the release that ``version`` of /server_info names. Raises EngineFailed unless it is OLDEST or newer."""
     match = re.match(r"v?(\d+)\.(\d+)\.(\d+)", str(said))
     if match is None:
         raise EngineFailed(

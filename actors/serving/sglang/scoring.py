@@ -1,7 +1,7 @@
 """Outputs of the modules of SGLang's model for single prompts, under names that other implementations of the model
 share.
 
-    prompt --/generate--> a server with one rank, started here --forward hooks (``inside.tidemill_module_outputs``)--> a file for each pass
+    prompt --/generate--> a server with one rank --forward hooks (``inside``)--> a file for each pass
 
 A server computes a prompt in one pass, in which every module is called once. Shape letters: T = tokens of one prompt.
 """
@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -77,12 +77,17 @@ def _refuse_settings(config: EngineConfig) -> None:
         raise ValueError(
             f"engine.sglang.url: want none, a server is started; got {settings.url}; --engine asks a running one"
         )
-    for argument in OF_RANKS:
-        if (ranks := settings.argument(*argument)) not in (None, 1):
-            raise ValueError(f"engine.sglang.arguments.{argument[0]}: want 1, got {ranks!r}: {ONE_RANK}; {WITHOUT}")
+    _refuse_values(settings.argument, "engine.sglang.arguments.{}")
+
+
+def _refuse_values(value_of: Callable[..., object], where: str) -> None:
+    """Raise ValueError for arguments with which the outputs would be others. ``where``: their place, for ``{}``."""
+    for names in OF_RANKS:
+        if (ranks := value_of(*names)) not in (None, 1):
+            raise ValueError(f"{where.format(names[0])}: want 1, got {ranks!r}: {ONE_RANK}; {WITHOUT}")
     for name, reason in REFUSED.items():
-        if (value := settings.argument(name)) not in (None, False, "null"):
-            raise ValueError(f"engine.sglang.arguments.{name}: want none, got {value!r}: {reason}; {WITHOUT}")
+        if (value := value_of(name)) not in (None, False, "null"):
+            raise ValueError(f"{where.format(name)}: want none, got {value!r}: {reason}; {WITHOUT}")
 
 
 def _refuse_unknown_tokens(directory: Path, prompts: Sequence[Sequence[int]]) -> None:
@@ -95,19 +100,19 @@ def _refuse_unknown_tokens(directory: Path, prompts: Sequence[Sequence[int]]) ->
 
 async def _scored(directory: Path, prompts: Sequence[Sequence[int]], config: EngineConfig) -> Outputs:
     passes = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="tidemill-passes-"))
-    found: Outputs = {}
+    all_outputs: Outputs = {}
     try:
         server = await ServerProcess.open(directory, _hooked(config, passes))
         try:
             _refuse_server(server.api.url, await server.api.call("GET", "/server_info", timeout_s=INFO_S))
             for number, tokens in enumerate(prompts):
                 outputs = await _of_prompt(server, passes, tokens, f"prompt {number}")
-                found |= {f"{number}.{name}": value for name, value in outputs.items()}
+                all_outputs |= {f"{number}.{name}": value for name, value in outputs.items()}
         finally:
             await server.close()
     finally:
         await asyncio.to_thread(shutil.rmtree, passes, ignore_errors=True)
-    return found
+    return all_outputs
 
 
 def _hooked(config: EngineConfig, passes: Path) -> EngineConfig:
@@ -119,11 +124,10 @@ def _hooked(config: EngineConfig, passes: Path) -> EngineConfig:
         "hook_factory": f"{file.stem}:{hooks.hook.__name__}",
         "config": {"directory": str(passes)},
     }
-    path = os.pathsep.join(
-        filter(None, (str(file.parent), settings.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))))
-    )
-    given = {name.replace("-", "_"): value for name, value in settings.arguments.items()}
-    arguments = {name: value for name, value in given.items() if not name.startswith(GRAPHS)}
+    path = settings.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    path = os.pathsep.join(filter(None, (str(file.parent), path)))
+    arguments = {name.replace("-", "_"): value for name, value in settings.arguments.items()}
+    arguments = {name: value for name, value in arguments.items() if not name.startswith(GRAPHS)}
     arguments |= {**ONE_PASS, "forward_hooks": json.dumps([hook])}
     return replace(
         config, sglang=replace(settings, arguments=arguments, environment=settings.environment | {"PYTHONPATH": path})
@@ -131,23 +135,14 @@ def _hooked(config: EngineConfig, passes: Path) -> EngineConfig:
 
 
 def _refuse_server(url: str, info: JsonMapping) -> None:
-    """Raise EngineFailed for a release that is not supported, ValueError for settings, of SGLang's own file, that are
-    refused.
-    """
+    """Raise EngineFailed for an unsupported release, ValueError for refused settings of SGLang's own file."""
     release_of(url, info["version"])
-    for name in (argument[0] for argument in OF_RANKS):
-        if info.get(name, 1) != 1:
-            raise ValueError(f"{name} of the server: want 1, got {info[name]!r}: {ONE_RANK}; {WITHOUT}")
-    for name, reason in REFUSED.items():
-        if name != "forward_hooks" and info.get(name) not in (None, False, "null"):
-            raise ValueError(f"{name} of the server: want none, got {info[name]!r}: {reason}; {WITHOUT}")
+    own_settings = {name: value for name, value in info.items() if name != "forward_hooks"}
+    _refuse_values(lambda name, *_: own_settings.get(name), "{} of the server")
 
 
 async def _of_prompt(server: ServerProcess, passes: Path, tokens: Sequence[int], name: str) -> Outputs:
-    """Return the outputs for one prompt, ``<module>`` -> [T, size], log-probs included.
-
-    Raises as ``score_directory``.
-    """
+    """Return the outputs for one prompt, ``<module>`` -> [T, size], log-probs included."""
     _taken(passes)  # those of health checks
     body = {
         "input_ids": list(tokens),
@@ -164,13 +159,15 @@ async def _of_prompt(server: ServerProcess, passes: Path, tokens: Sequence[int],
     except (LookupError, TypeError, ValueError) as error:
         raise EngineFailed(server.api.url, f"want log-probs of {name}, got {error!r}") from None
     passed = _taken(passes)
-    whole = [outputs for outputs in passed if all(len(value) == len(tokens) for value in outputs.values())]
-    if len(whole) != 1 or not whole[0]:
-        got = f"{len(passed)} passes, {len(whole)} of them with {len(tokens)} tokens"
+    complete_passes = [outputs for outputs in passed if all(len(value) == len(tokens) for value in outputs.values())]
+    if len(complete_passes) != 1 or not complete_passes[0]:
+        got = f"{len(passed)} passes, {len(complete_passes)} of them with {len(tokens)} tokens"
         raise UnsupportedModel(
             name, f"want one pass of the modules {', '.join(hooks.PATTERNS[:3])}, ... in SGLang, got {got}"
         )
-    values = {place.split(".", 1)[1]: np.asarray(value, np.float32) for place, value in sorted(whole[0].items())}
+    values = {
+        place.split(".", 1)[1]: np.asarray(value, np.float32) for place, value in sorted(complete_passes[0].items())
+    }
     return values | {"log_probs": np.array(log_probs, np.float32)[:, None]}
 
 

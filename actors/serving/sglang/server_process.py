@@ -1,6 +1,4 @@
-"""A SGLang server that answers: started here as a child with its own interpreter, or found at a URL; watched until it
-ends.
-"""
+"""A SGLang server that answers: a child with its own interpreter, or found at a URL; watched until it ends."""
 
 import asyncio
 import contextlib
@@ -28,8 +26,7 @@ log = logging.getLogger(__name__)
 STOP_S = 10.0
 """Seconds that the server has to end after SIGTERM."""
 RETURNS_EXPERTS = "enable_return_routed_experts"
-"""Argument of a server that returns the experts of tokens; without it, it passes over ``return_routed_experts`` in
-silence."""
+"""Argument for the experts of tokens; a server without it ignores ``return_routed_experts`` in silence."""
 OWN = ("model-path", "host", "port", "weight-version")
 """Arguments that this module sets."""
 ENDED_S = 2.0
@@ -53,10 +50,7 @@ class ServerProcess:
 
     @classmethod
     async def open(cls, model_dir: Path, config: EngineConfig) -> "ServerProcess":
-        """Start the server unless it has a URL, and return it once it answers.
-
-        Raises EngineFailed with the server's last lines.
-        """
+        """Start the server unless it has a URL. Raises EngineFailed with its last lines if it does not answer."""
         settings = config.sglang
         async with AsyncExitStack() as stack:
             async with AsyncExitStack() as secret:
@@ -79,9 +73,7 @@ class ServerProcess:
         raise _failure(self.api, self._child, f"SGLang has not answered for {self._silent_s:g} s")
 
     async def cause_of(self, error: EngineError) -> EngineError:
-        """Return the error that the server has ended, with its last lines, if it ends within ``ENDED_S``; else
-        ``error``.
-        """
+        """Return the error that the server has ended, if it ends within ``ENDED_S``; else ``error``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ENDED_S):
                 await until_ended(self._child)
@@ -91,39 +83,33 @@ class ServerProcess:
     async def watch(
         self, operation: Callable[[], "asyncio.Task[object] | None"], between: Callable[[], Awaitable[None]]
     ) -> None:
-        """Poll the server until it has ended or no longer answers. ``between`` is called between two polls.
-
-        ``operation``: update operation under way, during which the server may answer nothing else.
+        """Poll the server until it has ended or no longer answers, with ``between`` between two polls. ``operation``:
+        update under way, during which the server may answer nothing else.
         """
-        ended = asyncio.create_task(until_ended(self._child))
+        end = asyncio.create_task(until_ended(self._child))
         try:
-            while await self._answers(ended, operation()):
+            while await self._answers(end, operation()):
                 await between()
-                await asyncio.wait({ended}, timeout=min(POLL_S, self._silent_s / 4))
+                await asyncio.wait({end}, timeout=min(POLL_S, self._silent_s / 4))
         finally:
-            ended.cancel()
+            end.cancel()
         log.error("sglang lost url=%s", self.api.url)
         self.lost.set()
 
-    async def _answers(self, ended: "asyncio.Task[object]", busy: "asyncio.Task[object] | None") -> bool:
-        """Return whether its scheduler answers within ``silent_s`` after the update operation under way; not once the
-        server has ended.
-        """
+    async def _answers(self, end: "asyncio.Task[object]", busy: "asyncio.Task[object] | None") -> bool:
+        """Return whether the server has not ended and answers within ``silent_s`` after the operation under way."""
         answered = asyncio.create_task(self._until_answered())
         try:
             if busy is not None:
-                await asyncio.wait({answered, ended, busy}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({answered, ended}, timeout=self._silent_s, return_when=asyncio.FIRST_COMPLETED)
-            return answered.done() and answered.exception() is None and not ended.done()
+                await asyncio.wait({answered, end, busy}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({answered, end}, timeout=self._silent_s, return_when=asyncio.FIRST_COMPLETED)
+            return answered.done() and answered.exception() is None and not end.done()
         finally:
             answered.cancel()
             await asyncio.gather(answered, return_exceptions=True)
 
     async def _until_answered(self) -> None:
-        """Repeat a request that only the scheduler can answer, until it does.
-
-        It answers while it is idle, generates or is paused.
-        """
+        """Repeat a request that only the scheduler can answer, also when idle or paused, until it does."""
         while True:
             try:
                 await self.api.call("GET", "/server_info")
@@ -144,9 +130,8 @@ def _failure(api: Api, child: Child | None, silent: str) -> EngineFailed:
 async def _started(
     stack: AsyncExitStack, secret: AsyncExitStack, model_dir: Path, config: EngineConfig
 ) -> tuple[Api, Child]:
-    """Start the server with a key, so that other users of this machine cannot bypass the proxy.
-
-    ``secret`` removes the file of the key, which the server reads at its start.
+    """Start the server with a key, so that other users of this machine cannot bypass the proxy. ``secret`` removes the
+    key's file, which the server reads at its start.
     """
     settings, arguments = config.sglang, server_arguments(config) | end_of_turn(model_dir)
     port = stack.enter_context(KeptPort())  # it takes a minute until the server listens
@@ -160,9 +145,7 @@ async def _started(
     api = Api(f"http://127.0.0.1:{port.number}", key)
     stack.push_async_callback(api.close)
     words = command_line(settings.python, model_dir, port.number, arguments)
-    log_file = (
-        Path(settings.log) if settings.log else Path(tempfile.gettempdir()) / f"tidemill-sglang-{port.number}.log"
-    )
+    log_file = Path(settings.log or f"{tempfile.gettempdir()}/tidemill-sglang-{port.number}.log")
     child = server_child(words, settings.environment, log_file)
     stack.push_async_callback(child.end, STOP_S, group=True)
     await child.start()
@@ -188,10 +171,7 @@ def server_arguments(config: EngineConfig) -> dict[str, object]:
 
 
 def end_of_turn(model_dir: Path) -> dict[str, object]:
-    """Return the argument with the chat template's end of turn, if no file names it, by which SGLang would find it.
-
-    Raises ValueError.
-    """
+    """Return the argument with the chat template's end of turn, if SGLang would not find it in a file."""
     tokens = EndTokens.read(model_dir)
     if tokens.turn is None or tokens.turn in tokens.named:
         return {}
@@ -204,18 +184,8 @@ def command_line(python: str, model_dir: Path, port: int, arguments: Mapping[str
 
     Raises ValueError for one of ``OWN``.
     """
-    words = [
-        python,
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        str(model_dir),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    words += ["--weight-version", "0"]
+    words = [python, "-m", "sglang.launch_server", "--model-path", str(model_dir)]
+    words += ["--host", "127.0.0.1", "--port", str(port), "--weight-version", "0"]
     for name, value in arguments.items():
         flag = name.replace("_", "-")
         if flag in OWN:

@@ -11,7 +11,7 @@ is passed on as the learner has shared it. This was not tried on a GPU.
 
 import base64
 import io
-import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -47,9 +47,7 @@ class ServerLayout:
 
 
 def layout_of(info: JsonMapping, *, vocab_size: int, hidden_size: int, on_cpu: bool = True) -> ServerLayout:
-    """Return the layout for /server_info and the model's configuration; ``on_cpu``: this release computes checksums on
-    CPU.
-    """
+    """Return the layout by /server_info and the model's configuration. ``on_cpu``: the release has checksums on CPU."""
     reason, dtype = "", str(info.get("dtype"))
     if info.get("device") != "cpu":
         reason = f"on {info.get('device')} SGLang computes them in a way of its own"
@@ -66,10 +64,10 @@ def report_of(checksums: Mapping[str, str], layout: ServerLayout) -> ChecksumRep
     """Return the report on the tensors as they were sent, for the checksums of /weights_checker."""
     dtype, padding, sums = layout.dtype, layout.padding, dict(checksums)
     sums.setdefault(HEAD, sums[EMBEDDING])  # tied: one parameter
-    parts = (
-        TensorChecksum(names=_names(name), dtype=dtype, sum=sum, zeros=padding if name in (EMBEDDING, HEAD) else 0)
-        for name, sum in sums.items()
-    )
+    parts = [
+        TensorChecksum(names=_names(name), dtype=dtype, sum=checksum, zeros=padding if name in (EMBEDDING, HEAD) else 0)
+        for name, checksum in sums.items()
+    ]
     return ChecksumReport(scheme="sha256", parts=tuple(parts))
 
 
@@ -80,8 +78,7 @@ def _names(parameter: str) -> tuple[str, ...]:
 
 
 STRATEGY = "file_system"
-"""Sharing strategy of torch. With the other one, descriptors, the server would need a secret of this process, and end
-without it."""
+"""Sharing strategy of torch. With descriptors the server would need a secret of this process, and end without it."""
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -89,8 +86,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def free_shared_memory() -> int:
     """Return the free bytes of /dev/shm."""
-    stats = os.statvfs(SHARED_MEMORY)
-    return stats.f_bavail * stats.f_frsize
+    return shutil.disk_usage(SHARED_MEMORY).free
 
 
 class SharedBucket:
@@ -115,10 +111,7 @@ class SharedBucket:
         return [_pickled({"flattened_tensor": flat, "metadata": metadata}) for _ in range(ranks)]
 
     def _grow(self, num_bytes: int) -> None:
-        """Make room for a bucket.
-
-        Its file is written when it is pickled: in a full file system that would be SIGBUS, for all pushes.
-        """
+        """Make room for a bucket. Its file is written when it is pickled: a full file system would be SIGBUS."""
         self.close()
         try:
             free = self._free()
@@ -150,7 +143,7 @@ class _Share:
 
 def _metadata(specs: Sequence[TensorSpec]) -> list[SimpleNamespace]:
     """Return objects with the attributes of SGLang's FlattenedTensorMetadata."""
-    whole = Bucket(specs=tuple(specs), num_bytes=sum(spec.num_bytes for spec in specs))
+    bucket = Bucket(specs=tuple(specs), num_bytes=sum(spec.num_bytes for spec in specs))
     return [
         SimpleNamespace(
             name=spec.name,
@@ -160,7 +153,7 @@ def _metadata(specs: Sequence[TensorSpec]) -> list[SimpleNamespace]:
             end_idx=place.stop,
             numel=spec.num_bytes,
         )
-        for spec, place in whole.places()
+        for spec, place in bucket.places()
     ]
 
 

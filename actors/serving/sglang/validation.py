@@ -39,10 +39,7 @@ FOR_EACH_PROMPT = (
 
 
 class ServerParams(Struct, kw_only=True):
-    """Sampling parameters of SGLang, without nulls.
-
-    The defaults are not used: parameters are passed on as they came.
-    """
+    """Sampling parameters of SGLang, without nulls. They are passed on as they came, without these defaults."""
 
     n: Positive = 1
     temperature: Temperature = 1.0
@@ -105,11 +102,8 @@ class ServerBody(Struct, kw_only=True):
             raise ValueError("positional_embed_overrides: not supported by this engine; remove the field")
 
 
-def responses_in(body: JsonMapping, limits: RequestLimits, *, most: int) -> tuple[int, ServerBody]:
-    """Validate a body of /generate. Returns the number of responses that it requests, at most ``most``, and its fields.
-
-    Raises BadRequest.
-    """
+def responses_in(body: JsonMapping, limits: RequestLimits, *, max_responses: int) -> tuple[int, ServerBody]:
+    """Validate a body of /generate. Returns the number of responses, at most ``max_responses``, and the fields."""
     params = body.get("sampling_params")
     maps = [_without_nulls(values) for values in params] if isinstance(params, list) else _without_nulls(params)
     fields = decode({**_without_nulls(body), "sampling_params": maps}, ServerBody)
@@ -133,9 +127,9 @@ def responses_in(body: JsonMapping, limits: RequestLimits, *, most: int) -> tupl
         _check_ids("sampling_params.stop_token_ids", sampling.stop_token_ids, limits)
         _check_ids("sampling_params.logit_bias", [*sampling.logit_bias], limits)
     total = sum(sampling.n for sampling in samplings)
-    if total > most:
+    if total > max_responses:
         raise BadRequest(
-            f"sampling_params.n: want at most {most} responses to a request (engine.max_waiting), got {total}"
+            f"sampling_params.n: want at most {max_responses} responses to a request (engine.max_waiting), got {total}"
         )
     return total, fields
 
@@ -170,8 +164,8 @@ def _check_batch(body: ServerBody, count: int, *, batch: bool) -> None:
 def _check_ids(where: str, ids: Sequence[int | str], limits: RequestLimits) -> None:
     """Raise BadRequest for an id outside the vocabulary; the keys of a map are ids as texts."""
     for name in ids:
-        id = int(name) if isinstance(name, str) and re.fullmatch(r"-?\d+", name) else name
-        if isinstance(id, str) or not 0 <= id < limits.vocab_size:
+        token = int(name) if isinstance(name, str) and re.fullmatch(r"-?\d+", name) else name
+        if isinstance(token, str) or not 0 <= token < limits.vocab_size:
             raise BadRequest(f"{where}: want token ids in 0 .. {limits.vocab_size - 1}, got {name!r:.80}")
 
 

@@ -20,10 +20,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 
 from tidemill.actors.errors import CannotTell, UpdateRefused
-from tidemill.actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates, require_all, require_new
 from tidemill.actors.serving.port import COMMAND_S, Body, Result
 from tidemill.actors.serving.sglang.api import Api, Pauses
 from tidemill.actors.serving.sglang.tensors import HEAD, ServerLayout, SharedBucket, report_of
+from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS, Updates, require_all, require_new
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.weightstore.errors import WeightstoreError
 from tidemill.weightstore.format.checksums import ChecksumReport
@@ -40,11 +40,11 @@ NO_BRACKET = "no weight-update session is open"
 """Part of SGLang's error when there is no update to end."""
 
 
-class SglangUpdates(FencedUpdates):
+class SglangUpdates(Updates):
     """Owner of the order of updates of one server."""
 
     version = -1
-    """Version of the served weights; -1 = none are complete."""
+    released: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -67,8 +67,6 @@ class SglangUpdates(FencedUpdates):
         self._open: int | None = None
         self._received: set[str] = set()
         self._receiving = False
-        self.released: frozenset[str] = frozenset()
-        """Kinds of memory that are released: some of ``weights`` and ``kv_cache``."""
         self._bracket = False
         self._turn = asyncio.Lock()
         self.operation: asyncio.Task[object] | None = None
@@ -78,8 +76,7 @@ class SglangUpdates(FencedUpdates):
         """Seconds without an operation after which an open update counts as abandoned."""
 
     async def run_shielded(self, operation: Coroutine[object, None, Result]) -> Result:
-        """Run an operation to its end, one at a time, even if the caller is cancelled: it is dropped then only if it
-        has not begun."""
+        """Run an operation to its end, one at a time. If the caller is cancelled, one that has not begun is dropped."""
 
         async def exclusive() -> Result:
             """Run the operation in its turn, and let requests wait no longer when it leaves weights of two versions."""
@@ -96,7 +93,7 @@ class SglangUpdates(FencedUpdates):
                     self.operation, self._operation_ended_s = None, time.monotonic()
                 operation.close()  # it may never have been begun
 
-        task = self._started(exclusive())
+        task = self._start(exclusive())
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -106,7 +103,6 @@ class SglangUpdates(FencedUpdates):
 
     @property
     def whole(self) -> bool:
-        """True when the server's weights are complete."""
         return self.version >= 0
 
     @property
@@ -115,7 +111,6 @@ class SglangUpdates(FencedUpdates):
         return not self._flush
 
     async def join(self, body: Body) -> None:
-        """Make the server join a process group; one of the same name is left first. Raises UpdateRefused."""
         timeout_s = float(body.get("timeout_s", COMMAND_S))
         with contextlib.suppress(UpdateRefused):  # the server has no such group
             await self.leave(str(body.get("group_name", "weight_update_group")), timeout_s)
@@ -123,13 +118,11 @@ class SglangUpdates(FencedUpdates):
         await self._api.command("/init_weights_update_group", _without_ours(body), timeout_s=timeout_s)
 
     async def leave(self, group_name: str, timeout_s: float = COMMAND_S) -> None:
-        """Make the server leave a process group, and abandon an open update. Raises UpdateRefused."""
         await self._api.command("/destroy_weights_update_group", {"group_name": group_name}, timeout_s=timeout_s)
         await self.sender_left()
 
     async def sender_left(self) -> None:
-        """Abandon an open update: the weights before it are served on; once they are of two versions, requests stop
-        waiting for its end."""
+        """Abandon an open update: serve the weights before it or, once overwritten, let requests wait no longer."""
         if self._open is None:
             return
         log.warning("update abandoned version=%s served=%d", self._open, self.version)
@@ -139,14 +132,10 @@ class SglangUpdates(FencedUpdates):
             self.settled.set()
 
     async def pause(self, mode: str) -> None:
-        """Pause generation at a client's request. Raises UpdateRefused."""
         await self.pauses.pause(mode)
 
     async def continue_generation(self, body: Body) -> None:
-        """Continue after a pause.
-
-        Raises UpdateRefused while weights are not complete, memory is released, or an update is open.
-        """
+        """Continue after a pause. Refused while weights are incomplete, memory is released, or an update is open."""
         if self.version < 0 or self.released:
             raise UpdateRefused(
                 "continue_generation: " + ("memory is released" if self.released else "the weights are not complete")
@@ -170,7 +159,6 @@ class SglangUpdates(FencedUpdates):
             return
 
         async def generate_again() -> None:
-            """Check once more, in the turn of the operations, and generate."""
             if self._is_abandoned():
                 log.warning("update abandoned version=%s served=%d", self._open, self.version)
                 await self.generate_as_is()
@@ -184,9 +172,7 @@ class SglangUpdates(FencedUpdates):
         return self._receiving and self.version >= 0 and not self.released and idle and silent
 
     async def release(self, tags: frozenset[str]) -> None:
-        """Release memory, after a pause with ``retract``. Raises UpdateRefused for unfinished requests without a
-        pause.
-        """
+        """Release memory, after a pause with ``retract``."""
         if (unfinished := self._unfinished()) and self.pauses.mode is None:
             names = ", ".join(sorted(tags))
             raise UpdateRefused(f"release of {names}: {unfinished} requests are unfinished; pause generation first")
@@ -205,24 +191,17 @@ class SglangUpdates(FencedUpdates):
 
     async def resume(self, tags: frozenset[str]) -> None:
         """Take released memory again. With all memory there, complete weights are served again."""
-        back = tags & self.released
-        if back:
-            await self._api.command("/resume_memory_occupation", {"tags": sorted(back)})
-            self.released -= back
-            log.info("memory resumed tags=%s version=%d", ",".join(sorted(back)), self.version)
-        paused = bool(back) or (
-            self.pauses.mode is not None and KV_CACHE in tags
-        )  # a release may have failed after its pause
+        resumed = tags & self.released
+        if resumed:
+            await self._api.command("/resume_memory_occupation", {"tags": sorted(resumed)})
+            self.released -= resumed
+            log.info("memory resumed tags=%s version=%d", ",".join(sorted(resumed)), self.version)
+        # A release may have failed after its pause.
+        paused = bool(resumed) or (self.pauses.mode is not None and KV_CACHE in tags)
         if paused and not self.released and self.version >= 0 and self._open is None:
             await self.pauses.resume()
 
     async def serve_directory(self, directory: Path, version: int | None, *, begun: int) -> float | None:
-        """Take released memory again, and serve the weights of a directory. Returns seconds as ``end``.
-
-        Raises UpdateRefused.
-
-        Returns None when a push has begun since ``begun`` was read.
-        """
         if self.begun != begun:
             return None
         await self.resume(frozenset({WEIGHTS}))
@@ -231,13 +210,10 @@ class SglangUpdates(FencedUpdates):
         return stall_s
 
     async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
-        """Pause, and open an update; an unfinished one is replaced.
-
-        Raises UpdateRefused without a version or the memory of the weights.
-        """
+        """Pause, and open an update."""
         if version is None:
             raise UpdateRefused("begin: want weight_version")
-        self._require_weight_memory(self.released)
+        self._require_weight_memory()
         self._abandoned_after_s = max(COMMAND_S, 2 * timeout_s)
         await self._hold()
         self.begun += 1
@@ -246,10 +222,6 @@ class SglangUpdates(FencedUpdates):
         self._open, self._received = version, set()
 
     async def receive_bucket(self, body: Body, version: int | None) -> None:
-        """Make the server receive tensors over a process group into the weights, which are of two versions then.
-
-        Raises UpdateRefused.
-        """
         names = [str(name) for name in body["names"]]
         self._check_bucket(names, version)
         await self._write(
@@ -257,9 +229,6 @@ class SglangUpdates(FencedUpdates):
         )
 
     async def read_bucket(self, bucket: Bucket, offered: Offered, *, version: int | None, timeout_s: float) -> None:
-        """Make the server read one flat bucket from shared memory of this host into the weights. Raises
-        UpdateRefused.
-        """
         names = [spec.name for spec in bucket.specs]
         self._check_bucket(names, version)
         try:
@@ -285,10 +254,6 @@ class SglangUpdates(FencedUpdates):
         self._received.update(names)
 
     async def end(self, version: int | None) -> float:
-        """Serve the received weights. Returns the seconds for which generation was held up.
-
-        Raises UpdateRefused if a tensor is missing.
-        """
         if self._open is None:
             raise UpdateRefused("end: there is no open update")
         if version is not None and version != self._open:
@@ -298,13 +263,10 @@ class SglangUpdates(FencedUpdates):
         return await self._served(self._open)
 
     async def load_directory(self, directory: Path, version: int | None) -> float:
-        """Make the server load a directory. Returns seconds as ``end``.
-
-        Raises UpdateRefused; then no weights are served.
-        """
+        """Make the server load a directory. If that fails, no weights are served."""
         if version is None:
             raise UpdateRefused("load: want weight_version")
-        self._require_weight_memory(self.released)
+        self._require_weight_memory()
         await self._hold()
         await self._close_bracket()
         self._open, self.version = None, -1
@@ -318,10 +280,7 @@ class SglangUpdates(FencedUpdates):
         return dict(answer["ranks"][0]["checksums"])
 
     async def checksum_report(self, *, of_update: bool) -> tuple[int, ChecksumReport]:
-        """Return (version, checksums) of the served weights, or of the open update, which must be complete.
-
-        Raises CannotTell for checksums that cannot be compared, UpdateRefused.
-        """
+        """Return (version, checksums). Raises CannotTell for checksums that cannot be compared."""
         if self._layout.not_comparable:
             raise CannotTell(self._api.url, self._layout.not_comparable)
         version = self._open if of_update else self.version
@@ -348,7 +307,6 @@ class SglangUpdates(FencedUpdates):
         self._shared.close()
 
     async def _hold(self) -> None:
-        """Pause for an update; nothing is generated from here on."""
         if not (self._receiving or self.pauses.mode in ("retract", self._pause)):
             await self.pauses.hold(self._pause)
         self._receiving = True
@@ -364,9 +322,8 @@ class SglangUpdates(FencedUpdates):
     async def _open_bracket(self) -> None:
         try:
             await self._api.command("/begin_weight_update", {})
-        except (
-            UpdateRefused
-        ):  # the server may have one open that is not known here: another proxy's, or one with a lost answer
+        except UpdateRefused:
+            # The server may have one open that is not known here: another proxy's, or one with a lost answer.
             self._bracket = True
             await self._close_bracket()
             await self._api.command("/begin_weight_update", {})
@@ -382,10 +339,7 @@ class SglangUpdates(FencedUpdates):
             self._bracket = False
 
     async def _served(self, version: int) -> float:
-        """Continue with complete weights, if the server has all its memory.
-
-        Returns the seconds for which generation was held up.
-        """
+        """Continue with complete weights, if the server has all its memory. Returns seconds as ``end``."""
         if not self.released:
             await self.pauses.resume()
         stall_s = time.perf_counter() - self.pauses.began_s
@@ -403,9 +357,8 @@ async def _require_listener(host: str, port: int) -> None:
             async with asyncio.timeout(LISTENING_S):
                 _, writer = await asyncio.open_connection(host, port)
         except ConnectionRefusedError:
-            raise UpdateRefused(
-                f"joining at {host}:{port}: the connection is refused: no process listens there"
-            ) from None
+            reason = "the connection is refused: no process listens there"
+            raise UpdateRefused(f"joining at {host}:{port}: {reason}") from None
         except ValueError as error:
             raise UpdateRefused(f"joining at {host!r}: not a valid host name: {error}") from None
         writer.close()

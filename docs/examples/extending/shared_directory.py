@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tidemill.weightstore import Bucket, Payload, Rendezvous, TensorSpec, WeightReceiver, unflatten
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store import snapshot_files
 
 
 class SharedDirectory:
@@ -39,7 +39,7 @@ class SharedDirectory:
 
     async def end(self) -> float:
         directory = self._root / f"version-{self._version}"
-        await asyncio.to_thread(snapshot.write, directory, self._tensors, version=self._version, step=0)
+        await asyncio.to_thread(snapshot_files.write, directory, self._tensors, version=self._version, step=0)
         pause_s = await self._engine.load_snapshot(str(directory), self._version)
         shutil.rmtree(self._root / f"version-{self._version - 1}", ignore_errors=True)
         self._tensors = {}

@@ -66,10 +66,10 @@ class Experts(LocalLayers):
         """Return the fields that the choice of kernels sets. With experts, ``selective`` has another name for its
         part.
         """
-        found = super()._kernel_arguments()
+        arguments = super()._kernel_arguments()
         if self.kernels.recompute == "selective":
-            found["recompute_modules"] = [*found["recompute_modules"], "moe"]
-        return found
+            arguments["recompute_modules"] = [*arguments["recompute_modules"], "moe"]
+        return arguments
 
     def build(self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
         """Return the stage's layers as ``LocalLayers`` does, with the experts marked for buffers of their own."""
@@ -99,7 +99,7 @@ class Experts(LocalLayers):
         """
         first = self._experts_per_rank * self.mpu.ep_rank
         return _LOCAL_EXPERT.sub(
-            lambda found: f"experts.{found[2]}.weight{int(found[1]) + first}", super()._whole_name(chunk, name)
+            lambda match: f"experts.{match[2]}.weight{int(match[1]) + first}", super()._whole_name(chunk, name)
         )
 
     @property
@@ -125,8 +125,8 @@ class Experts(LocalLayers):
         # weights.
         parts = [torch.empty_like(weight) for _ in range(self.mpu.ep_size)]
         dist.all_gather(parts, weight.detach().contiguous(), group=self.mpu.ep_group)
-        found = _NUMBERED.search(name)
-        assert found is not None
-        mine = int(found[1]) % self._experts_per_rank
+        match = _NUMBERED.search(name)
+        assert match is not None
+        mine = int(match[1]) % self._experts_per_rank
         for rank, part in enumerate(parts):
-            yield f"{name[: found.start()]}weight{rank * self._experts_per_rank + mine}", part
+            yield f"{name[: match.start()]}weight{rank * self._experts_per_rank + mine}", part

@@ -58,13 +58,13 @@ class LatentRotary(PackedRotary):
 class LatentYarn(YarnRotaryEmbedding):  # type: ignore[misc]
     """Rotary positions of YaRN for latent attention: stretched angles, with a scale for their cosines and sines."""
 
-    def get_rotary_seq_len(self, *arguments: Any, **more: Any) -> Any:
+    def get_rotary_seq_len(self, *arguments: Any, **options: Any) -> Any:
         """Return the argument that Megatron passes to ``forward``: for a packed row the row itself instead of its
         length.
         """
         if arguments and isinstance(arguments[-1], PackedRow):
             return arguments[-1]
-        return super().get_rotary_seq_len(*arguments, **more)
+        return super().get_rotary_seq_len(*arguments, **options)
 
     def forward(
         self, max_seq_len: PackedRow | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None
@@ -80,9 +80,9 @@ class LatentYarn(YarnRotaryEmbedding):  # type: ignore[misc]
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]
     """Megatron's multi-head latent attention with whole projections to the latents, for packed rows."""
 
-    def __init__(self, config: Any, *arguments: Any, **more: Any) -> None:
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         with _without_transformer_engine():
-            super().__init__(config, *arguments, **more)
+            super().__init__(config, *arguments, **options)
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
         self.linear_kv_down_proj = WholeLinear(
@@ -219,12 +219,12 @@ class DeepSeekV3(Experts, DeepseekV3Bridge):
     _SHARED_STATE_DICT_MAPPING: ClassVar[Mapping[str, list[str]]] = {}
     """Tensors that the layers for multi-token prediction share; models with such layers are refused."""
 
-    def __init__(self, hf_config: Any, *arguments: Any, **more: Any) -> None:
+    def __init__(self, hf_config: Any, *arguments: Any, **options: Any) -> None:
         # mbridge reads the kind of scaling from the older of its two names.
         if scaling := getattr(hf_config, "rope_scaling", None):
             kind = scaling.get("rope_type", scaling.get("type", "default"))
             hf_config.rope_scaling = None if kind == "default" else {**scaling, "type": kind}
-        super().__init__(hf_config, *arguments, **more)
+        super().__init__(hf_config, *arguments, **options)
 
     def _build_base_config(self, **arguments: Any) -> Any:
         arguments["original_max_position_embeddings"] = arguments.pop("max_position_embeddings")

@@ -69,25 +69,25 @@ class PartialReplay(RouterReplay):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Return scores and ids of each token's experts, [T, K]."""
         if self.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
-            given = self.target_topk_idx
+            experts = self.target_topk_idx
         elif self.router_replay_action == RouterReplayAction.REPLAY_BACKWARD:
-            given = self.replay_backward_list.pop(0)
+            experts = self.replay_backward_list.pop(0)
         else:
-            found: tuple[Tensor, Tensor] = super().get_replay_topk(
+            chosen: tuple[Tensor, Tensor] = super().get_replay_topk(
                 scores, topk, num_groups, group_topk, default_compute_topk
             )
-            return found
-        assert given is not None and len(given) == len(scores), "as many targets as tokens"
+            return chosen
+        assert experts is not None and len(experts) == len(scores), "as many targets as tokens"
         _, own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        chosen_TK = torch.where(given < 0, own_TK, given.to(own_TK.dtype))
+        chosen_TK = torch.where(experts < 0, own_TK, experts.to(own_TK.dtype))
         return scores.gather(1, chosen_TK), chosen_TK
 
 
 class Router(TopKRouter):  # type: ignore[misc]
     """Megatron's router of tokens to experts, with a product that needs no Transformer Engine. It counts no padding."""
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.router_replay: RouterReplay | None = PartialReplay() if self.config.moe_enable_routing_replay else None
 
     def gating(self, input: Tensor) -> Tensor:
@@ -139,9 +139,9 @@ class ScoreRouter(Router):
     balancing loss stays attached to it.
     """
 
-    def routing(self, logits: Tensor, *arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
+    def routing(self, logits: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Return the weights of each token's experts, [T, experts], and where it is sent."""
-        probs_TX, sent_TX = super().routing(logits, *arguments, **more)
+        probs_TX, sent_TX = super().routing(logits, *arguments, **options)
         if self.topk == 1:
             return probs_TX, sent_TX
         scores_TX = logits.view(-1, logits.shape[-1]).float().sigmoid()
@@ -152,25 +152,25 @@ class ScoreRouter(Router):
 class NormedAttention(SelfAttention):  # type: ignore[misc]
     """Self attention with a norm between its output and the residual."""
 
-    def __init__(self, config: Any, *arguments: Any, **more: Any) -> None:
-        super().__init__(config, *arguments, **more)
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
         self.post_norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
 
-    def forward(self, *arguments: Any, **more: Any) -> tuple[Tensor, Any]:
+    def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, Any]:
         """Attend as Megatron does, and normalise."""
-        out, bias = super().forward(*arguments, **more)
+        out, bias = super().forward(*arguments, **options)
         return self.post_norm(out), bias
 
 
 class NormedMLP(MLP):  # type: ignore[misc]
     """MLP with a norm between its output and the residual."""
 
-    def __init__(self, config: Any, *arguments: Any, **more: Any) -> None:
-        more.setdefault("ffn_hidden_size", config.ffn_hidden_size)  # Megatron passes it to its own class only
-        super().__init__(config, *arguments, **more)
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        options.setdefault("ffn_hidden_size", config.ffn_hidden_size)  # Megatron passes it to its own class only
+        super().__init__(config, *arguments, **options)
         self.post_norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
 
-    def forward(self, *arguments: Any, **more: Any) -> tuple[Tensor, Any]:
+    def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, Any]:
         """Compute as Megatron does, and normalise."""
-        out, bias = super().forward(*arguments, **more)
+        out, bias = super().forward(*arguments, **options)
         return self.post_norm(out), bias

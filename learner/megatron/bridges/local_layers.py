@@ -46,18 +46,18 @@ class ModelFiles:
         if name not in self._file_of:
             raise ConfigRefused(str(self._directory), f"a tensor {name}", "none")
         try:
-            found: Tensor = self._open(self._file_of[name]).get_tensor(name)
+            tensor: Tensor = self._open(self._file_of[name]).get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise ConfigRefused(
                 str(self._directory / self._file_of[name]), f"a safetensors file with {name}", str(error)
             ) from error
-        return found
+        return tensor
 
     def _index(self) -> dict[str, str]:
         """Return the file of each tensor."""
         if (self._directory / INDEX).is_file():
-            found: dict[str, str] = json.loads((self._directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            return found
+            weight_map: dict[str, str] = json.loads((self._directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            return weight_map
         files = sorted(path.name for path in self._directory.glob("*.safetensors"))
         if not files:
             raise ConfigRefused(str(self._directory), "weights in *.safetensors", "no such file")
@@ -239,7 +239,7 @@ class LocalLayers:
                 yield name, self._whole_name(chunk, name)
 
     def _whole_name(self, chunk: GPTModel, name: str) -> str:
-        return _LAYER.sub(lambda found: f"decoder.layers.{chunk.decoder.layers[int(found[1])].layer_number - 1}.", name)
+        return _LAYER.sub(lambda match: f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}.", name)
 
     # ---- weights in
 
@@ -254,9 +254,9 @@ class LocalLayers:
             state = chunk.state_dict()
             for local, name in self.names(chunk):
                 names = self._weight_name_mapping_mcore_to_hf(name)
-                whole = self._weight_to_mcore_format(name, [files.tensor(each) for each in names])  # type: ignore[attr-defined]
+                full_weight = self._weight_to_mcore_format(name, [files.tensor(file_name) for file_name in names])  # type: ignore[attr-defined]
                 size, rank = self._split(name)
-                part = self._weight_split_across_tp(name, whole, state[local], size)[rank]  # type: ignore[attr-defined]
+                part = self._weight_split_across_tp(name, full_weight, state[local], size)[rank]  # type: ignore[attr-defined]
                 if part.shape != state[local].shape:
                     raise ConfigRefused(
                         f"{directory}: {', '.join(names)}", f"the shape {tuple(state[local].shape)}", tuple(part.shape)
@@ -283,15 +283,15 @@ class LocalLayers:
                 weight = parameters.get(local, state[local])
                 if getattr(weight, "shared", False):
                     continue  # the last stage's copy of a tied embedding, which the first stage yields
-                for each, whole in self._gathered(name, weight):
-                    names, tensors = self._weight_to_hf_format(each, whole)  # type: ignore[attr-defined]
+                for hf_name, full_weight in self._gathered(name, weight):
+                    names, tensors = self._weight_to_hf_format(hf_name, full_weight)  # type: ignore[attr-defined]
                     yield from zip(names, tensors, strict=True)
 
     def _gathered(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole tensor of a weight that may be split."""
-        whole = weight.detach()
+        full_weight = weight.detach()
         if self.mpu.tp_size > 1 and getattr(weight, "tensor_model_parallel", False):
-            parts = [torch.empty_like(whole) for _ in range(self.mpu.tp_size)]
-            dist.all_gather(parts, whole.contiguous(), group=self.mpu.tp_group)
-            whole = self._weight_merge_across_tp(name, parts, weight)  # type: ignore[attr-defined]
-        yield name, whole
+            parts = [torch.empty_like(full_weight) for _ in range(self.mpu.tp_size)]
+            dist.all_gather(parts, full_weight.contiguous(), group=self.mpu.tp_group)
+            full_weight = self._weight_merge_across_tp(name, parts, weight)  # type: ignore[attr-defined]
+        yield name, full_weight

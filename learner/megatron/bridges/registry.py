@@ -62,13 +62,13 @@ def open_bridge(
     bridge, a value that Megatron would compute differently, sizes that the parallel layout cannot split, or a kernel
     that cannot work here; ValueError for an import path that leads to no bridge.
     """
-    found = None if not own else _own(own)  # its module may tell transformers about the model type
+    bridge_class = None if not own else _own(own)  # its module may tell transformers about the model type
     hf_config = _config(model_dir)
     for refused in refusals(
-        hf_config.to_dict(), where=f"{model_dir}/config.json", own_bridge=found is not None, **parallel.sizes
+        hf_config.to_dict(), where=f"{model_dir}/config.json", own_bridge=bridge_class is not None, **parallel.sizes
     ):
         raise refused
-    bridge = (found or _BRIDGES[hf_config.model_type])(
+    bridge = (bridge_class or _BRIDGES[hf_config.model_type])(
         hf_config,
         dtype,
         wanted or Wanted(),
@@ -82,16 +82,17 @@ def open_bridge(
 
 def _own(path: str) -> type[LocalLayers]:
     """Return the class at an import path. Raises ValueError for one that is no bridge."""
-    found = find_function(path, "learner.bridge", want="module:Class")
-    if not (isinstance(found, type) and issubclass(found, LocalLayers) and issubclass(found, LLMBridge)):
+    bridge_class = find_function(path, "learner.bridge", want="module:Class")
+    if not (
+        isinstance(bridge_class, type) and issubclass(bridge_class, LocalLayers) and issubclass(bridge_class, LLMBridge)
+    ):
         want = (
             "a class with the bases LocalLayers (learner/megatron/bridges/local_layers.py) and one of mbridge's "
             "bridges, in this order"
         )
-        raise ValueError(
-            f"learner.bridge: want {want}, got {path!r}: {getattr(found, '__mro__', type(found).__name__)}"
-        )
-    return found
+        got = getattr(bridge_class, "__mro__", type(bridge_class).__name__)
+        raise ValueError(f"learner.bridge: want {want}, got {path!r}: {got}")
+    return bridge_class
 
 
 def _config(model_dir: Path) -> Any:
@@ -99,9 +100,9 @@ def _config(model_dir: Path) -> Any:
     know.
     """
     try:
-        given = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        values = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         config = AutoConfig.from_pretrained(model_dir)
-        for name, value in in_older_keys(given).items():
+        for name, value in in_older_keys(values).items():
             setattr(config, name, value)
         return config
     except ValueError as error:

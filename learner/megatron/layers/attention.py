@@ -192,8 +192,8 @@ class PackedRotary(RotaryEmbedding):
         angles_TF = self.angles(max_seq_len)
         # Each angle is that of two elements: neighbours, or one in each half.
         twice = (angles_TF, angles_TF)
-        both = torch.stack(twice, dim=-1).flatten(1) if self.rotary_interleaved else torch.cat(twice, dim=-1)
-        return both[:, None, None, :]
+        angles = torch.stack(twice, dim=-1).flatten(1) if self.rotary_interleaved else torch.cat(twice, dim=-1)
+        return angles[:, None, None, :]
 
     def angles(self, row: PackedRow) -> Tensor:
         """Return the angles of the row's tokens, [T, F]."""
@@ -285,8 +285,8 @@ class SDPACoreAttention(MegatronModule):
             )
             out.append(self._attend(*parts).transpose(1, 2).reshape(count * width, -1))
             place += count * width
-        whole: Tensor = _Unpad.apply(out[0] if len(out) == 1 else torch.cat(out), row.give_T)
-        return whole
+        out_T: Tensor = _Unpad.apply(out[0] if len(out) == 1 else torch.cat(out), row.give_T)
+        return out_T
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with all tensors [b, heads, s, d]."""
@@ -322,11 +322,11 @@ class CudnnCoreAttention(VarlenCoreAttention):
         if not row.pieces:
             return super()._attend_row(q, k, v, row)
         sizes = [piece.tokens for piece in row.pieces]
-        found = [
+        parts = [
             self._attend_long(q_P, k_P, v_P) if piece.bounds_S is None else self._attend_sequences(q_P, k_P, v_P, piece)
             for piece, q_P, k_P, v_P in zip(row.pieces, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
         ]
-        return (found[0] if len(found) == 1 else torch.cat(found)).flatten(1)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
     def _attend_long(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend causally within one sequence: q [L, n, d], k and v [L, groups, d] -> [L, n, d].
@@ -355,9 +355,9 @@ def attend_varlen(
     ``operator`` has the signature of ``torch.nn.attention.varlen.varlen_attn``, where a causal mask is the window (-1,
     0). Where it has no ``enable_gqa`` (torch 2.11), it takes fewer heads of keys and values without being told.
     """
-    more = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_groups(operator) else {}
+    groups = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_groups(operator) else {}
     bounds, longest = piece.bounds_S, piece.longest
-    out: Tensor = operator(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **more)
+    out: Tensor = operator(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **groups)
     return out
 
 

@@ -29,8 +29,8 @@ def gather_parts(values_C: Tensor, group: dist.ProcessGroup) -> Tensor:
     The computation on the result must be the same on all ranks: each has the whole gradient then, and takes its part of
     it.
     """
-    whole: Tensor = _Gather.apply(values_C, group)
-    return whole
+    gathered: Tensor = _Gather.apply(values_C, group)
+    return gathered
 
 
 def heads_for_tokens(values_C: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -38,8 +38,8 @@ def heads_for_tokens(values_C: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = dist.get_world_size(group)
     tokens, heads, size = values_C.shape
     by_rank = values_C.view(tokens, ranks, heads // ranks, size).transpose(0, 1).contiguous()
-    whole: Tensor = _Exchange.apply(by_rank, group)
-    return whole.reshape(ranks * tokens, heads // ranks, size)
+    exchanged: Tensor = _Exchange.apply(by_rank, group)
+    return exchanged.reshape(ranks * tokens, heads // ranks, size)
 
 
 def tokens_for_heads(values_T: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -55,9 +55,9 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, values_C: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return all parts."""
         ctx.group = group
-        whole = values_C.new_empty(dist.get_world_size(group) * len(values_C), *values_C.shape[1:])
-        dist.all_gather(list(whole.chunk(dist.get_world_size(group))), values_C.contiguous(), group=group)
-        return whole
+        gathered = values_C.new_empty(dist.get_world_size(group) * len(values_C), *values_C.shape[1:])
+        dist.all_gather(list(gathered.chunk(dist.get_world_size(group))), values_C.contiguous(), group=group)
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None]:
@@ -81,6 +81,6 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-    dist.all_to_all_single(found, values.contiguous(), group=group)
-    return found
+    received = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    dist.all_to_all_single(received, values.contiguous(), group=group)
+    return received

@@ -32,8 +32,8 @@ def rotated(q: Tensor, k: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved
     Returns new tensors.
     Source: Su et al. 2021 (RoFormer), equation 34.
     """
-    both: tuple[Tensor, Tensor] = _Rotated.apply(q, k, cos_TF, sin_TF, interleaved)
-    return both
+    rotated_pair: tuple[Tensor, Tensor] = _Rotated.apply(q, k, cos_TF, sin_TF, interleaved)
+    return rotated_pair
 
 
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -304,7 +304,7 @@ def _norm_gradient(  # type: ignore[no-untyped-def]
         incoming = tl.load(grad + row[:, None] * size + column, mask=inside, other=0.0).to(tl.float32)
         weighted = incoming * weight
         mean = tl.sum(weighted * normed, 1)[:, None] / size
-        found = scale * (weighted - normed * mean)
-        tl.store(grad_x + row[:, None] * size + column, found.to(grad_x.dtype.element_ty), mask=inside)
+        gradient = scale * (weighted - normed * mean)
+        tl.store(grad_x + row[:, None] * size + column, gradient.to(grad_x.dtype.element_ty), mask=inside)
         total += incoming * normed
     tl.store(grad_weight + part * size + tl.arange(0, SIZE), tl.sum(total, 0), mask=tl.arange(0, SIZE) < size)

@@ -132,7 +132,7 @@ class Kernels:
         return {**recompute_arguments(self.recompute), "bias_activation_fusion": self.fused_activation, **self.megatron}
 
 
-def choose_attention(wanted: str, site: Site) -> Choice:
+def choose_attention(setting: str, site: Site) -> Choice:
     """Return the kernel for ``auto | cudnn | varlen | sdpa``, with the reason. Raises ConfigRefused for one that cannot
     work.
 
@@ -142,17 +142,17 @@ def choose_attention(wanted: str, site: Site) -> Choice:
     179468; ``attention_backward.cu``. ``cudnn`` is the same, but for long sequences, which cuDNN computes
     (docs/decisions/049).
     """
-    if wanted == SDPA:
+    if setting == SDPA:
         return Choice(SDPA, "learner.attention: sdpa")
     if obstacle := _obstacle(site):
-        if wanted in (VARLEN, CUDNN):
-            raise ConfigRefused("learner.attention", "sdpa or auto", f"{wanted}: {obstacle}")
+        if setting in (VARLEN, CUDNN):
+            raise ConfigRefused("learner.attention", "sdpa or auto", f"{setting}: {obstacle}")
         return Choice(SDPA, obstacle)
     flash = f"flash attention over the lengths of a row, {'' if site.deterministic else 'not '}deterministic"
-    if wanted == VARLEN:
+    if setting == VARLEN:
         return Choice(VARLEN, flash)
     if obstacle := _cudnn_obstacle(site):
-        if wanted == CUDNN:
+        if setting == CUDNN:
             raise ConfigRefused("learner.attention", "varlen or auto", f"cudnn: {obstacle}")
         return Choice(VARLEN, flash)
     return Choice(CUDNN, f"cuDNN for sequences of {LONG_SEQUENCE} tokens and more, else {flash}")
@@ -194,7 +194,7 @@ def _cudnn_obstacle(site: Site) -> str:
     return ""
 
 
-def choose_fused_activation(wanted: str, site: Site) -> Choice:
+def choose_fused_activation(setting: str, site: Site) -> Choice:
     """Return ``fused`` or ``separate`` for ``auto | always | never``, with the reason. Raises ConfigRefused where
     ``always`` cannot work.
 
@@ -202,10 +202,10 @@ def choose_fused_activation(wanted: str, site: Site) -> Choice:
     Two kernels for one formula may round differently, so that a resumed run, which begins with another row, need not
     repeat the same bits.
     """
-    if wanted == "never":
+    if setting == "never":
         return Choice("separate", "learner.fused_activation: never")
     obstacle = f"the device is {site.device}" if site.device != "cuda" else site.compiler
-    if wanted == "always":
+    if setting == "always":
         if obstacle:
             raise ConfigRefused("learner.fused_activation", "auto or never", f"always: {obstacle}")
         return Choice("fused", "learner.fused_activation: always")
@@ -217,31 +217,31 @@ def choose_fused_activation(wanted: str, site: Site) -> Choice:
     return Choice("separate", obstacle) if obstacle else Choice("fused", "CUDA with torch.compile")
 
 
-def choose_grouped_experts(wanted: str, site: Site) -> Choice:
+def choose_grouped_experts(setting: str, site: Site) -> Choice:
     """Return ``grouped`` or ``sequential`` for ``auto | always | never``, with the reason.
 
     Raises ConfigRefused where ``always`` cannot work. Source: ``torch.nn.functional.grouped_mm`` of torch 2.13: on CUDA
     it takes bfloat16 from Ampere on, and rows of a multiple of 16 bytes.
     """
-    if wanted == "never":
+    if setting == "never":
         return Choice("sequential", "learner.grouped_experts: never")
     obstacle = _grouping_obstacle(site)
-    if wanted == "always" and obstacle:
+    if setting == "always" and obstacle:
         raise ConfigRefused("learner.grouped_experts", "auto or never", f"always: {obstacle}")
     return Choice("sequential", obstacle) if obstacle else Choice("grouped", "one product for all experts of a rank")
 
 
-def choose_own_kernels(setting: str, wanted: str, site: Site) -> Choice:
+def choose_own_kernels(setting: str, value: str, site: Site) -> Choice:
     """Return ``fused`` or ``separate`` for ``auto | always | never``, with the reason. Raises ConfigRefused where
     ``always`` cannot work.
 
     ``setting``: that of the kernels, in Triton, of ``fused_log_probs.py`` or ``fused_heads.py``. They give the same
     bits for a row each time, so deterministic runs take them too.
     """
-    if wanted == "never":
+    if value == "never":
         return Choice("separate", f"{setting}: never")
     obstacle = f"the device is {site.device}" if site.device != "cuda" else site.compiler
-    if wanted == "always" and obstacle:
+    if value == "always" and obstacle:
         raise ConfigRefused(setting, "auto or never", f"always: {obstacle}")
     return Choice("separate", obstacle) if obstacle else Choice("fused", "CUDA with triton")
 
@@ -335,11 +335,11 @@ def varlen_operator() -> Callable[..., Any] | None:
 def _flash_is_known() -> bool:
     """Return whether ``_flash_attention_forward`` has the arguments of torch 2.11 to 2.13, and perhaps more by name."""
     try:
-        given = torch.ops.aten._flash_attention_forward.default._schema.arguments
+        arguments = torch.ops.aten._flash_attention_forward.default._schema.arguments
     except AttributeError:
         return False
-    ordered = tuple(each.name for each in given if not each.kwarg_only)
-    named = {each.name for each in given if each.kwarg_only}
+    ordered = tuple(argument.name for argument in arguments if not argument.kwarg_only)
+    named = {argument.name for argument in arguments if argument.kwarg_only}
     return ordered == FLASH_ARGUMENTS and {"scale", "window_size_left", "window_size_right"} <= named
 
 
@@ -356,7 +356,7 @@ def _flash_attention(
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     """Compute what ``varlen_attn`` does, also for fewer heads of keys and values than of queries."""
-    causal, (left, right) = window_size == (-1, 0), window_size
+    causal, (window_left, window_right) = window_size == (-1, 0), window_size
     out: Tensor = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -369,8 +369,8 @@ def _flash_attention(
         causal,
         False,  # no mask for debugging
         scale=scale,
-        window_size_left=left,
-        window_size_right=right,
+        window_size_left=window_left,
+        window_size_right=window_right,
     )[0]
     return out
 

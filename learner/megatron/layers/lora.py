@@ -121,10 +121,14 @@ class _LoraLayer(torch.nn.Module):
         unsplit.
         """
         entries: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        own = {name: parameter for name, parameter in self.named_parameters(recurse=False) if is_adapter(f".{name}")}
-        axes = {name: self._SPLIT[name[:7]] for name in own if name[:7] in self._SPLIT}
+        adapter_parameters = {
+            name: parameter for name, parameter in self.named_parameters(recurse=False) if is_adapter(f".{name}")
+        }
+        axes = {name: self._SPLIT[name[:7]] for name in adapter_parameters if name[:7] in self._SPLIT}
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        return entries | make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
+        return entries | make_sharded_tensors_for_checkpoint(
+            adapter_parameters, prefix, axes, sharded_offsets, **groups
+        )
 
 
 class LoraColumn(_LoraLayer, ColumnParallelLinear):  # type: ignore[misc]
@@ -190,14 +194,14 @@ class Adapters:
         }
         # A stage may lack a target that others have: the first layers of a model of experts may be the only ones with
         # an MLP.
-        found = stages.values_of_all({adapter.target for adapter in self._adapters.values()}, parallel)
-        there = set().union(*found)
-        if missing := set(config.targets) - there:
-            want = f"layers of this model that can have adapters ({', '.join(sorted(there))})"
+        targets_of_stages = stages.values_of_all({adapter.target for adapter in self._adapters.values()}, parallel)
+        targets_of_all = set().union(*targets_of_stages)
+        if missing := set(config.targets) - targets_of_all:
+            want = f"layers of this model that can have adapters ({', '.join(sorted(targets_of_all))})"
             raise ConfigRefused("learner.lora.targets", want, sorted(missing))
-        if set() in found:
+        if set() in targets_of_stages:
             want = "layers in every stage: lower learner.pipeline_parallel"
-            raise ConfigRefused("learner.lora.targets", want, f"none in stage {found.index(set())}")
+            raise ConfigRefused("learner.lora.targets", want, f"none in stage {targets_of_stages.index(set())}")
         self.loaded = False
         """True if the adapters came from a directory: otherwise the model computes as without them."""
         if config.adapter:
@@ -205,28 +209,28 @@ class Adapters:
 
     def _on(self, layer: Any, place: str, seed: int) -> Iterator[_Adapter]:
         """Add the adapters of one layer, and yield them."""
-        found: Any = dict(layer.named_modules()).get(place)
-        if type(found) not in _CLASSES:
+        module: Any = dict(layer.named_modules()).get(place)
+        if type(module) not in _CLASSES:
             return
         names = self._bridge._weight_name_mapping_mcore_to_hf(f"decoder.layers.{layer.layer_number - 1}.{place}.weight")
         modules = [name.removesuffix(".weight") for name in names]
-        parts = _parts(found, [name.rpartition(".")[2] for name in modules], self.config)
+        parts = _parts(module, [name.rpartition(".")[2] for name in modules], self.config)
         if not any(part.trained for part in parts):
             return
         parent = {part.target: name for part, name in zip(parts, modules, strict=True)}
-        found.__class__ = _CLASSES[type(found)]
-        groups = 1 if len(parts) != 3 else found.config.num_query_groups // self._parallel.tp_size
+        module.__class__ = _CLASSES[type(module)]
+        groups = 1 if len(parts) != 3 else module.config.num_query_groups // self._parallel.tp_size
 
         def first(target: str, columns: int) -> Tensor:
             """Return this rank's columns of a new A: the same whole matrix for every layout."""
-            is_split = "lora_A_" in found._SPLIT
-            whole = columns * (self._parallel.tp_size if is_split else 1)
-            a_RI = _first(f"{seed} {parent[target]}", self.config.rank, whole)
-            return a_RI.chunk(whole // columns, dim=1)[self._parallel.tp_rank if is_split else 0].clone()
+            is_split = "lora_A_" in module._SPLIT
+            all_columns = columns * (self._parallel.tp_size if is_split else 1)
+            a_RI = _first(f"{seed} {parent[target]}", self.config.rank, all_columns)
+            return a_RI.chunk(all_columns // columns, dim=1)[self._parallel.tp_rank if is_split else 0].clone()
 
-        found.add(parts, groups, self.config, first)
+        module.add(parts, groups, self.config, first)
         yield from (
-            _Adapter(name=parent[part.target], layer=found, target=part.target) for part in parts if part.trained
+            _Adapter(name=parent[part.target], layer=module, target=part.target) for part in parts if part.trained
         )
 
     # ---- weights
@@ -264,12 +268,12 @@ class Adapters:
                 for letter, mine in zip("AB", adapter.matrices, strict=True):
                     name = f"{_PEFT}{adapter.name}.lora_{letter}.weight"
                     split = adapter.layer._SPLIT.get(f"lora_{letter}_")
-                    wanted = [extent * (size if at == split else 1) for at, extent in enumerate(mine.shape)]
-                    if name not in names or list(file.get_slice(name).get_shape()) != wanted:
+                    full_shape = [extent * (size if at == split else 1) for at, extent in enumerate(mine.shape)]
+                    if name not in names or list(file.get_slice(name).get_shape()) != full_shape:
                         got = file.get_slice(name).get_shape() if name in names else "no such tensor"
-                        raise ConfigRefused(f"{path}: {name}", f"the shape {wanted}", got)
-                    whole = file.get_tensor(name)
-                    mine.copy_(whole if split is None else whole.chunk(size, dim=split)[rank])
+                        raise ConfigRefused(f"{path}: {name}", f"the shape {full_shape}", got)
+                    full_weight = file.get_tensor(name)
+                    mine.copy_(full_weight if split is None else full_weight.chunk(size, dim=split)[rank])
                     names.discard(name)
         if names and self._parallel.pp_size == 1:  # with stages, the others have the rest
             raise ConfigRefused(
@@ -280,7 +284,9 @@ class Adapters:
     def _whole(self, adapter: _Adapter) -> tuple[Tensor, Tensor]:
         """Return both matrices whole."""
         splits = [adapter.layer._SPLIT.get(letter) for letter in ("lora_A_", "lora_B_")]
-        a_RI, b_OR = (self._gathered(one.detach(), split) for one, split in zip(adapter.matrices, splits, strict=True))
+        a_RI, b_OR = (
+            self._gathered(matrix.detach(), split) for matrix, split in zip(adapter.matrices, splits, strict=True)
+        )
         return a_RI, b_OR
 
     def _gathered(self, mine: Tensor, split: int | None) -> Tensor:
@@ -309,9 +315,9 @@ class Adapters:
     def _digest(self) -> str:
         """Return a digest of the frozen weights, which the adapters belong to."""
         if not self._base:
-            own = self._bridge.export(self._chunks)
-            whole = own if self._parallel.pp_size == 1 else stages.of_all(own, self._parallel)
-            sums = sorted((name, sum64([tensor])) for name, tensor in whole)
+            stage_weights = self._bridge.export(self._chunks)
+            weights = stage_weights if self._parallel.pp_size == 1 else stages.of_all(stage_weights, self._parallel)
+            sums = sorted((name, sum64([tensor])) for name, tensor in weights)
             self._base = hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
         return self._base
 

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.routing_replay import ROLLOUT
+from tidemill.learner.settings.config import ROLLOUT, LearnerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,8 @@ PARTS = {
     "block_sparse_moe": ".mlp",
     "post_mlp_layernorm": ".mlp",
 }
-"""SGLang's name of a module in a layer -> the end of the shared name. Where two have the same, the later output counts:
-it is what the residual stream adds. Source: ``sglang/srt/models``, release 0.5.23.
+"""SGLang's name of a module in a layer -> the end of the shared name. Of two with the same the later output counts,
+which the residual stream adds. Source: ``sglang/srt/models``, release 0.5.23.
 """
 ROUTER = ".topk"
 STREAM = "input_layernorm"
@@ -41,9 +41,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 def hook(config: Mapping[str, str]) -> Callable[[nn.Module, object, object], None]:
-    """Return the hook for all ``PATTERNS``, which writes ``<directory>/<number>.safetensors`` after each pass.
-
-    Names in the file begin with their place in the order of computation.
+    """Return the hook for all ``PATTERNS``, which writes ``<directory>/<number>.safetensors`` after each pass. Names in
+    the file begin with their place in the order of computation.
     """
     directory, numbers, outputs = Path(config["directory"]), count(), list[tuple[nn.Module, Taken]]()
     writer = f"{os.getpid()}-{id(outputs)}"
@@ -54,11 +53,13 @@ def hook(config: Mapping[str, str]) -> Callable[[nn.Module, object, object], Non
         if not isinstance(layers, nn.ModuleList):
             outputs.append((module, _taken(output)))
             return
-        names = {id(one): name for name, one in module.named_modules()}
-        found = dict(pair for one, taken in outputs for pair in _named(names[id(one)], taken, len(layers)))
+        names = {id(module_inside): name for name, module_inside in module.named_modules()}
+        named = dict(
+            pair for module_inside, copies in outputs for pair in _named(names[id(module_inside)], copies, len(layers))
+        )
         outputs.clear()
         file = directory / f"{next(numbers):06d}-{writer}"
-        save_file({f"{place:06d}.{name}": value for place, (name, value) in enumerate(found.items())}, file)
+        save_file({f"{place:06d}.{name}": value for place, (name, value) in enumerate(named.items())}, file)
         file.rename(file.with_suffix(".safetensors"))
 
     return take
@@ -66,16 +67,12 @@ def hook(config: Mapping[str, str]) -> Callable[[nn.Module, object, object], Non
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Copies of the output of a module.
-
-    The output itself may be overwritten by later modules, which compute in place.
-    """
+    """Copies of the output of a module: later modules may overwrite it, as they compute in place."""
 
     values: list[Tensor]
     """The tensors of the output that have a row for each token, [T, width]."""
     sent: Tensor | None
-    """For a router that returns the ids of experts: 1 where a token is sent to an expert, else 0, [T, experts];
-    otherwise None."""
+    """Of a router: 1 where a token is sent to an expert, else 0, [T, experts]; None = it returns no ids of experts."""
 
 
 def _taken(output: object) -> Taken:
@@ -94,16 +91,15 @@ def _taken(output: object) -> Taken:
     return Taken(copies, torch.zeros(len(ids), experts + 1).scatter_(-1, ids, 1.0)[:, :experts].contiguous())
 
 
-def _named(name: str, taken: Taken, layers: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the outputs of a module with their shared names."""
-    values, found = taken.values, _LAYER.fullmatch(name)
+def _named(name: str, copies: Taken, layers: int) -> Iterator[tuple[str, Tensor]]:
+    values, match = copies.values, _LAYER.fullmatch(name)
     if name == "embed_tokens":
         yield from (("embedding", value) for value in values[:1])
     elif name == "norm":
         yield from ((f"layers.{layers - 1}", stream) for stream in values[1:])
         yield from (("norm", value) for value in values[:1])
-    elif found and found[2] == STREAM:
-        yield from ((f"layers.{int(found[1]) - 1}", stream) for stream in values[1:])
-    elif found:
-        outputs = values[:1] if not name.endswith(ROUTER) else [] if taken.sent is None else [taken.sent]
-        yield from ((f"layers.{found[1]}{PARTS[found[2]]}", value) for value in outputs)
+    elif match and match[2] == STREAM:
+        yield from ((f"layers.{int(match[1]) - 1}", stream) for stream in values[1:])
+    elif match:
+        outputs = values[:1] if not name.endswith(ROUTER) else [] if copies.sent is None else [copies.sent]
+        yield from ((f"layers.{match[1]}{PARTS[match[2]]}", value) for value in outputs)

@@ -4,7 +4,7 @@
                          "lacking": {checkpoint: [file, ...]}, "trouble"}, when it changes
 
     every node   checkpoint on its disk --> files of its ranks (node 0: the metadata, too) --> "files"
-    node 0       files of all nodes in the store, by size --> manifest --> "whole"; removes the checkpoints that are not kept
+    node 0       files of all nodes in the store, by size --> manifest --> "whole"; removes checkpoints that do not stay
                  files that the store has lost meanwhile --> "lacking": their nodes upload them again
 
 Consumes the directories that ranks rename into place, and the rows of the other nodes. Waits for its interval and for
@@ -16,10 +16,10 @@ manifest, which do not count and are stored again.
 
 import asyncio
 import logging
-import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,14 +29,28 @@ from typing import TypeVar
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
-from tidemill.learner.checkpoints import disk, fetch
+from tidemill.bus.system.foreign import settle
+from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.disk import Checkpoint
-from tidemill.learner.checkpoints.keeper import CHECKPOINT_KEY, INTERVAL_S, digests_in, kept_names, latest_of
 from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, FileEntry, Manifest
+from tidemill.learner.checkpoints.node_copies import INTERVAL_S, NodeRow
 from tidemill.learner.checkpoints.object_store import MOST_BYTES, OWNER, UNNAMED, ObjectStore
-from tidemill.learner.checkpoints.peers import PeerClient
+from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY, digests_in, latest_in
+from tidemill.learner.checkpoints.remote_files import PeerClient
 from tidemill.learner.errors import CheckpointCorrupt, StoreFailed
+
+log = logging.getLogger(__name__)
+
+ROWS = "stored"
+"""Rows of the bucket ``run``, one for each node: ``stored.<R>``."""
+HOME = 0
+"""Node that completes checkpoints in the store, and removes them."""
+MOST_PAUSE_S = 60.0
+"""Longest pause before a store that has failed is asked again."""
+SILENCE_S = 60.0
+"""Time without an answer of the store that is reported, again and again."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +70,8 @@ class Stored:
 
 
 def survey(store: ObjectStore) -> tuple[dict[str, Stored], set[str]]:
-    """Return the checkpoints with a manifest, and the names of those without: never completed, or damaged. Raises
-    StoreFailed.
-    """
-    found, rest = {}, set()
+    """Return the checkpoints with a manifest, and the names of those without a readable one. Raises StoreFailed."""
+    complete, incomplete = {}, set()
     for name, sizes in store.listing().items():
         if not _is_checkpoint(name):
             continue
@@ -69,40 +81,24 @@ def survey(store: ObjectStore) -> tuple[dict[str, Stored], set[str]]:
             data = store.manifest(name)
             files = Manifest.parse(f"{store.url}/{name}", data).files
         except FileNotFoundError:
-            rest.add(name)
+            incomplete.add(name)
         except CheckpointCorrupt as error:
             log.error("checkpoint in the store is not used: %s", error)
-            rest.add(name)
+            incomplete.add(name)
         else:
-            held = tuple(file for file, entry in files.items() if sizes.get(file) == entry.size)
-            found[name] = Stored(digest=manifests.digest_of(data), files=files, held=held)
-            for file in sorted(files.keys() - set(held))[:1]:
-                defect = CheckpointCorrupt(
-                    f"{store.url}/{name}", file, f"{files[file].size} bytes", f"{sizes.get(file, 'no')} bytes"
-                )
+            stored_files = tuple(file for file, entry in files.items() if sizes.get(file) == entry.size)
+            complete[name] = Stored(digest=manifests.digest_of(data), files=files, held=stored_files)
+            for file in sorted(files.keys() - set(stored_files))[:1]:
+                size = f"{sizes.get(file, 'no')} bytes"
+                defect = CheckpointCorrupt(f"{store.url}/{name}", file, f"{files[file].size} bytes", size)
                 log.error("checkpoint in the store is NOT WHOLE: %s", defect)
-    return found, rest
+    return complete, incomplete
 
 
 def _is_checkpoint(name: str) -> bool:
-    """Return whether a name is that of a checkpoint: nothing else in the store is read or removed."""
-    try:
-        return str(disk.named(Path(name)).path) == name
-    except ValueError:
-        return False
-
-
-log = logging.getLogger(__name__)
-
-ROWS = "stored"
-"""Rows of the bucket ``run``, one for each node: ``stored.<R>``."""
-HOME = 0
-"""Node that completes checkpoints in the store, and removes them."""
-MOST_PAUSE_S = 60.0
-"""Longest pause before a store that has failed is asked again."""
-SILENCE_S = 60.0
-"""Time without an answer of the store that is reported, again and again."""
-T = TypeVar("T")
+    """Return whether a name is a checkpoint's: nothing else in the store is read or removed."""
+    checkpoint = disk.parse_name(Path(name))
+    return checkpoint is not None and str(checkpoint.path) == name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,25 +129,18 @@ class Uploaded:
 
 async def uploaded(bus: Bus) -> dict[int, Uploaded]:
     """Return the rows of all nodes that ever had one, by node. Raises BusUnavailable."""
-    found = {}
-    for row, _ in (await bus.rows("run").all(ROWS)).values():
-        more = {name: row[name] for name in ("whole", "lacking", "store", "trouble") if name in row}
-        one = Uploaded(node=row["node"], files=row["files"], **more)
-        found[one.node] = one
-    return found
+    names = ("node", "files", "whole", "lacking", "store", "trouble")
+    rows = [row for row, _ in (await bus.rows("run").all(ROWS)).values()]
+    return {row["node"]: Uploaded(**{name: row[name] for name in names if name in row}) for row in rows}
 
 
 async def identity_of(bus: Bus) -> str:
-    """Return the identity of a run: that of its stream SAMPLES, which another run of the same name does not have.
-    Raises BusUnavailable.
-    """
+    """Return the creation time of stream SAMPLES: another run of the same name has another. Raises BusUnavailable."""
     return (await bus.samples.cursor()).created
 
 
 def refuse_lost(store: ObjectStore, owner: str, rows: Mapping[int, Uploaded]) -> None:
-    """Raise StoreFailed for a store without an owner that had checkpoints of this run: it is another one, or is not
-    mounted.
-    """
+    """Raise StoreFailed for a store without an owner that had checkpoints of this run: perhaps it is not mounted."""
     home = rows.get(HOME)
     if owner in UNNAMED and home is not None and home.whole and home.store in ("", store.url):
         raise StoreFailed(
@@ -160,9 +149,8 @@ def refuse_lost(store: ObjectStore, owner: str, rows: Mapping[int, Uploaded]) ->
 
 
 async def claimed(bus: Bus, store: ObjectStore, silence: Silence) -> str:
-    """Make a store that of this run, if it has no owner and no checkpoint, and had none. Returns the owner.
-
-    Raises StoreFailed, BusError.
+    """Make this run the owner of an empty store that never had checkpoints. Returns the owner. Raises StoreFailed,
+    BusError.
     """
     mine, rows = await identity_of(bus), await uploaded(bus)
     refuse_lost(store, await in_daemon(store.owner, silence), rows)
@@ -170,20 +158,19 @@ async def claimed(bus: Bus, store: ObjectStore, silence: Silence) -> str:
 
 
 class Uploads:
-    """The uploads of one node. Damaged files on its disk have been set aside before (``keeper.clean``)."""
+    """The uploads of one node. Damaged files on its disk have been set aside before (``node_copies.clean``)."""
 
     def __init__(
         self, bus: Bus, root: Path, store: ObjectStore, *, node: int = 0, keep: int, silence_s: float = SILENCE_S
     ) -> None:
-        """``keep``: as ``learner.keep_checkpoints``. ``silence_s``: time without an answer of the store that is
-        reported.
-        """
+        """``silence_s``: time without an answer of the store that is reported."""
         self._bus, self._root, self._store, self._node, self._keep = bus, root, store, node, keep
+        self._row = NodeRow(bus, ROWS, node)
         self._client = PeerClient((), store)
         self._silence_s = silence_s
         self._stored: dict[str, Stored] | None = None
         """Checkpoints with a manifest in the store; None = not known yet."""
-        self._rest: set[str] = set()
+        self._incomplete: set[str] = set()
         """Checkpoints in the store that were not completed."""
         self._files: dict[str, set[str]] = {}
         """Files that this process has uploaded, by checkpoint."""
@@ -191,7 +178,6 @@ class Uploads:
         """Files that node 0 has not found in the store, though they were uploaded, by checkpoint."""
         self._digests: dict[str, str] = {}
         """Digests of the manifests on the disk."""
-        self._row: dict[str, object] = {}
         self._trouble = ""
 
     async def run(self) -> None:
@@ -211,9 +197,7 @@ class Uploads:
                 pause_s = min(MOST_PAUSE_S, 2 * pause_s)
 
     async def look(self) -> None:
-        """Upload files that the store lacks, complete and remove checkpoints, and write the row if it has changed.
-        Raises BusError.
-        """
+        """Upload missing files, complete and remove checkpoints, and write a changed row. Raises BusError."""
         trouble = ""
         try:
             if await self._is_ours():
@@ -229,35 +213,30 @@ class Uploads:
         await self._write_row()
 
     async def _is_ours(self) -> bool:
-        """Return whether the store is that of this run, and read it first. Raises StoreFailed, also for that of another
-        run.
+        """Return whether this run owns the store, which is read first. Raises StoreFailed, also for another run's
+        store.
         """
         if self._stored is None:
-            mine = await identity_of(self._bus)
+            run_identity = await identity_of(self._bus)
             if self._node == HOME:
                 owner = await claimed(self._bus, self._store, Silence(note=self._note_silence, after_s=self._silence_s))
             else:
-                owner = await self._asked(self._store.owner)
+                owner = await self._answered(self._store.owner)
                 refuse_lost(self._store, owner, await uploaded(self._bus))
-            if owner and owner != mine:
+            if owner and owner != run_identity:
                 raise StoreFailed(self._store.url, f"{foreign(owner)}; nothing is written there")
             if owner:
-                self._stored, self._rest = await self._asked(partial(survey, self._store))
+                self._stored, self._incomplete = await self._answered(partial(survey, self._store))
         return self._stored is not None
 
-    async def _asked(self, work: Callable[[], T], what: str = "") -> T:
-        """Return the store's answer, however long it takes: row and log have the time so far. ``what``: names the
-        request there.
-        """
+    async def _answered(self, work: Callable[[], T], request: str = "") -> T:
+        """Return the store's answer; row and log show how long it takes, with the name of the ``request``."""
+        return await in_daemon(
+            work, Silence(note=partial(self._note_silence, request=request), after_s=self._silence_s)
+        )
 
-        async def note(seconds: float) -> None:
-            """Report the time so far."""
-            await self._note_silence(seconds, what)
-
-        return await in_daemon(work, Silence(note=note, after_s=self._silence_s))
-
-    async def _note_silence(self, seconds: float, what: str = "") -> None:
-        self._trouble = f"{self._store.url}: no answer for {seconds:.0f} s{what}"
+    async def _note_silence(self, seconds: float, request: str = "") -> None:
+        self._trouble = f"{self._store.url}: no answer for {seconds:.0f} s{request}"
         log.warning("checkpoints wait for the store: %s", self._trouble)
         with suppress(BusError):  # the next note, or the answer, has it
             await self._write_row()
@@ -265,108 +244,100 @@ class Uploads:
     async def _upload(self) -> None:
         """Upload, complete and remove. Raises StoreFailed, CheckpointCorrupt, OSError, BusError."""
         row = await self._bus.rows("run").get(CHECKPOINT_KEY)
-        latest, spared = (None, ()) if row is None else (latest_of(self._root, row[0]), tuple(row[0].get("kept", ())))
-        others, named = await uploaded(self._bus), {} if row is None else digests_in(row[0])
-        here = {one.path.name for one in await asyncio.to_thread(disk.listed, self._root)}
-        kept = {name: digest for name, digest in self._digests.items() if name in here}
-        self._digests = kept | await asyncio.to_thread(disk.digests_of, self._root, here - kept.keys())
-        there = self._whole() if self._node == HOME or HOME not in others else others[HOME].whole
+        latest, spared = latest_in(self._root, row and row[0])
+        rows, row_digests = await uploaded(self._bus), {} if row is None else digests_in(row[0])
+        on_disk = {checkpoint.path.name for checkpoint in await asyncio.to_thread(disk.listed, self._root)}
+        digests = {name: digest for name, digest in self._digests.items() if name in on_disk}
+        self._digests = digests | await asyncio.to_thread(disk.digests_of, self._root, on_disk - digests.keys())
+        stored = self._whole() if self._node == HOME or HOME not in rows else rows[HOME].whole
         # Not by name alone: with a bus from a backup, epochs are used again, and checkpoints have the names of earlier
         # ones.
-        whole = {name for name, digest in there.items() if digest in (self._digests.get(name), named.get(name))}
+        complete = {
+            name for name, digest in stored.items() if digest in (self._digests.get(name), row_digests.get(name))
+        }
         defects: list[Exception] = []
-        names = kept_names(here | whole, latest, keep=self._keep, spared=spared)
+        kept = partial(disk.kept_names, latest=latest, keep=self._keep, spared=spared)
+        names = kept(on_disk | complete)
         for name in _in_order(names):
             try:
-                if name not in whole:
-                    await self._upload_one(name, others)
-                elif self._node == HOME and there[name] == named.get(name):
+                if name not in complete:
+                    await self._upload_checkpoint(name, rows)
+                elif self._node == HOME and stored[name] == row_digests.get(name):
                     # The state of the oldest kept one is needed here, and the best one is found by its directory.
-                    await self._asked(partial(fetch.complete, self._root / name, self._client, sha256=named[name]))
+                    fetch = partial(remote_files.complete, self._root / name, self._client, sha256=stored[name])
+                    await self._answered(fetch)
             except (CheckpointCorrupt, OSError) as error:  # of this one: the others are not kept waiting
-                if name in whole or (self._root / name).is_dir():  # else it was removed meanwhile
+                if name in complete or (self._root / name).is_dir():  # else it was removed meanwhile
                     defects.append(error)
         if self._node == HOME and latest is not None:
-            await self._remove(
-                latest, {*names, *kept_names({*whole, latest.path.name}, latest, keep=self._keep, spared=spared)}
-            )
-        self._files = {name: files for name, files in self._files.items() if name in here}
-        self._lacking = {name: files for name, files in self._lacking.items() if files and name in here}
+            await self._remove(latest, {*names, *kept({*complete, latest.path.name})})
+        self._files = {name: files for name, files in self._files.items() if name in on_disk}
+        self._lacking = {name: files for name, files in self._lacking.items() if files and name in on_disk}
         if defects:
             await self._write_row()  # with the others, which are complete
             raise defects[0]
 
-    async def _upload_one(self, name: str, others: Mapping[int, Uploaded]) -> None:
-        """Upload this node's files of a checkpoint; on node 0, complete it when those of all nodes are there."""
+    async def _upload_checkpoint(self, name: str, rows: Mapping[int, Uploaded]) -> None:
+        """Upload this node's files of a checkpoint; on node 0, complete it when the files of all nodes are there."""
         files = (await asyncio.to_thread(manifests.read, self._root / name)).files
-        done, here = self._files.setdefault(name, set()), await asyncio.to_thread(disk.held, self._root / name)
-        if not self._own(files) - done <= here.keys():
+        own_files, uploaded_files = self._own(files), self._files.setdefault(name, set())
+        present = await asyncio.to_thread(disk.held, self._root / name)
+        if not own_files - uploaded_files <= present.keys():
             return  # only the metadata came back to this disk
-        if HOME in others and (suspect := done & set(others[HOME].lacking.get(name, ()))):
-            await self._asked(partial(self._absent, name, {file: files[file] for file in suspect}))
+        if HOME in rows and (suspects := uploaded_files & set(rows[HOME].lacking.get(name, ()))):
+            await self._answered(partial(self._absent, name, {file: files[file] for file in suspects}))
         if self._node == HOME and self._stored and name in self._stored:  # another one of this name
-            await self._asked(partial(self._store.retract, name))
+            await self._answered(partial(self._store.retract, name))
             del self._stored[name]
-            self._rest.add(name)
-        for file in (missing := sorted(self._own(files) - done)):
-            await self._asked(
-                partial(self._put, name, file, files[file]),
-                f" to the upload of {name}/{file}, {files[file].size} bytes",
-            )
-            done.add(file)
+            self._incomplete.add(name)
+        missing = {file: files[file] for file in sorted(own_files - uploaded_files)}
+        for file, entry in missing.items():
+            request = f" to the upload of {name}/{file}, {entry.size} bytes"
+            await self._answered(partial(self._put, name, file, entry), request)
+            uploaded_files.add(file)
             await self._write_row()
-        if missing and (
-            absent := await self._asked(partial(self._absent, name, {file: files[file] for file in missing}))
-        ):
+        if missing and (absent := await self._answered(partial(self._absent, name, missing))):
             raise absent[0]
-        there = done.union(*(one.files.get(name, ()) for one in others.values()))
-        if self._node == HOME and there >= files.keys():
-            await self._asked(partial(self._complete, name, files))
-            log.info(
-                "checkpoint=%s uploaded to %s bytes=%d",
-                name,
-                self._store.url,
-                sum(entry.size for entry in files.values()),
-            )
+        all_uploaded = uploaded_files.union(*(row.files.get(name, ()) for row in rows.values()))
+        if self._node == HOME and all_uploaded >= files.keys():
+            await self._answered(partial(self._complete, name, files))
+            num_bytes = sum(entry.size for entry in files.values())
+            log.info("checkpoint=%s uploaded to %s bytes=%d", name, self._store.url, num_bytes)
 
     def _own(self, files: Mapping[str, FileEntry]) -> set[str]:
-        """Return the files that this node uploads."""
-        writers = {
-            file: entry.holders[0] if entry.holders and file not in METADATA else HOME for file, entry in files.items()
+        """Return the files that this node uploads: its own, and on node 0 the metadata."""
+        return {
+            file
+            for file, entry in files.items()
+            if (entry.holders[0] if entry.holders and file not in METADATA else HOME) == self._node
         }
-        return {file for file, writer in writers.items() if writer == self._node}
 
     def _put(self, name: str, file: str, entry: FileEntry) -> None:
         """Upload a file, after a comparison with its digest. Raises StoreFailed, CheckpointCorrupt, OSError."""
+        # A disk may have damaged it since it was written, and the store would be the only copy.
         path = self._root / name / file
         if manifests.digested(path).sha256 != entry.sha256:
-            raise CheckpointCorrupt(
-                str(path.parent), file, f"sha256 {entry.sha256}", "another one, and it is not uploaded"
-            )
+            want, got = f"sha256 {entry.sha256}", "another one, and it is not uploaded"
+            raise CheckpointCorrupt(str(path.parent), file, want, got)
         self._store.upload(name, file, path)
 
     def _complete(self, name: str, files: Mapping[str, FileEntry]) -> None:
-        """Store the manifest of a checkpoint, if all its files are in the store. Raises StoreFailed, CheckpointCorrupt,
-        OSError.
-        """
         absent = self._absent(name, files)
-        self._lacking[name] = [one.file for one in absent]
+        self._lacking[name] = [defect.file for defect in absent]
         if absent:
             raise absent[0]
+        # Last, and read back: the manifest alone makes a checkpoint of the files (decision 052).
         data = (self._root / name / MANIFEST).read_bytes()
         self._store.complete(name, data)
         if self._store.manifest(name) != data:
-            raise CheckpointCorrupt(
-                f"{self._store.url}/{name}", MANIFEST, "the manifest that was written", "another one"
-            )
+            where = f"{self._store.url}/{name}"
+            raise CheckpointCorrupt(where, MANIFEST, "the manifest that was written", "another one")
         assert self._stored is not None
         self._stored[name] = Stored(digest=manifests.digest_of(data), files=files, held=tuple(files))
-        self._rest.discard(name)
+        self._incomplete.discard(name)
 
     def _absent(self, name: str, files: Mapping[str, FileEntry]) -> list[CheckpointCorrupt]:
-        """Return the files that the store lists with another size, or not at all, and forget their uploads. Raises
-        StoreFailed.
-        """
+        """Return the files that the store lacks, or lists with another size; they are uploaded again. StoreFailed."""
         sizes = self._store.listing().get(name, {})
         absent = sorted(file for file, entry in files.items() if sizes.get(file) != entry.size)
         self._files[name] -= set(absent)
@@ -377,45 +348,33 @@ class Uploads:
         ]
 
     async def _remove(self, latest: Checkpoint, kept: Collection[str]) -> None:
-        """Remove the checkpoints in the store that are before the latest and not kept. Raises StoreFailed."""
         assert self._stored is not None
-        there = self._stored.keys() | self._rest
-        newer = kept_names(there, latest, keep=1)  # and the latest
-        for name in sorted(there - {*kept, *newer}):
-            await self._asked(partial(self._store.remove, name))
+        names = self._stored.keys() | self._incomplete
+        newer = disk.kept_names(names, latest, keep=1)  # and the latest
+        for name in sorted(names - {*kept, *newer}):
+            await self._answered(partial(self._store.remove, name))
             self._stored.pop(name, None)
-            self._rest.discard(name)
+            self._incomplete.discard(name)
             log.info("checkpoint removed path=%s/%s", self._store.url, name)
 
     def _whole(self) -> dict[str, str]:
-        return {name: one.digest for name, one in (self._stored or {}).items() if one.is_whole}
+        return {name: stored.digest for name, stored in (self._stored or {}).items() if stored.is_whole}
 
     async def _write_row(self) -> None:
-        """Write the row, if anything in it has changed."""
-        files = {name: sorted(found) for name, found in self._files.items()}
-        row = {
-            "node": self._node,
-            "host": socket.gethostname(),
-            "files": files,
-            "trouble": self._trouble[:500],
-            "store": self._store.url,
-        }
+        values: dict[str, object] = {"store": self._store.url}
+        values["files"] = {name: sorted(files) for name, files in self._files.items()}
         if self._node == HOME and self._stored is not None:
-            row["whole"] = self._whole()
-        elif whole := self._row.get("whole") or await self._whole_before():
-            row["whole"] = whole
+            values["whole"] = self._whole()
+        elif complete := self._row.content.get("whole") or await self._whole_before():
+            values["whole"] = complete
         if self._lacking:
-            row["lacking"] = self._lacking
-        if row != self._row:
-            await self._bus.rows("run").put(f"{ROWS}.{self._node}", row)
-            self._row = row
+            values["lacking"] = self._lacking
+        await self._row.write(self._trouble, **values)
 
     async def _whole_before(self) -> Mapping[str, str]:
-        """Return the complete checkpoints in the row of this node's process before, which stand until the store has
-        been read.
-        """
-        mine = (await uploaded(self._bus)).get(self._node)
-        return mine.whole if mine is not None and mine.store in ("", self._store.url) else {}
+        """Return the complete checkpoints by this node's row before: it stands until the store has been read."""
+        row = (await uploaded(self._bus)).get(self._node)
+        return row.whole if row is not None and row.store in ("", self._store.url) else {}
 
 
 def foreign(owner: str) -> str:
@@ -425,11 +384,10 @@ def foreign(owner: str) -> str:
 
 
 def _in_order(names: Collection[str]) -> list[str]:
-    """Return the newest epoch's checkpoints first, and of one epoch the oldest first: the feeder waits for them in this
-    order.
-    """
-    known = [disk.named(Path(name)) for name in names]
-    return [one.path.name for one in sorted(known, key=lambda one: (-one.epoch, one.step))]
+    """Return the newest epoch first, and the oldest step of an epoch first: the feeder waits for them in this order."""
+    checkpoints = [disk.named(Path(name)) for name in names]
+    checkpoints.sort(key=lambda checkpoint: (-checkpoint.epoch, checkpoint.step))
+    return [checkpoint.path.name for checkpoint in checkpoints]
 
 
 async def in_daemon(work: Callable[[], T], silence: Silence) -> T:
@@ -437,32 +395,13 @@ async def in_daemon(work: Callable[[], T], silence: Silence) -> T:
 
     The work has no deadline: a file system that hangs keeps its thread. The errors of ``silence`` end the wait.
     """
-    loop, began = asyncio.get_running_loop(), time.monotonic()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def report(result: T | None, error: BaseException | None) -> None:
-        """Set the future's result, unless its wait was cancelled."""
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]  # None only with an error
-
-    def run() -> None:
-        """Do the work."""
-        result, failed = None, None
-        try:
-            result = work()
-        except BaseException as error:
-            failed = error
-        with suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(report, result, failed)
-
-    threading.Thread(target=run, name="store", daemon=True).start()
+    began, result = time.monotonic(), Future[T]()
+    result.set_running_or_notify_cancel()  # so that the end of this wait does not cancel it under the thread
+    threading.Thread(target=settle, args=(result, work), name="store", daemon=True).start()
+    waiter = asyncio.wrap_future(result)
     try:
-        while not (await asyncio.wait({future}, timeout=silence.after_s))[0]:
+        while not (await asyncio.wait({waiter}, timeout=silence.after_s))[0]:
             await silence.note(time.monotonic() - began)
-        return future.result()
+        return waiter.result()
     finally:
-        future.cancel()  # the result of a wait that has ended is dropped
+        waiter.cancel()  # the result of a wait that has ended is dropped

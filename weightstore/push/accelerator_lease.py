@@ -23,15 +23,11 @@ _LEARNER, _ENGINES = "learner", "engines"
 _POLL_S = 0.5
 """Interval of looking for a change of ownership or of live rows."""
 TAKING_S = 600.0
-"""Deadline for engines that began to take memory before the learner acquired the accelerator; one that starts may need
-minutes."""
+"""Deadline for engines that were taking memory when the learner acquired it; one that starts may need minutes."""
 
 
 class AcceleratorLease:
-    """The ownership of one run.
-
-    Every method but ``wait_until_available`` raises BusUnavailable when the bus stays away.
-    """
+    """The ownership of one run. All but ``wait_until_available`` raise BusUnavailable."""
 
     def __init__(self, bus: Bus) -> None:
         self._rows, self._view = bus.rows("weights"), LiveView(bus)
@@ -45,21 +41,15 @@ class AcceleratorLease:
         await self._write(_ENGINES, epoch)
 
     async def available(self) -> bool:
-        """Return whether engines may take memory now; False before the first learner has released the accelerator for
-        the first time.
-
-        A learner counts as dead when its live row has not changed since an earlier call, for the time that ``LiveView``
-        allows.
-        """
+        """Return whether engines may take memory: the learner has released it, or its live row says that it is dead."""
         row, _ = await self._rows.read(_KEY)
         if row is None:
             return False
         return bool(row["whose"] == _ENGINES) or not await self._view.alive("learner")
 
     async def wait_until_free(self) -> None:
-        """Wait for the engines that are taking memory: they can release it afterwards.
-
-        Past ``TAKING_S`` they are logged instead.
+        """Wait for the engines that are taking memory, which they can release afterwards; log those that need
+        ``TAKING_S``.
         """
         deadline = time.monotonic() + TAKING_S
         while taking := [row.id for row in await self._view.alive("engine") if row.taking_memory]:
@@ -72,9 +62,9 @@ class AcceleratorLease:
                 return
             await asyncio.sleep(_POLL_S / 2)
 
-    async def wait_until_available(self, ended: asyncio.Event | None = None) -> None:
-        """Wait until ``available``, through any outage of the bus, or until ``ended`` is set."""
-        while ended is None or not ended.is_set():
+    async def wait_until_available(self, stop: asyncio.Event | None = None) -> None:
+        """Wait until ``available``, through any outage of the bus, or until ``stop`` is set."""
+        while stop is None or not stop.is_set():
             try:
                 if await self.available():
                     return
@@ -84,7 +74,6 @@ class AcceleratorLease:
 
     async def _write(self, whose: str, epoch: int) -> None:
         def changed(row: Value | None) -> Value | None:
-            """Return the new row; None, so that nothing is written, if it belongs to a newer learner."""
             replaced = row is not None and int(row.get("epoch", 0)) > epoch
             return None if replaced else {"whose": whose, "epoch": epoch}
 

@@ -8,11 +8,7 @@ import asyncio
 import logging
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
-
-from torch import Tensor
 
 from tidemill.bus.client.addresses import HERE, Reach
 from tidemill.bus.http.access import RunAccess
@@ -20,9 +16,9 @@ from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import RunKeys
 from tidemill.bus.wire.rows import VersionRow
 from tidemill.weightstore.errors import SnapshotBroken
-from tidemill.weightstore.format.manifest import Manifest
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store import snapshot_files
 from tidemill.weightstore.store.registry import VersionRegistry
+from tidemill.weightstore.transport.staging import StagedModel
 
 _log = logging.getLogger(__name__)
 
@@ -31,27 +27,7 @@ _SHUTDOWN_S = 1.0
 """Time that downloads have to end; an engine resumes an interrupted one later."""
 
 
-class StagedVersion(Protocol):
-    """A staged copy of the weights of a version."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def manifest(self) -> Manifest:
-        """All its tensors."""
-        ...
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Its tensors by name, to be read one at a time; raises OSError for one in another process that cannot be
-        read.
-        """
-        ...
-
-
-class SnapshotStore:
+class SnapshotServer:
     """Directories ``v<version>``. ``open`` in the loop that serves them; ``url`` is known then."""
 
     def __init__(
@@ -64,19 +40,13 @@ class SnapshotStore:
         at: Reach = HERE,
         keys: RunKeys | None = None,
     ) -> None:
-        """``keys``: those of the run, needed at an address that other machines can reach."""
+        """``keys`` of the run, needed at an address that other machines can reach."""
         self.url = ""
-        self._directory, self._registry, self._at, self._keep, self._model_dir = (
-            directory,
-            registry,
-            at,
-            keep,
-            model_dir,
-        )
-        self._keys = keys
+        self._directory, self._registry, self._at, self._keys = directory, registry, at, keys
+        self._keep, self._model_dir = keep, model_dir
         self._listener: Listener | None = None
         self._writing = asyncio.Lock()
-        self._here: set[int] = set()
+        self._present: set[int] = set()
         """Versions of this registry with a complete directory. A directory of another run may have the same name."""
 
     async def open(self) -> None:
@@ -86,7 +56,7 @@ class SnapshotStore:
         All other directories are removed: it is not known which run their weights belong to.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
-        for path in self._directory.glob("*" + snapshot.ASIDE):
+        for path in self._directory.glob("*" + snapshot_files.ASIDE):
             shutil.rmtree(path)
         self._listener = Listener({}, RunAccess(self._keys), files=self._directory, shutdown_s=_SHUTDOWN_S)
         # Any port: engines read the URL from the row of the version.
@@ -94,10 +64,10 @@ class SnapshotStore:
         newest = await self._registry.snapshot()
         if newest is not None and newest.snapshot.startswith("http"):
             if await asyncio.to_thread(self._left_over, newest):
-                self._here.add(newest.version)
+                self._present.add(newest.version)
             await self._registry.set_snapshot(newest.version, self.where(newest.version))
         for path in list(self._directory.iterdir()):
-            if (found := _NAME.fullmatch(path.name)) and int(found[1]) not in self._here:
+            if (match := _NAME.fullmatch(path.name)) and int(match[1]) not in self._present:
                 _log.warning("snapshot of an earlier process removed path=%s", path)
                 await asyncio.to_thread(shutil.rmtree, path)
 
@@ -108,19 +78,19 @@ class SnapshotStore:
 
     def where(self, version: int) -> str:
         """Return the URL of a version's snapshot; "" when there is none."""
-        return f"{self.url}/v{version}" if version in self._here else ""
+        return f"{self.url}/v{version}" if version in self._present else ""
 
-    async def put(self, staging: StagedVersion) -> str:
-        """Write the staged version unless it exists, record it, remove the oldest. Returns its URL. The caller holds
-        the staging copy.
+    async def put(self, copy: StagedModel) -> str:
+        """Write the staged version unless it exists, record it, and remove the oldest. Returns its URL. The caller
+        holds it.
         """
         async with self._writing:
-            if not self.where(staging.version):
-                await asyncio.to_thread(self._write, staging)
-                self._here.add(staging.version)
-            where = self.where(staging.version)
-            await self._registry.set_snapshot(staging.version, where)
-            await self._prune(staging.version)
+            if not self.where(copy.version):
+                await asyncio.to_thread(self._write, copy)
+                self._present.add(copy.version)
+            where = self.where(copy.version)
+            await self._registry.set_snapshot(copy.version, where)
+            await self._prune(copy.version)
             return where
 
     async def adopt(self, row: VersionRow) -> None:
@@ -133,38 +103,37 @@ class SnapshotStore:
             if not self.where(0):
                 path = self._directory / "v0"
                 await asyncio.to_thread(
-                    snapshot.adopt, self._model_dir, path, version=0, step=row.step, digest=row.digest
+                    snapshot_files.adopt, self._model_dir, path, version=0, step=row.step, digest=row.digest
                 )
-                self._here.add(0)
+                self._present.add(0)
             await self._registry.set_snapshot(0, self.where(0))
 
-    def _write(self, staging: StagedVersion) -> None:
-        path, of = self._directory / f"v{staging.version}", staging.manifest
-        snapshot.write(
+    def _write(self, copy: StagedModel) -> None:
+        path = self._directory / f"v{copy.version}"
+        snapshot_files.write(
             path,
-            staging.tensors,
-            version=staging.version,
-            step=staging.step,
+            copy.tensors,
+            version=copy.version,
+            step=copy.step,
             model_dir=self._model_dir,
             durable=False,
-            manifest=of,
+            manifest=copy.manifest,
         )
-        _log.info("snapshot written version=%d step=%d path=%s", staging.version, staging.step, path)
+        _log.info("snapshot written version=%d step=%d path=%s", copy.version, copy.step, path)
 
     async def _prune(self, put: int) -> None:
-        """Remove the oldest snapshots, but not the one that has just been put."""
-        others = sorted(self._here - {put})
-        for version in others[: max(0, len(others) + 1 - self._keep)]:
+        older = sorted(self._present - {put})
+        for version in older[: max(0, len(older) + 1 - self._keep)]:
             # The row is cleared before the directory is removed, so that no engine is sent to files that are going
             # away.
-            self._here.discard(version)
+            self._present.discard(version)
             await self._registry.set_snapshot(version, "")
             await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version}")
 
     def _left_over(self, row: VersionRow) -> bool:
         """Return whether the directory is complete and has the version, step and digest of the row. Blocking."""
         try:
-            info = snapshot.verify(self._directory / f"v{row.version}")
+            info = snapshot_files.verify(self._directory / f"v{row.version}")
         except SnapshotBroken as error:
             _log.warning("newest snapshot not usable version=%d reason=%s", row.version, error)
             return False

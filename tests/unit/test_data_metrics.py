@@ -11,7 +11,7 @@ from tests.metric_names import undocumented
 from tidemill.bus.wire.messages import Plan, Sample, Span, Timings, Turns
 from tidemill.launch.cli.status import episodes_in_words
 from tidemill.learner.algorithms.alarms import AlarmConfig, Context
-from tidemill.learner.feed.episode_metrics import SHARE, EpisodeAge, episode_metrics
+from tidemill.learner.feed.data_metrics import SHARE, EpisodeAge, episode_metrics
 
 
 def test_single_turns_have_none() -> None:

@@ -1,9 +1,8 @@
-"""Keeper of a node's checkpoints, in the node's agent: serves them over HTTP, copies the checkpoints of its neighbours,
-removes old ones.
+"""Copies of checkpoints on neighbouring nodes: a node's agent serves its files over HTTP, and copies its neighbours'.
 
     row run/holder.<R>   {"node", "host", "url", "held": {checkpoint: [file, ...]}, "trouble"}, written when it changes
 
-Consumes the directories that ranks rename into place, and the rows of the other keepers. Waits for nothing but its
+Consumes the directories that ranks rename into place, and the rows of the other nodes. Waits for nothing but its
 interval; what fails (a neighbour that is away, a disk that is full) is in the row and tried again. It needs no rank, so
 it also serves between two attempts.
 """
@@ -25,16 +24,23 @@ from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import api_keys
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
-from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
-from tidemill.learner.checkpoints.disk import Checkpoint
 from tidemill.learner.checkpoints.manifest import MANIFEST, FileEntry
-from tidemill.learner.checkpoints.peers import PATH, Peer, PeerClient, targets
+from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY, latest_in, targets
+from tidemill.learner.checkpoints.remote_files import PATH, Peer, PeerClient
 from tidemill.learner.errors import CheckpointCorrupt
 
+log = logging.getLogger(__name__)
+
+ROWS = "holder"
+"""Rows of the bucket ``run``, one for each node: ``holder.<R>``."""
+INTERVAL_S = 1.0
+"""Longest time between two looks at the directory and at the rows; a row that changes wakes the keeper."""
 _KEPT_MANIFESTS = 8
-"""Manifests in memory; that of a complete directory does not change, and names are not used again."""
+"""Manifests in memory: complete directories do not change, and their names are not used again."""
+_SHOWN_TROUBLE = 500
+"""Characters of an error in a row."""
 
 
 class CheckpointServer:
@@ -47,8 +53,12 @@ class CheckpointServer:
     @property
     def routes(self) -> Mapping[str, Route]:
         """Routes of the server."""
-        held, file = Route.request(self._held), Route.request(self._file)
-        return {"GET /health": Route.open(self._health), f"GET {PATH}": held, f"GET {PATH}/{{name}}/{{file:.+}}": file}
+        listing, file = Route.request(self._held), Route.request(self._file)
+        return {
+            "GET /health": Route.open(self._health),
+            f"GET {PATH}": listing,
+            f"GET {PATH}/{{name}}/{{file:.+}}": file,
+        }
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"node": self._node})
@@ -59,18 +69,16 @@ class CheckpointServer:
     async def _file(self, request: web.Request) -> web.StreamResponse:
         """Send a file. 404 for all but the files of complete checkpoints, wherever the path points."""
         name, file = request.match_info["name"], request.match_info["file"]
-        path = await asyncio.to_thread(self._found, name, file)
+        path = await asyncio.to_thread(self._path_of, name, file)
         if path is None:
-            raise web.HTTPNotFound(
-                text=f"want a file of a checkpoint that this node has, got {name[:80]}/{file[:80]}\n"
-            )
+            text = f"want a file of a checkpoint that this node has, got {name[:80]}/{file[:80]}\n"
+            raise web.HTTPNotFound(text=text)
         return web.FileResponse(path)
 
-    def _found(self, name: str, file: str) -> Path | None:
-        """Return the path of a file that may be sent."""
+    def _path_of(self, name: str, file: str) -> Path | None:
         try:
-            directory = disk.named(Path(name)).path  # raises for other names
-            if directory.name != name:  # an encoded slash
+            checkpoint = disk.parse_name(Path(name))
+            if checkpoint is None or checkpoint.path.name != name:  # an encoded slash
                 return None
             directory = self._root / name
             if file != MANIFEST and file not in self._files(directory):
@@ -91,25 +99,30 @@ class CheckpointServer:
 
 def held_below(root: Path) -> dict[str, list[str]]:
     """Return the files of every checkpoint below ``root`` that are there with their size, and the manifest."""
-    found = {}
-    for one in disk.listed(root):
+    files = {}
+    for checkpoint in disk.listed(root):
         try:
-            found[one.path.name] = sorted([MANIFEST, *disk.held(one.path)])
+            files[checkpoint.path.name] = sorted([MANIFEST, *disk.held(checkpoint.path)])
         except CheckpointCorrupt as error:
             log.warning("checkpoint passed over: %s", error)
-    return found
+    return files
 
 
-log = logging.getLogger(__name__)
+class NodeRow:
+    """A row of this node in the bucket ``run``, ``<kind>.<node>``, written when its content changes."""
 
-ROWS = "holder"
-"""Rows of the bucket ``run``, one for each node: ``holder.<R>``."""
-CHECKPOINT_KEY = "checkpoint"
-"""Row of the bucket ``run``: ``{"directory", "step", "epoch", "chain", "manifest", "kept", "manifests"}`` of the latest
-checkpoint.
-"""
-INTERVAL_S = 1.0
-"""Longest time between two looks at the directory and at the rows; a row that changes wakes the keeper."""
+    def __init__(self, bus: Bus, kind: str, node: int) -> None:
+        self._rows, self._key, self._node = bus.rows("run"), f"{kind}.{node}", node
+        self.content: dict[str, object] = {}
+        """Content as last written; empty = it was not."""
+
+    async def write(self, trouble: str, **values: object) -> None:
+        """Write the row, unless nothing has changed. Raises BusError."""
+        host = socket.gethostname()
+        content = {"node": self._node, "host": host, "trouble": trouble[:_SHOWN_TROUBLE], **values}
+        if content != self.content:
+            await self._rows.put(self._key, content)
+            self.content = content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +150,13 @@ class Holder:
 
 async def holders(bus: Bus) -> dict[int, Holder]:
     """Return the rows of all nodes that ever had one, by node. Raises BusUnavailable."""
-    found = {}
-    for row, _ in (await bus.rows("run").all(ROWS)).values():
-        one = Holder(
+    rows = [row for row, _ in (await bus.rows("run").all(ROWS)).values()]
+    return {
+        row["node"]: Holder(
             node=row["node"], url=row["url"], host=row.get("host", ""), held=row["held"], trouble=row.get("trouble", "")
         )
-        found[one.node] = one
-    return found
+        for row in rows
+    }
 
 
 class Keeper:
@@ -151,10 +164,9 @@ class Keeper:
 
     def __init__(self, bus: Bus, root: Path, ring: Ring, *, reach: Reach = HERE) -> None:
         self._bus, self._root, self._ring, self._reach = bus, root, ring, reach
-        self._key = f"{ROWS}.{ring.node}"
+        self._row = NodeRow(bus, ROWS, ring.node)
         self._client = PeerClient(())
         self._keys = api_keys(bus)
-        self._row: dict[str, object] = {}
         self._trouble = ""
         self._refused: dict[str, str] = {}
         """Checkpoints that could not be copied, with the reason, so that it is logged once."""
@@ -163,14 +175,13 @@ class Keeper:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """Verify this node's files, serve them, and write the row; damaged files are set aside first. Raises OSError,
-        BusUnavailable.
-        """
+        """Set damaged files aside, serve the others, and write the row. Raises OSError, BusUnavailable."""
         await asyncio.to_thread(clean, self._root)
         listener = Listener(CheckpointServer(self._root, node=self._ring.node).routes, RunAccess(self._keys))
         try:
+            # Any port: the others read the URL from the row.
             self.url = await listener.start(self._reach.bind, 0, advertise=self._reach.advertised, name="learner")
-            await self._tell()
+            await self._write_row()
             if self._ring.copies == 1 and self._ring.num_nodes > 1 and self._ring.node == 0:
                 log.warning(
                     "learner.checkpoint.copies: 1: a node lost with its disk loses the run's newest states; "
@@ -188,40 +199,33 @@ class Keeper:
             while True:
                 try:
                     await self.look()
-                except (
-                    BusError
-                ) as error:  # it is away, or the row of the latest checkpoint or of the key cannot be read
+                except BusError as error:  # it is away, or a row cannot be read: the latest checkpoint's, or the key
                     log.info("checkpoints of others are not copied now error=%s", error)
                 await changed.wait(INTERVAL_S)  # the ranks of this node wake no keeper, and a wake-up may be lost
 
     async def look(self) -> None:
-        """Copy files that this node lacks, remove those that are not kept, and write the row if it has changed. Raises
-        BusError.
-        """
-        others = {node: one for node, one in (await holders(self._bus)).items() if node != self._ring.node}
+        """Copy files that this node lacks, remove checkpoints that are not kept, and write a changed row. BusError."""
+        ring = self._ring
+        neighbours = [holder for holder in (await holders(self._bus)).values() if holder.node != ring.node]
         keys = await self._keys.known()
-        peers = tuple(Peer(node=one.node, url=one.url, key=keys.bearer) for one in others.values() if one.url)
+        peers = tuple(Peer(node=holder.node, url=holder.url, key=keys.bearer) for holder in neighbours if holder.url)
         if peers != self._client.peers:
             self._client.close()
             self._client = PeerClient(peers)
         row = await self._bus.rows("run").get(CHECKPOINT_KEY)
-        latest, spared = (None, ()) if row is None else (latest_of(self._root, row[0]), tuple(row[0].get("kept", ())))
-        names = {name for one in others.values() for name in one.held} | {
-            one.path.name for one in disk.listed(self._root)
-        }
+        latest, spared = latest_in(self._root, row and row[0])
+        names = {name for holder in neighbours for name in holder.held}
+        names |= {checkpoint.path.name for checkpoint in disk.listed(self._root)}
         self._trouble = ""
-        for name in kept_names(names, latest, keep=self._ring.keep, spared=spared):
+        for name in disk.kept_names(names, latest, keep=ring.keep, spared=spared):
             await asyncio.to_thread(self._copy, name)
-        if (
-            latest is not None and self._ring.node != 0
-        ):  # the feeder does it on node 0, where it needs the oldest one's state
-            await asyncio.to_thread(disk.prune, self._root, keep=self._ring.keep, latest=latest, spared=spared)
-        await self._tell()
+        if latest is not None and ring.node != 0:  # on node 0 the feeder does it, which needs the oldest one's state
+            await asyncio.to_thread(disk.prune, self._root, keep=ring.keep, latest=latest, spared=spared)
+        await self._write_row()
 
     def _copy(self, name: str) -> None:
-        """Copy the files of a checkpoint that this node should have."""
         try:
-            fetch.complete(self._root / name, self._client, self._wanted)
+            remote_files.complete(self._root / name, self._client, self._select)
             self._refused.pop(name, None)
         except (CheckpointCorrupt, OSError) as error:
             self._trouble = str(error)
@@ -229,85 +233,29 @@ class Keeper:
                 log.error("checkpoint=%s is not copied to node %d, trying again: %s", name, self._ring.node, error)
                 self._refused[name] = self._trouble
 
-    def _wanted(self, files: Mapping[str, FileEntry]) -> Collection[str]:
-        ring = self._ring
-        if not ring.copies:
-            return fetch.metadata(files)
-        copied = {
-            name
-            for name, one in files.items()
-            if ring.node in targets(one, num_nodes=ring.num_nodes, copies=ring.copies)
-        }
-        return copied | set(fetch.metadata(files))
+    def _select(self, files: Mapping[str, FileEntry]) -> Collection[str]:
+        ring, selected = self._ring, set(remote_files.metadata(files))
+        for name, entry in files.items():
+            if ring.copies and ring.node in targets(entry, num_nodes=ring.num_nodes, copies=ring.copies):
+                selected.add(name)
+        return selected
 
-    async def _tell(self) -> None:
-        """Write the row, if anything in it has changed."""
+    async def _write_row(self) -> None:
         held = await asyncio.to_thread(held_below, self._root)
-        row = {
-            "node": self._ring.node,
-            "host": socket.gethostname(),
-            "url": self.url,
-            "held": held,
-            "trouble": self._trouble[:500],
-        }
-        if row != self._row:
-            await self._bus.rows("run").put(self._key, row)
-            self._row = row
+        await self._row.write(self._trouble, url=self.url, held=held)
 
 
 def clean(root: Path) -> None:
-    """Remove leftovers of an earlier process, and set damaged files aside: what is used afterwards was intact at this
-    start.
-    """
+    """Remove leftovers of an earlier process, and set damaged files aside: what is read later was intact."""
     root.mkdir(parents=True, exist_ok=True)
-    fetch.remove_leftovers(root)
-    for one in disk.listed(root):
+    remote_files.remove_leftovers(root)
+    for checkpoint in disk.listed(root):
         try:
-            damaged = disk.damaged(one.path)
+            damaged = disk.damaged(checkpoint.path)
         except CheckpointCorrupt as error:
             log.error("checkpoint without a manifest is set aside: %s", error)
-            disk.set_aside(one.path)
+            disk.set_aside(checkpoint.path)
             continue
         for difference in damaged:
             log.error("checkpoint file is CORRUPT, and set aside: %s", difference)
-            disk.set_aside_file(one.path, difference.file)
-
-
-def kept_names(
-    names: Collection[str], latest: Checkpoint | None, *, keep: int, spared: Collection[str] = ()
-) -> list[str]:
-    """Return the checkpoints that are kept, by the rule of ``disk.prune``: the latest, those before it, and newer
-    ones.
-    """
-    found = []
-    for name in names:
-        try:
-            found.append(disk.named(Path(name)))
-        except ValueError:
-            continue  # a row is not trusted
-    found.sort(reverse=True)
-    if latest is None:
-        return [one.path.name for one in found]
-    newer = [one for one in found if one.is_newer(latest)]
-    before = [one for one in found if one.is_before(latest)]
-    mine = [one for one in found if (one.step, one.epoch) == (latest.step, latest.epoch)]
-    before = [*before[: keep - 1], *(one for one in before[keep - 1 :] if one.path.name in spared)]
-    return [one.path.name for one in [*newer, *mine, *before]]
-
-
-def digests_in(row: JsonMapping) -> dict[str, str]:
-    """Return the digests of the manifests that the row of the latest checkpoint names: of the latest, and of those that
-    are kept.
-    """
-    known: dict[str, str] = {**row.get("manifests", {})}
-    if row.get("manifest"):
-        known[Path(row["directory"]).name] = row["manifest"]
-    return known
-
-
-def latest_of(root: Path, row: JsonMapping) -> Checkpoint | None:
-    """Return the checkpoint that the row names, as a directory below ``root``; None for a row without its name."""
-    try:
-        return disk.named(root / Path(row["directory"]).name)
-    except ValueError:
-        return None
+            disk.set_aside_file(checkpoint.path, difference.file)

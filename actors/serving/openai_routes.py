@@ -1,70 +1,33 @@
-"""OpenAI's paths of any engine (/v1/models, /v1/completions, /v1/chat/completions), built on its implementation of
-/generate.
-"""
+"""OpenAI's paths of any engine (models, completions, chat completions), built on its implementation of /generate."""
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from pathlib import Path
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
 from tidemill.actors.events import DONE, event
-from tidemill.actors.generate_body import RequestLimits
 from tidemill.actors.http_api import body_of
 from tidemill.actors.openai import openai_api
-from tidemill.actors.text.text import Text, beside_loop, size_of
+from tidemill.actors.openai.openai_answers import ResponseBuilder
+from tidemill.actors.serving.port import Backend
+from tidemill.actors.text.text import beside_loop, size_of
 from tidemill.actors.text.tool_calls import ChatTemplate
 from tidemill.bus.http.access import Route
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
-State = JsonMapping
-
-
-class EngineProperties(Protocol):
-    """Properties of an engine that the routes need."""
-
-    @property
-    def url(self) -> str:
-        """URL of the engine, for errors."""
-        ...
-
-    @property
-    def model_dir(self) -> Path:
-        """Directory of the model; its name is the model's name."""
-        ...
-
-    @property
-    def text(self) -> Text | None:
-        """Tokenizer; None = the model directory has none."""
-        ...
-
-    @property
-    def limits(self) -> RequestLimits:
-        """Bounds of a request."""
-        ...
-
-
-class GenerateBackend(Protocol):
-    """An engine's implementation of /generate."""
-
-    def states(self, body: Mapping[str, object]) -> AsyncGenerator[State, None]:
-        """Yield SGLang's JSON of all responses to a body of /generate, in order; or, streamed, of each as it grows,
-        with its ``index``.
-
-        A response that fails among others is ``{"error": {"message": ..., "code": ...}}``. Closing it early drops the
-        unfinished responses. Raises BadRequest, EngineUnavailable, EngineFailed; BadRequest before the first state.
-        """
-        ...
+if TYPE_CHECKING:
+    from tidemill.actors.serving.host import EngineHost
 
 
 class OpenAiRoutes:
     """OpenAI's paths of one engine."""
 
-    def __init__(self, engine: EngineProperties, backend: GenerateBackend) -> None:
+    def __init__(self, engine: "EngineHost[Any]", backend: Backend) -> None:
         """Read the chat template of the model directory. Raises ValueError for an invalid one."""
         self._engine, self._backend = engine, backend
         self._model = engine.model_dir.resolve().name
@@ -74,41 +37,35 @@ class OpenAiRoutes:
         """Return the routes by method and path."""
         return {
             "GET /v1/models": Route.request(self._models),
-            "POST /v1/completions": Route.request(self._completions),
-            "POST /v1/chat/completions": Route.request(self._chat),
+            "POST /v1/completions": Route.request(partial(self._respond, chat=False)),
+            "POST /v1/chat/completions": Route.request(partial(self._respond, chat=True)),
         }
 
     async def _models(self, request: web.Request) -> web.Response:
-        known = {
+        model = {
             "id": self._model,
             "object": "model",
             "created": 0,
             "owned_by": "tidemill",
             "max_model_len": self._engine.limits.max_context,
         }
-        return web.json_response({"object": "list", "data": [known]})
-
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._respond(request, chat=False)
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._respond(request, chat=True)
+        return web.json_response({"object": "list", "data": [model]})
 
     async def _respond(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         try:
             return await self._answer(request, chat)
         except (BadRequest, EngineError) as error:
-            return _error_response(error)
+            body = _error_of(error)
+            return web.json_response(body, status=body["error"]["code"])
 
     async def _answer(self, request: web.Request, chat: bool) -> web.StreamResponse:
-        engine = self._engine
+        engine, text = self._engine, self._engine.text
         parsed = openai_api.parse(body_of(request), chat=chat)
         size = size_of(parsed.messages if parsed.chat else parsed.prompts)
-        prompts = await beside_loop(size, lambda: openai_api.prompt_ids(parsed, engine.text, self._template))
-        text = engine.text
-        builder = openai_api.ResponseBuilder(
+        prompts = await beside_loop(size, lambda: openai_api.prompt_ids(parsed, text, self._template))
+        builder = ResponseBuilder(
             parsed,
-            id=secrets.token_hex(12),
+            chat_id=secrets.token_hex(12),
             model=self._model,
             created=int(time.time()),
             piece=None if text is None else lambda token: text.decode([token], skip_special=False),
@@ -123,7 +80,7 @@ class OpenAiRoutes:
         return web.json_response(builder.whole(answers))
 
     async def _stream(
-        self, request: web.Request, states: AsyncGenerator[State, None], builder: openai_api.ResponseBuilder
+        self, request: web.Request, states: AsyncGenerator[JsonMapping, None], builder: ResponseBuilder
     ) -> web.StreamResponse:
         """Stream the answer. It begins with the first state, so that an earlier refusal still has an HTTP status."""
         first = await anext(states, None)
@@ -144,7 +101,7 @@ class OpenAiRoutes:
         await response.write(DONE)
         return response
 
-    def _checked(self, state: State) -> State:
+    def _checked(self, state: JsonMapping) -> JsonMapping:
         """Return the state. Raises BadRequest, EngineUnavailable or EngineFailed if it is an error."""
         if (error := state.get("error")) is None:
             return state
@@ -154,7 +111,7 @@ class OpenAiRoutes:
         raise (EngineUnavailable if code == 503 else EngineFailed)(self._engine.url, message)
 
 
-async def _write_state(response: web.StreamResponse, state: State, builder: openai_api.ResponseBuilder) -> None:
+async def _write_state(response: web.StreamResponse, state: JsonMapping, builder: ResponseBuilder) -> None:
     if (error := state.get("error")) is not None:
         await response.write(event(openai_api.error(str(error.get("message")), int(error.get("code") or 500))))
         return
@@ -166,8 +123,3 @@ def _error_of(error: Exception) -> JsonObject:
     if isinstance(error, EngineUnavailable):
         return {**openai_api.error(error.reason, 503), "unavailable": type(error).__name__}
     return openai_api.error(str(error), 400 if isinstance(error, BadRequest) else 500)
-
-
-def _error_response(error: Exception) -> web.Response:
-    body = _error_of(error)
-    return web.json_response(body, status=body["error"]["code"])

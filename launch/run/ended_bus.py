@@ -1,7 +1,7 @@
 """The bus of a run that is over, started for one command: read-only, on the run's own store, and stopped when the
 command ends.
 
-    store not in use -> nats-server on a free port of 127.0.0.1 -> the viewer reads -> stopped (by the kernel after kill -9)
+    store not in use -> nats-server on a free port of 127.0.0.1 -> the viewer reads -> stopped (also after kill -9)
 
 The viewer may create nothing but consumers in memory, so the streams do not change. The run itself has priority: when
 it is started again, its bus sends SIGTERM to this process, which stops the server at once, even in the middle of its
@@ -50,9 +50,7 @@ class EndedBus:
 
     @classmethod
     def of(cls, root: Path) -> "EndedBus | None":
-        """Return the bus of the run in ``root``; None if its bus is external or running. Raises ValueError if its
-        streams are missing.
-        """
+        """Return the bus of the run in ``root``; None if it is external or running. Raises ValueError."""
         file = root / CONFIG_FILE
         config = from_map(yaml_file.read(file)[0], str(file))
         bus, directory = config.bus, root / BUS_DIR
@@ -77,10 +75,7 @@ def _running(directory: Path) -> bool:
 
 @contextmanager
 def started(bus: EndedBus) -> Iterator[str]:
-    """Run the bus while entered; yield its address with the viewer's password in it: not to be shown.
-
-    Raises ValueError when the server cannot be started, RunResumed on SIGTERM.
-    """
+    """Run the bus while entered; yield its address, not to be shown. Raises ValueError, RunResumed on SIGTERM."""
     password = "" if bus.config.auth else secrets.token_urlsafe(_PASSWORD_BYTES)
     try:
         servers = EmbeddedBus(bus.directory, bus.run, bus.config, bus.auth_dir, read_only=True, viewer=password)

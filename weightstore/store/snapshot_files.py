@@ -3,7 +3,7 @@ use.
 
 config.json, tokenizer files, ...     copied from the model directory
 model.safetensors                     or model-00001-of-0000N.safetensors with model.safetensors.index.json
-manifest.json                         version, step, digest of names/shapes/dtypes, size and SHA-256 of every file; written last
+manifest.json                         version, step, digest of names/shapes/dtypes, size and SHA-256 of the files; last
 """
 
 import hashlib
@@ -32,8 +32,7 @@ ASIDE = ".part"
 """Suffix of a directory that is being written."""
 
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt"}
-"""Suffixes of weights, in the formats of Hugging Face: they are not copied, because a snapshot has weights of its own.
-"""
+"""Suffixes of weights in Hugging Face formats, which are not copied: a snapshot has weights of its own."""
 _CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -100,13 +99,12 @@ def write(
     durable: bool = True,
     manifest: Manifest | None = None,
 ) -> SnapshotInfo:
-    """Write to a temporary directory and rename it to ``directory``, which is replaced if it exists.
+    """Write to a temporary directory and rename it to ``directory``, which is replaced. Returns the manifest's
+    contents.
 
-    Each tensor is taken from ``tensors`` once, and not kept. ``manifest``: theirs; None = it is made from them first.
-    Configuration and tokenizer are copied from ``model_dir``; the dtype that its config.json names becomes that of the
-    tensors. With ``durable`` all is synced to the disk and survives a loss of power; without, such a loss may leave a
-    directory that ``verify`` refuses.
-    Returns the contents of the manifest.
+    Each tensor is taken from ``tensors`` once, and not kept. Configuration and tokenizer are copied from ``model_dir``,
+    with the tensors' dtype in config.json. With ``durable`` all is synced to the disk; without, a loss of power may
+    leave a directory that ``verify`` refuses.
     """
     aside = directory.with_name(directory.name + ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
@@ -126,9 +124,9 @@ def write(
 
 
 def adopt(model_dir: Path, directory: Path, *, version: int, step: int, digest: str) -> SnapshotInfo:
-    """Make a snapshot of a model directory with its weights; files are linked if the file system supports it.
+    """Make a snapshot of a model directory, with links if the file system has them. Returns the manifest's contents.
 
-    ``digest`` is that of the manifest of its tensors, which are not read. Returns the contents of the manifest.
+    ``digest``: of the manifest of its tensors, which are not read.
     """
     aside = directory.with_name(directory.name + ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
@@ -149,9 +147,7 @@ def adopt(model_dir: Path, directory: Path, *, version: int, step: int, digest: 
 
 
 def _set_dtype(file: Path, manifest: Manifest) -> None:
-    """Write the dtype of most bytes of the tensors into a config.json that names another one; a loader casts to the
-    dtype named there.
-    """
+    """Set the dtype of most bytes of the tensors in config.json, because a loader casts to it."""
     sizes: dict[str, int] = {}
     for spec in manifest.specs:
         sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes
@@ -172,6 +168,8 @@ def _set_dtype(file: Path, manifest: Manifest) -> None:
 def rename_into_place(aside: Path, directory: Path, *, durable: bool) -> None:
     """Rename a finished directory to its final name."""
     if durable:
+        # Files and names before the rename, and the parent after it: a final name means complete, also after a loss
+        # of power.
         for path in [*aside.iterdir(), aside]:
             sync(path)
     if directory.exists():
@@ -191,10 +189,7 @@ def read_info(directory: Path) -> SnapshotInfo:
 
 
 def verify(directory: Path) -> SnapshotInfo:
-    """Read and hash every file. Returns the contents of the manifest.
-
-    Raises SnapshotBroken naming the first file that is missing, cut short or changed.
-    """
+    """Read and hash every file. Returns the manifest's contents. Raises SnapshotBroken for a missing or other file."""
     info = read_info(directory)
     for name, (size, digest) in info.files.items():
         path = directory / name
@@ -202,9 +197,9 @@ def verify(directory: Path) -> SnapshotInfo:
             raise SnapshotBroken(str(path), f"{size} bytes", "no such file")
         if path.stat().st_size != size:
             raise SnapshotBroken(str(path), f"{size} bytes", f"{path.stat().st_size}")
-        found = _hash_file(path)[1]
-        if found != digest:
-            raise SnapshotBroken(str(path), f"SHA-256 {digest}", found)
+        sha256 = _hash_file(path)[1]
+        if sha256 != digest:
+            raise SnapshotBroken(str(path), f"SHA-256 {digest}", sha256)
     return info
 
 
@@ -246,7 +241,6 @@ def _shards(manifest: Manifest, shard_bytes: int) -> list[list[TensorSpec]]:
 
 
 def _write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write tensors one after the other, without a copy of the whole. Returns (bytes, SHA-256)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in specs:

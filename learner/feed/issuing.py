@@ -1,0 +1,139 @@
+"""Issue of training tasks: the prompt that the DataSource demands, as a task in TASKS.
+
+    DataSource.wanted() --> prompt, tokenized in a thread --> TASKS --> DataSource.issued()
+
+Waits for places, which settled groups and new versions give back (``waiter``).
+"""
+
+import asyncio
+import time
+from dataclasses import replace
+
+from tidemill.bus.errors import WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.messages import Kind, Task
+from tidemill.learner.buffer.admission import TaskDemand
+from tidemill.learner.feed.feeder_settings import FeederSettings
+from tidemill.learner.feed.restart import Restored
+from tidemill.learner.prompts.curriculum import Curriculum
+from tidemill.learner.prompts.prompt_file import Drawn, PromptFile, sampler_seed
+
+LOOK_AGAIN_S = 5.0
+"""Longest sleep of the loop, which is normally woken."""
+
+
+class TaskIssuer:
+    """The loop that issues training tasks, and the store of all tasks."""
+
+    def __init__(
+        self, bus: Bus, settings: FeederSettings, prompts: PromptFile, restored: Restored, curriculum: Curriculum
+    ) -> None:
+        self._bus, self._settings, self._prompts, self._curriculum = bus, settings, prompts, curriculum
+        self._source = restored.resumed.source
+        self._planned, self._senders, self._epoch = restored.planned, restored.senders, restored.epoch
+        self.lock = asyncio.Lock()
+        """Held from the issue of a task until it is registered: ids are registered in their order."""
+        self.waiter = Waiter()
+        """Woken when another task may be admitted."""
+        self.stopped = False
+        """True once the last step is known: no further task is issued."""
+
+    async def run(self, decide: Waiter) -> None:
+        """Background loop: issue tasks. ``decide``: woken after each."""
+        num_epochs = self._source.rules.num_epochs
+        while True:
+            # Before the task is chosen: a pause after it would issue a task at a version that may have changed
+            # meanwhile.
+            await asyncio.sleep(self._senders.pause_s)
+            demand = self._demand()
+            if demand is None:
+                await self.waiter.wait(LOOK_AGAIN_S)
+                continue
+            drawn = await prompt_for(demand, self._prompts, self._curriculum, num_epochs=num_epochs)
+            if drawn is None:
+                self._source.passed(num_epochs)
+            else:
+                await self._issue(drawn, demand)
+            decide.wake()
+
+    def _demand(self) -> TaskDemand | None:
+        return None if self.stopped else self._source.wanted()
+
+    async def _issue(self, drawn: Drawn, demand: TaskDemand) -> None:
+        """Issue the task of a prompt that was drawn for ``demand``, unless another prompt is to be issued by now."""
+        # Asked again, because a version may have been published while the prompt was tokenized, or a prompt requeued.
+        newest = self._demand()
+        if newest is None or replace(newest, min_version=demand.min_version, issue_step=demand.issue_step) != demand:
+            return
+        try:
+            await self.store(task_of(newest, drawn, self._settings, seed=self._prompts.seed, epoch=self._epoch))
+        except WireError as error:  # larger than a message, which no try can change
+            self._prompts.leave_out(drawn.epoch, drawn.offset, error)
+
+    async def store(self, task: Task) -> Task:
+        """Store and register a task. Returns it with its id."""
+        async with self.lock:
+            task = replace(task, id=await self._bus.tasks.issue(task))
+            self._source.issued(task, time.monotonic())
+            if task.kind is Kind.TRAIN:
+                self._planned.note(task)
+        return task
+
+
+async def prompt_for(
+    demand: TaskDemand, prompts: PromptFile, curriculum: Curriculum, *, num_epochs: int
+) -> Drawn | None:
+    """Return the prompt of a task; None for a new prompt when all passes of the run are issued. Raises PromptError."""
+    # In a thread: a row may have megabytes, which are tokenized for seconds, and the loops of the feeder share this
+    # one.
+    epoch, offset = demand.prompt_epoch, demand.offset
+    if demand.reissue_of is not None:
+        return await asyncio.to_thread(prompts.at, epoch, offset)
+    return await asyncio.to_thread(next_prompt, prompts, epoch, offset, curriculum, num_epochs=num_epochs)
+
+
+def next_prompt(
+    prompts: PromptFile, epoch: int, offset: int, curriculum: Curriculum, *, num_epochs: int = 0
+) -> Drawn | None:
+    """Return the first prompt at or after a position that is usable and not left out; None behind the last pass.
+
+    Raises PromptError when no row can be used. It ends, because no prompt is left out for ever.
+    """
+    while True:
+        if offset >= len(prompts):
+            epoch, offset = epoch + 1, 0
+        if 0 < num_epochs <= epoch:
+            return None
+        if curriculum.skips(int(prompts.order(epoch)[offset]), epoch):  # before it is tokenized
+            offset += 1
+            continue
+        drawn = prompts.after(epoch, offset)
+        if (drawn.epoch, drawn.offset) == (epoch, offset):
+            return drawn
+        epoch, offset = drawn.epoch, drawn.offset  # those before cannot be used
+
+
+def task_of(demand: TaskDemand, drawn: Drawn, settings: FeederSettings, *, seed: int, epoch: int) -> Task:
+    """Return the task of a prompt, without an id. ``seed``: of the order of prompts."""
+    group_seed = sampler_seed(seed, drawn.epoch, drawn.offset, demand.reissues)
+    return Task(
+        run=settings.places.run,
+        epoch=epoch,
+        prompt=drawn.row.prompt,
+        prompt_tokens=drawn.tokens,
+        label=drawn.row.label,
+        metadata=drawn.row.metadata,
+        group_size=len(drawn.recorded) or settings.learner.group_size,
+        sampling=replace(drawn.row.sampling.of(settings.sampling), seed=group_seed),
+        prompt_epoch=drawn.epoch,
+        offset=drawn.offset,
+        reissue_of=demand.reissue_of,
+        reissues=demand.reissues,
+        min_version=demand.min_version,
+        issue_step=demand.issue_step,
+        rollout=drawn.row.rollout,
+        budget=settings.budgets.get(drawn.row.rollout),
+        chat_template_args=dict(drawn.chat_template_args) or None,
+        row_digest=drawn.digest,
+    )
