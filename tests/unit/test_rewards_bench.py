@@ -63,7 +63,8 @@ def lines_of(*options: str) -> list[str]:
 
 def test_some_rows_are_measured_from_the_command() -> None:
     lines = lines_of("--names", "digits,judge,remote,reward_model")
-    assert [line.split(" ")[0] for line in lines] == ["digits", "judge", "remote", "reward_model", "by_rollout"]
+    names = ["digits", "judge", "remote", "reward_model", "by_rollout", "sentence"]
+    assert [line.split(" ")[0] for line in lines] == names
     assert all("2 of 2 results are right" in line for line in lines[1:4])
 
 
