@@ -23,6 +23,8 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "learner" / "algorithms"
+READ_BY = {"contradictions": "config"}
+"""Modules that one other imports alone: its tests are theirs."""
 MODULES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "__init__")
 CPU_S = 120
 """Processor seconds after which a child counts as one whose tests failed: an endless loop."""
@@ -163,6 +165,7 @@ class _Mutator(ast.NodeTransformer):
 
 def files_for(module: str) -> list[str]:
     """Return the files of tests that import a module or are named after it, the latter first."""
+    module = READ_BY.get(module, module)
     files = [*ROOT.glob("tests/unit/test_*.py"), *ROOT.glob("tests/contract/test_custom_algorithms.py")]
     found = [
         file

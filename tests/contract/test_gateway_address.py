@@ -79,6 +79,6 @@ async def test_an_address_of_another_machine_is_refused(model_dir: Path) -> None
             async with open_rollouts(
                 RolloutPrograms(rollouts={}, model=str(model_dir)),
                 scene.responses,
-                at=Reach("203.0.113.9", "203.0.113.9"),
+                reach=Reach("203.0.113.9", "203.0.113.9"),
             ):
                 pass

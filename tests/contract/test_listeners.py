@@ -451,7 +451,7 @@ SOCKETS = {
 
 def test_every_socket_that_listens_has_a_row() -> None:
     listens = re.compile(
-        r"socket\.bind\(|questions\.bind\(|start_server\(|start_unix_server\(|TCPSite\(|UnixSite\(|http\.server|socketserver"
+        r"socket\.bind\(|requests\.bind\(|start_server\(|start_unix_server\(|TCPSite\(|UnixSite\(|http\.server|socketserver"
         r"|create_server\(|TCPStore\([^)]*True|\.listen\("
     )
     assert sorted(name for name, text in sources() if listens.search(text)) == sorted(SOCKETS)

@@ -244,7 +244,9 @@ def test_tools_in_every_notation_have_the_same_tokens_on_every_way(tmp_path: Pat
     paths, messages = Paths(model), [{"role": "user", "content": "2+3?"}]
     expected = paths.ids(messages, [nested])
     assert paths.ids(messages, [tool]) == expected
-    (offered,) = MultiTurn(tools=["calculator"])._offered({"metadata": paths.row(messages, [tool])().metadata}).values()
-    (as_written,) = MultiTurn(tools=["calculator"])._offered({"metadata": {"tools": [tool]}}).values()
+    (offered,) = (
+        MultiTurn(tools=["calculator"])._tools_of({"metadata": paths.row(messages, [tool])().metadata}).values()
+    )
+    (as_written,) = MultiTurn(tools=["calculator"])._tools_of({"metadata": {"tools": [tool]}}).values()
     assert offered.schema == as_written.schema == nested
     assert paths.ids(messages, [offered.schema]) == expected

@@ -72,7 +72,8 @@ def test_every_setting_has_a_row_and_a_sentence() -> None:
     assert names[: len(basic)] == basic and 10 < len(basic) < 20, (
         "the settings that most runs set are on the first page"
     )
-    listed_once = {path for path in paths(RunConfig) if path.rpartition(".")[0] in reference.repeated()}
+    repeated = reference.repeated()
+    listed_once = {path for path in paths(RunConfig) if path.rpartition(".")[0] in repeated}
     assert sorted(names[len(basic) :]) == sorted({*paths(RunConfig)} - derived(RunConfig).keys() - listed_once)
     assert not [one.path for one in ENTRIES if len(one.sentence) < 5], "want a string below the field"
 

@@ -29,7 +29,7 @@ from tidemill.actors.episodes.turn_log import TurnLog, digest
 from tidemill.actors.rollout_settings import REPLAY, RESTART, RESUME
 from tidemill.bus.client.jetstream import Message
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
-from tidemill.bus.errors import BusUnavailable, Forbidden, NotFound, Refused
+from tidemill.bus.errors import BusUnavailable, Forbidden, Refused
 from tidemill.bus.streams import episode_turns
 from tidemill.bus.streams.episode_turns import NotStored, Superseded, TurnStream
 from tidemill.bus.wire import subjects
@@ -114,19 +114,13 @@ class World:
         self.failures += kind is TurnKind.FAILED
         return PublishAck(self.seq, duplicate=False)
 
-    async def last(self, stream: str, subject: str) -> Message:
+    async def last(self, stream: str, subject: str) -> Message | None:
         await self.gate()
-        found = [one for one in self.messages if one.subject == subject]
-        if not found:
-            raise NotFound(stream, subject)
-        return found[-1]
+        return next((message for message in reversed(self.messages) if message.subject == subject), None)
 
-    async def next(self, stream: str, seq: int, subject: str) -> Message:
+    async def next(self, stream: str, seq: int, subject: str) -> Message | None:
         await self.gate()
-        for one in self.messages:
-            if one.seq >= seq and one.subject == subject:
-                return one
-        raise NotFound(stream, subject)
+        return next((message for message in self.messages if message.seq >= seq and message.subject == subject), None)
 
     async def read(self, key: str) -> tuple[dict[str, int] | None, int]:
         await self.gate()
