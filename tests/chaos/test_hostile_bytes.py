@@ -55,8 +55,6 @@ LOOKING = (
     "tail",
     "tail --json",
     "tail --reward >=0",
-    "stats --window 999",
-    "stats --window 5m --json",
     "dead",
     "dead --json",
     "weights",
