@@ -235,7 +235,7 @@ async def test_the_calls_of_a_process_that_is_no_more_go_to_another(monkeypatch:
 
             async def missing(is_missing: bool) -> None:
                 known.statuses = [] if is_missing else [replace(status, process="h s0 2")]
-                await until(lambda: entry.missing_since_s is not None == is_missing, every_s=0.005)
+                await until(lambda: (entry.missing_since_s is not None) == is_missing, every_s=0.005)
 
             await missing(True)
             await missing(False)
