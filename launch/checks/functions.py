@@ -117,7 +117,9 @@ def check_rollouts(report: Report, config: RunConfig, *, on_this_machine: bool) 
 
 def _imports(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
     """Yield each setting of a rollout that names a module, or a name in it (``module:name``), and this path."""
-    yield "use", rollout.use.partition(":")[2] if rollout.use.startswith(PROGRAMS) else rollout.module
+    program = rollout.use.partition(":")[2] if rollout.use.startswith(PROGRAMS) else rollout.module
+    # A function of slime is imported where its child provides slime's names: an import here would lack them.
+    yield "use", program.partition(":")[0] if rollout.use.startswith("slime:") else program
     if rollout.use != MULTI_TURN:
         return
     tools = rollout.options.get("tools")
