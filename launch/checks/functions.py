@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
-from tidemill.actors.rollout_settings import MULTI_TURN, RolloutConfig, served
+from tidemill.actors.rollout_settings import MULTI_TURN, OF_SLIME, RolloutConfig, served
 from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.system.foreign import described, errors_as
 from tidemill.bus.wire.json_object import JsonObject
@@ -109,7 +109,7 @@ def check_rollouts(report: Report, config: RunConfig, *, on_this_machine: bool) 
                 severity("rollouts", where, want="a Python interpreter", got=got, cure=cure)
             continue
         for setting, path in _imports(rollout):
-            if reason := _absent(path):
+            if reason := _absent(path, kind="slime" if rollout.use.startswith(OF_SLIME) else "any"):
                 where = report.at(f"rollouts.{name}.{setting}")
                 cure = "fix the name; modules are searched in this directory and in PYTHONPATH"
                 severity("rollouts", where, want="a program that can be imported", got=f"{path!r}: {reason}", cure=cure)
@@ -129,11 +129,9 @@ def _imports(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
     yield from ((setting, use) for setting, use in named if isinstance(use, str) and ":" in use)
 
 
-def _absent(path: str) -> str:
+def _absent(path: str, *, kind: str) -> str:
     if ":" in path:
-        reason = defect(path, kind="any")
-        # A generate function of slime is imported where its child provides slime's names, which an import here lacks.
-        return "" if "No module named 'slime" in reason else reason
+        return defect(path, kind=kind)
     try:
         with errors_as(lambda error: ValueError(described(error))):
             return "" if importlib.util.find_spec(path) else "no such module"

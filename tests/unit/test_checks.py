@@ -502,6 +502,7 @@ def test_the_module_and_the_interpreter_of_a_rollout_are_looked_for(tmp_path: Pa
         "rollouts.a.use=agent:tests.rollout_programs:Agent",
         f"rollouts.b.python={sys.executable}",
         "rollouts.b.use=agent:elsewhere:f",
+        "rollouts.c.use=slime:tests.env.slime_letters:generate",  # imports names of slime, which is not installed here
     )
     assert not checked(tmp_path, *good).errors, "another interpreter may find other modules"
     bad = (

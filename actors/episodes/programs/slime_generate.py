@@ -142,8 +142,7 @@ class Slime:
 
     def __init__(self, generate: str, args: Mapping[str, Any] | None = None) -> None:
         """``generate``: MODULE:NAME. ``args``: of the function, by slime's names. Raises the errors of its import."""
-        if importlib.util.find_spec("slime") is None:
-            _provide()
+        provide_names()
         module, _, name = generate.partition(":")
         self._generate: Callable[..., Awaitable[Any]] = getattr(importlib.import_module(module), name)
         if not inspect.iscoroutinefunction(self._generate):
@@ -190,8 +189,10 @@ class Slime:
         return float(sum(rewards))
 
 
-def _provide() -> None:
-    """Make the names of slime that generate functions import."""
+def provide_names() -> None:
+    """Make the names of slime that generate functions import, where slime is not installed."""
+    if importlib.util.find_spec("slime") is not None:
+        return
     names: dict[str, dict[str, object]] = {
         "slime": {},
         "slime.utils": {},
