@@ -14,8 +14,8 @@ LOAD_S = 60.0
 def defect(path: str, arguments: Sequence[str] = (), offered: Sequence[str] = (), *, kind: str = "function") -> str:
     """Return the reason that the object at ``module:name`` cannot be used; empty if none is known.
 
-    ``arguments``, ``offered``: of the call of a function, as for ``check_call``. ``kind``: function | class | any | slime
-    (a generate function, which has the names of slime that its child process provides).
+    ``arguments``, ``offered``: of the call of a function, as for ``check_call``. ``kind``: function | class | any |
+    slime (a generate function, which has the names of slime that its child process provides).
     The process has the module search path of this one. A module that is not imported in time is left to its users.
     """
     request = {"search": sys.path, "path": path, "arguments": arguments, "offered": offered, "kind": kind}
