@@ -125,7 +125,7 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
     _check_context(report, config, model, positions)
     _check_reference(report, config, values, tensors)
     check_tuning(report, config, tensors)
-    check_megatron(report, config)
+    check_megatron(report, config, tensors, num_layers=int(str(values["num_hidden_layers"])))
     if len(report.errors) == before:
         what = "made at the start" if prepare is not None else str(path)
         report.good(

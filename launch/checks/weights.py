@@ -1,5 +1,11 @@
-"""Checks of the weights that a run begins with and trains: checkpoints, frozen names, adapters. Loads no torch."""
+"""Checks of the weights that a run begins with and trains: checkpoints (Megatron's, too), frozen names, adapters. Loads
+no torch.
 
+A checkpoint of Megatron is compared with the model by the names and shapes in its index; no tensor is read.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tidemill.launch.checks.findings import Report
@@ -12,24 +18,168 @@ from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.settings.lora import adapter_refusals
 from tidemill.learner.settings.schedule import unmatched
 
+_DIRECT = {
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.norm.weight": "decoder.final_layernorm.weight",
+    "lm_head.weight": "output_layer.weight",
+}
+_NORM_OF_ATTENTION = ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+_NORM_OF_MLP = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+_QUERY_NORM = ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight")
+_IN_LAYER: Mapping[str, tuple[str, ...]] = {
+    **{f"self_attn.{name}_proj.weight": ("self_attention.linear_qkv.weight",) for name in "qkv"},
+    **{f"self_attn.{name}_proj.bias": ("self_attention.linear_qkv.bias",) for name in "qkv"},
+    "self_attn.o_proj.weight": ("self_attention.linear_proj.weight",),
+    "self_attn.q_norm.weight": ("self_attention.q_layernorm.weight",),
+    "self_attn.k_norm.weight": ("self_attention.k_layernorm.weight",),
+    "self_attn.q_a_proj.weight": ("self_attention.linear_q_down_proj.weight",),
+    "self_attn.q_b_proj.weight": ("self_attention.linear_q_up_proj.weight",),
+    "self_attn.q_a_layernorm.weight": _QUERY_NORM,
+    "self_attn.kv_a_proj_with_mqa.weight": ("self_attention.linear_kv_down_proj.weight",),
+    "self_attn.kv_b_proj.weight": ("self_attention.linear_kv_up_proj.weight",),
+    "self_attn.kv_a_layernorm.weight": tuple(name.replace("q_", "kv_") for name in _QUERY_NORM),
+    "input_layernorm.weight": _NORM_OF_ATTENTION,
+    "post_attention_layernorm.weight": _NORM_OF_MLP,
+    "post_self_attn_layernorm.weight": ("self_attention.post_norm.weight",),
+    "post_mlp_layernorm.weight": ("mlp.post_norm.weight",),
+    **{f"mlp.{name}_proj.weight": ("mlp.linear_fc1.weight",) for name in ("gate", "up", "gate_up")},
+    "mlp.down_proj.weight": ("mlp.linear_fc2.weight",),
+    "mlp.gate.weight": ("mlp.router.weight",),
+    "mlp.gate.e_score_correction_bias": ("mlp.router.expert_bias",),
+    **{f"mlp.experts.{name}_proj.weight": ("mlp.experts.experts.linear_fc1.weight",) for name in ("gate", "up")},
+    "mlp.experts.down_proj.weight": ("mlp.experts.experts.linear_fc2.weight",),
+    **{f"mlp.shared_experts.{name}_proj.weight": ("mlp.shared_experts.linear_fc1.weight",) for name in ("gate", "up")},
+    "mlp.shared_experts.down_proj.weight": ("mlp.shared_experts.linear_fc2.weight",),
+    "mlp.shared_expert_gate.weight": ("mlp.shared_experts.gate_weight",),
+}
+"""Ends of Hugging Face names in a layer, after ``_alike``, and of Megatron's: several where layers of Transformer
+Engine have another.
+Source: mbridge 0.15.1 and ``sharded_state_dict`` of megatron-core 0.16.1.
+"""
+_MIXTRALS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
+_OF_LAYER = re.compile(r"decoder\.layers\.(.+)")
+_PARTS = re.compile(r"(.+\.experts\.)(?:\d+\.)?(.+?)(?:_[wv])?|(.+?)(?:_[wv])?")
+
 FREEZE = "learner.optimizer.freeze"
 BEGINS = "learner.from_checkpoint"
 
 
-def check_megatron(report: Report, config: RunConfig) -> None:
-    """Report a checkpoint of Megatron that is not complete, by its index; the ranks compare it with the model."""
+def check_megatron(report: Report, config: RunConfig, tensors: Shapes, *, num_layers: int) -> None:
+    """Report a checkpoint that cannot be read, or is of another model. ``tensors``: of the model's directory.
+
+    Those of layers from ``num_layers`` on are for further tokens, which the learner does not train. With a bridge of
+    the user's own, only the ranks can compare.
+    """
     if not config.model.megatron_checkpoint:
         return
+    where, directory = report.at(SETTING), Path(config.model.megatron_checkpoint)
     try:
-        iteration = torch_dist.find(Path(config.model.megatron_checkpoint))
-        num_tensors = len(torch_dist.read_index(iteration).shapes)
+        iteration = torch_dist.find(directory)
+        index = torch_dist.read_index(iteration).shapes
     except (ConfigRefused, OSError) as error:
         refused = error if isinstance(error, ConfigRefused) else ConfigRefused(SETTING, torch_dist.WANTED, str(error))
         got = str(refused.got) if refused.field == SETTING else f"{refused.field}: {refused.got}"
         cure = "give a complete checkpoint, or remove the setting for the weights of model.path"
-        report.error("model", report.at(SETTING), want=refused.want, got=got, cure=cure)
+        report.error("model", where, want=refused.want, got=got, cure=cure)
         return
-    report.good("model", f"{SETTING}: {iteration}, {num_tensors} tensors in its index; the run begins with the model's")
+    model_tensors = {
+        name: shape
+        for name, shape in tensors.items()
+        if not (layer := _LAYER.fullmatch(name)) or int(layer[1]) < num_layers
+    }
+    if difference := None if config.learner.bridge else differing(index, model_tensors):
+        cure = "give a checkpoint of the model in model.path, or that model's directory"
+        report.error("model", where, want=difference[0], got=f"{difference[1]} in {iteration}", cure=cure)
+    else:
+        report.good(
+            "model", f"{SETTING}: {iteration}, {len(index)} tensors in its index; the run begins with the model's"
+        )
+
+
+def differing(index: Shapes, tensors: Shapes) -> tuple[str, str] | None:
+    """Return the first difference between a checkpoint's index and a model, as (wanted, got); None without one."""
+    in_checkpoint = _whole(index)
+    used = set()
+    for names, shape in expected(tensors):
+        name = next((name for name in names if name in in_checkpoint), "")
+        used.add(name)
+        if not name or not _fits(name, in_checkpoint[name], shape):
+            want = f"a tensor {' or '.join(names)} of {shape}, as the model in model.path has it"
+            return want, "none" if not name else f"one of {in_checkpoint[name]}"
+    surplus = sorted(name for name in in_checkpoint if name not in used and not name.startswith("mtp."))
+    return ("no tensor that the model in model.path does not have", surplus[0]) if surplus else None
+
+
+def _fits(name: str, got: tuple[int, ...], want: tuple[int, ...]) -> bool:
+    """Return whether a shape is the wanted one. Megatron pads the vocabulary."""
+    padded = name in (_DIRECT["model.embed_tokens.weight"], _DIRECT["lm_head.weight"])
+    return got == want or (padded and got[1:] == want[1:] and got[0] >= want[0])
+
+
+def expected(tensors: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """Yield the possible names of each tensor of Megatron's model, layers apart, experts in one, and its shape."""
+    shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
+    experts: dict[tuple[str, ...], int] = {}
+    for name, shape in tensors.items():
+        if (layer := _LAYER.fullmatch(name)) is None:
+            names: tuple[str, ...] = (_DIRECT[name],) if name in _DIRECT else ()
+        else:
+            end = _alike(layer[2])
+            if expert := _EXPERT.fullmatch(end):
+                end = f"mlp.experts.{expert[2]}"
+            latent = (
+                end == "self_attn.q_proj.weight" and f"model.layers.{layer[1]}.self_attn.kv_b_proj.weight" in tensors
+            )
+            ends = ("self_attention.linear_q_proj.weight",) if latent else _IN_LAYER.get(end, ())
+            names = tuple(f"decoder.layers.{layer[1]}.{ending}" for ending in ends)
+            if expert:
+                experts[names] = max(experts.get(names, 0), int(expert[1]) + 1)
+                if expert[1] != "0":
+                    continue
+        if not names:  # no weight of a family that the learner has a bridge for
+            continue
+        before = shapes.get(names)
+        shapes[names] = shape if before is None else (before[0] + shape[0], *shape[1:])
+    yield from ((names, (experts[names], *shape) if names in experts else shape) for names, shape in shapes.items())
+
+
+def _alike(end: str) -> str:
+    """Return the end of a name in the words of most families: Mixtral and Qwen2-MoE have others."""
+    end = end.replace("block_sparse_moe.", "mlp.").replace("mlp.shared_expert.", "mlp.shared_experts.")
+    before, dot, last = end.removesuffix(".weight").rpartition(".")
+    return f"{before}{dot}{_MIXTRALS[last]}.weight" if last in _MIXTRALS else end
+
+
+def _whole(index: Shapes) -> dict[str, tuple[int, ...]]:
+    """Return the tensors in an index, with each layer apart, and experts and halves of gated layers in one."""
+    of_model = {
+        name: shape
+        for name, shape in index.items()
+        if name.startswith(("embedding.", "decoder.", "output_layer.")) and "_extra_state" not in name
+    }
+    apart, by_layer = torch_dist.layers_apart(of_model), dict[str, tuple[int, ...]]()
+    for name, shape in of_model.items():
+        layer = _OF_LAYER.fullmatch(name)
+        if layer is not None and not apart:
+            by_layer |= {f"decoder.layers.{number}.{layer[1]}": shape[1:] for number in range(shape[0])}
+        else:
+            by_layer[name] = shape
+    return by_layer if not torch_dist.parts_apart(of_model) else _merged(by_layer)
+
+
+def _merged(apart: Shapes) -> dict[str, tuple[int, ...]]:
+    merged: dict[str, tuple[int, ...]] = {}
+    numbers: dict[str, int] = {}
+    for name, shape in apart.items():
+        parts = _PARTS.fullmatch(name)
+        assert parts is not None
+        merged_name = parts[1] + parts[2] if parts[1] else parts[3]
+        shape = (2 * shape[0], *shape[1:]) if name.endswith(("weight_w", "weight_v")) else shape
+        numbers[merged_name] = numbers.get(merged_name, 0) + (not name.endswith("weight_v"))
+        merged[merged_name] = shape
+    return {name: (numbers[name], *shape) if ".experts." in name else shape for name, shape in merged.items()}
 
 
 def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:

@@ -3,6 +3,7 @@
 """
 
 import hashlib
+import json
 import os
 import pickle
 import re
@@ -21,7 +22,8 @@ from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
 from tidemill.launch.checks.findings import Report
-from tidemill.launch.checks.weights import check_megatron
+from tidemill.launch.checks.model import tensors_in
+from tidemill.launch.checks.weights import check_megatron, differing
 from tidemill.launch.cli.main import main
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.checkpoints import torch_dist
@@ -145,7 +147,12 @@ def test_other_weights_in_between_leave_the_initial_ones(written: Written) -> No
 def checked(model: Path, checkpoint: Path) -> Report:
     config = load([], (f"model.path={model}", f"model.megatron_checkpoint={checkpoint}")).config
     report = Report()
-    check_megatron(report, config)
+    check_megatron(
+        report,
+        config,
+        tensors_in(model),
+        num_layers=json.loads((model / "config.json").read_text())["num_hidden_layers"],
+    )
     return report
 
 
@@ -171,21 +178,40 @@ def refused_by_ranks(model: Path, checkpoint: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("name", "changes", "text"),
     [
-        ("tp2", {"family": "llama", "head_dim": 16}),
-        ("tp2", {"intermediate_size": 96}),
-        ("tp2", {"num_hidden_layers": 5}),
-        ("pp2", {"num_hidden_layers": 5}),
-        ("pp2", {"num_hidden_layers": 3}),
-        ("tp2", {"vocab_size": 400}),
-        ("ep2/iter_0000010", {"family": "qwen3_moe", "num_experts": 4}),
+        (
+            "tp2",
+            {"family": "llama", "head_dim": 16},
+            "want no tensor that the model in model.path does not have, got decoder.layers.0.self",
+        ),
+        (
+            "tp2",
+            {"intermediate_size": 96},
+            "mlp.linear_fc2.weight of (32, 96), as the model in model.path has it, got one of (32, 64) in ",
+        ),
+        ("tp2", {"num_hidden_layers": 5}, "want a tensor decoder.layers.4."),
+        ("pp2", {"num_hidden_layers": 5}, "want a tensor decoder.layers.4."),
+        (
+            "pp2",
+            {"num_hidden_layers": 3},
+            "want no tensor that the model in model.path does not have, got decoder.layers.3.",
+        ),
+        ("tp2", {"vocab_size": 400}, "of (400, 32), as the model in model.path has it, got one of (384, 32) in "),
+        (
+            "ep2/iter_0000010",
+            {"family": "qwen3_moe", "num_experts": 4},
+            ".experts.linear_fc2.weight of (4, 32, 32), as the model in model.path has it, got one of (8, 32, 32) in ",
+        ),
     ],
 )
 def test_checkpoints_of_other_models_are_refused(
-    written: Written, tmp_path: Path, name: str, changes: dict[str, object]
+    written: Written, tmp_path: Path, name: str, changes: dict[str, object], text: str
 ) -> None:
     model = write_tiny_model(tmp_path / "model", **({"num_hidden_layers": 4, "vocab_size": VOCAB} | changes))  # type: ignore[arg-type]
+    error = refused(model, written.checkpoints / name)
+    assert text in error, error
+    assert error.endswith("; give a checkpoint of the model in model.path, or that model's directory")
     assert "want a checkpoint of the model in model.path" in refused_by_ranks(model, written.checkpoints / name)
 
 
@@ -253,4 +279,22 @@ def test_a_missing_tensor_is_refused(written: Written, tmp_path: Path) -> None:
     found = pickle.loads(index.read_bytes())
     del found.state_dict_metadata[name]
     index.write_bytes(pickle.dumps(found))
+    assert "want a tensor decoder.layers.0.mlp.linear_fc1.weight of (128, 32), as the model" in (
+        error := refused(written.base, root)
+    ), error
     assert f"{name} is missing in " in refused_by_ranks(written.base, root)
+
+
+def test_each_missing_tensor_is_named(written: Written) -> None:
+    for name, model in (("pp2", written.base), ("ep2", written.base_experts)):
+        shapes, tensors = torch_dist.read_index(written.checkpoints / name / "iter_0000010").shapes, tensors_in(model)
+        own = [
+            one
+            for one in shapes
+            if one.startswith(("decoder", "embedding", "output_layer")) and "_extra_state" not in one
+        ]
+        assert differing(shapes, tensors) is None
+        for missing in own:
+            found = differing({one: shape for one, shape in shapes.items() if one != missing}, tensors)
+            assert found is not None and found[1] == "none", missing
+            assert _LAYER.sub("layers.", missing) in _LAYER.sub("layers.", found[0])

@@ -875,7 +875,7 @@ def test_sequences_and_masked_samples_count_for_the_room() -> None:
     assert [chosen((6,)), chosen((6,), masked=True), chosen((6, 6)), chosen((6, 6, 6, 6))] == [3, 2, 1, 1]
 
 
-def test_many_tasks_are_given_up_in_records_fit_groups_in_a_message() -> None:
+def test_many_tasks_are_given_up_in_records_that_fit_in_a_message() -> None:
     pond = Pond(groups_per_step=4, max_lag=1)
     for one in pond.issue(*range(1, 9)):
         pond.complete(one)
