@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.whole.running import SMOKE, Up, assert_books_balance, up
+from tests.whole.running import SMOKE, UP_LIMIT_S, Up, assert_books_balance, up
 
 STEPS, GROUPS, SIZE, NEW_TOKENS = 4, 4, 4, 6
 QUESTIONS = [{"prompt": [{"role": "user", "content": f"What is {n}?"}], "label": ""} for n in range(16)]
@@ -21,7 +21,8 @@ def trained(
     *,
     overlay: Sequence[Path] = (),
     settings: Sequence[str] = (),
-    limit_s: float = 150.0,
+    limit_s: float = UP_LIMIT_S,
+    steps: int = STEPS,
 ) -> Up:
     """Train on a rollout, check the guarantees of every run, and return the run. ``overlay``: configurations of its
     engine.
@@ -35,13 +36,13 @@ def trained(
         "rollouts": {"it": {"processes": 1, "budget": {"context": 300, "total_tokens": 900}, **rollout}},
         "actor": {"reward": "by_rollout"},
         "sampling": {"max_new_tokens": NEW_TOKENS},
-        "learner": {"steps": STEPS, "groups_per_step": GROUPS, "group_size": SIZE, "checkpoint_every": 0},
+        "learner": {"steps": steps, "groups_per_step": GROUPS, "group_size": SIZE, "checkpoint_every": 0},
     }
     config.write_text(json.dumps(written))
     with up(tmp_path, "run=smoke", *settings, config=[SMOKE, config, *overlay], flags=("--fresh",)) as run:
         assert run.wait(limit_s) == 0, run.log[-4000:]
     assert_books_balance(run.summary, max_lag=2)
-    assert (run.summary["steps"], run.summary["samples_trained"]) == (STEPS, STEPS * GROUPS * SIZE)
+    assert (run.summary["steps"], run.summary["samples_trained"]) == (steps, steps * GROUPS * SIZE)
     assert all(math.isfinite(step["train/grad_norm"]) for step in run.metrics), run.metrics
     assert any(step["train/grad_norm"] > 0 for step in run.metrics), run.metrics
     return run

@@ -1,4 +1,4 @@
-"""Four steps of `tidemill up` on programs as other projects write them: verifiers, OpenEnv, slime, and an agent in
+"""Some steps of `tidemill up` on programs as other projects write them: verifiers, OpenEnv, slime, and an agent in
 AReaL's shape.
 """
 
@@ -48,6 +48,7 @@ def test_a_taskset_that_verifiers_ships(tmp_path: Path, python: str) -> None:  #
         prompts,
         key="metadata",
         settings=settings,
+        steps=2,  # a game has many turns, each with all of its guesses before it
     )
     assert "offpolicy/fresh_logprob_diff_abs" in run.metrics[0]
     for step in run.metrics:
