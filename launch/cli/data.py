@@ -24,6 +24,7 @@ from tidemill.launch.checks.rows import row_check
 from tidemill.launch.checks.tokens import check_tokenizer
 from tidemill.launch.samples.imports import import_files
 from tidemill.launch.settings.config_loader import load
+from tidemill.launch.settings.shipped import config_file
 from tidemill.learner.data.config import DataConfig
 from tidemill.learner.data.source import Source
 from tidemill.learner.errors import PromptError, TemplateLacks
@@ -108,11 +109,11 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
-    configs = [word for word in args.files if word.endswith((".yaml", ".yml"))]
+    configs = _configs(args)
     if configs and len(configs) < len(args.files):
         raise ValueError(f"want either the YAML files of a run or files of prompts, got both: {', '.join(args.files)}")
     if configs:
-        sources = load([Path(word) for word in configs], args.set, os.environ).config.data.used
+        sources = load(configs, args.set, os.environ).config.data.used
         if not sources:
             raise ValueError(f"{configs[-1]}: want data.path or data.sources, got neither")
         return sources
@@ -120,9 +121,13 @@ def _sources(args: argparse.Namespace) -> list[Source]:
     return [source for path in args.files for source in DataConfig(**{**vars(data), "path": path, "sources": {}}).used]
 
 
+def _configs(args: argparse.Namespace) -> list[Path]:
+    return [file for word in args.files if (file := config_file(word)).suffix in (".yaml", ".yml")]
+
+
 def _reader(args: argparse.Namespace) -> RowReader:
     """Return how rows are read, with the tokens of the model that the settings name, if there. Raises CheckFailed."""
-    configs = [Path(word) for word in args.files if word.endswith((".yaml", ".yml"))]
+    configs = _configs(args)
     loaded = load(configs, args.set, os.environ)
     config, directory = loaded.config, Path(loaded.config.model.path)
     reader = RowReader(recorded=config.recorded_rollouts)

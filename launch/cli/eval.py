@@ -15,6 +15,7 @@ from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.run.scores import in_words, line_of
 from tidemill.launch.settings.config_loader import Loaded, load, render
 from tidemill.launch.settings.extras import require
+from tidemill.launch.settings.shipped import config_file
 
 OPEN_TASKS = 256
 """Prompts that are out at a time, where no training needs the engines."""
@@ -24,7 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face directory: runs/<run>/final")
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="prompt file; default: eval.sets")
-    parser.add_argument("--config", type=Path, nargs="+", default=[], help="a run's YAML file, with eval.sets")
+    parser.add_argument("--config", type=config_file, nargs="+", default=[], help="a run's YAML file, with eval.sets")
     parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting")
     parser.add_argument("--reward", default="", metavar="NAME", help="actor.reward: a name, or package.module:function")
     parser.add_argument("--samples", type=int, metavar="K", help="with DATA: responses to each prompt")
