@@ -41,6 +41,7 @@ NAMES = {
     "evaluation": "evaluation beside training, against training without it (about 2 minutes)",
     "loop": "the whole loop, against its slower half",
     "warm_start": "reward against seconds after a warm start, against RL alone in the same time (about 5 minutes)",
+    "real": "make real, against TRL: CPU seconds and memory of all processes, held-out score (about 20 minutes a seed)",
     "learn": "samples and seconds to reward 0.9, against TRL",
 }
 
