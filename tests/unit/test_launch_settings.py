@@ -331,7 +331,7 @@ DIGESTS = {
     "arithmetic": "bd52984423ff9a8b",
     "arithmetic_rl": "dba14e8a7ad5b130",
     "calculator": "b0094a9549cd9247",
-    "calculator_sft": "984abfb10ac91919",
+    "calculator_sft": "82f06fa101d2a782",
     "digits": "140be8308ce683a1",
     "digits_ppo": "2572e100b0e494a7",
     "distil": "99fc30357b93bb4f",
