@@ -136,7 +136,7 @@ class ScorersConfig:
 class ActorConfig:
     """The rollout loop."""
 
-    max_samples_in_flight: Annotated[int | str, OrAuto(), BASIC] = "auto"
+    max_samples_in_flight: Annotated[int | str, OrAuto()] = "auto"
     """Responses an actor has in generation or reward at once; it leases tasks to keep this full. auto = as many as keep
     the engines busy, by their queues; 64 for each engine that reports none.
     """
