@@ -20,6 +20,7 @@ from tidemill.bus.config import BusConfig, refuse_odd
 from tidemill.bus.section import BASIC, NotNegative, Positive, PositiveFloat, Sections, section
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.launch.settings.contradictions import refuse_contradictions
+from tidemill.launch.settings.hub_names import named
 from tidemill.launch.settings.prepare_config import PrepareConfig
 from tidemill.learner.algorithms.former_names import flat
 from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
@@ -234,7 +235,7 @@ class RunConfig:
             parts["rollout"] = rollouts[self.data.rollout] if [self.data.rollout] == [*rollouts] else rollouts
         parts["push_every"] = self.weights.push_every
         return hashlib.sha256(
-            json.dumps({"seed": self.seed, **parts}, sort_keys=True, default=str).encode()
+            json.dumps(named({"seed": self.seed, **parts}), sort_keys=True, default=str).encode()
         ).hexdigest()
 
     def _learner_settings(self) -> JsonObject:
