@@ -68,8 +68,8 @@ def with_fetched(
     from tidemill.launch.hub.repository import fetch_all
 
     then = {} if began is None else hub_names.names_in(dict(began))
-    names = {setting: hub_names.kept(name, then.get(setting)) for setting, name in names.items()}
-    fetched, refused = fetch_all(names, Report(loaded.origins).at, lambda text: print(text, file=sys.stderr))
+    at = Report(loaded.origins).at
+    fetched, refused = fetch_all(names, then, at, lambda text: print(text, file=sys.stderr))
     if refused:
         raise CheckFailed(refused)
     for setting, repository in fetched.items():
@@ -78,6 +78,17 @@ def with_fetched(
         if variable in os.environ:  # it would win over --set
             os.environ[variable] = str(repository.name)
     return dataclasses.replace(loaded_config(args), origins=loaded.origins), list(fetched.values())
+
+
+def path_here(text: str) -> str:
+    """Return a path of prompts in an argument; of a name of the hub the path in the cache. Raises HubRefused."""
+    name = hub_names.parse(hub_names.DATASET, text)
+    if name is None:
+        return text
+    require("hub")
+    from tidemill.launch.hub.repository import fetch
+
+    return fetch(name, text, say=lambda line: print(line, file=sys.stderr)).name.path
 
 
 def with_commits_of_run(args: argparse.Namespace, loaded: Loaded, *, leads: bool) -> Loaded:

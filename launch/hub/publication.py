@@ -9,10 +9,12 @@ from typing import Any
 
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.launch.hub.refusals import TOKEN, HubRefused, endpoint, explained
+from tidemill.launch.hub.repository import show_progress
 from tidemill.launch.hub.selection import CARD, model_files
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.hub_names import COMMIT, MODEL, HubName, names_in, parse
 from tidemill.launch.settings.run_config import CONFIG_FILE
+from tidemill.weightstore.store.snapshot_files import MANIFEST
 
 FINAL, SUMMARY = "final", "summary.json"
 PACKAGES = ("tidemill", "torch", "transformers", "megatron-core")
@@ -40,7 +42,8 @@ def push(root: Path, repo: str, *, public: bool) -> str:
         raise HubRefused(OPTION, f"a token that may write to {repo}", "none", TOKEN)
     api = HfApi(endpoint=endpoint(), token=token, library_name="tidemill")
     operations = [CommitOperationAdd(CARD, text.encode())]
-    operations += [CommitOperationAdd(file, str(final / file)) for file in chosen]
+    operations += [CommitOperationAdd(file, str(final / file)) for file in chosen if file != MANIFEST]
+    show_progress()
     with explained(OPTION, repo, MODEL):
         api.create_repo(repo, private=not public, exist_ok=True)
         done = api.create_commit(repo, operations, commit_message=f"Model of the run {root.name}")

@@ -20,7 +20,7 @@ from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.hub import selection
 from tidemill.launch.hub.refusals import WAY_OUT, HubRefused, HubUnreachable, endpoint, explained, is_offline
-from tidemill.launch.settings.hub_names import COMMIT, DATASET, MODEL_PATH, HubName, cache, names_in
+from tidemill.launch.settings.hub_names import COMMIT, DATASET, MODEL_PATH, HubName, cache, kept, names_in
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ class Fetched:
     is_offline: bool
 
     def __str__(self) -> str:
-        size = f"{self.num_files} file{'s' * (self.num_files > 1)}, {self.size_bytes / 1e6:,.1f} MB"
         place = "the cache" if self.is_offline else endpoint()
+        size = _amount(self.num_files, self.size_bytes)
         return f"{self.written}: commit {self.name.revision} of {place}, {size}, in {self.name.folder}"
 
 
@@ -96,16 +96,30 @@ def fetch(
 
 
 def fetch_all(
-    names: Mapping[str, HubName], at: Callable[[str], str], say: Callable[[str], None]
+    names: Mapping[str, HubName], began: Mapping[str, HubName], at: Callable[[str], str], say: Callable[[str], None]
 ) -> tuple[dict[str, Fetched], list[str]]:
-    """Fetch the repositories of all settings. Returns them by setting, and the reasons why others cannot be used."""
+    """Fetch the repositories of all settings, at the commits of the names with which the run ``began``.
+
+    Returns them by setting, and the reasons why others cannot be used.
+    """
     fetched, refused = {}, []
     for setting, name in names.items():
         try:
-            fetched[setting] = fetch(name, at(setting), tokenizer=setting == MODEL_PATH, say=say)
+            commit = kept(name, began.get(setting))
+            fetched[setting] = fetch(commit, at(setting), tokenizer=setting == MODEL_PATH, say=say)
         except HubRefused as error:
             refused.append(str(error))
+        except ValueError as error:
+            refused.append(f"{at(setting)}: {error}")
     return fetched, refused
+
+
+def show_progress() -> None:
+    """Let the library draw its bars on a terminal, and nowhere else."""
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
 
 
 def write_record(root: Path, values: JsonObject) -> None:
@@ -176,15 +190,12 @@ def _card(name: HubName) -> Mapping[str, object]:
 
 def _download(name: HubName, where: str, listing: Listing, files: list[str], say: Callable[[str], None]) -> None:
     """Download the files that the cache lacks, and compare their digests. Raises HubRefused."""
-    from huggingface_hub.utils import disable_progress_bars
-
-    missing = _missing(name, listing, files)
+    missing = _missing(name, files)
     if not missing:
         return
     _refuse_full_disk(name, where, size := sum(listing.files[file][0] for file in missing))
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    say(f"{name.repo}: fetching {len(missing)} files, {size / 1e6:,.1f} MB, from {endpoint()}")
+    show_progress()
+    say(f"{name.repo}: fetching {_amount(len(missing), size)}, from {endpoint()}")
     tries, before, anew = 0, -1, False
     while missing:
         try:
@@ -231,7 +242,7 @@ def _downloaded(name: HubName, files: list[str], *, anew: bool) -> bool:
     return True
 
 
-def _missing(name: HubName, listing: Listing, files: list[str]) -> list[str]:
+def _missing(name: HubName, files: list[str]) -> list[str]:
     return [file for file in files if not (name.folder / file).is_file()]
 
 
@@ -243,7 +254,7 @@ def _verified(name: HubName, listing: Listing, files: list[str]) -> list[str]:
             log.warning("wrong digest file=%s", path)
             path.resolve().unlink()
             path.unlink(missing_ok=True)
-    return _missing(name, listing, files)
+    return _missing(name, files)
 
 
 def _digest(path: Path, kind: str) -> str:
@@ -258,6 +269,10 @@ def _digest(path: Path, kind: str) -> str:
 def _bytes_here(name: HubName) -> int:
     """Return the bytes of a repository's content in the cache, of cut downloads too."""
     return sum(file.stat().st_size for file in (name.storage / "blobs").glob("*") if file.is_file())
+
+
+def _amount(num_files: int, size_bytes: int) -> str:
+    return f"{num_files} file{'s' * (num_files > 1)}, {size_bytes / 1e6:,.1f} MB"
 
 
 def _refuse_full_disk(name: HubName, where: str, size: int) -> None:

@@ -54,6 +54,8 @@ def data_files(where: str, name: HubName, files: Collection[str], card: Mapping[
     patterns: dict[str, tuple[str, ...]] = {}
     splits = _declared_splits(card, rows, patterns) or _splits_by_name(rows)
     inside = name.inside or (next(iter(splits)) if len(splits) == 1 else "")
+    if len({label.partition("/")[0] for label in patterns}) == 1 and "/" not in inside:  # its name may be left out
+        inside = next((label for label in patterns if label.partition("/")[2] == inside), inside)
     chosen = splits.get(inside) or [file for file in rows if inside and _is_inside(file, inside)]
     if not chosen:
         shown = ", ".join(f"{name.repo}/{label}" for label in list(splits)[:MOST_SHOWN])
@@ -79,17 +81,12 @@ def refuse_missing_shards(where: str, name: HubName, files: Iterable[str]) -> No
 def _declared_splits(
     card: Mapping[str, object], rows: Sequence[str], patterns: dict[str, tuple[str, ...]]
 ) -> dict[str, list[str]]:
-    """Return the files of each CONFIG/SPLIT in a card, and of each SPLIT where there is one configuration; fill
-    ``patterns`` with theirs.
-    """
+    """Return the files of each CONFIG/SPLIT in a card; fill ``patterns`` with theirs."""
     splits: dict[str, list[str]] = {}
-    declared = list(_declarations(card))
-    is_only = len({config for config, _, _ in declared}) == 1
-    for config, split, globs in declared:
+    for config, split, globs in _declarations(card):
         chosen = [file for file in rows if any(_matches(file, glob) for glob in globs)]
-        label = split if is_only else f"{config}/{split}"
         if chosen:
-            splits[label], patterns[label] = chosen, globs
+            splits[f"{config}/{split}"], patterns[f"{config}/{split}"] = chosen, globs
     return splits
 
 

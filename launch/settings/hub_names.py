@@ -138,9 +138,15 @@ def named(value: Any) -> Any:
 
 
 def kept(name: HubName, began: HubName | None) -> HubName:
-    """Return the name with the commit of the run's start, ``began``, unless it is pinned or of another repository."""
-    if began is None or not began.is_pinned or name.is_pinned or (began.kind, began.repo) != (name.kind, name.repo):
+    """Return the name with the commit of the run's start, ``began``, unless that is of another repository.
+
+    Raises ValueError for another commit.
+    """
+    if began is None or not began.is_pinned or (began.kind, began.repo) != (name.kind, name.repo):
         return name
+    if name.is_pinned and name.revision != began.revision:
+        cure = "undo this change, or start another run: set directory"
+        raise ValueError(f"want {began.repo}@{began.revision}, with which the run began, got {name}; {cure}")
     return replace(name, revision=began.revision)
 
 

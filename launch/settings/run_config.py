@@ -44,7 +44,9 @@ class ModelConfig:
     """The model to train."""
 
     path: Annotated[str, BASIC] = ""
-    """A directory in Hugging Face format (configuration, safetensors, tokenizer); empty = made by ``prepare``."""
+    """A directory in Hugging Face format (configuration, safetensors, tokenizer), or ``org/name[@revision]`` on the Hub
+    (docs/hub.md); empty = made by ``prepare``.
+    """
     megatron_checkpoint: str = ""
     """A ``torch_dist`` checkpoint of this model by Megatron's own training, of any layout: its weights replace those in
     ``path``.

@@ -134,6 +134,12 @@ def test_a_split_is_what_the_card_says(hub: Hub, name: str, inside: str, num_fil
     assert parse(DATASET, str(fetched.name)) == fetched.name
 
 
+def test_the_only_configuration_may_be_left_out(hub: Hub) -> None:
+    card = CARD[: CARD.index(b"- config_name: socratic")] + b"---"
+    hub.repo("org/sums", "dataset").commit(gsm8k(**{"README.md": card}))
+    assert fetch(data("org/sums/test")).name == fetch(data("org/sums/main/test")).name
+
+
 @pytest.mark.parametrize(
     ("files", "name", "inside"),
     [
