@@ -199,7 +199,8 @@ async def _update_heartbeat(
 ) -> None:
     while True:
         phase, waits_for = actor.phase()
-        load = {**activity.load(), "in_flight": float(actor.in_flight)}
+        limit = actor.observe(engines.loads())
+        load = {**activity.load(), "in_flight": float(actor.in_flight), "max_in_flight": limit}
         heartbeat.update(
             phase=phase, waits_for=waits_for, trouble=activity.trouble, load=load, reached=failing(engines)
         )

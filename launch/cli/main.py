@@ -41,6 +41,7 @@ COMMANDS: Mapping[str, str] = {
     "weights": "version of each engine, and whether all engines of a version have the same bits",
     "tail": "print new samples as they arrive",
     "show": "one sample: its tokens, their probabilities, and its outcome",
+    "texts": "responses of the first and the last evaluated version to held-out prompts, side by side",
     "replay": "samples into a file, and from a file or a run into another bus or run",
     "archive": "write every sample to files as it arrives; trimming waits for it",
     "metrics": "give the metrics of each step to TensorBoard, Weights & Biases, a file or your own sink",
