@@ -6,7 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
-from tidemill.launch.settings import yaml_file
+from tidemill.launch.settings import env_file, yaml_file
 from tidemill.launch.settings.shipped import CONFIGS, DATA
 
 TEMPLATES = DATA / "init"
@@ -22,6 +22,7 @@ KINDS: dict[str, tuple[Path, ...]] = {
 OF_MODELS = ("own", "sft", "real")
 """Kinds that begin with a model; the others make a tiny one first."""
 _MODEL = "@MODEL@"
+IGNORES = ".gitignore"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -31,14 +32,16 @@ def add(parser: argparse.ArgumentParser) -> None:
         "responses), real (a pretrained model follows instructions)"
     )
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=about)
-    parser.add_argument("--model", default="", metavar="DIR", help=f"your model, for {', '.join(OF_MODELS)}")
+    parser.add_argument(
+        "--model", default="", metavar="MODEL", help=f"for {', '.join(OF_MODELS)}: a directory, or org/name"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the files of a kind of run, all or none, and print their names. Returns 0. Raises ValueError."""
     if bool(args.model) != (args.kind in OF_MODELS) and (args.model or args.kind != "real"):
         want = (
-            "DIR, a model in Hugging Face format"
+            "MODEL, a directory in Hugging Face format or org/name"
             if args.kind in OF_MODELS
             else f"none with {args.kind}, which makes a tiny model"
         )
@@ -49,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"{present[0]}: want no such file, which is never overwritten; begin in another directory, or remove it"
         )
+    if not Path(IGNORES).exists():
+        texts[IGNORES] = f"{env_file.NAME}\nruns/\n"  # no secret and no checkpoint into a repository
     for name, text in texts.items():
         Path(name).write_text(text, encoding="utf-8")
         print(f"{name}: written")

@@ -49,7 +49,7 @@ def set_base(values: JsonObject, file: Path) -> None:
     shipped data in a configuration of the package, outside its repository.
     """
     if file.resolve().parent == CONFIGS and Path("launch").resolve() != PACKAGE:
-        for holder, name, _ in list(_texts(values, "")):
+        for holder, name, _ in list(texts(values, "")):
             if (text := str(holder[name])).startswith(_SHIPPED):
                 holder[name] = str(DATA / text.removeprefix(_SHIPPED))
     directory, absolute = Path(str(values.get("directory") or "")), Path(os.path.abspath(file)).parent
@@ -70,7 +70,7 @@ def recorded(values: JsonObject) -> JsonObject:
 
 
 def _make_absolute(values: JsonObject, base: Path) -> None:
-    for holder, name, setting in list(_texts(values, "")):
+    for holder, name, setting in list(texts(values, "")):
         text = str(holder[name])
         sliced = SLICE.fullmatch(text)
         path = Path(sliced["path"] if sliced else text)
@@ -82,11 +82,11 @@ def _make_absolute(values: JsonObject, base: Path) -> None:
             holder[name] = str(base / text)
 
 
-def _texts(values: JsonObject, above: str) -> Iterator[tuple[JsonObject, str, str]]:
+def texts(values: JsonObject, above: str) -> Iterator[tuple[JsonObject, str, str]]:
     """Yield the map that holds each text, its name there, and the path of the setting."""
     for name, value in values.items():
         setting = f"{above}.{name}" if above else str(name)
         if isinstance(value, dict):
-            yield from _texts(value, setting)
+            yield from texts(value, setting)
         elif isinstance(value, str) and value:
             yield values, name, setting
