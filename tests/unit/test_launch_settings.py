@@ -330,10 +330,13 @@ def test_a_list_in_brackets_is_still_a_list() -> None:
 DIGESTS = {
     "arithmetic": "bd52984423ff9a8b",
     "arithmetic_rl": "dba14e8a7ad5b130",
+    "calculator": "b0094a9549cd9247",
+    "calculator_sft": "82f06fa101d2a782",
     "digits": "140be8308ce683a1",
     "digits_ppo": "2572e100b0e494a7",
     "distil": "99fc30357b93bb4f",
     "gsm8k": "9ac227586db94c48",
+    "gsm8k_smollm2": "fc7eafff3163e433",
     "real": "2d730f9ae7850eaf",
     "sft": "ff6a6a4e1ff628d4",
     "sglang-cpu": "617d9e80148856c3",
