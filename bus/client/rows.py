@@ -27,7 +27,7 @@ from tidemill.bus.errors import (
     WireError,
 )
 from tidemill.bus.system.coroutines import Waiter
-from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.rows import read_row

@@ -88,7 +88,7 @@ class LiveRow:
     place: Text = ""
     """Domain of shared memory of an engine that receives handles; engines with equal ones can share memory."""
     unreadable: Text = ""
-    """Messages and rows that it passed over (``bus/client/refusals.py``); empty = none."""
+    """Messages and rows that it passed over (``bus/client/jetstream.py``); empty = none."""
     rollouts: tuple[Text, ...] = ()
     """Rollouts whose tasks an actor leases, ``single_turn`` for those without one; empty = not reported."""
     nonce: Text = ""

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from tidemill.actors.rollout_settings import MULTI_TURN, OF_SLIME, RolloutConfig, served
 from tidemill.bus.processes.limits import ProcessLimits
-from tidemill.bus.system.foreign import described, errors_as
+from tidemill.bus.system.functions import described, errors_as
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Status
 from tidemill.launch.checks.findings import Report

@@ -29,7 +29,7 @@ from typing import TypeVar
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
-from tidemill.bus.system.foreign import settle
+from tidemill.bus.system.functions import settle
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.disk import Checkpoint

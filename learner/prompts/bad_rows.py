@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tidemill.bus.system.foreign import described, errors_as
+from tidemill.bus.system.functions import described, errors_as
 from tidemill.learner.data.config import REFUSE, SKIP
 from tidemill.learner.errors import CannotRender, PromptError, TemplateLacks, TextTooLong
 

@@ -32,8 +32,7 @@ from tidemill.weightstore.push.push import Push
 from tidemill.weightstore.push.push_groups import GroupRules, PushGroup
 from tidemill.weightstore.store.registry import VersionRegistry
 from tidemill.weightstore.store.snapshot_files import ASIDE
-from tidemill.weightstore.transport.deadlines import Deadlines
-from tidemill.weightstore.transport.port import Rendezvous, WeightReceiver
+from tidemill.weightstore.transport.port import Deadlines, Rendezvous, WeightReceiver
 
 DEADLINE_S = 60.0
 """Seconds for a phase that succeeds."""

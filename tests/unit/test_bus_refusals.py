@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.bus.client.refusals import Refusals
+from tidemill.bus.client.jetstream import Refusals
 from tidemill.bus.errors import UnreadableRow, WireError
 from tidemill.bus.wire.rows import MAX_ROW_BYTES, LiveRow, VersionRow, json_map, read_row
 

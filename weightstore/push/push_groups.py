@@ -31,14 +31,12 @@ from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PeerLost, ReceiverFailed
 from tidemill.weightstore.push.member import Member
 from tidemill.weightstore.store.registry import VersionRegistry
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.handles import StagingMemory
 from tidemill.weightstore.transport.http_receiver import HttpReceiver
 from tidemill.weightstore.transport.nccl import DeviceEnd, no_nccl, share
 from tidemill.weightstore.transport.parts import Payload, RemoteBucket, RemotePart, RemoteSender
-from tidemill.weightstore.transport.port import Identity, OpenReceiver, Rendezvous, WeightReceiver, identity
-from tidemill.weightstore.transport.sender_process import START_S
-from tidemill.weightstore.transport.senders import APART, Sender
+from tidemill.weightstore.transport.port import Deadlines, Identity, OpenReceiver, Rendezvous, WeightReceiver, identity
+from tidemill.weightstore.transport.senders import APART, START_S, Sender
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import Fenced, NotFound, RowConflict, WireError
 from tidemill.bus.streams.bus import Bus, current_epoch
-from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.rows import VersionRow, row_of
 from tidemill.bus.wire.subjects import natural

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tidemill.bus.system.foreign import settle
+from tidemill.bus.system.functions import settle
 from tidemill.weightstore.errors import PeerLost
 
 

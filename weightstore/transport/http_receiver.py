@@ -14,9 +14,8 @@ from tidemill.bus.http.client import ApiClient, CallFailed, Failure
 from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.format.manifest import TensorSpec
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.parts import Buckets, Payload, RemoteBucket
-from tidemill.weightstore.transport.port import Rendezvous
+from tidemill.weightstore.transport.port import Deadlines, Rendezvous
 
 STALE_EPOCH = 409
 """Status of an engine that has seen a newer learner; the ``epoch`` of that one is in the answer."""

@@ -29,10 +29,9 @@ from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import Keys, RunKeys
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PeerLost, PublisherClosed
-from tidemill.weightstore.format.checksums import ChecksumReport
+from tidemill.weightstore.format.checksums import ChecksumReport, beside
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.loop_thread import LoopThread
-from tidemill.weightstore.side_stream import beside
 from tidemill.weightstore.transport.handles import shared_memory_domain
 from tidemill.weightstore.transport.nccl import own_end
 from tidemill.weightstore.transport.parts import PartPlace, staged
