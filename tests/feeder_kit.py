@@ -22,8 +22,7 @@ from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.feed.feed_messages import End, Last, Start
 from tidemill.learner.feed.feeder import run_feeder
-from tidemill.learner.feed.feeder_settings import FeederSettings, ModelFacts
-from tidemill.learner.feed.places import FeederPlaces
+from tidemill.learner.feed.feeder_settings import FeederPlaces, FeederSettings, ModelFacts
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 from tidemill.weightstore.store.registry import VersionRegistry

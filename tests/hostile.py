@@ -24,7 +24,8 @@ from tidemill.bus.wire.codec import (
     encode_turn_record,
 )
 from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Done, Fence
-from tidemill.bus.wire.rows import LiveRow, read_row
+from tidemill.bus.wire.row_reader import read_row
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.bus.wire.turn_records import TurnKind, TurnRecord
 
 NO_TASK = 10**6

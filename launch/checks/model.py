@@ -16,7 +16,7 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.weights import check_megatron, check_tuning
 from tidemill.launch.devices.demand import ModelSize
 from tidemill.launch.devices.memory_table import MemoryRow, memory_rows, state_rows, valued
-from tidemill.launch.devices.trained import Shapes, trained_tensors
+from tidemill.launch.devices.shapes import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
 from tidemill.learner.settings.config import ROLLOUT

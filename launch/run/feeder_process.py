@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tidemill.learner.data.config import DataConfig
     from tidemill.learner.evaluation.evaluations import EvalPlan
     from tidemill.learner.feed.feed_keys import FeedKeys
-    from tidemill.learner.feed.places import FeederPlaces
+    from tidemill.learner.feed.feeder_settings import FeederPlaces
     from tidemill.learner.prompts.prompt_file import PromptFile
 
 
@@ -76,7 +76,7 @@ async def run_feeder(
 def feeder_places(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, epoch: int) -> "FeederPlaces":
     """Return the addresses and directories of a feeder, and the limit on the silence of its ranks."""
     from tidemill.learner.feed.feed_client import SILENCE_S
-    from tidemill.learner.feed.places import FeederPlaces
+    from tidemill.learner.feed.feeder_settings import FeederPlaces
 
     return FeederPlaces(
         run=config.run,
@@ -177,7 +177,7 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
 def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, progress: int = -1) -> int:
     """Run one rank of a learner in this process (blocking). Returns its exit code. ``progress``: of ``RankPlaces``."""
     from tidemill.learner.feed.feed_client import SILENCE_S
-    from tidemill.learner.feed.places import RankPlaces
+    from tidemill.learner.feed.feeder_settings import RankPlaces
 
     places = RankPlaces(
         run=config.run,

@@ -240,7 +240,7 @@ async def run_scorer(
 ) -> None:
     """Compute a run's rewards for its actors. Without ``config``, the run's is read from the bus."""
     from tidemill.actors.engines.membership import default_id
-    from tidemill.actors.scoring.scorer_process import ScorerPlace, run_scorer
+    from tidemill.actors.scoring.server import ScorerPlace, run_scorer
     from tidemill.bus.client.addresses import AUTO
     from tidemill.bus.processes.limits import become_undumpable
 

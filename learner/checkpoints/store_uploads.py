@@ -21,7 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -30,11 +30,12 @@ from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.system.functions import settle
+from tidemill.bus.wire.rows import Uploaded, row_of
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.disk import Checkpoint
 from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, FileEntry, Manifest
-from tidemill.learner.checkpoints.node_copies import INTERVAL_S, NodeRow
+from tidemill.learner.checkpoints.node_copies import INTERVAL_S, CheckpointRow
 from tidemill.learner.checkpoints.object_store import MOST_BYTES, OWNER, UNNAMED, ObjectStore
 from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY, digests_in, latest_in
 from tidemill.learner.checkpoints.remote_files import PeerClient
@@ -111,27 +112,10 @@ class Silence:
     """Time between two calls."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Uploaded:
-    """The contents of a node's row."""
-
-    node: int
-    files: Mapping[str, Collection[str]]
-    """Files that the node has uploaded, by checkpoint."""
-    whole: Mapping[str, str] = field(default_factory=dict)
-    """Checkpoints that are complete in the store, with the digests of their manifests; written by node 0."""
-    lacking: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """Files that are not in the store, though their nodes have uploaded them, by checkpoint; written by node 0."""
-    store: str = ""
-    """The store's URL; empty = not known."""
-    trouble: str = ""
-
-
 async def uploaded(bus: Bus) -> dict[int, Uploaded]:
     """Return the rows of all nodes that ever had one, by node. Raises BusUnavailable."""
-    names = ("node", "files", "whole", "lacking", "store", "trouble")
-    rows = [row for row, _ in (await bus.rows("run").all(ROWS)).values()]
-    return {row["node"]: Uploaded(**{name: row[name] for name in names if name in row}) for row in rows}
+    rows = [row_of(Uploaded, row) for row, _ in (await bus.rows("run").all(ROWS)).values()]
+    return {row.node: row for row in rows}
 
 
 async def identity_of(bus: Bus) -> str:
@@ -165,7 +149,7 @@ class Uploads:
     ) -> None:
         """``silence_s``: time without an answer of the store that is reported."""
         self._bus, self._root, self._store, self._node, self._keep = bus, root, store, node, keep
-        self._row = NodeRow(bus, ROWS, node)
+        self._row = CheckpointRow(bus, ROWS, node)
         self._client = PeerClient((), store)
         self._silence_s = silence_s
         self._stored: dict[str, Stored] | None = None

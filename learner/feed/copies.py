@@ -20,10 +20,11 @@ from tidemill.bus.liveness.keys import api_keys
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.rows import Holder, Uploaded
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.manifest import MANIFEST, FileEntry, Manifest
-from tidemill.learner.checkpoints.node_copies import INTERVAL_S, ROWS, Holder, held_below, holders
+from tidemill.learner.checkpoints.node_copies import INTERVAL_S, ROWS, held_below, holders
 from tidemill.learner.checkpoints.object_store import OWNER, UNNAMED, ObjectStore
 from tidemill.learner.checkpoints.placement import choose, digests_in, short_of_copies
 from tidemill.learner.checkpoints.remote_files import Peer, PeerClient, PeerFailed
@@ -32,7 +33,6 @@ from tidemill.learner.checkpoints.store_uploads import (
     SILENCE_S,
     Silence,
     Stored,
-    Uploaded,
     claimed,
     foreign,
     identity_of,

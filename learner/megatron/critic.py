@@ -19,8 +19,7 @@ from tidemill.learner.algorithms.aggregation import Denominators, aggregate
 from tidemill.learner.algorithms.gae_vtrace import value_clipped, value_loss
 from tidemill.learner.algorithms.objective import Tokens
 from tidemill.learner.batch.batch import StepBatch
-from tidemill.learner.debug.collector import Collector
-from tidemill.learner.debug.fields import Fields, of_critic
+from tidemill.learner.debug.collector import Collector, Fields, of_critic
 from tidemill.learner.layout.stages import of_last, tensors_of_last
 from tidemill.learner.megatron.layers.context import gather_parts
 from tidemill.learner.megatron.layers.kernels import Wanted

@@ -9,14 +9,15 @@ from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import replace
 from typing import Protocol
 
+from tidemill.bus.client.addresses import in_url
 from tidemill.bus.errors import BusError
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import Bus, raise_epoch
+from tidemill.bus.wire.rows import Attempt, NodeRow, State
 from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.errors import NodeRefused
-from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, Attempt, NodeRow, State, bracketed, cut, row_value
 from tidemill.learner.nodes.rendezvous import refuse_unlike
-from tidemill.learner.nodes.view import READ_S, View
+from tidemill.learner.nodes.view import ATTEMPT_KEY, READ_S, View, cut, row_value
 from tidemill.learner.ranks.process import Part
 
 
@@ -86,7 +87,7 @@ class Attempts:
             nonces=tuple(row.nonce for row in offers),
             ranks=ranks,
             master=f"{me.address}:{master}",
-            feeder=f"tcp://{bracketed(me.address)}:{feeder}",
+            feeder=f"tcp://{in_url(me.address)}:{feeder}",
             feeder_key=feeder_key,
             proof=proof,
             state=State.FAILED if refused else State.FORMING,

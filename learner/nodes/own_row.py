@@ -14,8 +14,9 @@ from pathlib import Path
 from tidemill.bus.client.rows import Rows
 from tidemill.bus.errors import BusError, BusUnavailable, RowConflict, WireError
 from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.rows import NodeRow, Phase
 from tidemill.learner.errors import NodeRefused, NodeReplaced
-from tidemill.learner.nodes.node_rows import NODE_KEY, NodeRow, Phase, node_of, row_value
+from tidemill.learner.nodes.view import NODE_KEY, node_of, row_value
 
 log = logging.getLogger(__name__)
 

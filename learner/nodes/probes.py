@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 
 from tidemill.bus.system.coroutines import Waiter
-from tidemill.learner.nodes.node_rows import NodeRow, Phase, cut
+from tidemill.bus.wire.rows import NodeRow, Phase
+from tidemill.learner.nodes.view import cut
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from tidemill.learner.checkpoints.object_store import ObjectStore
 from tidemill.learner.checkpoints.remote_files import CheckpointFiles, Peer, PeerClient
 from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
 from tidemill.learner.feed.feed_messages import Start
-from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.megatron import state
 from tidemill.learner.megatron.checkpoint_writer import HostCopies, Staged, files_of
 from tidemill.learner.megatron.model import Policy, WeightBackup

@@ -25,8 +25,8 @@ from tidemill.bus import exit_codes
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.system.processes import Child
 from tidemill.learner.errors import LearnerError
+from tidemill.learner.feed.feed_client import progress_noted
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.feed.progress import progress_noted
 
 IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 INTERFACES = Path("/sys/class/net")

@@ -18,7 +18,7 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, Fenced
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_messages import Start
-from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.weightstore.config import WeightsConfig

@@ -32,10 +32,9 @@ from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.config import DebugConfig, ProfileRequest
 from tidemill.learner.errors import AlarmStop
-from tidemill.learner.feed.feed_client import FeedClient, Heartbeats
+from tidemill.learner.feed.feed_client import FeedClient, Heartbeats, note_step
 from tidemill.learner.feed.feed_messages import End, Last, Start
-from tidemill.learner.feed.places import RankPlaces
-from tidemill.learner.feed.progress import note_step
+from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron import state

@@ -18,10 +18,9 @@ from tidemill.bus import exit_codes
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.errors import NoCheckpoint
-from tidemill.learner.feed.feed_client import FeedClient
+from tidemill.learner.feed.feed_client import FeedClient, note_step
 from tidemill.learner.feed.feed_messages import End, Last
-from tidemill.learner.feed.places import RankPlaces
-from tidemill.learner.feed.progress import note_step
+from tidemill.learner.feed.feeder_settings import RankPlaces
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from tidemill.bus.wire.subjects import BUCKETS, bucket_stream, stream
 from tidemill.learner.algorithms.alarms import AlarmConfig, Context
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.buffer.datasource import DataSource
-from tidemill.learner.buffer.snapshot import read_state
+from tidemill.learner.buffer.ledger import read_state
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.errors import (
     CheckpointCorrupt,

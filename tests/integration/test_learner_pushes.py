@@ -21,7 +21,7 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.feed.feed_messages import Start
-from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.ranks.pushes import Pushes
 from tidemill.learner.ranks.weight_parts import WeightParts

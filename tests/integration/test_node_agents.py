@@ -20,12 +20,13 @@ from tests.waits import until
 from tidemill.bus import exit_codes
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, current_epoch
+from tidemill.bus.wire.rows import NodeRow, Phase, State
 from tidemill.learner.errors import LearnerEnded, NodeRefused, NodeReplaced
 from tidemill.learner.nodes import probes
 from tidemill.learner.nodes.agent import Agent, Limits
-from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, NodeRow, Phase, State, attempt_of, node_of, row_value
 from tidemill.learner.nodes.own_row import OwnRow, here
 from tidemill.learner.nodes.probes import REACHED, answering, call
+from tidemill.learner.nodes.view import ATTEMPT_KEY, attempt_of, node_of, row_value
 from tidemill.learner.ranks.process import ChildFailed, Part
 
 WITHIN_S = 60.0

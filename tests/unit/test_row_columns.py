@@ -29,9 +29,8 @@ from tidemill.learner.evaluation.config import EvalConfig
 from tidemill.learner.evaluation.evaluations import EvalPrompts
 from tidemill.learner.evaluation.rounds import Place, Rounds
 from tidemill.learner.feed.issuing import task_of
-from tidemill.learner.prompts.columns import RowSampling
 from tidemill.learner.prompts.prompt_file import PromptFile, prompts_digest
-from tidemill.learner.prompts.rows import scan_rows
+from tidemill.learner.prompts.rows import RowSampling, scan_rows
 from tidemill.learner.prompts.tokenizer import PromptTokenizer
 
 RUN = Sampling(temperature=0.7, max_new_tokens=64, stop=("###",))
