@@ -281,7 +281,7 @@ async def run_scorer(
     free.
 
     Consumes requests over HTTP; produces their answers, and a live row with its address, by which actors find it. Waits
-    for requests, and while it drains for the end of the accepted ones. Keeps no state: another scorer scores the samples
+    for requests, and while it drains for the end of the accepted ones. Keeps no state: another scorer scores samples
     of a dead one.
     """
     scorer_id, place = scorer_id or default_id(), place or ScorerPlace()

@@ -182,7 +182,7 @@ def started(bus: EndedBus) -> Iterator[str]:
 
         store not in use -> nats-server on a free port of 127.0.0.1 -> the viewer reads -> stopped (also after kill -9)
 
-    The viewer may create nothing but consumers in memory, so the streams do not change. The run itself has priority: when
+    The viewer may create nothing but consumers in memory, so the streams do not change. The run has priority: when
     it is started again, its bus sends SIGTERM to this process, which stops the server at once.
     """
     password = "" if bus.config.auth else secrets.token_urlsafe(_PASSWORD_BYTES)

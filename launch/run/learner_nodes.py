@@ -40,7 +40,7 @@ from tidemill.learner.errors import NodeRefused
 from tidemill.learner.nodes.agent import Agent, Limits
 from tidemill.learner.nodes.own_row import here
 from tidemill.learner.nodes.rendezvous import refuse_public
-from tidemill.learner.ranks.process import Part, run_part
+from tidemill.learner.ranks.process import NodePart, run_part
 from tidemill.learner.settings.checkpoint_store import SHARED
 
 LONG_WAIT_S = 300.0
@@ -197,7 +197,7 @@ class NodeWork:
             got = f"that of node 0: {file.parent} on {socket.gethostname()}"
             raise NodeRefused("checkpoints", want, got, "learner.checkpoint.store: shared, or another directory")
 
-    async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
+    async def run(self, part: NodePart, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
         """Run the processes of this node. Raises ChildFailed."""
         count = part.num_ranks
         uuids = tuple(device.uuid for device in self._devices[:count])

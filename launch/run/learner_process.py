@@ -164,8 +164,8 @@ def node_place(nodes: int, rank: int | None, environment: Mapping[str, str]) -> 
     variable is read.
     Raises SettingsError naming the options and variables that do not fit.
 
-    Sources: torchrun's documentation, "Environment Variables"; ``man srun``, "OUTPUT ENVIRONMENT VARIABLES"; Kubernetes,
-    "Indexed Job".
+    Sources: torchrun's documentation, "Environment Variables"; ``man srun``, "OUTPUT ENVIRONMENT VARIABLES";
+    Kubernetes, "Indexed Job".
     """
     if nodes == 1:
         if rank:

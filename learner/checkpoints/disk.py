@@ -26,7 +26,7 @@ from tidemill.bus.system.files import sync
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.checkpoints import manifest as manifests
-from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
+from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, CheckpointManifest, FileEntry
 from tidemill.learner.errors import CheckpointCorrupt
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def commit(tmp: Path, state: bytes, *, extra: Mapping[str, object] | None = None
     """
     (tmp / STATE).write_bytes(state)
     files = {name: entry.written_by((0,)) for name, entry in digest(tmp, sorted(_files(tmp))).items()}
-    write_manifest(tmp, Manifest(files=files, extra=dict(extra or {})).encode())
+    write_manifest(tmp, CheckpointManifest(files=files, extra=dict(extra or {})).encode())
     return publish(tmp)
 
 

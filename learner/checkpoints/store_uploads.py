@@ -34,7 +34,7 @@ from tidemill.bus.wire.rows import Uploaded, row_of
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.disk import Checkpoint
-from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, FileEntry, Manifest
+from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, CheckpointManifest, FileEntry
 from tidemill.learner.checkpoints.node_copies import INTERVAL_S, CheckpointRow
 from tidemill.learner.checkpoints.object_store import MOST_BYTES, OWNER, UNNAMED, ObjectStore
 from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY, digests_in, latest_in
@@ -80,7 +80,7 @@ def survey(store: ObjectStore) -> tuple[dict[str, Stored], set[str]]:
             if not 0 <= sizes.get(MANIFEST, -1) <= MOST_BYTES:
                 raise FileNotFoundError(name)
             data = store.manifest(name)
-            files = Manifest.parse(f"{store.url}/{name}", data).files
+            files = CheckpointManifest.parse(f"{store.url}/{name}", data).files
         except FileNotFoundError:
             incomplete.add(name)
         except CheckpointCorrupt as error:

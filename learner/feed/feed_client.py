@@ -28,7 +28,7 @@ from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.frames import Frame, decode
 from tidemill.learner.errors import FeederFailed, FeederLost, FeedError
 from tidemill.learner.feed.feed_keys import FeedKeys, admit_by
-from tidemill.learner.feed.feed_messages import End, Last, Start, pack, unpack
+from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Last, pack, unpack
 
 _STEP, _SIGTERM = b".", bytes([signal.SIGTERM])
 
@@ -159,7 +159,7 @@ class FeedClient:
             self._passed_on = True
             self._send("drain")
 
-    def hello(self) -> Start:
+    def hello(self) -> FeedStart:
         """Register this rank, and return the start of the run, once the feeder has restored its state.
 
         Raises FeederLost (silent or unreachable), FeederFailed (it refuses this rank or has failed), FeedError.
@@ -167,15 +167,15 @@ class FeedClient:
         self._registered = True
         self._send("hello", rank=self._rank, dp_rank=self._dp_rank, dp_size=self._dp_size, metadata=self._metadata)
         header, _ = self._receive("start", kinds=("start",))
-        return Start(**{key: value for key, value in header.items() if key != "type"})
+        return FeedStart(**{key: value for key, value in header.items() if key != "type"})
 
-    def next(self, step: int) -> StepBatch | Last | End:
+    def next(self, step: int) -> StepBatch | Last | FeedEnd:
         """Return the batch of ``step`` for this data-parallel rank, or that there is none. Raises as ``hello``."""
         self._pass_on_sigterm()
         self._send("next", step=step, dp_rank=self._dp_rank)
         header, frames = self._receive(f"batch {step}", kinds=("batch", "last", "end"))
         if header["type"] == "end":
-            return End()
+            return FeedEnd()
         if header["type"] == "last":
             if header["step"] != step - 1:
                 raise FeedError(self._url, f"step {step - 1} as the last", header["step"])

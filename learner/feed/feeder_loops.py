@@ -32,10 +32,10 @@ from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.batch.frames import encode, encode_metadata
 from tidemill.learner.buffer.ledger import ROWS
 from tidemill.learner.buffer.selection import Waits
-from tidemill.learner.debug.rollout_file import Rollout, save_rollout
+from tidemill.learner.debug.rollout_file import DumpedRollout, save_rollout
 from tidemill.learner.evaluation.evaluations import BestCheckpoint, Evaluations
 from tidemill.learner.feed.data_metrics import EpisodeAge, episode_metrics, facts_of
-from tidemill.learner.feed.feed_messages import Start
+from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.feeder_row import BEAT_S, FeederRow, Parts
 from tidemill.learner.feed.feeder_settings import FeederSettings
@@ -143,7 +143,7 @@ class Feeder:
         )
         version, step = source.head or (-1, -1)
         await self._server.start(
-            Start(
+            FeedStart(
                 epoch=self._epoch,
                 checkpoint=None if resumed.checkpoint is None else str(resumed.checkpoint),
                 step=source.step,
@@ -343,7 +343,7 @@ class Feeder:
         )
         if self._settings.debug.save_rollout:
             file = Path(self._settings.debug.save_rollout.format(step=plan.step))
-            rollout = Rollout(run=self._bus.run, plan=plan, samples=samples, token_limits=limits)
+            rollout = DumpedRollout(run=self._bus.run, plan=plan, samples=samples, token_limits=limits)
             await asyncio.to_thread(save_rollout, file, rollout)
             log.info("rollout saved step=%d samples=%d path=%s", plan.step, len(samples), file)
         facts = facts_of(plan, batches, filtered) | {"data/bad_rows": float(len(self._prompts.bad_rows))}

@@ -32,7 +32,7 @@ Summed = Callable[[Tensor], Tensor]
 """Sum of a tensor over the data-parallel ranks."""
 
 
-class Row(ModelInput, Protocol):
+class CriticRow(ModelInput, Protocol):
     """A micro-batch of the trainer, as far as the critic reads it."""
 
     @property
@@ -68,10 +68,10 @@ class Critic:
         """Return whether only the critic is trained in this step."""
         return step <= self._config.warmup_steps
 
-    def valued(self, rows: Sequence[Row]) -> list[Tokens]:
+    def valued(self, rows: Sequence[CriticRow]) -> list[Tokens]:
         """Return the inputs of the objective of each row with ``values_T``, the values under the current weights."""
 
-        def collect(row: Row, values_C1: Tensor) -> tuple[Tensor, Tensor]:
+        def collect(row: CriticRow, values_C1: Tensor) -> tuple[Tensor, Tensor]:
             """Return a loss that is not used, and the values."""
             values_T1 = self._whole(values_C1)
             return values_T1.sum(), values_T1
@@ -81,7 +81,7 @@ class Critic:
         return [replace(row.seen, values_T=each_T1[:, 0]) for row, each_T1 in zip(rows, values, strict=True)]
 
     def train(
-        self, minibatches: Sequence[tuple[Sequence[Row], Denominators]], batch: StepBatch, *, summed: Summed
+        self, minibatches: Sequence[tuple[Sequence[CriticRow], Denominators]], batch: StepBatch, *, summed: Summed
     ) -> dict[str, float]:
         """Take an optimizer step for each minibatch of ``batch``; its rows have ``values_T`` and ``returns_T``.
 
@@ -126,7 +126,7 @@ class Critic:
             "critic/grad_norm": sum(update.norm for update in done if update.norm is not None) / len(done),
         }
 
-    def _minibatch(self, rows: Sequence[Row], denominators: Denominators, step: int) -> _Update:
+    def _minibatch(self, rows: Sequence[CriticRow], denominators: Denominators, step: int) -> _Update:
         self.optimizer.zero_grad()
         parts = run_rows(self.model, rows, partial(self._loss, denominators=denominators))
         ranks = self.model.parallel
@@ -142,7 +142,7 @@ class Critic:
         ranks = self.model.parallel
         return values_C1 if ranks.cp_size == 1 else gather_parts(values_C1, ranks.cp_group)
 
-    def _loss(self, row: Row, values_C1: Tensor, *, denominators: Denominators) -> tuple[Tensor, Tensor]:
+    def _loss(self, row: CriticRow, values_C1: Tensor, *, denominators: Denominators) -> tuple[Tensor, Tensor]:
         tokens, values_T = row.seen, self._whole(values_C1)[:, 0]
         assert tokens.values_T is not None and tokens.returns_T is not None
         if self._collector is not None:

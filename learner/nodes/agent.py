@@ -44,7 +44,7 @@ from tidemill.learner.nodes.rendezvous import (
     decide,
 )
 from tidemill.learner.nodes.view import LOOK_S, View, cut
-from tidemill.learner.ranks.process import ChildFailed, Part
+from tidemill.learner.ranks.process import ChildFailed, NodePart
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ class Agent:
             await self._attempts.record(me, State.ENDING, "a later epoch was raised")
             return
         host, _, port = attempt.master.rpartition(":")
-        part = Part(
+        part = NodePart(
             first_rank=attempt.first_rank(me.node),
             num_ranks=attempt.ranks[me.node],
             world=sum(attempt.ranks),

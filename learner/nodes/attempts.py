@@ -18,7 +18,7 @@ from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.errors import NodeRefused
 from tidemill.learner.nodes.rendezvous import refuse_unlike
 from tidemill.learner.nodes.view import ATTEMPT_KEY, READ_S, View, cut, row_value
-from tidemill.learner.ranks.process import Part
+from tidemill.learner.ranks.process import NodePart
 
 
 class Work(Protocol):
@@ -42,7 +42,7 @@ class Work(Protocol):
         """Write the proof that ``check`` reads on the other nodes. Only the leader's. Raises OSError."""
         raise NotImplementedError
 
-    async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
+    async def run(self, part: NodePart, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
         """Run the processes until they succeed, or have drained; a cancellation ends them. Raises ChildFailed."""
         raise NotImplementedError
 

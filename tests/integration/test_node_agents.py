@@ -27,7 +27,7 @@ from tidemill.learner.nodes.agent import Agent, Limits
 from tidemill.learner.nodes.own_row import OwnRow, here
 from tidemill.learner.nodes.probes import REACHED, answering, call
 from tidemill.learner.nodes.view import ATTEMPT_KEY, attempt_of, node_of, row_value
-from tidemill.learner.ranks.process import ChildFailed, Part
+from tidemill.learner.ranks.process import ChildFailed, NodePart
 
 WITHIN_S = 60.0
 ROW = NodeRow(node=0, nodes=2, nonce="", address="127.0.0.1", host="h", place=here(), pid=os.getpid())
@@ -39,7 +39,7 @@ class Ranks:
     cancelled.
     """
 
-    parts: "asyncio.Queue[Part]" = field(default_factory=asyncio.Queue)
+    parts: "asyncio.Queue[NodePart]" = field(default_factory=asyncio.Queue)
     ends: "asyncio.Queue[ChildFailed | None]" = field(default_factory=asyncio.Queue)
     alive: int = 0
     refusal: NodeRefused | None = None
@@ -58,7 +58,7 @@ class Ranks:
 
     async def check(self, proof: str) -> None: ...
 
-    async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
+    async def run(self, part: NodePart, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
         self.alive, self.steps = self.alive + 1, on_step
         self.parts.put_nowait(part)
         drained, ended = asyncio.create_task(draining.wait()), asyncio.create_task(self.ends.get())
@@ -84,7 +84,7 @@ class Node:
     shown: list[NodeRow]
     """Rows of the agent as ``tidemill status`` gets them."""
 
-    async def started(self) -> Part:
+    async def started(self) -> NodePart:
         async with asyncio.timeout(WITHIN_S):
             return await self.ranks.parts.get()
 

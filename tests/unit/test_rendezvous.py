@@ -10,7 +10,19 @@ import pytest
 
 from tests.examples import examples
 from tidemill.bus.wire.rows import Attempt, NodeRow, Phase, State
-from tidemill.learner.nodes.rendezvous import Action, Drain, End, Form, Leave, Record, Renew, Seen, Start, Wait, decide
+from tidemill.learner.nodes.rendezvous import (
+    Action,
+    Drain,
+    End,
+    Form,
+    Leave,
+    Record,
+    Renew,
+    Seen,
+    Start,
+    Wait,
+    decide,
+)
 
 KEY = "k" * 40
 SILENCE_S = 30.0
