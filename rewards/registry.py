@@ -29,7 +29,7 @@ TABLE = {
     "exact": "tidemill.rewards.builtin.text:exact",
     "f1": "tidemill.rewards.builtin.text:f1",
     "format": "tidemill.rewards.builtin.text:format_tags",
-    "gpqa": "tidemill.rewards.builtin.gpqa:gpqa",
+    "gpqa": "tidemill.rewards.builtin.text:gpqa",
     "gsm8k": "tidemill.rewards.builtin.math_rewards:gsm8k",
     "ifeval": "tidemill.rewards.builtin.ifeval:ifeval",
     "judge": "tidemill.rewards.http.judge:Judge",
@@ -41,8 +41,8 @@ TABLE = {
     "regex": "tidemill.rewards.builtin.text:regex",
     "remote": "tidemill.rewards.http.remote:Remote",
     "repetition": "tidemill.rewards.builtin.text:repetition",
-    "reward_model": "tidemill.rewards.http.reward_model:RewardModel",
-    "sentence": "tidemill.rewards.builtin.sentence:sentence",
+    "reward_model": "tidemill.rewards.http.judge:RewardModel",
+    "sentence": "tidemill.rewards.builtin.text:sentence",
 }
 """Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop."""
 

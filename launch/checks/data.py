@@ -16,7 +16,7 @@ from tidemill.launch.checks.model import CheckedModel
 from tidemill.launch.checks.rows import row_check
 from tidemill.launch.settings.datasets import prompts
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.data.config import REFUSE, DataConfig, Source
+from tidemill.learner.data import REFUSE, DataConfig, Source
 from tidemill.learner.debug.config import read_prompts
 from tidemill.learner.debug.rollout_file import read_header
 from tidemill.learner.errors import DebugFileRefused, PromptError, TemplateLacks

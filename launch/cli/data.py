@@ -24,7 +24,7 @@ from tidemill.launch.checks.rows import row_check
 from tidemill.launch.checks.tokens import check_tokenizer
 from tidemill.launch.samples.recording import import_files
 from tidemill.launch.settings.config_loader import load
-from tidemill.learner.data.config import DataConfig, Source
+from tidemill.learner.data import DataConfig, Source
 from tidemill.learner.errors import PromptError, TemplateLacks
 from tidemill.learner.prompts.rows import PromptRow, RowRules, RowTokens, refuse_template, scan_rows
 

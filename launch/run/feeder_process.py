@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tidemill.bus.wire.episode_limits import Budget
     from tidemill.bus.wire.messages import Sampling
     from tidemill.bus.wire.routed_experts import RoutedShape
-    from tidemill.learner.data.config import DataConfig
+    from tidemill.learner.data import DataConfig
     from tidemill.learner.evaluation.evaluations import EvalPlan
     from tidemill.learner.feed.feed_keys import FeedKeys
     from tidemill.learner.feed.feeder_settings import FeederPlaces

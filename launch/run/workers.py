@@ -195,7 +195,7 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
 
     from tidemill.actors.engines.membership import connected, first_row
     from tidemill.bus.liveness.heartbeats import Waiting
-    from tidemill.weightstore.catchup.catch_up import fetch_model
+    from tidemill.weightstore.catch_up import fetch_model
 
     model = Path(config.model.path)
     if (model / "config.json").exists():

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.learner.data.config import SLICE
+from tidemill.learner.data import SLICE
 
 PATHS = (
     *("directory", "model.path", "model.megatron_checkpoint", "data.path", "data.sources.*.path", "eval.sets.*.path"),

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from tidemill.bus.section import NotNegative, Positive, PositiveFloat, ShortNamed, section
 from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
-from tidemill.learner.data.config import DataConfig, SourceConfig, Stops, StopTokens
+from tidemill.learner.data import DataConfig, SourceConfig, Stops, StopTokens
 
 MAX_SAMPLES = 1024
 """Maximum number of responses to one prompt."""

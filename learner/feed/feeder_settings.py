@@ -11,7 +11,7 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Sampling
 from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.learner.buffer.rules import DataRules
-from tidemill.learner.data.config import DataConfig, FilterConfig, identity_of
+from tidemill.learner.data import DataConfig, FilterConfig, identity_of
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.evaluation.evaluations import EvalPlan
 from tidemill.learner.prompts.prompt_file import PromptFile

@@ -28,8 +28,7 @@ from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.errors import LearnerEnded, NodeRefused
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.nodes.attempts import Attempts, Work
-from tidemill.learner.nodes.own_row import OwnRow
-from tidemill.learner.nodes.probes import Probes, answering
+from tidemill.learner.nodes.own_row import OwnRow, Probes, answering
 from tidemill.learner.nodes.rendezvous import (
     LEADER,
     Action,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tidemill.bus.system.functions import described, errors_as
-from tidemill.learner.data.config import REFUSE, SKIP
+from tidemill.learner.data import REFUSE, SKIP
 from tidemill.learner.errors import CannotRender, PromptError, TemplateLacks, TextTooLong
 
 log = logging.getLogger(__name__)

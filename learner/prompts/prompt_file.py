@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.learner.data.config import REFUSE, Source
+from tidemill.learner.data import REFUSE, Source
 from tidemill.learner.errors import PromptError
 from tidemill.learner.prompts.bad_rows import BadRows, all_bad
 from tidemill.learner.prompts.formats import add_rows, data_files, is_function

@@ -16,7 +16,7 @@ from tidemill.bus.wire.chat_messages import chat_tools
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject, is_integer, is_number
 from tidemill.bus.wire.messages import Prompt, Sampling
 from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
-from tidemill.learner.data.config import MAX_LETTERS, MAX_STOPS, SKIP, Source, rollout_named
+from tidemill.learner.data import MAX_LETTERS, MAX_STOPS, SKIP, Source, rollout_named
 from tidemill.learner.errors import PromptError
 from tidemill.learner.prompts.bad_rows import RowTooLong, rejections
 from tidemill.learner.prompts.formats import kind_of, messages_in, read_values, refuse_unsendable, value_at, where_of

@@ -20,7 +20,7 @@ from tidemill.bus.wire.messages import Evaluated, Kind, Plan, Sample, Task
 from tidemill.bus.wire.subjects import BEST_KEY, END_KEY
 from tidemill.learner.buffer.ledger import read_state
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data import DataConfig
 from tidemill.learner.errors import FeederFailed, NothingTrained
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
 

@@ -22,10 +22,9 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, current_epoch
 from tidemill.bus.wire.rows import NodeRow, Phase, State
 from tidemill.learner.errors import LearnerEnded, NodeRefused, NodeReplaced
-from tidemill.learner.nodes import probes
+from tidemill.learner.nodes import own_row
 from tidemill.learner.nodes.agent import Agent, Limits
-from tidemill.learner.nodes.own_row import OwnRow, here
-from tidemill.learner.nodes.probes import REACHED, answering, call
+from tidemill.learner.nodes.own_row import REACHED, OwnRow, answering, call, here
 from tidemill.learner.nodes.view import ATTEMPT_KEY, attempt_of, node_of, row_value
 from tidemill.learner.ranks.process import ChildFailed, NodePart
 
@@ -237,9 +236,9 @@ async def test_nodes_that_do_not_reach_each_other_start_no_ranks_until_they_do(o
 
 async def test_a_call_that_another_process_answers_reaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute, monkeypatch.context() as soon:
-        soon.setattr(probes, "CALL_S", 0.3)
+        soon.setattr(own_row, "CALL_S", 0.3)
         assert await call(replace(ROW, probe_port=mute.getsockname()[1])) == "no answer within 0 s"
-    monkeypatch.setattr(probes, "CALL_S", WITHIN_S)
+    monkeypatch.setattr(own_row, "CALL_S", WITHIN_S)
     async with answering("a" * 12, "127.0.0.1") as port:
         right = replace(ROW, agent="a" * 12, probe_port=port)
         assert await call(right) == REACHED

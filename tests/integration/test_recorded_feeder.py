@@ -21,7 +21,7 @@ from tidemill.bus.wire.messages import Plan, Sample, Settle, Task
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.buffer.ledger import read_state
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.data.config import Source
+from tidemill.learner.data import Source
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.prompts.responses import Recordings

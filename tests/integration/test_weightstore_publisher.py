@@ -21,8 +21,8 @@ from tidemill.bus.errors import Fenced
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.weightstore.catchup.catch_up import Joiner, keep_up
-from tidemill.weightstore.catchup.catch_up import catch_up as catch_up_to_head
+from tidemill.weightstore.catch_up import Joiner, keep_up
+from tidemill.weightstore.catch_up import catch_up as catch_up_to_head
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import BadManifest, CatchUpTimeout, PublisherClosed, PushFailed, ReceiverFailed
 from tidemill.weightstore.format.manifest import Manifest

@@ -23,7 +23,7 @@ from tidemill.launch.settings.config_loader import SettingsError, load
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.buffer.groups import mismatch
-from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data import DataConfig
 from tidemill.learner.errors import PromptError
 from tidemill.learner.evaluation.config import EvalConfig
 from tidemill.learner.evaluation.evaluations import EvalPrompts
