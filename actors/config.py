@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
 from tidemill.actors.teacher_settings import Teachers
-from tidemill.bus.section import BASIC, Derived, NotNegative, NotNegativeFloat, Positive, PositiveFloat, section
+from tidemill.bus.section import BASIC, Derived, NotNegative, NotNegativeFloat, OrAuto, Positive, PositiveFloat, section
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.rewards.part_settings import SCORE, RewardParts
 
@@ -136,8 +136,10 @@ class ScorersConfig:
 class ActorConfig:
     """The rollout loop."""
 
-    max_samples_in_flight: Annotated[Positive, BASIC] = 64
-    """Responses an actor has in generation or reward at once; it leases tasks to keep this full."""
+    max_samples_in_flight: Annotated[int | str, OrAuto()] = "auto"
+    """Responses an actor has in generation or reward at once; it leases tasks to keep this full. auto = as many as keep
+    the engines busy, by their queues; 64 for each engine that reports none.
+    """
     engines: tuple[str, ...] = ()
     """Engine URLs; empty = those found on the bus."""
     rollouts: tuple[str, ...] = ()

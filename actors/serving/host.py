@@ -187,6 +187,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         """Return gauges and counters since the start."""
         return {
             "running": self.unfinished,
+            "rows": self.config.max_running,
             "version": self.version,
             "epoch": self.epoch,
             "updates": self.updates.completed,

@@ -29,8 +29,8 @@ from tidemill.rewards.port import RewardRequest, Scorer
 from tidemill.rewards.registry import ASKING, COMPARING, SANDBOXED, SEVERAL, TABLE, bind, load
 from tidemill.rewards.scorers import opened
 
-LOAD_S = 60.0
-"""Seconds in which a module is imported; torch takes several."""
+LOAD_S = 300.0
+"""Seconds in which a module is imported; with torch it takes several, and twenty times as long beside other work."""
 
 
 def defect(path: str, arguments: Sequence[str] = (), offered: Sequence[str] = (), *, kind: str = "function") -> str:

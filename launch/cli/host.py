@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidemill.launch.cli.arguments import add_allow, add_bus, add_listening
-from tidemill.launch.cli.inputs import check_loaded, children_arguments, loaded_config, reached_at, user_name
+from tidemill.launch.cli.inputs import (
+    check_loaded,
+    children_arguments,
+    loaded_config,
+    reached_at,
+    user_name,
+    with_commits_of_run,
+)
 from tidemill.launch.run.access import allowed
 from tidemill.launch.settings.extras import require
 
@@ -90,6 +97,7 @@ def _learner_node(args: argparse.Namespace) -> "HostLearner | None":
     if args.run not in ("", loaded.config.run):
         raise ValueError(f"--run: want {loaded.config.run}, the run of --config, got {args.run}")
     args.set.append(f"learner.nodes={place.nodes}")
+    loaded = with_commits_of_run(args, loaded_config(args), leads=place.rank == 0)
     check_loaded(args, loaded, starts_workers=False, resumes=True)
     words = ["learner", *children_arguments(args), "--node-rank", str(place.rank), *reached_at(args)]
     return HostLearner(config=loaded_config(args).config, rank=place.rank, arguments=words, users=args.users)

@@ -5,7 +5,7 @@ matters.
 import argparse
 from pathlib import Path
 
-from tidemill.launch.settings import yaml_file
+from tidemill.launch.settings import env_file, yaml_file
 
 TEMPLATES = Path(__file__).parents[1] / "data/init"
 CONFIG = "run.yaml"
@@ -19,6 +19,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 OF_MODELS = ("own", "sft")
 """Kinds that begin with a model of the user's; the others make a tiny one first."""
 _MODEL = "@MODEL@"
+IGNORES = ".gitignore"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -28,14 +29,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         "responses)"
     )
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=about)
-    parser.add_argument("--model", default="", metavar="DIR", help="your model in Hugging Face format, for own and sft")
+    parser.add_argument("--model", default="", metavar="MODEL", help="for own and sft: a directory, or org/name")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the files of a kind of run, all or none, and print their names. Returns 0. Raises ValueError."""
     if bool(args.model) != (args.kind in OF_MODELS):
         want = (
-            "DIR, a model in Hugging Face format"
+            "MODEL, a directory in Hugging Face format or org/name"
             if args.kind in OF_MODELS
             else f"none with {args.kind}, which makes a tiny model"
         )
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"{present[0]}: want no such file, which is never overwritten; begin in another directory, or remove it"
         )
+    if not Path(IGNORES).exists():
+        texts[IGNORES] = f"{env_file.NAME}\nruns/\n"  # no secret and no checkpoint into a repository
     for name, text in texts.items():
         Path(name).write_text(text, encoding="utf-8")
         print(f"{name}: written")

@@ -59,7 +59,7 @@ def recorded(values: JsonObject) -> JsonObject:
 
 
 def _make_absolute(values: JsonObject, base: Path) -> None:
-    for holder, name, setting in list(_texts(values, "")):
+    for holder, name, setting in list(texts(values, "")):
         text = str(holder[name])
         sliced = SLICE.fullmatch(text)
         path = Path(sliced["path"] if sliced else text)
@@ -71,11 +71,11 @@ def _make_absolute(values: JsonObject, base: Path) -> None:
             holder[name] = str(base / text)
 
 
-def _texts(values: JsonObject, above: str) -> Iterator[tuple[JsonObject, str, str]]:
+def texts(values: JsonObject, above: str) -> Iterator[tuple[JsonObject, str, str]]:
     """Yield the map that holds each text, its name there, and the path of the setting."""
     for name, value in values.items():
         setting = f"{above}.{name}" if above else str(name)
         if isinstance(value, dict):
-            yield from _texts(value, setting)
+            yield from texts(value, setting)
         elif isinstance(value, str) and value:
             yield values, name, setting

@@ -334,7 +334,7 @@ DIGESTS = {
     "digits_ppo": "2572e100b0e494a7",
     "distil": "99fc30357b93bb4f",
     "gsm8k": "9ac227586db94c48",
-    "real": "f2ff13a29c1c47a9",
+    "real": "2d730f9ae7850eaf",
     "sft": "ff6a6a4e1ff628d4",
     "sglang-cpu": "617d9e80148856c3",
     "smoke": "7df063a5166a7579",
