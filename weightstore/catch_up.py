@@ -194,8 +194,7 @@ class Loading:
 
 
 def cure_of(url: str) -> str:
-    """Return the likely cure where nothing answers at the address of a snapshot: the process that advertises it names
-    another one."""
+    """Return the likely cure where nothing answers at the address of a snapshot: another advertised address."""
     if "/snapshots/" in url:
         return "engine: --advertise ADDRESS that this machine reaches, at the engine with the snapshot"
     return "learner: --set weights.advertise=ADDRESS that this machine reaches"
@@ -238,8 +237,7 @@ class LearnerSnapshot:
         self._rows, self._registry, self._loading = bus.rows("weights"), VersionRegistry(bus), loading
 
     async def load(self, goal: VersionRow) -> bool:
-        """Load the newest snapshot if it is new enough; else request one, wait for it for at most 2 s, and return
-        False."""
+        """Load the newest snapshot if it is new enough; else request one, wait at most 2 s for it, and return False."""
         newest = await self._registry.snapshot()
         if newest is None or newest.version < goal.version or newest.snapshot in self._loading.refused:
             await self._request(goal, newest)

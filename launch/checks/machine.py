@@ -1,6 +1,4 @@
-"""Checks of the environment of a run: bus, engine's program, directories, disk, memory, store of checkpoints. Starts
-nothing.
-"""
+"""Checks of a run's environment: bus, engine's program, directories, disk, memory, store. Starts nothing."""
 
 import json
 import math

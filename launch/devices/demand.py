@@ -1,6 +1,4 @@
-"""From a run's settings to its wants of a machine, and from the places of its processes to their environment
-variables.
-"""
+"""From a run's settings to its demands on a machine; from places of processes to their environment variables."""
 
 import json
 import math

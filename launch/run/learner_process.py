@@ -1,6 +1,4 @@
-"""The body of the learner on one machine, made from the run's configuration: the parent of feeder and ranks, and its
-live row.
-"""
+"""The learner on one machine: the parent of feeder and ranks, and its live row; the place of a node among several."""
 
 import asyncio
 import logging

@@ -56,9 +56,7 @@ class Checkpoint:
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether a directory looks like a checkpoint with weights, of Tidemill or Megatron; the content is not
-    read.
-    """
+    """Return whether a directory looks like a checkpoint of Tidemill or Megatron with weights; reads no content."""
     return all((directory / name).is_file() for name in TORCH_DIST)
 
 
@@ -147,9 +145,7 @@ def damaged(path: Path) -> list[CheckpointCorrupt]:
 
 
 def held(path: Path) -> dict[str, FileEntry]:
-    """Return the manifest's entries with a file of the right size here; the content is not read. Raises
-    CheckpointCorrupt.
-    """
+    """Return the manifest's entries with a file of the right size here; reads no content. Raises CheckpointCorrupt."""
     return {name: entry for name, entry in manifests.read(path).files.items() if _has_size(path / name, entry.size)}
 
 

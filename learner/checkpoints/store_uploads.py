@@ -197,9 +197,7 @@ class Uploads:
         await self._write_row()
 
     async def _is_ours(self) -> bool:
-        """Return whether this run owns the store, which is read first. Raises StoreFailed, also for another run's
-        store.
-        """
+        """Return whether this run owns the store, which is read first. Raises StoreFailed, also for another's store."""
         if self._stored is None:
             run_identity = await identity_of(self._bus)
             if self._node == HOME:

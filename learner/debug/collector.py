@@ -52,9 +52,7 @@ def of_policy(tokens: Tokens, log_probs_T: Tensor, entropy_T: Tensor, loss: Toke
 
 
 def with_old(fields: Fields, first_pass: Fields, mask_T: Tensor) -> Fields:
-    """Return the fields, with old log-probs and the ratio against them if they are missing. ``first_pass``: the
-    record's.
-    """
+    """Return the fields, with the record's old log-probs (``first_pass``) and ratio against them where they lack."""
     old_T = fields.get("old_log_probs", first_pass["log_probs"])
     return {
         "old_log_probs": old_T,

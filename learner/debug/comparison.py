@@ -1,6 +1,4 @@
-"""Comparison of two dumps: the first thing that differs, in the order in which it is computed, and by how much. Pure;
-knows no torch.
-"""
+"""Comparison of two dumps: the first difference in the order of computation, and its size. Pure; no torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

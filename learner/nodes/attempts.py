@@ -1,6 +1,4 @@
-"""The leader's writes of the row ``attempt``: a new attempt from offers, and the states of the present one. By
-compare-and-set.
-"""
+"""The leader's writes of the row ``attempt``, by compare-and-set: a new attempt, and states of the present one."""
 
 import asyncio
 import logging
@@ -29,9 +27,7 @@ class Work(Protocol):
         raise NotImplementedError
 
     def layout(self, offers: Sequence[NodeRow]) -> tuple[int, ...]:
-        """Return the number of ranks of each node. Raises NodeRefused for nodes that do not fit together. Only the
-        leader's.
-        """
+        """Return the number of ranks of each node, for the leader. Raises NodeRefused for nodes that do not fit."""
         raise NotImplementedError
 
     async def check(self, proof: str) -> None:

@@ -1,6 +1,4 @@
-"""Rows that cannot be used, whatever the cause: skipped, counted and named, or refused (``data.bad_rows``). Reads no
-row.
-"""
+"""Rows that cannot be used: skipped, counted and named, or refused (``data.bad_rows``). Reads no row."""
 
 import logging
 from collections.abc import Iterator

@@ -1,6 +1,4 @@
-"""Prompts of files in a deterministic order: (seed, epoch, offset) -> prompt, tokens, label, metadata. Knows files, no
-bus.
-"""
+"""Prompts of files in a deterministic order: (seed, epoch, offset) -> prompt, tokens, label, metadata."""
 
 import hashlib
 from collections.abc import Sequence

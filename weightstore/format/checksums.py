@@ -150,9 +150,7 @@ def report_checksums(tensors: Mapping[str, Tensor]) -> ChecksumReport:
 def differences(
     report: ChecksumReport, sent: Mapping[str, Tensor], sum_of: Callable[[TensorChecksum], str]
 ) -> list[str]:
-    """Return a line for every sent tensor that differs or is missing in the report; ``sum_of`` gives a part's right
-    sum.
-    """
+    """Return a line for each sent tensor that differs or is missing in the report; ``sum_of``: a part's right sum."""
     reported = {name for part in report.parts for name in part.names}
     lines = [f"{name}: missing from the engine's report" for name in sent if name not in reported]
     for part in report.parts:

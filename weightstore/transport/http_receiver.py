@@ -1,5 +1,4 @@
-"""An engine over HTTP, with SGLang's paths and bodies; ``epoch`` and ``timeout_s`` are additions that SGLang
-ignores."""
+"""An engine over HTTP, with SGLang's paths and bodies; SGLang ignores the additions ``epoch`` and ``timeout_s``."""
 
 import asyncio
 import json
@@ -60,9 +59,7 @@ class HttpReceiver:
         await self._post("begin_weight_update", {"weight_version": str(version)}, phase="begin")
 
     async def bucket(self, specs: Sequence[TensorSpec], flat: Payload) -> None:
-        """POST /update_weights_from_distributed with the specs; the bytes come over the group of the rank that has
-        them.
-        """
+        """POST /update_weights_from_distributed with the specs; bytes come over the group of the rank that has them."""
         group = self._groups[flat.part.number if isinstance(flat, RemoteBucket) else 0]
         body = {
             "group_name": group,

@@ -90,9 +90,7 @@ class PartServer:
         )
 
     def stage(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill the copy of this number, which rank 0 has found free. Raises BadManifest; PublisherClosed without the
-        thread.
-        """
+        """Fill the copy of this number, which rank 0 has found free. Raises BadManifest, PublisherClosed."""
         if not self._thread.is_alive:
             raise PublisherClosed(f"the server of this rank's weights has ended: {self._thread.failure!r}")
         copy = self._pool.at(number)

@@ -281,9 +281,7 @@ def leave(place: PartPlace) -> None:
 
 
 def release(place: PartPlace, name: str, within_s: float = RELEASE_S) -> None:
-    """Release a set of tensors in another rank, which waits for it; repeated for ``within_s``. Blocking; raises
-    OSError.
-    """
+    """Release a set of tensors in another rank, which waits; repeated for ``within_s``. Blocking; raises OSError."""
     deadline = time.monotonic() + within_s
     while True:
         try:

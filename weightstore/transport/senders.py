@@ -1,5 +1,4 @@
-"""The learner's end of a process group, with its blocking calls in a thread. The backend decides whether it has a
-process of its own."""
+"""The learner's end of a process group: blocking calls in a thread, for some backends in a process of its own."""
 
 import asyncio
 import logging
