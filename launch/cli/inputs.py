@@ -25,6 +25,7 @@ from tidemill.launch.settings.config_loader import (
 )
 from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.run_config import RunConfig
+from tidemill.launch.settings.shipped import CONFIGS
 
 if TYPE_CHECKING:
     from tidemill.launch.checks.findings import Report
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 
 
 def loaded_config(args: argparse.Namespace) -> Loaded:
-    """Return the run's configuration and where its values come from; secrets of a ``.env`` beside it come into the
-    environment. Raises SettingsError.
+    """Return the run's configuration and where its values come from; secrets of a ``.env`` beside it, or here for one
+    of the package, come into the environment. Raises SettingsError.
     """
-    read_secrets(args, dict.fromkeys(file.parent for file in args.config))
+    read_secrets(args, dict.fromkeys(Path() if file.parent == CONFIGS else file.parent for file in args.config))
     return load(args.config, args.set, os.environ)
 
 
