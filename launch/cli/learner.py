@@ -12,6 +12,7 @@ from tidemill.launch.cli.inputs import (
     children_arguments,
     loaded_config,
     unprinted_config,
+    with_commits_of_run,
     with_iteration,
 )
 from tidemill.launch.run.access import LEARNER
@@ -65,7 +66,7 @@ def _run_learner(args: argparse.Namespace) -> int:
     if config is None:
         return 0
     require("learner")
-    from tidemill.launch.run.node_rank import node_place
+    from tidemill.launch.run.learner_process import node_place
 
     place = node_place(config.learner.nodes, args.node_rank, os.environ)
     if place.nodes == 1 and (args.host or args.advertise):
@@ -74,7 +75,8 @@ def _run_learner(args: argparse.Namespace) -> int:
         args.set.append(f"learner.nodes={place.nodes}")  # for the ranks, too
         config = loaded_config(args).config
     if not args.checked:
-        check_loaded(args, loaded_config(args), starts_workers=False, resumes=True)
+        loaded = with_commits_of_run(args, loaded_config(args), leads=place.rank == 0)
+        check_loaded(args, loaded, starts_workers=False, resumes=True)
     config = with_iteration(args, loaded_config(args)).config
     from tidemill.launch.run import learner_process, process
 

@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = {
     "eval": "score a model on held-out prompts, without a learner (docs/evaluation.md)",
     "prepare": "make the small model and the prompts that a configuration asks for",
     "convert": "a checkpoint as a Hugging Face directory, or the reverse (docs/lora.md)",
+    "push": "the model of a finished run into a repository of the Hugging Face Hub",
     "bus": "an embedded nats-server, or a cluster of three (bus.cluster)",
     "learner": "the learner: a feeder and its ranks",
     "engine": "an inference engine; needs nothing but the bus",
