@@ -4,6 +4,8 @@ Both take the whole step on the same data: log-probs, advantages, truncated impo
 gradient clipping, Adam. Ours is packed and computes the diagnostics too; the plain one pads. Run in one process,
 interleaved, so that a busy machine slows both. ``python -m tests.bench learner_step``
 
+``--lora RANK``: a step that trains adapters against the same step with all weights, in processor time, instead.
+
 ``--against DIRECTORY``: the trainer of another checkout instead, such as that of an older commit (``git worktree add
 DIRECTORY COMMIT``), each in a process of its own, step by step in turn.
 """
@@ -29,7 +31,9 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.settings.lora import LoraConfig
 
+SMOLLM2 = "smollm2 (30 layers, hidden 576)"
 SHAPES: dict[str, dict[str, int]] = {
     "digits (2 layers, hidden 64)": {
         "layers": 2,
@@ -47,7 +51,9 @@ SHAPES: dict[str, dict[str, int]] = {
         "response": 40,
         "vocab": 512,
     },
+    SMOLLM2: {"layers": 30, "hidden": 576, "sequences": 32, "prompt": 30, "response": 12, "vocab": 49152},
 }
+"""The last is SmolLM2-135M's shape, nearly, with the rows of ``launch/configs/real.yaml``."""
 GROUP = 8
 ROUNDS = 15
 STEPS = """
@@ -145,13 +151,20 @@ def make_batch(*, sequences: int, prompt: int, response: int, vocab: int) -> Ste
 
 
 def our_step(
-    directory: Path, batch: StepBatch, device: str, *, dtype: str = "float32", kernels: Wanted | None = None
+    directory: Path,
+    batch: StepBatch,
+    device: str,
+    *,
+    dtype: str = "float32",
+    kernels: Wanted | None = None,
+    lora: int = 0,
 ) -> Callable[[], float]:
-    """Return the trainer's step, which returns the loss."""
+    """Return the trainer's step, which returns the loss. ``lora``: rank of the adapters that it trains; 0 = none."""
     from tidemill.learner.layout.parallel import Parallel, choose_device, join
     from tidemill.learner.megatron.model import build_policy
     from tidemill.learner.megatron.optimizer import PolicyOptimizer
     from tidemill.learner.megatron.trainer import Trainer
+    from tidemill.learner.megatron.tuning import Tuning
 
     global _parallel
     if _parallel is None:
@@ -159,7 +172,8 @@ def our_step(
             os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.number))
             _parallel = join(tensor_parallel_size=1, device=choose_device(device), seed=0)
     assert isinstance(_parallel, Parallel)
-    policy = build_policy(directory, dtype=dtype, parallel=_parallel, kernels=kernels)
+    tuning = Tuning(lora=LoraConfig(rank=lora, alpha=2.0 * lora)) if lora else Tuning()
+    policy = build_policy(directory, dtype=dtype, parallel=_parallel, kernels=kernels, tuning=tuning)
     optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-4), steps=1000)
     trainer = Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2)
     return lambda: trainer.train(batch)["train/loss"]
@@ -261,6 +275,27 @@ def against(other: Path, name: str, *, rounds: int = ROUNDS) -> dict[str, float]
     }
 
 
+def adapters(name: str, rank: int, *, rounds: int = ROUNDS) -> dict[str, float]:
+    """Return processor time of a step with adapters and of one with all weights, and the ratio of the medians."""
+    shape = SHAPES[name]
+    batch = make_batch(**{key: shape[key] for key in ("sequences", "prompt", "response", "vocab")})
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(Path(directory), layers=shape["layers"], hidden=shape["hidden"], vocab=shape["vocab"])
+        steps = {
+            kind: our_step(Path(directory), batch, "cpu", lora=lora) for kind, lora in (("lora", rank), ("all", 0))
+        }
+    first = {kind: step() for kind, step in steps.items()}
+    assert first["lora"] == first["all"], first
+    times: dict[str, list[float]] = {kind: [] for kind in steps}
+    for _ in range(rounds):
+        for kind, step in steps.items():
+            began = time.process_time()
+            step()
+            times[kind].append(time.process_time() - began)
+    median = {kind: statistics.median(values) for kind, values in times.items()}
+    return {f"{kind}_ms": value * 1e3 for kind, value in median.items()} | {"ratio": median["lora"] / median["all"]}
+
+
 def _step_of(child: Any) -> tuple[float, float]:
     """Return processor time in seconds and loss of a child's next step."""
     child.stdin.write("step\n")
@@ -276,7 +311,8 @@ def main(arguments: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="*", default=[name for name in SHAPES if name != SMOLLM2], choices=SHAPES)
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument(
         "--against", type=Path, metavar="DIRECTORY", help="another checkout, whose trainer is compared with"
@@ -286,7 +322,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name in args.shapes:
         rounds = args.rounds
         found = (
-            against(args.against, name, rounds=rounds)
+            adapters(name, args.lora, rounds=rounds)
+            if args.lora
+            else against(args.against, name, rounds=rounds)
             if args.against
             else compare(name, rounds=rounds, device=args.device)
         )
