@@ -204,15 +204,11 @@ def _activations(
 ) -> Iterable[MemoryRow]:
     """Yield the rows of the tensors that a rank keeps and computes for ``tokens`` tokens of a packed row."""
     split = learner.tensor_parallel
-    fused = cuda and (
-        learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic)
-    )
     rotary = cuda and learner.fused_rotary != "never"
     activations = Activations(
         dtype=dtype,
         tensor_parallel=split,
         recompute=learner.recompute,
-        fused=fused,
         norm_kernel=cuda,
         rotary_kernel=rotary,
     )
@@ -420,8 +416,6 @@ class Activations:
     dtype: str
     tensor_parallel: int = 1
     recompute: str = NONE
-    fused: bool = False
-    """The activation of the MLP is one kernel."""
     norm_kernel: bool = False
     """True on CUDA: a norm keeps its input and a scale, not the normalised value in float32 as well."""
     rotary_kernel: bool = False
@@ -465,9 +459,8 @@ class Activations:
             return (
                 shape.experts.per_token * (5 * shape.experts.intermediate + 2 * shape.hidden) * ITEM_BYTES[self.dtype]
             )
-        # both halves of the first projection, and the input of the second; two results between them, unless one kernel
-        # makes it
-        inner = (3 if self.fused else 5) * (shape.intermediate // self.tensor_parallel) * ITEM_BYTES[self.dtype]
+        # both halves of the first projection, and the input of the second
+        inner = 3 * (shape.intermediate // self.tensor_parallel) * ITEM_BYTES[self.dtype]
         return inner + self._post_norm(shape)
 
     def _norm(self, size: int) -> int:

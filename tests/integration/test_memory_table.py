@@ -137,7 +137,7 @@ def test_the_table_agrees_with_a_fused_activation(world: Parallel, tmp_path: Pat
     assert Kernels(fused_activation=True).arguments() == {"bias_activation_fusion": True}
     policy.config.bias_activation_fusion = True
     with torch.compiler.set_stance("force_eager"):
-        assert kept_bytes(policy) == TOKENS * Activations(dtype=dtype, fused=True).kept_per_token(shape)
+        assert kept_bytes(policy) == TOKENS * Activations(dtype=dtype).kept_per_token(shape)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
