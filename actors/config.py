@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
 from tidemill.actors.teacher_settings import Teachers
-from tidemill.bus.section import BASIC, Derived, NotNegative, NotNegativeFloat, Positive, PositiveFloat, section
+from tidemill.bus.section import BASIC, Derived, NotNegative, NotNegativeFloat, OrAuto, Positive, PositiveFloat, section
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.rewards.part_settings import SCORE, RewardParts
 
@@ -78,12 +78,16 @@ class EngineConfig:
     """Sequences decoded together."""
     max_context: NotNegative = 0
     """Tokens of prompt + response; 0 = the model's limit (max_position_embeddings)."""
+    kv_tokens: NotNegative = 0
+    """Tokens with keys and values in memory, of all sequences together; 0 = ``max_running`` longest contexts, in a
+    quarter of the device's memory at most (with SGLang its own choice, see ``max_total_tokens``).
+    """
     max_waiting: Positive = 4096
     """Responses that may wait for decoding; a request beyond them gets HTTP 503."""
     threads: Positive = 1
     """Torch threads of the decoding process."""
     share_prefix: bool = True
-    """Requests that wait together with the same prompt share one prefill."""
+    """Prompts share keys and values of the tokens that they begin with, which are computed once."""
     colocated: Annotated[bool, Derived("learner.colocated"), SkipJsonSchema()] = False
     """The engine releases its memory for each step. Engines on other machines never do."""
     routed_experts: Annotated[bool, Derived("learner.routing_replay"), SkipJsonSchema()] = False
@@ -136,8 +140,10 @@ class ScorersConfig:
 class ActorConfig:
     """The rollout loop."""
 
-    max_samples_in_flight: Annotated[Positive, BASIC] = 64
-    """Responses an actor has in generation or reward at once; it leases tasks to keep this full."""
+    max_samples_in_flight: Annotated[int | str, OrAuto()] = "auto"
+    """Responses an actor has in generation or reward at once; it leases tasks to keep this full. auto = as many as keep
+    the engines busy, by their queues; 64 for each engine that reports none.
+    """
     engines: tuple[str, ...] = ()
     """Engine URLs; empty = those found on the bus."""
     rollouts: tuple[str, ...] = ()

@@ -29,6 +29,7 @@ from pydantic_core import ArgsKwargs, CoreSchema, PydanticCustomError, core_sche
 from tidemill.bus.errors import DetailedError
 
 SHOWN_CHARACTERS = 120
+AUTO = "auto"
 BASIC = Field(json_schema_extra={"advanced": False})
 """Mark of a setting that most runs set; all others are advanced."""
 IMPORT_PATH = "module:function"
@@ -134,6 +135,23 @@ class OneOf:
         near = difflib.get_close_matches(value, self.names, n=1) if isinstance(value, str) else []
         hint = f" (nearest: {near[0]})" if near else ""
         raise refusal(_listed((*self.names, *([IMPORT_PATH] if self.by_path else []))) + self.refused.get(value, hint))
+
+
+@dataclasses.dataclass(frozen=True)
+class OrAuto:
+    """Mark of a whole number above 0 that may also be ``auto``."""
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._check, handler(Positive))
+
+    def __get_pydantic_json_schema__(self, checked: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"enum": [AUTO]}, {"type": "integer", "exclusiveMinimum": 0}]}
+
+    def _check(self, value: Any, number: core_schema.ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return value if value == AUTO else number(value)
+        except ValidationError:
+            raise refusal(f"{AUTO}, or a whole number > 0") from None
 
 
 @dataclasses.dataclass(frozen=True)

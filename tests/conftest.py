@@ -32,6 +32,9 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 start.
 """
 
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
+"""No test asks the real hub, a name of which a path that does not exist may look like. ``tests.hub_kit`` serves one."""
+
 settings.register_profile(
     "tests",
     max_examples=examples(100),

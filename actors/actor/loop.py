@@ -9,7 +9,7 @@
                        |                          +-- a reward of groups waits for all n
                        +-- no engine, or drained: the work so far goes into PARTIALS, then a nak returns the task
 
-Consumes tasks of every kind, of the rollouts that it has, as many as keep ``max_samples_in_flight`` responses going.
+Consumes tasks of every kind, of the rollouts that it has, as many as the limit of samples in flight admits.
 Produces samples, each as soon as it is scored, in no order.
 Waits for a task (unblocked by the learner), an engine with the task's ``min_version`` (by an engine's heartbeat), the
 engine's answer and the reward (each with a time limit), a scorer where the run has some (by a scorer's heartbeat), room
@@ -34,6 +34,7 @@ from tidemill.actors.actor.single_turn import failed_sample
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.activity import Activity
 from tidemill.actors.engines.responses import GenerationFailed, Responses
+from tidemill.actors.engines.sample_limit import EngineLoad, SampleLimit
 from tidemill.actors.engines.server_pool import NoServer
 from tidemill.actors.episodes.port import AlreadyStored, Made, Rollout, Unfinished
 from tidemill.bus.config import SINGLE_TURN
@@ -101,6 +102,7 @@ class Actor:
         self._responses, self._rollouts, self._scorers = responses, dict(rollouts), scorers
         self._scorer = SampleScorer(config, scorers, activity, self._note_outage)
         self._repeated = FailureLog(logger)
+        self._limit = SampleLimit(config.max_samples_in_flight)
         self._in_flight_of: Counter[str] = Counter()
         """Samples in flight, by rollout."""
         self._changed = Waiter()
@@ -121,6 +123,12 @@ class Actor:
     def in_flight(self) -> int:
         """Number of samples of leased tasks that are not done."""
         return self._in_flight_of.total()
+
+    def observe(self, engines: Sequence[EngineLoad]) -> float:
+        """Adapt the limit of the samples in flight to the engines that serve, and return it."""
+        self._limit.observe(engines, self.in_flight, scoring=self._scorer.running)
+        self._changed.wake()
+        return float(self._limit.value)
 
     def phase(self) -> tuple[str, str]:
         """Return the phase for the live row, and a description of the current wait; empty when there is none."""
@@ -176,7 +184,7 @@ class Actor:
 
     async def _lease_tasks(self, kind: Kind, rollout: str, work: asyncio.TaskGroup) -> None:
         while not self._draining.is_set():
-            if self.in_flight >= self._config.max_samples_in_flight:
+            if not self._limit.admits(self.in_flight):
                 await self._changed.wait()
                 continue
             await self._pause(self._failing[kind, rollout])

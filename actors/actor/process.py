@@ -50,13 +50,15 @@ async def run_actor(
     rollouts: RolloutPrograms | None = None,
     allowed: Sequence[str] = (),
     engine: Callable[[str], Engine] | None = None,
+    locate: Callable[[str], str] = str,
 ) -> None:
     """Work on the tasks of ``run`` until ``draining`` is set and every leased task is done or returned by a nak.
 
     A config that is None is read from the bus (row run/config, sections ``actor``, ``bus`` and ``rollouts``) once it is
-    written; with both of them, ``rollouts`` has the programs. ``allowed``: see ``config_of_run``. When cancelled, it
-    naks its tasks. Raises BusUnavailable when there is no bus within five minutes, NotFound when there is no config
-    within five minutes, BadRow, NotAllowed, UnknownReward, BadRewardOption, RewardFailed, ActorRefused.
+    written; with both of them, ``rollouts`` has the programs. ``allowed``: see ``config_of_run``;
+    ``locate``: blocks, and returns the directory on this machine for ``model.path`` of the row. When cancelled, it naks
+    its tasks. Raises BusUnavailable when there is no bus within five minutes, NotFound when there is no config within
+    five minutes, BadRow, NotAllowed, UnknownReward, BadRewardOption, RewardFailed, ActorRefused.
     """
     actor_id = actor_id or default_id()
     if actor_config is None or bus_config is None:
@@ -73,6 +75,8 @@ async def run_actor(
         actor_config = actor_config or section(config, "actor", ActorConfig)
         bus_config = bus_config or section(config, "bus", BusConfig)
         rollouts = rollouts or programs_in(config)
+        if rollouts.rollouts:  # single turns need no tokenizer
+            rollouts = replace(rollouts, model=await asyncio.to_thread(locate, rollouts.model))
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, bus_config, name=f"actor {actor_id}", draining=draining)
         if bus is not None:
@@ -195,7 +199,8 @@ async def _update_heartbeat(
 ) -> None:
     while True:
         phase, waits_for = actor.phase()
-        load = {**activity.load(), "in_flight": float(actor.in_flight)}
+        limit = actor.observe(engines.loads())
+        load = {**activity.load(), "in_flight": float(actor.in_flight), "max_in_flight": limit}
         heartbeat.update(
             phase=phase, waits_for=waits_for, trouble=activity.trouble, load=load, reached=failing(engines)
         )

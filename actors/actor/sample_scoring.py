@@ -53,6 +53,8 @@ class SampleScorer:
         self._config, self._activity, self._note_outage = config, activity, note_outage
         self._score, self._group_score, self._teachers = scorers.score, scorers.group_score, scorers.teachers
         self._repeated = FailureLog(logger)
+        self.running = 0
+        """Rewards of samples that are computed, or wait for it."""
 
     def scores_together(self, task: Task) -> bool:
         """Return whether the samples of a task are scored as a group, once all are made."""
@@ -96,6 +98,7 @@ class SampleScorer:
         if made.scored or self._score is None:
             return sample
         begin = time.monotonic()
+        self.running += 1
         try:
             with self._activity:
                 reward = await self._score(_request_of(task, sample))
@@ -104,6 +107,8 @@ class SampleScorer:
             text = f"task={sample.task} index={sample.index} error={reason}"
             self._repeated("reward failed", text, error=cause if isinstance(error, RewardFailed) else None)
             return failed(sample, f"reward {self._config.reward or 'reward_parts'!r}: {reason}")
+        finally:
+            self.running -= 1
         return replace(sample, reward=reward, timings=replace(sample.timings, reward_s=time.monotonic() - begin))
 
     async def _teach(self, teachers: Teachers, task: Task, sample: Sample) -> Sample:

@@ -1,9 +1,9 @@
 """Discovery of servers, engines or scorers: by their live rows on the bus, or by health checks at given URLs."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tidemill.actors.engines.port import Engine
@@ -28,6 +28,8 @@ class ServerStatus:
     """Identity of the process that is now at this URL; empty = unknown."""
     nonce: str = ""
     """Nonce of its live row; empty = unknown."""
+    load: Mapping[str, float] = field(default_factory=dict)
+    """Gauges of its live row; empty = unknown."""
 
 
 class Discovery(Protocol):
@@ -63,6 +65,7 @@ class BusDiscovery:
                 remark=row.phase,
                 process=f"{row.host} {row.id} {row.pid}",
                 nonce=row.nonce,
+                load=row.load,
             )
             for row in await self._view.alive(self._role)
             if row.address

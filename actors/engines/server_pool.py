@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypedDict, TypeVar
 
 from tidemill.actors.engines.port import Engine
+from tidemill.actors.engines.sample_limit import EngineLoad
 from tidemill.actors.engines.server_discovery import ANSWER_S, Discovery, ServerStatus
 from tidemill.actors.errors import EngineError, ServerFault, VersionUnavailable
 from tidemill.bus.errors import BusError, DetailedError
@@ -321,6 +322,17 @@ class EnginePool(ServerPool[Engine]):
                 "error": entry.error if entry.failures else "",
             }
             for entry in self._entries.values()
+        ]
+
+    def loads(self) -> list[EngineLoad]:
+        """Return the figures of the engines that serve."""
+        return [
+            EngineLoad(
+                **{name: float(entry.status.load.get(name, 0.0)) for name in ("running", "waiting", "rows")},
+                requests=entry.in_flight,
+            )
+            for entry in self._entries.values()
+            if entry.usable
         ]
 
     def _describe_server(self, min_version: int) -> str:

@@ -3,7 +3,8 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 
 LOOK_EVERY_S = 2.0
 CHILD = "a child of "
@@ -27,17 +28,13 @@ async def report_stopped(report: Callable[[str], None], *, every_s: float = LOOK
 
 def stopped_below(parent: int) -> set[int]:
     """Return the ids of the stopped descendants of ``parent``; none where /proc does not list them."""
-    children: dict[int, list[int]] = {}
-    states: dict[int, str] = {}
-    for pid, above, state in _processes():
-        children.setdefault(above, []).append(pid)
-        states[pid] = state
-    below, unseen = set[int](), [parent]
+    stopped, unseen = set[int](), _children(parent)
     while unseen:
-        further = children.get(unseen.pop(), [])
-        unseen += further
-        below.update(further)
-    return {pid for pid in below if states[pid] == STOPPED}
+        pid = unseen.pop()
+        unseen += _children(pid)
+        if _state(pid) == STOPPED:
+            stopped.add(pid)
+    return stopped
 
 
 def program(pid: int) -> str:
@@ -57,16 +54,19 @@ def program(pid: int) -> str:
     return os.path.basename(words[0]) or "a process"
 
 
-def _processes() -> Iterator[tuple[int, int, str]]:
-    """Yield (process id, process id of the parent, state)."""
-    try:
-        pids = [name for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:
-        return
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-                state, parent, _ = file.read().rpartition(")")[2].split(None, 2)
-        except OSError:
-            continue
-        yield int(pid), int(parent), state
+def _children(pid: int) -> list[int]:
+    """Return the ids of the children of a process, which the kernel lists by the thread that started them."""
+    # A look at all of /proc took 4 % of an actor's processor time on a machine with 200 processes.
+    children = list[int]()
+    with suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+                children += map(int, file.read().split())
+    return children
+
+
+def _state(pid: int) -> str:
+    """Return the state of a process; empty when it has ended."""
+    with suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split(None, 1)[0]
+    return ""

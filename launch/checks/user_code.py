@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from tidemill.bus.system.functions import FunctionRefused, check_call, find_function, find_object
 
-LOAD_S = 60.0
-"""Seconds in which a module is imported; torch takes several."""
+LOAD_S = 300.0
+"""Seconds in which a module is imported; with torch it takes several, and twenty times as long beside other work."""
 
 
 def defect(path: str, arguments: Sequence[str] = (), offered: Sequence[str] = (), *, kind: str = "function") -> str:

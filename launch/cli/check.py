@@ -4,8 +4,9 @@ import argparse
 
 from tidemill.bus import exit_codes
 from tidemill.launch.checks import run as checks
+from tidemill.launch.checks.findings import OK, Finding
 from tidemill.launch.cli.arguments import add_config
-from tidemill.launch.cli.inputs import loaded_config, print_checked
+from tidemill.launch.cli.inputs import loaded_config, print_checked, with_fetched
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +20,9 @@ def run(args: argparse.Namespace) -> int:
     loaded = loaded_config(args)
     if args.print_config:
         return print_checked(args, loaded)
+    loaded, repositories = with_fetched(args, loaded)
+    for repository in repositories:
+        print(Finding(level=OK, topic="hub", text=str(repository)))
     report = checks.check(loaded, checks.Purpose(uses_bus=True, call_reward=args.check_reward))
     for finding in report.findings:
         print(finding)

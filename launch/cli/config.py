@@ -4,7 +4,7 @@ import argparse
 import json
 
 from tidemill.launch.cli.arguments import add_config
-from tidemill.launch.cli.inputs import check_loaded, loaded_config, print_checked
+from tidemill.launch.cli.inputs import check_loaded, loaded_config, print_checked, with_fetched
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     loaded = loaded_config(args)
     if args.print_config:
         return print_checked(args, loaded)
+    loaded, _ = with_fetched(args, loaded)
     if args.memory:
         from tidemill.launch.cli.memory import print_memory
 

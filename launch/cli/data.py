@@ -22,8 +22,10 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import check_model
 from tidemill.launch.checks.rows import row_check
 from tidemill.launch.checks.tokens import check_tokenizer
+from tidemill.launch.cli.inputs import loaded_config, path_here, with_fetched
 from tidemill.launch.samples.imports import import_files
-from tidemill.launch.settings.config_loader import load
+from tidemill.launch.settings.config_loader import Loaded
+from tidemill.launch.settings.shipped import config_file
 from tidemill.learner.data.config import DataConfig
 from tidemill.learner.data.source import Source
 from tidemill.learner.errors import PromptError, TemplateLacks
@@ -47,7 +49,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     imported.add_argument("files", nargs="+", metavar="FILE", help="*.tide, archives, .jsonl")
     imported.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the .jsonl file of rows")
     check = words.add_parser("check", help="name every bad row, count and show the others")
-    check.add_argument("files", nargs="+", metavar="FILE|CONFIG", help="files of prompts; or a run's YAML files")
+    check.add_argument("files", nargs="+", metavar="FILE|CONFIG", help="prompts, or org/name; or a run's YAML files")
     check.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting")
     check.add_argument("--most", type=int, default=20, metavar="N", help="bad rows named of a file")
     check.add_argument("--preview", type=int, default=1, metavar="N", help="good rows of a file that are shown")
@@ -102,28 +104,27 @@ class RowReader:
 
 def run_check(args: argparse.Namespace) -> int:
     """Print the contents of the files. Returns 0, or 78 when a row is bad. Raises SettingsError, PromptError."""
-    reader = _reader(args)
-    bad = sum(_check(source, reader, max_named=args.most, preview=args.preview) for source in _sources(args))
+    args.config = [file for file in map(config_file, args.files) if file.suffix in (".yaml", ".yml")]
+    loaded, _ = with_fetched(args, loaded_config(args))
+    reader = _reader(args, loaded)
+    bad = sum(_check(source, reader, max_named=args.most, preview=args.preview) for source in _sources(args, loaded))
     return PromptError.exit_code if bad else 0
 
 
-def _sources(args: argparse.Namespace) -> list[Source]:
-    configs = [word for word in args.files if word.endswith((".yaml", ".yml"))]
-    if configs and len(configs) < len(args.files):
+def _sources(args: argparse.Namespace, loaded: Loaded) -> list[Source]:
+    if args.config and len(args.config) < len(args.files):
         raise ValueError(f"want either the YAML files of a run or files of prompts, got both: {', '.join(args.files)}")
-    if configs:
-        sources = load([Path(word) for word in configs], args.set, os.environ).config.data.used
-        if not sources:
-            raise ValueError(f"{configs[-1]}: want data.path or data.sources, got neither")
-        return sources
-    data: DataConfig = load([], args.set, os.environ).config.data
-    return [source for path in args.files for source in DataConfig(**{**vars(data), "path": path, "sources": {}}).used]
+    data: DataConfig = loaded.config.data
+    if args.config and not data.used:
+        raise ValueError(f"{args.config[-1]}: want data.path or data.sources, got neither")
+    if args.config:
+        return data.used
+    paths = map(path_here, args.files)
+    return [source for path in paths for source in DataConfig(**{**vars(data), "path": path, "sources": {}}).used]
 
 
-def _reader(args: argparse.Namespace) -> RowReader:
+def _reader(args: argparse.Namespace, loaded: Loaded) -> RowReader:
     """Return how rows are read, with the tokens of the model that the settings name, if there. Raises CheckFailed."""
-    configs = [Path(word) for word in args.files if word.endswith((".yaml", ".yml"))]
-    loaded = load(configs, args.set, os.environ)
     config, directory = loaded.config, Path(loaded.config.model.path)
     reader = RowReader(recorded=config.recorded_rollouts)
     if not config.model.path or not (directory / "config.json").is_file():
@@ -136,9 +137,9 @@ def _reader(args: argparse.Namespace) -> RowReader:
     if model is None or tokenize is None or text is None:
         return reader
     # Files alone are of no run, which has a longest response
-    longest = config.sampling.max_new_tokens if configs else 0
+    longest = config.sampling.max_new_tokens if args.config else 0
     tokens = tokens_of(config, config.data, model, tokenize, max_new_tokens=longest)
-    if configs:
+    if args.config:
         rules = RowRules(unfit=row_check(config, max_new_tokens=longest, vocab_size=model.vocab_size))
         reader = replace(reader, rules=rules)
     return reader if tokens is None else replace(reader, tokens=tokens, render=partial(_rendered, tokens, text))

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import json
 import logging
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +11,12 @@ from pathlib import Path
 
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.cli.inputs import loaded_config, with_fetched
 from tidemill.launch.run.scores import in_words, line_of
-from tidemill.launch.settings.config_loader import Loaded, load, render
+from tidemill.launch.settings.config_loader import Loaded, render
 from tidemill.launch.settings.extras import require
+from tidemill.launch.settings.hub_names import DATASET, MODEL, parse
+from tidemill.launch.settings.shipped import config_file
 
 OPEN_TASKS = 256
 """Prompts that are out at a time, where no training needs the engines."""
@@ -22,9 +24,15 @@ OPEN_TASKS = 256
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
-    parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face directory: runs/<run>/final")
-    parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="prompt file; default: eval.sets")
-    parser.add_argument("--config", type=Path, nargs="+", default=[], help="a run's YAML file, with eval.sets")
+    parser.add_argument("model", type=Path, metavar="MODEL", help="runs/<run>/final, another directory, or org/name")
+    parser.add_argument(
+        "data",
+        type=Path,
+        nargs="?",
+        metavar="DATA",
+        help="prompt file or org/name; default: eval.sets",
+    )
+    parser.add_argument("--config", type=config_file, nargs="+", default=[], help="a run's YAML file, with eval.sets")
     parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting")
     parser.add_argument("--reward", default="", metavar="NAME", help="actor.reward: a name, or package.module:function")
     parser.add_argument("--samples", type=int, metavar="K", help="with DATA: responses to each prompt")
@@ -38,19 +46,21 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate, and print the scores. Returns 0, 1 when a response is missing, or 75 when it was ended before."""
     with _directory(args.dir) as directory:
-        loaded = load(args.config, [*settings(args, directory), *args.set], os.environ)
+        args.set = [*settings(args, directory), *args.set]
+        loaded = loaded_config(args)
         if args.print_config:
             print(render(loaded), end="")
             return 0
         require("engine")
+        loaded, _ = with_fetched(args, loaded)
         _checked(loaded).refuse()
         return _evaluated(loaded, as_json=args.json)
 
 
 def settings(args: argparse.Namespace, directory: Path) -> list[str]:
     """Return the settings that the arguments stand for. Raises ValueError for options of DATA without DATA."""
-    model = args.model.resolve()
-    if not (model / "config.json").exists():
+    model = args.model if parse(MODEL, str(args.model)) else args.model.resolve()
+    if model.is_absolute() and not (model / "config.json").exists():
         raise ValueError(
             f"MODEL: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}"
         )
@@ -78,7 +88,8 @@ def settings(args: argparse.Namespace, directory: Path) -> list[str]:
         "bus.auth=false",
     ]
     if args.data is not None:
-        sets = {_name(args.data): {"path": str(args.data.resolve()), **options}}
+        data = args.data if parse(DATASET, str(args.data)) else args.data.resolve()
+        sets = {_name(args.data): {"path": str(data), **options}}
         words += [f"eval.sets={json.dumps(sets)}"]
     return words + ([f"actor.reward={args.reward}"] if args.reward else [])
 

@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidemill.launch.cli.arguments import add_allow, add_bus, add_listening
-from tidemill.launch.cli.inputs import check_loaded, children_arguments, loaded_config, reached_at, user_name
+from tidemill.launch.cli.inputs import (
+    check_loaded,
+    children_arguments,
+    loaded_config,
+    reached_at,
+    user_name,
+    with_commits_of_run,
+)
 from tidemill.launch.run.access import allowed
 from tidemill.launch.settings.extras import require
+from tidemill.launch.settings.shipped import config_file
 
 if TYPE_CHECKING:
     from tidemill.launch.run.host import HostLearner
@@ -22,7 +30,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     parser.add_argument("--name", default="", help="its name on the bus (default: this machine's)")
     parser.add_argument("--learner-node", type=int, metavar="R", help="also run node R of a learner; wants --config")
-    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="for --learner-node")
+    parser.add_argument(
+        "--config", type=config_file, action="append", default=[], metavar="FILE", help="for --learner-node"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="for --config")
     parser.add_argument("--pool", default="", help="group of hosts that it belongs to")
     parser.add_argument("--users", type=Path, metavar="DIR", help="credentials on a bus with users")
@@ -90,6 +100,7 @@ def _learner_node(args: argparse.Namespace) -> "HostLearner | None":
     if args.run not in ("", loaded.config.run):
         raise ValueError(f"--run: want {loaded.config.run}, the run of --config, got {args.run}")
     args.set.append(f"learner.nodes={place.nodes}")
+    loaded = with_commits_of_run(args, loaded_config(args), leads=place.rank == 0)
     check_loaded(args, loaded, starts_workers=False, resumes=True)
     words = ["learner", *children_arguments(args), "--node-rank", str(place.rank), *reached_at(args)]
     return HostLearner(config=loaded_config(args).config, rank=place.rank, arguments=words, users=args.users)

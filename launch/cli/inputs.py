@@ -3,22 +3,118 @@ children.
 """
 
 import argparse
+import asyncio
+import dataclasses
+import json
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidemill.launch.settings import yaml_file
-from tidemill.launch.settings.config_loader import Loaded, SettingsError, load, render
+from tidemill.bus import exit_codes
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.launch.settings import env_file, hub_names, yaml_file
+from tidemill.launch.settings.config_loader import (
+    ENVIRONMENT_PREFIX,
+    Loaded,
+    SettingsError,
+    load,
+    render,
+    to_map,
+)
+from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.run_config import RunConfig
+from tidemill.launch.settings.shipped import CONFIGS
 
 if TYPE_CHECKING:
     from tidemill.launch.checks.findings import Report
+    from tidemill.launch.hub.repository import Fetched
 
 
 def loaded_config(args: argparse.Namespace) -> Loaded:
-    """Return the run's configuration and where its values come from. Raises SettingsError."""
+    """Return the run's configuration and where its values come from; secrets of a ``.env`` beside it, or here for one
+    of the package, come into the environment. Raises SettingsError.
+    """
+    read_secrets(args, dict.fromkeys(Path() if file.parent == CONFIGS else file.parent for file in args.config))
     return load(args.config, args.set, os.environ)
+
+
+def read_secrets(args: argparse.Namespace, directories: Iterable[Path]) -> None:
+    """Put the secrets of each ``.env`` into this process's environment, whose own values win. Raises SettingsError.
+
+    A warning about a file goes to stderr, once.
+    """
+    for directory in directories:
+        secrets, warning = env_file.read(directory / env_file.NAME)
+        os.environ.update({name: value for name, value in secrets.items() if name not in os.environ})
+        if warning and warning not in getattr(args, "warned", ()):
+            args.warned = (*getattr(args, "warned", ()), warning)
+            print(f"tidemill {args.command}: warning: {warning}", file=sys.stderr)
+
+
+def with_fetched(
+    args: argparse.Namespace, loaded: Loaded, began: JsonMapping | None = None
+) -> "tuple[Loaded, Sequence[Fetched]]":
+    """Return the configuration with every repository of the hub that it names in the cache, and these.
+
+    ``--set`` gets the commits, for all processes of this start. ``began``: the configuration of the run's start, whose
+    commits stay. Raises CheckFailed with the reason for each that cannot be used.
+    """
+    names = hub_names.names_in(to_map(loaded.config))
+    if not names:
+        return loaded, ()
+    require("hub")
+    from tidemill.launch.checks.findings import CheckFailed, Report
+    from tidemill.launch.hub.repository import fetch_all
+
+    then = {} if began is None else hub_names.names_in(dict(began))
+    at = Report(loaded.origins).at
+    fetched, refused = fetch_all(names, then, at, lambda text: print(text, file=sys.stderr))
+    if refused:
+        raise CheckFailed(refused)
+    for setting, repository in fetched.items():
+        args.set.append(f"{setting}={json.dumps(str(repository.name))}")
+        variable = ENVIRONMENT_PREFIX + setting.replace(".", "__").upper()
+        if variable in os.environ:  # it would win over --set
+            os.environ[variable] = str(repository.name)
+    return dataclasses.replace(loaded_config(args), origins=loaded.origins), list(fetched.values())
+
+
+def path_here(text: str) -> str:
+    """Return a path of prompts in an argument; of a name of the hub the path in the cache. Raises HubRefused."""
+    name = hub_names.parse(hub_names.DATASET, text)
+    if name is None:
+        return text
+    require("hub")
+    from tidemill.launch.hub.repository import fetch
+
+    return fetch(name, text, say=lambda line: print(line, file=sys.stderr)).name.path
+
+
+def with_commits_of_run(args: argparse.Namespace, loaded: Loaded, *, leads: bool) -> Loaded:
+    """Return the configuration as ``with_fetched``, for a learner: at the commits in the run's row on the bus.
+
+    A learner that does not lead the others waits for the row. Raises CheckFailed; ends the process without a bus.
+    """
+    from tidemill.bus.errors import BusError
+    from tidemill.launch.run.access import LEARNER
+    from tidemill.launch.run.learner_process import began_with
+
+    names, began = hub_names.names_in(to_map(loaded.config)), None
+    if any(not name.is_pinned for name in names.values()):
+        try:
+            address = bus_address(args, loaded.config, LEARNER)
+            began = asyncio.run(began_with(loaded.config, address, role="" if leads else "learner"))
+        except BusError as error:
+            print(f"{exit_codes.LINE}{error}", file=sys.stderr)
+            raise SystemExit(exit_codes.CRASHED) from None
+    loaded, _ = with_fetched(args, loaded, began)
+    if names:
+        from tidemill.launch.hub.repository import write_record
+
+        write_record(loaded.config.root, to_map(loaded.config))
+    return loaded
 
 
 def bus_address(args: argparse.Namespace, config: RunConfig | None, user: str) -> str:
@@ -52,7 +148,7 @@ def unprinted_config(args: argparse.Namespace) -> RunConfig | None:
 def print_checked(args: argparse.Namespace, loaded: Loaded) -> int:
     """Print the configuration, also one that cannot work, then check it. Returns 0. Raises CheckFailed after errors."""
     print(render(loaded), end="", flush=True)
-    check_loaded(args, loaded)
+    check_loaded(args, with_fetched(args, loaded)[0])
     return 0
 
 

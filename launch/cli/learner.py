@@ -12,6 +12,7 @@ from tidemill.launch.cli.inputs import (
     children_arguments,
     loaded_config,
     unprinted_config,
+    with_commits_of_run,
     with_iteration,
 )
 from tidemill.launch.run.access import LEARNER
@@ -74,7 +75,8 @@ def _run_learner(args: argparse.Namespace) -> int:
         args.set.append(f"learner.nodes={place.nodes}")  # for the ranks, too
         config = loaded_config(args).config
     if not args.checked:
-        check_loaded(args, loaded_config(args), starts_workers=False, resumes=True)
+        loaded = with_commits_of_run(args, loaded_config(args), leads=place.rank == 0)
+        check_loaded(args, loaded, starts_workers=False, resumes=True)
     config = with_iteration(args, loaded_config(args)).config
     from tidemill.launch.run import learner_process, process
 

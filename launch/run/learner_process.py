@@ -9,11 +9,13 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from tidemill.actors.engines.membership import CONFIG_KEY, config_of_run, default_id
 from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.liveness.keys import keep_keys, make_keys
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside
+from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.launch.run.access import auth_dir, last_key, write_keys
 from tidemill.launch.run.workers import LONG_WAIT_S
@@ -25,6 +27,19 @@ from tidemill.weightstore.store.registry import EVICTED, VersionRegistry
 log = logging.getLogger(__name__)
 
 _PHASES = {Phase.READY: "waiting", Phase.RUNNING: "working"}
+
+
+async def began_with(config: RunConfig, bus_url: str, *, role: str = "") -> JsonObject | None:
+    """Return the configuration in the run's row, with which its learner began; None for a run that begins now.
+
+    With the ``role`` of a process that does not lead the run, wait for the row. Raises BusUnavailable, NotFound.
+    """
+    async with connect(bus_url, config.run, config.bus, name=role or "learner", wait_s=LONG_WAIT_S) as bus:
+        if role:  # names are read from it, and no code or files
+            return await config_of_run(bus, asyncio.Event(), role=role, id=default_id(), allowed=["*"])
+        await bus.create_layout()
+        row = await bus.rows("run").get(CONFIG_KEY)
+    return None if row is None else row[0]
 
 
 async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[str], draining: asyncio.Event) -> None:

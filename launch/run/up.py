@@ -33,6 +33,7 @@ from tidemill.bus.wire.subjects import BEST_KEY, END_KEY
 from tidemill.launch.checks.findings import CheckFailed
 from tidemill.launch.checks.prepared import made_before
 from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.hub.repository import write_record
 from tidemill.launch.run import access, desired, feeder_process, process, scores, summary, teacher, view
 from tidemill.launch.run.audit import audit, read_cursor
 from tidemill.launch.run.bus_process import BUS_START_S, start_bus
@@ -169,7 +170,9 @@ class Up:
         self._console.print(text, markup=False)
 
     def _write_config(self) -> None:
-        write_whole(self._root / CONFIG_FILE, yaml_file.dump(recorded(to_map(self._config))))
+        values = to_map(self._config)
+        write_whole(self._root / CONFIG_FILE, yaml_file.dump(recorded(values)))
+        write_record(self._root, values)
 
     def _leader(self) -> list[str]:
         return [] if self._config.learner.nodes == 1 else ["--node-rank", "0"]

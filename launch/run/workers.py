@@ -198,7 +198,7 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
     from tidemill.weightstore.catchup.catch_up import fetch_model
 
     model = Path(config.model.path)
-    if (model / "config.json").exists():
+    if await asyncio.to_thread(_is_whole, model):
         return model
     log.info("no model on this machine path=%s; it is requested over the bus", model)
     async with AsyncExitStack() as stack:
@@ -208,6 +208,11 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
         waiting = await stack.enter_async_context(Waiting(bus, first_row("engine", name), "the model from the learner"))
         await first_of(fetch_model(bus, into, engine=name, on_wait=waiting.set), draining.wait())
     return None if draining.is_set() else into
+
+
+def _is_whole(model: Path) -> bool:
+    """Return whether a model is here with its weights: an actor may have fetched the tokenizer of a name alone."""
+    return (model / "config.json").exists() and any(model.glob("*.safetensors"))
 
 
 async def run_actor(
@@ -231,8 +236,39 @@ async def run_actor(
     actor, bus, rollouts = None, None, None
     if config is not None:
         actor, bus = config.actor, config.bus
-        rollouts = RolloutPrograms(rollouts=config.rollouts, model=config.model.path)
-    await process.run_actor(bus_url, run, actor, bus, draining, actor_id, rollouts=rollouts, allowed=local.allowed)
+        model = config.model.path
+        if config.rollouts:
+            model = await asyncio.to_thread(tokenizer_here, await _as_the_run_has_it(config, run, bus_url))
+        rollouts = RolloutPrograms(rollouts=config.rollouts, model=model)
+    await process.run_actor(
+        bus_url, run, actor, bus, draining, actor_id, rollouts=rollouts, allowed=local.allowed, locate=tokenizer_here
+    )
+
+
+async def _as_the_run_has_it(config: RunConfig, run: str, bus_url: str) -> str:
+    """Return ``model.path``, of a name of the hub with the commit in the run's row. Waits for the row."""
+    from tidemill.launch.run.learner_process import began_with
+    from tidemill.launch.settings.hub_names import MODEL, kept, parse
+
+    name = parse(MODEL, config.model.path)
+    if name is None or name.is_pinned:
+        return config.model.path
+    row = await began_with(dataclasses.replace(config, run=run), bus_url, role="actor")
+    return str(kept(name, parse(MODEL, str(row["model"]["path"])) if row else None))
+
+
+def tokenizer_here(model: str) -> str:
+    """Return ``model.path`` on this machine: of a pinned name the directory with its tokenizer, which is fetched if
+    need be. Blocks. Raises HubRefused.
+    """
+    from tidemill.launch.settings.hub_names import MODEL, MODEL_PATH, parse
+
+    name = parse(MODEL, model)
+    if name is None or not name.is_pinned:
+        return model
+    from tidemill.launch.hub.repository import fetch
+
+    return fetch(name, MODEL_PATH, weights=False, tokenizer=True).name.path
 
 
 async def run_scorer(

@@ -17,7 +17,7 @@ from typing import Any
 from tidemill.actors.rollout_settings import DATASET
 from tidemill.bus.section import Problem, SectionRefused, Sections, derived, dotted, read, section_of, shown
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.launch.settings import yaml_file
+from tidemill.launch.settings import hub_names, yaml_file
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.launch.settings.yaml_file import SettingsError, Written
 from tidemill.learner.algorithms.config import unset_names
@@ -91,14 +91,15 @@ def changes(overrides: Sequence[str], environment: Mapping[str, str]) -> dict[st
 
 
 def to_map(config: Any) -> JsonObject:
-    """Return the configuration as plain maps, lists and values."""
+    """Return the configuration as plain maps, lists and values, with names for what is in the cache of the hub."""
     return {field.name: _as_written(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
 def _as_written(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return to_map(value)
-    return value.given if isinstance(value, Sections) else list(value) if isinstance(value, tuple) else value
+    value = value.given if isinstance(value, Sections) else list(value) if isinstance(value, tuple) else value
+    return hub_names.named(value)
 
 
 # ---- sources
@@ -252,6 +253,7 @@ def _nested(settings: Mapping[str, Setting]) -> JsonObject:
 def _build(settings: Mapping[str, Setting]) -> RunConfig:
     """Return the configuration. Raises SettingsError with every wrong setting, its origin first."""
     values = _nested(settings)
+    hub_names.locate(values)
     while True:
         try:
             return typing.cast(RunConfig, read(RunConfig, values))

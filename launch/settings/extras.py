@@ -13,6 +13,7 @@ EXTRAS = {
     "metrics": ("tensorboardX",),
     "plots": ("matplotlib",),
     "gguf": ("gguf",),
+    "hub": ("huggingface_hub",),
     "engine": ("torch", "safetensors", "tokenizers", "zmq"),
     "learner": (
         "torch",

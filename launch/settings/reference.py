@@ -170,6 +170,7 @@ def _row(setting: Entry) -> str:
 
 
 def _kind(value: JsonObject) -> str:
+    value = next((choice for choice in value.get("anyOf", ()) if choice.get("type") == "integer"), value)
     kind = value.get("type", "string")
     word = (
         _WORDS[kind if isinstance(kind, str) else kind[0]]
@@ -189,9 +190,8 @@ def _default(setting: Entry) -> str:
 
 
 def _allowed(value: JsonObject) -> str:
-    choices = [
-        *value.get("enum", ()),
-        *(name for choice in value.get("anyOf", ()) for name in choice.get("enum", ["module:function"])),
-    ]
-    bounds = [f"{sign} {value[name]:g}" for name, sign in _BOUNDS.items() if name in value]
-    return ", ".join(f"`{choice}`" for choice in choices if choice is not None) or ", ".join(bounds)
+    choices = [value, *value.get("anyOf", ())]
+    by_path = [{"enum": ["module:function"]}] * any("pattern" in choice for choice in choices[1:])
+    names = [f"`{name}`" for choice in choices + by_path for name in choice.get("enum", ()) if name is not None]
+    bounds = [f"{sign} {choice[name]:g}" for choice in choices for name, sign in _BOUNDS.items() if name in choice]
+    return ", ".join(names + bounds)

@@ -20,6 +20,7 @@ from tidemill.bus.config import BusConfig, refuse_odd
 from tidemill.bus.section import BASIC, NotNegative, Positive, PositiveFloat, Sections, section
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.launch.settings.contradictions import refuse_contradictions
+from tidemill.launch.settings.hub_names import named
 from tidemill.launch.settings.prepare_config import PrepareConfig
 from tidemill.learner.algorithms.former_names import flat
 from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
@@ -43,7 +44,9 @@ class ModelConfig:
     """The model to train."""
 
     path: Annotated[str, BASIC] = ""
-    """A directory in Hugging Face format (configuration, safetensors, tokenizer); empty = made by ``prepare``."""
+    """A directory in Hugging Face format (configuration, safetensors, tokenizer), or ``org/name[@revision]`` on the Hub
+    (docs/hub.md); empty = made by ``prepare``.
+    """
     megatron_checkpoint: str = ""
     """A ``torch_dist`` checkpoint of this model by Megatron's own training, of any layout: its weights replace those in
     ``path``.
@@ -234,7 +237,7 @@ class RunConfig:
             parts["rollout"] = rollouts[self.data.rollout] if [self.data.rollout] == [*rollouts] else rollouts
         parts["push_every"] = self.weights.push_every
         return hashlib.sha256(
-            json.dumps({"seed": self.seed, **parts}, sort_keys=True, default=str).encode()
+            json.dumps(named({"seed": self.seed, **parts}), sort_keys=True, default=str).encode()
         ).hexdigest()
 
     def _learner_settings(self) -> JsonObject:

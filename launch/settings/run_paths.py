@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tidemill.bus.wire.json_object import JsonObject
+from tidemill.launch.settings.shipped import CONFIGS, DATA, PACKAGE
 from tidemill.learner.data.source import SLICE
 
 PATHS = (
@@ -39,8 +40,18 @@ stays as it is.
 """
 
 
+_SHIPPED = "launch/data/"
+"""Paths of data in a configuration of the package, from the root of its repository."""
+
+
 def set_base(values: JsonObject, file: Path) -> None:
-    """Make relative paths in a run's configuration (of ``file``) absolute, outside its working directory."""
+    """Make relative paths in a run's configuration (of ``file``) absolute, outside its working directory; and those of
+    shipped data in a configuration of the package, outside its repository.
+    """
+    if file.resolve().parent == CONFIGS and Path("launch").resolve() != PACKAGE:
+        for holder, name, _ in list(texts(values, "")):
+            if (text := str(holder[name])).startswith(_SHIPPED):
+                holder[name] = str(DATA / text.removeprefix(_SHIPPED))
     directory, absolute = Path(str(values.get("directory") or "")), Path(os.path.abspath(file)).parent
     parts = directory.parts
     if not parts or directory.is_absolute() or absolute.parts[-len(parts) :] != parts:
@@ -59,7 +70,7 @@ def recorded(values: JsonObject) -> JsonObject:
 
 
 def _make_absolute(values: JsonObject, base: Path) -> None:
-    for holder, name, setting in list(_texts(values, "")):
+    for holder, name, setting in list(texts(values, "")):
         text = str(holder[name])
         sliced = SLICE.fullmatch(text)
         path = Path(sliced["path"] if sliced else text)
@@ -71,11 +82,11 @@ def _make_absolute(values: JsonObject, base: Path) -> None:
             holder[name] = str(base / text)
 
 
-def _texts(values: JsonObject, above: str) -> Iterator[tuple[JsonObject, str, str]]:
+def texts(values: JsonObject, above: str) -> Iterator[tuple[JsonObject, str, str]]:
     """Yield the map that holds each text, its name there, and the path of the setting."""
     for name, value in values.items():
         setting = f"{above}.{name}" if above else str(name)
         if isinstance(value, dict):
-            yield from _texts(value, setting)
+            yield from texts(value, setting)
         elif isinstance(value, str) and value:
             yield values, name, setting

@@ -38,8 +38,8 @@ class DataConfig:
     """Where prompts come from."""
 
     path: Annotated[str, BASIC] = ""
-    """A .jsonl or .parquet file, a directory of ``datasets`` (save_to_disk), or ``python:module:function``, which
-    returns rows; ``path@[a:b]`` = its rows a to b - 1 (docs/data.md).
+    """A .jsonl or .parquet file, a directory of ``datasets`` (save_to_disk), ``org/name/CONFIG/SPLIT`` on the Hub, or
+    ``python:module:function``, which returns rows; ``path@[a:b]`` = its rows a to b - 1 (docs/data.md).
     """
     sources: ShortNamed[SourceConfig] = field(default_factory=ShortNamed)
     """Several sources by name, instead of ``path``: maps with path, weight, and keys that differ from those here

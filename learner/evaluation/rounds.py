@@ -20,7 +20,7 @@ from tidemill.bus.wire.messages import Sample, Status, Task
 from tidemill.learner.evaluation.scores import ScoredResponse, scores
 
 MARK = "evaluation"
-"""Key in a task's metadata: the set, the prompt's number in it, and the digest of all sets."""
+"""Key in a task's metadata: the version, the set, the prompt's number in it, and the digest of all sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ class Rounds:
 
     def mark(self, place: Place) -> JsonObject:
         """Return the metadata of a task that describe its place."""
-        return {"set": place.set, "row": place.row, "digest": self.digest}
+        return {"version": place.version, "set": place.set, "row": place.row, "digest": self.digest}
 
     def issued(self, task: Task) -> bool:
         """Register a task of kind eval, just issued or read at a restart. Returns whether its round is not over."""

@@ -81,7 +81,7 @@ def _refused(where: str, want: str, error: BaseException) -> PromptError:
 
 SUFFIXES = (".jsonl", ".parquet")
 """Kinds of files."""
-_NUMBERED = re.compile(r"(?P<name>.*?)(?P<between>[-_.]?)\d+(?:[-_]of[-_](?P<count>\d+)(?:-[0-9a-f]{8,})?)?")
+NUMBERED = re.compile(r"(?P<name>.*?)(?P<between>[-_.]?)\d+(?:[-_]of[-_](?P<count>\d+)(?:-[0-9a-f]{8,})?)?")
 """Name of a shard without its suffix: train-00000-of-00002, part_7; older files of the Hub have a hash behind it."""
 
 
@@ -110,7 +110,7 @@ def _shards_in(directory: Path) -> list[Path]:
     counts: dict[str, int] = {}
     """Number of shards by their common name; 0 = not in the name."""
     for file in files:
-        shard = _NUMBERED.fullmatch(file.stem)
+        shard = NUMBERED.fullmatch(file.stem)
         name = file.name if shard is None else f"{shard['name']}{shard['between']}*{file.suffix}"
         counts.setdefault(name, int((shard and shard["count"]) or 0))
     if len(counts) > 1:

@@ -13,6 +13,7 @@ NAMES = {
     "sample_path": "a sample's way from actor to feeder, against a bare nats-py pipeline",
     "looking": "publishing and reading while onlookers look, against the same without them",
     "engine": "the built-in engine, against transformers' batched generate",
+    "engine_mixes": "the built-in engine over mixes of requests: CPU and memory, against another checkout",
     "overhead": "corrections and diagnostics, against a step with a bare PPO loss",
     "grouped_experts": "a step with the experts of a rank in one product, against one product for each",
     "learner_step": "a step of the learner, against plain transformers and torch",
@@ -39,8 +40,11 @@ NAMES = {
     "failover": "how long a cluster of three stands still when a leader is killed (about 2 minutes)",
     "gpu": "step, pushes and engine on one GPU, beside a step of transformers; tiny on a CPU",
     "evaluation": "evaluation beside training, against training without it (about 2 minutes)",
+    "digits": "CPU time of the main job by process, against another checkout (--against)",
+    "in_flight": "samples in flight: auto against the best fixed number, simulated",
     "loop": "the whole loop, against its slower half",
     "warm_start": "reward against seconds after a warm start, against RL alone in the same time (about 5 minutes)",
+    "real": "make real, against TRL: CPU seconds and memory of all processes, held-out score (about 20 minutes a seed)",
     "learn": "samples and seconds to reward 0.9, against TRL",
 }
 

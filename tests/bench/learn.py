@@ -16,7 +16,6 @@ import filecmp
 import json
 import subprocess
 import sys
-import venv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "launch/configs/digits.yaml"
 TARGET, OVER = 0.9, 5
 """Target: mean reward, and number of consecutive steps over which it is taken."""
-TRL = ("torch==2.13.0", "trl==1.16.0", "datasets", "accelerate")
 LAST = 10
 
 
@@ -57,39 +55,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--lags", type=int, nargs="*", default=[0, 2], help="values of max_lag")
-    parser.add_argument("--trl-python", default="", help="python of an environment that has TRL; otherwise one is made")
     args = parser.parse_args(arguments)
     work = ROOT / "runs" / "bench" / "learn"
-    python = args.trl_python or make_environment(ROOT / "runs" / "bench" / "trl-venv")
+    subprocess.run(["make", "--silent", ".venv-trl/.ready"], cwd=ROOT, check=True)
     results: dict[str, list[Reached]] = {}
     for seed in range(args.seeds):
-        note(results, "TRL", run_trl(python, work, seed, args.steps))
+        note(results, "TRL", run_trl(work, seed, args.steps))
         for lag in args.lags:
             note(results, f"max_lag {lag}", run_tidemill(work, seed, args.steps, lag))
     report(results)
 
 
-def make_environment(directory: Path) -> str:
-    """Create a virtual environment with TRL; torch first, so that any build the index offers satisfies the rest."""
-    python = directory / "bin" / "python"
-    if not (directory / "ready").exists():
-        print(f"installing {', '.join(TRL)} in {directory.relative_to(ROOT)}", flush=True)
-        venv.create(directory, with_pip=True, clear=True)
-        for packages in (TRL[:1], TRL):
-            subprocess.run(
-                [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], check=True
-            )
-        (directory / "ready").touch()
-    return str(python)
-
-
-def run_trl(python: str, work: Path, seed: int, steps: int) -> Reached:
+def run_trl(work: Path, seed: int, steps: int) -> Reached:
     config = load(CONFIG, [f"seed={seed}"]).config
     assert config.prepare is not None
     prepared = prepare(config.prepare, work / f"trl-{seed}")
     out = work / f"trl-{seed}.jsonl"
     script = str(Path(__file__).with_name("trl_grpo.py"))
-    command = [python, script, "--model", str(prepared.model), "--prompts", str(prepared.prompts)]
+    command = [".venv-trl/bin/python", script, "--model", str(prepared.model), "--prompts", str(prepared.prompts)]
     command += ["--settings", json.dumps(trl_settings(config, seed, steps)), "--out", str(out)]
     run = metered(command, lines_file=out, log_file=work / f"trl-{seed}.log", directory=ROOT)
     return crossed(run, "reward", config.samples_per_step, began_s=0.0)

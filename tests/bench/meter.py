@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 
 LOOK_EVERY_S = 0.2
+MEMORY_EVERY_S = 1.0
+"""Between two readings of the memory, which walk the page tables of every process."""
 LIMIT_S = 1800.0
 
 
@@ -36,6 +38,8 @@ class Metered:
 
     lines: list[dict[str, Any]]
     seen: list[Seen]
+    peak_bytes: int = 0
+    """Largest sum of the proportional set sizes of all processes, by readings a second apart; 0 = not read."""
 
     def at(self, line: int) -> Seen:
         """Return the first reading that includes line number ``line`` (from 1)."""
@@ -48,27 +52,39 @@ class Metered:
 
 
 def metered(
-    command: Sequence[str], *, lines_file: Path, log_file: Path, directory: Path, for_s: float = 0.0
+    command: Sequence[str],
+    *,
+    lines_file: Path,
+    log_file: Path,
+    directory: Path,
+    for_s: float = 0.0,
+    limit_s: float = LIMIT_S,
+    with_memory: bool = False,
 ) -> Metered:
     """Run with one torch thread a process. Raises SystemExit with its last log lines when it fails or takes too long.
 
-    ``for_s``: seconds after which it is ended, if it runs so long; 0 = it has to end by itself.
+    ``for_s``: seconds after which it is ended, if it runs so long; 0 = it has to end by itself. ``with_memory``: read
+    the memory of all processes, too.
     """
     lines_file.unlink(missing_ok=True)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     seen: list[Seen] = []
-    began_s = time.monotonic()
+    peak_bytes = 0
+    began_s = read_s = time.monotonic()
     with log_file.open("w") as log:
         child = subprocess.Popen(list(command), cwd=directory, env=environment, stdout=log, stderr=subprocess.STDOUT)
         tree = [psutil.Process(child.pid)]
         try:
-            while child.poll() is None and time.monotonic() - began_s < (for_s or LIMIT_S):
+            while child.poll() is None and time.monotonic() - began_s < (for_s or limit_s):
                 num_lines = _count(lines_file)
                 if not num_lines:  # all its processes exist when its first step is done; searching for them costs time
                     tree = [tree[0], *_children(tree[0])]
                 if num_lines > (seen[-1].lines if seen else 0):
                     seen.append(Seen(lines=num_lines, wall_s=time.monotonic() - began_s, cpu_s=sum(map(_cpu_s, tree))))
+                if with_memory and time.monotonic() - read_s >= MEMORY_EVERY_S:
+                    peak_bytes = max(peak_bytes, sum(map(_pss_bytes, [tree[0], *_children(tree[0])])))
+                    read_s = time.monotonic()
                 time.sleep(LOOK_EVERY_S)
         finally:
             ended_here = child.poll() is None
@@ -80,7 +96,7 @@ def metered(
     lines = [json.loads(line) for line in lines_file.read_text().splitlines()]
     if seen and seen[-1].lines < len(lines):  # the last lines came between two readings
         seen.append(Seen(lines=len(lines), wall_s=time.monotonic() - began_s, cpu_s=seen[-1].cpu_s))
-    return Metered(lines=lines, seen=seen)
+    return Metered(lines=lines, seen=seen, peak_bytes=peak_bytes)
 
 
 def _count(file: Path) -> int:
@@ -101,3 +117,11 @@ def _cpu_s(process: psutil.Process) -> float:
     except psutil.Error:
         return 0.0
     return times.user + times.system + times.children_user + times.children_system
+
+
+def _pss_bytes(process: psutil.Process) -> int:
+    """Return the proportional set size of a process, in which a page of n processes counts 1/n; 0 when it is gone."""
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.Error:
+        return 0

@@ -34,7 +34,7 @@ def test_what_is_written_passes_every_check(kind: str, tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_overwritten(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    *_, last = (*KINDS[kind], CONFIG)
+    *_, last = (*(file.name for file in KINDS[kind]), CONFIG)
     Path(last).write_text("mine")
     assert cli.main(words(kind, tmp_path / "model")) != 0
     assert last in capsys.readouterr().err

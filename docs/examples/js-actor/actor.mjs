@@ -143,6 +143,7 @@ class Actor {
     this.bus = bus;
     this.id = id;
     this.config = config;
+    this.maxHeld = config.max_samples_in_flight === "auto" ? 64 : config.max_samples_in_flight;
     this.reward = rewards[config.reward];
     this.engines = new Engines(bus);
     this.needless = new Needless(bus);
@@ -177,7 +178,7 @@ class Actor {
   async leaseAll(kind) {
     const slot = new Slot(this.bus, kind);
     while (!this.draining) {
-      if (this.held >= this.config.max_samples_in_flight) {
+      if (this.held >= this.maxHeld) {
         await once(this.events, "change");
         continue;
       }

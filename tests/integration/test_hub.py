@@ -1,0 +1,230 @@
+"""Names of a hub: what is fetched into the cache, at which commit, and how each trouble is named."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import hub_kit
+from tests.check_kit import write_model
+from tests.hub_kit import Hub
+from tidemill.launch.hub import repository
+from tidemill.launch.hub.refusals import HubRefused
+from tidemill.launch.settings.hub_names import DATASET, MODEL, MODEL_PATH, HubName, parse
+from tidemill.learner.prompts.formats import read_values
+
+CARD = b"""---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+- config_name: socratic
+  data_files:
+  - {split: train, path: socratic/train-*}
+---
+# Sums
+"""
+ROW = b'{"question": "1+1", "answer": "2"}\n'
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_kit.serving() as served:
+        monkeypatch.setenv("HF_ENDPOINT", served.url)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield served
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, bytes]:
+    return hub_kit.content(write_model(tmp_path / "source"))
+
+
+def model(text: str) -> HubName:
+    name = parse(MODEL, text)
+    assert name is not None
+    return name
+
+
+def data(text: str) -> HubName:
+    name = parse(DATASET, text)
+    assert name is not None
+    return name
+
+
+def fetch(name: HubName, **options: Any) -> repository.Fetched:
+    return repository.fetch(name, MODEL_PATH, **options)
+
+
+def test_a_model_is_fetched_without_pickles_and_code(hub: Hub, files: dict[str, bytes]) -> None:
+    others = {"pytorch_model.bin": b"pickle", "modeling.py": b"import os", "onnx/model.safetensors": b"0"}
+    commit = hub.repo("org/tiny").commit(files | others)
+    fetched = fetch(model("org/tiny"), tokenizer=True)
+    assert hub_kit.content(fetched.name.folder) == files
+    assert (fetched.name.revision, fetched.num_files, fetched.size_bytes) == (
+        commit,
+        len(files),
+        sum(map(len, files.values())),
+    )
+    asked = len(hub.requests)
+    assert fetch(model("org/tiny"), tokenizer=True).name == fetched.name
+    assert [path for _, path, _ in hub.requests[asked:]] == ["/api/models/org/tiny"]
+
+
+@pytest.mark.parametrize("trouble", ["cut", "stall"])
+def test_a_download_goes_on_where_it_was_cut(
+    hub: Hub, files: dict[str, bytes], trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)  # whole chunks alone are kept
+    weights = files["model.safetensors"] = files["model.safetensors"] + bytes(200_000)
+    hub.repo("org/tiny").commit(files)
+    getattr(hub, trouble)[weights] = 100_000
+    fetched = fetch(model("org/tiny"))
+    assert (fetched.name.folder / "model.safetensors").read_bytes() == weights
+    first, second = hub.ranges("/large/")
+    assert first == "" and 0 < int(second.removeprefix("bytes=").removesuffix("-")) <= 100_000
+
+
+def test_bytes_that_are_not_those_of_the_hub_are_fetched_again(hub: Hub, files: dict[str, bytes]) -> None:
+    weights = files["model.safetensors"]
+    hub.repo("org/tiny").commit(files)
+    hub.sent[weights] = weights[:-1] + bytes([weights[-1] ^ 1])
+    fetched = fetch(model("org/tiny"))
+    assert (fetched.name.folder / "model.safetensors").read_bytes() == weights
+
+
+def test_bytes_of_an_earlier_try_that_are_too_many_are_dropped(hub: Hub, files: dict[str, bytes]) -> None:
+    import hashlib
+
+    weights = files["model.safetensors"]
+    hub.repo("org/tiny").commit(files)
+    blobs = model("org/tiny").storage / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(weights).hexdigest()}.incomplete").write_bytes(weights + b"more")
+    assert (fetch(model("org/tiny")).name.folder / "model.safetensors").read_bytes() == weights
+
+
+def gsm8k(**more: bytes) -> dict[str, bytes]:
+    names = ("main/train-00000-of-00002", "main/train-00001-of-00002", "main/test-00000-of-00001", "socratic/train-0")
+    return {"README.md": CARD, **{f"{name}.jsonl": ROW for name in names}, **more}
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "num_files"),
+    [
+        ("org/sums/main/train", "main/train-*", 2),
+        ("org/sums@main/main/test@[0:1]", "main/test-00000-of-00001.jsonl", 1),
+        ("org/sums/socratic/train", "socratic/train-0.jsonl", 1),
+        ("org/sums/socratic", "socratic/train-0.jsonl", 1),
+    ],
+)
+def test_a_split_is_what_the_card_says(hub: Hub, name: str, inside: str, num_files: int) -> None:
+    hub.repo("org/sums", "dataset").commit(gsm8k())
+    fetched = fetch(data(name))
+    assert (fetched.name.inside, fetched.num_files) == (inside, num_files)
+    rows = read_values(fetched.name.folder / inside)
+    assert [dict(values) for _, values in rows if isinstance(values, dict)] == [json.loads(ROW)] * num_files
+    assert parse(DATASET, str(fetched.name)) == fetched.name
+
+
+def test_the_only_configuration_may_be_left_out(hub: Hub) -> None:
+    card = CARD[: CARD.index(b"- config_name: socratic")] + b"---"
+    hub.repo("org/sums", "dataset").commit(gsm8k(**{"README.md": card}))
+    assert fetch(data("org/sums/test")).name == fetch(data("org/sums/main/test")).name
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "inside"),
+    [
+        (["data/train-0-of-1.jsonl", "data/test-0-of-1.jsonl"], "org/sums/test", "data/test-0-of-1.jsonl"),
+        (["main/train/00.jsonl", "main/train/01.jsonl"], "org/sums/main/train", "main/train/[0-9]*.jsonl"),
+        (["train.jsonl"], "org/sums", "train.jsonl"),
+        (["a/x.jsonl", "a/y.jsonl"], "org/sums/a", "a/*.jsonl"),
+    ],
+)
+def test_without_a_card_the_names_of_the_files_say_it(hub: Hub, files: list[str], name: str, inside: str) -> None:
+    hub.repo("org/sums", "dataset").commit({file: ROW for file in files})
+    assert fetch(data(name)).name.inside == inside
+
+
+def refused(name: HubName, **options: Any) -> str:
+    with pytest.raises(HubRefused) as error:
+        fetch(name, **options)
+    return str(error.value)
+
+
+def test_what_a_repository_lacks_is_named(hub: Hub, files: dict[str, bytes]) -> None:
+    hub.repo("org/pickles").commit({"config.json": b"{}", "pytorch_model.bin": b"0"})
+    assert "with *.safetensors, got pytorch_model.bin; pickles are never read" in refused(model("org/pickles"))
+    hub.repo("org/slow").commit({name: data for name, data in files.items() if name != "tokenizer.json"})
+    assert "with tokenizer.json, got none" in refused(model("org/slow"), tokenizer=True)
+    hub.repo("org/part").commit({"model-00001-of-00002.safetensors": b"0"})
+    assert "all 2 files model-* of org/part, got 1 of them" in refused(model("org/part"))
+    hub.repo("org/sums", "dataset").commit(gsm8k())
+    assert "name one of: org/sums/main/train, org/sums/main/test, org/sums/socratic/train" in refused(data("org/sums"))
+    hub.repo("org/csv", "dataset").commit({"train.csv": b"a,b"})
+    assert "got files of .csv; try the hub's own conversion, org/csv@refs/convert/parquet" in refused(data("org/csv"))
+
+
+def test_a_repository_that_cannot_be_had_is_named(
+    hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "org/none, which is no path here, and missing on" in refused(model("org/none"))
+    secret = hub.repo("org/secret")
+    secret.token = "hf_right"
+    secret.commit(files)
+    assert "set HF_TOKEN" in refused(model("org/secret"))
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    assert "the token is wrong" in (text := refused(model("org/secret"))) and "hf_" not in text
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    assert fetch(model("org/secret")).num_files == len(files)
+    assert "without such a revision" in refused(model("org/secret@v2"))
+    gated = hub.repo("org/gated")
+    gated.gated = True
+    gated.commit(files)
+    assert "gated; accept its conditions" in refused(model("org/gated"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert "no answer of http://127.0.0.1:9" in (text := refused(model("org/gated"))) and "HF_ENDPOINT" in text
+
+
+def test_offline_the_last_whole_commit_counts(
+    hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repo("org/tiny").commit(files)
+    fetched = fetch(model("org/tiny"))
+    asked = len(hub.requests)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert fetch(model("org/tiny")).name == fetched.name
+    assert "not in" in (text := refused(model("org/other"))) and "in offline mode" in text
+    assert len(hub.requests) == asked
+
+
+def test_a_cut_download_is_no_cached_branch(hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next fetch of the branch that is interrupted leaves the one before it as the last whole one."""
+    repo = hub.repo("org/tiny")
+    first = repo.commit(files)
+    fetch(model("org/tiny"))
+    second = repo.commit(files | {"model.safetensors": files["model.safetensors"] + b"0"})
+    monkeypatch.setattr(repository, "TRIES", 0)
+    hub.cut[repo.commits[second]["model.safetensors"]] = 10
+    assert "no answer" in refused(model("org/tiny"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert fetch(model("org/tiny")).name.revision == first
+
+
+def test_a_commit_needs_no_hub_once_it_is_here(
+    hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = hub.repo("org/tiny")
+    pinned = fetch(model("org/tiny@" + repo.commit(files))).name
+    del hub.repos["model", "org/tiny"]
+    assert fetch(pinned).name == pinned
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert fetch(pinned).is_offline

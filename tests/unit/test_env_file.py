@@ -1,0 +1,62 @@
+"""Secrets in ``.env``: which lines are read, and that no message has a value."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from tidemill.launch.settings import env_file
+from tidemill.launch.settings.yaml_file import SettingsError
+
+
+def written(tmp_path: Path, text: str, mode: int = 0o600) -> Path:
+    file = tmp_path / ".env"
+    file.write_bytes(text.encode())
+    file.chmod(mode)
+    return file
+
+
+def test_secrets_alone_are_read(tmp_path: Path) -> None:
+    text = """
+# tokens
+HF_TOKEN=hf_a#b
+export WANDB_API_KEY = 'with a blank'  # of the team
+OPENAI_API_KEY="quoted"
+AWS_SECRET_ACCESS_KEY=a/b+c=   # a comment
+TIDEMILL_LEARNER__STEPS=5
+PATH=/elsewhere
+"""
+    secrets, warning = env_file.read(written(tmp_path, text))
+    assert secrets == {
+        "HF_TOKEN": "hf_a#b",
+        "WANDB_API_KEY": "with a blank",
+        "OPENAI_API_KEY": "quoted",
+        "AWS_SECRET_ACCESS_KEY": "a/b+c=",
+    }
+    assert not warning
+    assert env_file.read(tmp_path / "none") == ({}, "")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "hf_secret",
+        "HF TOKEN=hf_secret",
+        "HF_TOKEN='hf_secret",
+        "HF_TOKEN=hf_secret two",
+        "=hf_secret",
+        "HF_TOKEN=hf_secret\0",
+    ],
+)
+def test_a_malformed_line_is_named_without_its_value(tmp_path: Path, line: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        env_file.read(written(tmp_path, f"# first\n{line}\n"))
+    assert f"{tmp_path}/.env:2: want NAME=value" in str(error.value)
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
+def test_a_file_that_others_may_read_is_warned_of(tmp_path: Path, mode: int) -> None:
+    secrets, warning = env_file.read(written(tmp_path, "HF_TOKEN=hf_secret\n", mode))
+    assert secrets and f"got mode {mode:o}; chmod 600" in warning and "secret" not in warning
+    assert stat.S_IMODE((tmp_path / ".env").stat().st_mode) == mode
