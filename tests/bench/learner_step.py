@@ -315,7 +315,7 @@ def prompts(name: str, *, rounds: int) -> dict[str, float]:
     batch, none_N = make_batch(**shape), np.zeros(shape["sequences"], np.bool_)
     [[parts]] = packings(batch, none_N)
     rows = [parts[start : start + in_row] for start in range(0, len(parts), in_row)]
-    batch = repacked(batch, [rows], [len(rows)], pad_to=1)
+    batch = replace(repacked(batch, [rows], [len(rows)], pad_to=1), step=3)  # the first two steps are complete
     equal = replace(batch, rewards_N=np.where(batch.groups_N == 0, np.float32(1), batch.rewards_N))
     with tempfile.TemporaryDirectory() as directory:
         make_smollm(Path(directory), layers)
