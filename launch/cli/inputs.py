@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 
 def loaded_config(args: argparse.Namespace) -> Loaded:
-    """Return the run's configuration and where its values come from; secrets of a ``.env`` beside it come into the
-    environment. Raises SettingsError.
+    """Return the run's configuration and where its values come from. Raises SettingsError.
+
+    Secrets of ``.env`` beside it, or without a file in the working directory, come into the environment.
     """
-    read_secrets(args, dict.fromkeys(file.parent for file in args.config))
+    read_secrets(args, dict.fromkeys(file.parent for file in args.config) or [Path()])
     return load(args.config, args.set, os.environ)
 
 
