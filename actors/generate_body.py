@@ -111,12 +111,15 @@ class RequestLimits:
 
     vocab_size: int
     max_context: int
+    """Tokens of prompt and response."""
     encode: Callable[[str], list[int]] | None
     """Function from text to token ids; None = there is no tokenizer."""
     experts: bool = False
     """True if the model has routed experts, which can be returned."""
     max_responses: int = 4096
     """Maximum number of responses to one request."""
+    is_kv_bound: bool = False
+    """True if the engine has room for the keys and values of ``max_context`` tokens only (``engine.kv_tokens``)."""
 
 
 def parse_generate(body: Mapping[str, object], limits: RequestLimits) -> Generate:
@@ -188,8 +191,9 @@ def token_ids(prompt: object, where: str, limits: RequestLimits, *, room: int = 
         raise BadRequest(f"{where}: want token ids in 0 .. {limits.vocab_size - 1}, got {int(outside[0])}")
     if ids.size + room > limits.max_context:
         size, limit = ids.size, limits.max_context
+        cure = "; the room for keys and values limits it: raise engine.kv_tokens" if limits.is_kv_bound else ""
         raise BadRequest(
-            f"The input ({size} tokens) is longer than the model's context length ({limit} tokens) allows."
+            f"The input ({size} tokens) is longer than the model's context length ({limit} tokens) allows{cure}."
         )
     return ids.astype(np.int32)
 

@@ -106,14 +106,14 @@ def commands_of(engine: Any) -> list[str]:
 
 def hold(engine: BuiltinEngine, *, after: int) -> Gate:
     """Let an engine do ``after`` decoding steps, and more when the gate lets it."""
-    scheduler, gate = engine.scheduler, Gate(after)
-    decode = scheduler._decode
+    batch, gate = engine.scheduler.batch, Gate(after)
+    decode = batch.decode
 
     def decode_if_let() -> None:
         if gate.passed():
             decode()
 
-    scheduler._decode = decode_if_let  # type: ignore[method-assign]
+    batch.decode = decode_if_let  # type: ignore[method-assign]
     return gate
 
 

@@ -75,16 +75,20 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
     def _alive(self) -> bool:
         """False once the engine cannot generate any more, for good."""
 
-    def _read_limits(self, vocab_size: int, max_positions: int, *, experts: bool = False) -> None:
-        """Read the tokenizer and set the bounds of requests. Raises UnsupportedModel for too long a context."""
+    def _read_limits(self, vocab_size: int, max_positions: int, *, experts: bool = False, kv_tokens: int = 0) -> None:
+        """Read the tokenizer and set the bounds of requests. ``kv_tokens``: tokens for which there is room; 0 = not
+        known. Raises UnsupportedModel for too long a context.
+        """
         if (context := self.config.max_context) > max_positions:
             want = f"want <= {max_positions} (max_position_embeddings)"
             raise UnsupportedModel("engine.max_context", f"{want}, got {context}")
         max_context, text = self.config.max_context or max_positions, Text.read(self.model_dir)
+        max_context = min(max_context, kv_tokens or max_context)
         self.text = text = None if text is None else text.bounded(max_context)
         self.limits = RequestLimits(
             vocab_size=vocab_size,
             max_context=max_context,
+            is_kv_bound=max_context == kv_tokens,
             encode=text.encode if text is not None else None,
             max_responses=self.config.max_running + self.config.max_waiting,
             experts=experts,

@@ -4,6 +4,7 @@ only nvidia-smi.
 
 import os
 
+from tidemill.actors.serving.builtin.blocks import host_memory
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.machine import GPU
 from tidemill.launch.checks.model import CheckedModel, rank_rows
@@ -68,7 +69,7 @@ def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *
         return
     rows = [row for row in rank_rows(model, config, cuda=True) if row.on_host]
     needed = sum(row.bytes * (ranks if row.process == "rank" else 1) for row in rows)
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = host_memory()
     if needed <= total:
         report.good(
             "host memory",

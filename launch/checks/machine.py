@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tidemill.actors.errors import EngineFailed
+from tidemill.actors.serving.builtin.blocks import host_memory
 from tidemill.actors.serving.sglang.releases import OLDEST, release_of, written
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import OLDEST_SERVER, STORE_SHARE
@@ -24,7 +25,7 @@ from tidemill.bus.wire.parts import HEADER_RESERVE_BYTES, MAX_SAMPLE_BYTES
 from tidemill.launch.checks.data import Prompts
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
-from tidemill.launch.devices.memory_table import ITEM_BYTES, dtype_on, training_bytes
+from tidemill.launch.devices.memory_table import ITEM_BYTES, dtype_on, kv_budget, training_bytes
 from tidemill.launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
 from tidemill.learner.buffer.plans import plan_bytes
 from tidemill.learner.checkpoints.object_store import ObjectStore, missing_package
@@ -317,14 +318,22 @@ def check_memory(
     dtypes = [dtype_on(setting, cuda=False) for setting in (config.learner.dtype, config.engine.dtype)]
     weights = ITEM_BYTES[dtypes[1]] * model.num_parameters
     rank = training_bytes(model.tensors, dtypes[0], config.learner, cuda=False, critic=model.critic_tensors)
+    total = host_memory()
+    room, has_blocks = "", engines > 0 and config.engine.kind == "builtin" and model.shape is not None
     needed = ranks * rank + engines * 2 * weights  # those served, and those being pushed
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if has_blocks and model.shape is not None:
+        tokens, kv_bytes = kv_budget(model.shape, config, dtypes[1], total)
+        room = f"; keys and values of an engine take at most {_gb(kv_bytes)} ({tokens:,} tokens, engine.kv_tokens)"
+        if config.engine.kv_tokens:
+            needed += engines * kv_bytes
     if needed > total:
-        want = f"{_gb(needed)} of memory for the weights of {ranks} rank(s) and {engines} engine(s)"
+        blocks = ", keys and values" if has_blocks and config.engine.kv_tokens else ""
+        want = f"{_gb(needed)} of memory for the weights{blocks} of {ranks} rank(s) and {engines} engine(s)"
         cure = "train a smaller model, lower up.engines or learner.data_parallel, or use a larger machine"
-        report.error("memory", report.at("model.path"), want=want, got=f"{_gb(total)}", cure=cure)
+        where = "engine.kv_tokens" if blocks else "model.path"
+        report.error("memory", report.at(where), want=want, got=f"{_gb(total)}", cure=cure)
     else:
-        report.good("memory", f"{_gb(total)}, {_gb(needed)} needed for weights")
+        report.good("memory", f"{_gb(total)}, {_gb(needed)} needed for weights{room}")
 
 
 def _gb(size: int) -> str:

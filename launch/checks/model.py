@@ -74,11 +74,13 @@ class CheckedModel:
         return None if shape is None else valued(shape).tensors()
 
 
-def rank_rows(model: CheckedModel, config: RunConfig, *, cuda: bool) -> tuple[MemoryRow, ...]:
-    """Return the table of memory; for a family that only SGLang serves without activations, logits and engine."""
+def rank_rows(model: CheckedModel, config: RunConfig, *, cuda: bool, engine_memory: int = 0) -> tuple[MemoryRow, ...]:
+    """Return the table of memory; for a family that only SGLang serves without activations, logits and engine.
+    ``engine_memory``: as for ``memory_rows``.
+    """
     if model.shape is None:
         return state_rows(model.tensors, config, cuda=cuda, critic=model.critic_tensors)
-    return memory_rows(model.shape, config, cuda=cuda, critic=model.critic)
+    return memory_rows(model.shape, config, cuda=cuda, critic=model.critic, engine_memory=engine_memory)
 
 
 def check_model(report: Report, config: RunConfig, *, prepared: bool) -> CheckedModel | None:
@@ -112,7 +114,7 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
     model = CheckedModel(
         directory=None if prepare is not None else path,
         vocab_size=vocabulary,
-        context=min(positions, config.engine.max_context or positions),
+        context=min(positions, config.engine.max_context or positions, config.engine.kv_tokens or positions),
         num_parameters=sum(sizes),
         shape=shape,
         tensors=tensors,

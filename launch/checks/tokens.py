@@ -119,7 +119,7 @@ def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -
             continue
         if not tools:
             continue
-        want = "a chat template that writes tools, or the option protocol: text"
+        want = "a chat template that writes tools, or the option protocol: text or messages"
         cure = f"change chat_template.jinja in {model.directory}"
         offered = f" for {', '.join(tools)}" if setting == "use" else ""
         report.error("rollouts", report.at(f"rollouts.{name}.{setting}"), want=want, got=got + offered, cure=cure)

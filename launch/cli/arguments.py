@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bus.client.addresses import parse
+from tidemill.launch.settings.shipped import config_file
 
 STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
+_CONFIG = "YAML file, or a shipped one by name, such as digits; later ones win"
 _RANGE = "'<0.5', '>=1', 1, or 0.2..0.8"
 
 
@@ -62,10 +64,10 @@ def add_config(parser: argparse.ArgumentParser, *, positional: bool = False, req
     """Add the configuration, the settings that change it, and --print-config."""
     if positional:
         nargs = "+" if required else "*"
-        parser.add_argument("config", type=Path, nargs=nargs, metavar="CONFIG", help="YAML file; later ones win")
+        parser.add_argument("config", type=config_file, nargs=nargs, metavar="CONFIG", help=_CONFIG)
     else:
         parser.add_argument(
-            "--config", type=Path, nargs="+", required=required, default=[], help="the run's YAML files"
+            "--config", type=config_file, nargs="+", required=required, default=[], help="the run's YAML files"
         )
     parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting")
     parser.add_argument("--print-config", action="store_true", help="print every setting and its origin, and end")

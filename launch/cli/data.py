@@ -25,6 +25,7 @@ from tidemill.launch.checks.tokens import check_tokenizer
 from tidemill.launch.cli.inputs import loaded_config, path_here, with_fetched
 from tidemill.launch.samples.imports import import_files
 from tidemill.launch.settings.config_loader import Loaded
+from tidemill.launch.settings.shipped import config_file
 from tidemill.learner.data.config import DataConfig
 from tidemill.learner.data.source import Source
 from tidemill.learner.errors import PromptError, TemplateLacks
@@ -103,7 +104,7 @@ class RowReader:
 
 def run_check(args: argparse.Namespace) -> int:
     """Print the contents of the files. Returns 0, or 78 when a row is bad. Raises SettingsError, PromptError."""
-    args.config = [Path(word) for word in args.files if word.endswith((".yaml", ".yml"))]
+    args.config = [file for file in map(config_file, args.files) if file.suffix in (".yaml", ".yml")]
     loaded, _ = with_fetched(args, loaded_config(args))
     reader = _reader(args, loaded)
     bad = sum(_check(source, reader, max_named=args.most, preview=args.preview) for source in _sources(args, loaded))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tidemill.bus.server.ports import KeptPort
 from tidemill.launch.settings.extras import require
+from tidemill.launch.settings.shipped import config_file
 from tidemill.learner.debug.config import read_prompts
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "with --by sglang: a configuration; its engine.sglang has the interpreter, arguments and environment of "
         "the server"
     )
-    score.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=config)
+    score.add_argument("--config", type=config_file, action="append", default=[], metavar="FILE", help=config)
     names = "with --model: outputs to write, such as 'layers.0.*' or '*' for all modules (default: log_probs alone)"
     score.add_argument("--names", default="log_probs", metavar="PATTERN", help=names)
     dtype = "with --model: dtype to compute in (default float32; --by sglang: that of the configuration); "

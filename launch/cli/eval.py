@@ -16,6 +16,7 @@ from tidemill.launch.run.scores import in_words, line_of
 from tidemill.launch.settings.config_loader import Loaded, render
 from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.hub_names import DATASET, MODEL, parse
+from tidemill.launch.settings.shipped import config_file
 
 OPEN_TASKS = 256
 """Prompts that are out at a time, where no training needs the engines."""
@@ -31,7 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="DATA",
         help="prompt file or org/name; default: eval.sets",
     )
-    parser.add_argument("--config", type=Path, nargs="+", default=[], help="a run's YAML file, with eval.sets")
+    parser.add_argument("--config", type=config_file, nargs="+", default=[], help="a run's YAML file, with eval.sets")
     parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting")
     parser.add_argument("--reward", default="", metavar="NAME", help="actor.reward: a name, or package.module:function")
     parser.add_argument("--samples", type=int, metavar="K", help="with DATA: responses to each prompt")

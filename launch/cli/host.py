@@ -18,6 +18,7 @@ from tidemill.launch.cli.inputs import (
 )
 from tidemill.launch.run.access import allowed
 from tidemill.launch.settings.extras import require
+from tidemill.launch.settings.shipped import config_file
 
 if TYPE_CHECKING:
     from tidemill.launch.run.host import HostLearner
@@ -29,7 +30,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     parser.add_argument("--name", default="", help="its name on the bus (default: this machine's)")
     parser.add_argument("--learner-node", type=int, metavar="R", help="also run node R of a learner; wants --config")
-    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="for --learner-node")
+    parser.add_argument(
+        "--config", type=config_file, action="append", default=[], metavar="FILE", help="for --learner-node"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="for --config")
     parser.add_argument("--pool", default="", help="group of hosts that it belongs to")
     parser.add_argument("--users", type=Path, metavar="DIR", help="credentials on a bus with users")

@@ -3,21 +3,24 @@ matters.
 """
 
 import argparse
+import re
 from pathlib import Path
 
 from tidemill.launch.settings import env_file, yaml_file
+from tidemill.launch.settings.shipped import CONFIGS, DATA
 
-TEMPLATES = Path(__file__).parents[1] / "data/init"
+TEMPLATES = DATA / "init"
 CONFIG = "run.yaml"
-KINDS: dict[str, tuple[str, ...]] = {
-    "own": ("my_reward.py", "prompts.jsonl"),
+KINDS: dict[str, tuple[Path, ...]] = {
+    "own": (TEMPLATES / "my_reward.py", TEMPLATES / "prompts.jsonl"),
     "gsm8k": (),
     "tools": (),
-    "sft": ("responses.jsonl",),
+    "sft": (TEMPLATES / "responses.jsonl",),
+    "real": tuple(sorted((DATA / "real").iterdir())),
 }
 """Kinds of runs, and the files of each beside its configuration."""
-OF_MODELS = ("own", "sft")
-"""Kinds that begin with a model of the user's; the others make a tiny one first."""
+OF_MODELS = ("own", "sft", "real")
+"""Kinds that begin with a model; the others make a tiny one first."""
 _MODEL = "@MODEL@"
 IGNORES = ".gitignore"
 
@@ -26,25 +29,25 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     about = (
         "own (your prompts and your reward), gsm8k (school mathematics), tools (episodes with a tool), sft (your "
-        "responses)"
+        "responses), real (a pretrained model follows instructions)"
     )
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=about)
-    parser.add_argument("--model", default="", metavar="MODEL", help="for own and sft: a directory, or org/name")
+    parser.add_argument(
+        "--model", default="", metavar="MODEL", help=f"for {', '.join(OF_MODELS)}: a directory, or org/name"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the files of a kind of run, all or none, and print their names. Returns 0. Raises ValueError."""
-    if bool(args.model) != (args.kind in OF_MODELS):
+    if bool(args.model) != (args.kind in OF_MODELS) and (args.model or args.kind != "real"):
         want = (
             "MODEL, a directory in Hugging Face format or org/name"
             if args.kind in OF_MODELS
             else f"none with {args.kind}, which makes a tiny model"
         )
         raise ValueError(f"--model: want {want}, got {args.model or 'nothing'}")
-    config = (TEMPLATES / f"{args.kind}.yaml").read_text(encoding="utf-8")
-    model = yaml_file.dump(args.model, flow=True)
-    texts = {CONFIG: config.replace(_MODEL, model)}
-    texts |= {name: (TEMPLATES / name).read_text(encoding="utf-8") for name in KINDS[args.kind]}
+    texts = {CONFIG: _config(args.kind, args.model and yaml_file.dump(args.model, flow=True))}
+    texts |= {file.name: file.read_text(encoding="utf-8") for file in KINDS[args.kind]}
     if present := [name for name in texts if Path(name).exists()]:
         raise ValueError(
             f"{present[0]}: want no such file, which is never overwritten; begin in another directory, or remove it"
@@ -56,3 +59,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name}: written")
     print(f"next: tidemill check {CONFIG}")
     return 0
+
+
+def _config(kind: str, model: str) -> str:
+    """Return the text of the configuration: for ``real`` the shipped one, with the paths of its files beside it."""
+    if kind != "real":
+        return (TEMPLATES / f"{kind}.yaml").read_text(encoding="utf-8").replace(_MODEL, model)
+    text = (CONFIGS / "real.yaml").read_text(encoding="utf-8").replace("launch/data/real/", "")
+    return re.sub(r"(?m)^(model:\n  path:) .*$", lambda line: f"{line[1]} {model}", text) if model else text

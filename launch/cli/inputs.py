@@ -25,6 +25,7 @@ from tidemill.launch.settings.config_loader import (
 )
 from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.run_config import RunConfig
+from tidemill.launch.settings.shipped import CONFIGS
 
 if TYPE_CHECKING:
     from tidemill.launch.checks.findings import Report
@@ -34,9 +35,11 @@ if TYPE_CHECKING:
 def loaded_config(args: argparse.Namespace) -> Loaded:
     """Return the run's configuration and where its values come from. Raises SettingsError.
 
-    Secrets of ``.env`` beside it, or without a file in the working directory, come into the environment.
+    Secrets of ``.env`` beside it come into the environment; without a file, and for one of the package, of the working
+    directory.
     """
-    read_secrets(args, dict.fromkeys(file.parent for file in args.config) or [Path()])
+    beside = dict.fromkeys(Path() if file.parent == CONFIGS else file.parent for file in args.config)
+    read_secrets(args, beside or [Path()])
     return load(args.config, args.set, os.environ)
 
 

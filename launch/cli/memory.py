@@ -6,6 +6,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
+from tidemill.actors.serving.builtin.blocks import host_memory
 from tidemill.launch.checks.findings import CheckFailed, Report
 from tidemill.launch.checks.model import check_model, rank_rows
 from tidemill.launch.checks.prepared import check_prepare
@@ -33,8 +34,10 @@ def print_memory(loaded: Loaded) -> None:
     assert model is not None, "without a model there is an error"
     if model.shape is None and not model.tensors:
         raise CheckFailed([f"{model.directory}: no table: the tensors of the model are not known"])
-    cuda = config.learner.device == "cuda" or (config.learner.device == "auto" and bool(this_node(os.environ).devices))
-    rows = rank_rows(model, config, cuda=cuda)
+    devices = this_node(os.environ).devices
+    cuda = config.learner.device == "cuda" or (config.learner.device == "auto" and bool(devices))
+    engine_memory = min((device.memory_bytes for device in devices), default=0) if cuda else host_memory()
+    rows = rank_rows(model, config, cuda=cuda, engine_memory=engine_memory)
     shown = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("process", "part"):
         shown.add_column(name)

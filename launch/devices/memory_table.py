@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
+from tidemill.actors.serving.builtin.blocks import BLOCK, block_bytes, budget
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.launch.devices.trained import Shapes, is_whole, stages_of, trained_tensors
 from tidemill.launch.settings.run_config import RunConfig
@@ -47,11 +48,12 @@ class MemoryRow:
 
 
 def memory_rows(
-    shape: ModelShape, config: RunConfig, *, cuda: bool, critic: ModelShape | None = None
+    shape: ModelShape, config: RunConfig, *, cuda: bool, critic: ModelShape | None = None, engine_memory: int = 0
 ) -> tuple[MemoryRow, ...]:
     """Return the rows of one rank and of one built-in engine; ``cuda``: they compute on an accelerator.
 
-    ``critic``: the model in ``learner.critic.path``; None = the policy's. A packed row has
+    ``critic``: the model in ``learner.critic.path``; None = the policy's. ``engine_memory``: bytes of an engine's
+    device; 0 = not known. A packed row has
     ``learner.max_tokens_per_micro_batch`` tokens, or as many as the longest sample if that has more.
     """
     learner, engine = (dtype_on(setting, cuda=cuda) for setting in (config.learner.dtype, config.engine.dtype))
@@ -60,7 +62,7 @@ def memory_rows(
         *_state(shape.tensors(), valued(critic or shape).tensors(), config, learner, cuda=cuda),
         *_activations(tokens, shape, critic or shape, config.learner, learner, cuda=cuda),
         *_sending(shape.tensors(), config, learner, cuda=cuda),
-        *_engine(shape, config, engine),
+        *_engine(shape, config, engine, engine_memory),
     )
 
 
@@ -309,19 +311,32 @@ def _optimizer(
         )
 
 
-def _engine(shape: ModelShape, config: RunConfig, dtype: str) -> Iterable[MemoryRow]:
+def _engine(shape: ModelShape, config: RunConfig, dtype: str, memory_bytes: int) -> Iterable[MemoryRow]:
     if config.engine.kind != "builtin":
         return
-    item, longest = ITEM_BYTES[dtype], config.engine.max_context or shape.max_positions
-    weights = item * parameters(shape)
+    weights = ITEM_BYTES[dtype] * parameters(shape)
     yield MemoryRow(process="engine", part="weights", bytes=weights)
     yield MemoryRow(process="engine", part="weights of a push under way", bytes=weights)
-    keys = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item
+    tokens, kv_bytes = kv_budget(shape, config, dtype, memory_bytes)
     yield MemoryRow(
-        process="engine",
-        part=f"keys and values of {config.engine.max_running} requests of {longest:,} tokens, at most",
-        bytes=config.engine.max_running * longest * keys,
+        process="engine", part=f"keys and values of {tokens:,} tokens (engine.kv_tokens), at most", bytes=kv_bytes
     )
+
+
+def kv_budget(shape: ModelShape, config: RunConfig, dtype: str, memory_bytes: int) -> tuple[int, int]:
+    """Return the tokens for whose keys and values a built-in engine has room, and their bytes; ``memory_bytes``: of its
+    device, 0 = not known.
+    """
+    engine, item = config.engine, ITEM_BYTES[dtype]
+    num_blocks = budget(
+        shape,
+        item,
+        max_running=engine.max_running,
+        max_context=engine.max_context,
+        kv_tokens=engine.kv_tokens,
+        memory_bytes=memory_bytes,
+    )
+    return num_blocks * BLOCK, num_blocks * block_bytes(shape, item)
 
 
 def row_tokens(shape: ModelShape, config: RunConfig) -> int:

@@ -36,6 +36,7 @@ async def run_feeder(
     from tidemill.launch.checks.resume import model_identity
     from tidemill.learner.feed import feeder, recorded_steps
     from tidemill.learner.feed.feeder_settings import FeederSettings, ModelFacts
+    from tidemill.learner.layout.flops import StepFlops
 
     model, debug, data = Path(config.model.path), config.debug, config.data
     vocab_size, max_context = model_shape(model)
@@ -54,6 +55,7 @@ async def run_feeder(
         eos_ids=eos_ids(model),
         identity=model_identity(model, config.model.megatron_checkpoint),
         directory=str(await asyncio.to_thread(model.resolve)),
+        pair_tokens=StepFlops.read(model).pair_tokens if config.learner.data_parallel > 1 else 0,
     )
     # Without training there is one rank, and its batches are one part.
     settings = FeederSettings(

@@ -3,7 +3,7 @@
 # The ranks get the first GPUs, or those that DEVICES names: DEVICES=4,5 (docs/devices.md).
 set -euo pipefail
 PATH="$PATH:$(cd "$(dirname "$0")/../.." && pwd)/.venv/bin"  # the environment that make has made, where no other is active
-CONFIG=${CONFIG:-launch/configs/digits.yaml}
+CONFIG=${CONFIG:-digits}
 BUS=${BUS:?set BUS to the URL of the bus, nats://host:port}
 HOST=${HOST:-auto}   # that of the route to the bus, or the address at which engines reach this machine for weights and snapshots
 tidemill prepare "$CONFIG"   # makes the small model and the prompts, if the configuration asks for it and they are not there

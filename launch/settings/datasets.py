@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 
 from tidemill.launch.settings.prepare_config import PrepareConfig
+from tidemill.launch.settings.shipped import DATA
 
-DATA = Path(__file__).parents[1] / "data"
 GOLD_MARKER = "####"
 """Text before the answer in a line of GSM8K."""
 FILLER = "."

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tidemill.bus.wire.json_object import JsonObject
+from tidemill.launch.settings.shipped import CONFIGS, DATA, PACKAGE
 from tidemill.learner.data.source import SLICE
 
 PATHS = (
@@ -39,8 +40,18 @@ stays as it is.
 """
 
 
+_SHIPPED = "launch/data/"
+"""Paths of data in a configuration of the package, from the root of its repository."""
+
+
 def set_base(values: JsonObject, file: Path) -> None:
-    """Make relative paths in a run's configuration (of ``file``) absolute, outside its working directory."""
+    """Make relative paths in a run's configuration (of ``file``) absolute, outside its working directory; and those of
+    shipped data in a configuration of the package, outside its repository.
+    """
+    if file.resolve().parent == CONFIGS and Path("launch").resolve() != PACKAGE:
+        for holder, name, _ in list(texts(values, "")):
+            if (text := str(holder[name])).startswith(_SHIPPED):
+                holder[name] = str(DATA / text.removeprefix(_SHIPPED))
     directory, absolute = Path(str(values.get("directory") or "")), Path(os.path.abspath(file)).parent
     parts = directory.parts
     if not parts or directory.is_absolute() or absolute.parts[-len(parts) :] != parts:

@@ -13,6 +13,7 @@ import yaml
 from tidemill.bus import exit_codes
 from tidemill.bus.section import shown
 from tidemill.launch.settings.run_paths import set_base
+from tidemill.launch.settings.shipped import cure
 
 MOST_NODES = 100_000
 """Most values of a text, each counted at every reference: a few lines of references can expand to more than the memory
@@ -83,6 +84,8 @@ def read(file: Path) -> tuple[Any, dict[str, Written]]:
     """
     try:
         data = file.read_bytes()
+    except FileNotFoundError:
+        raise SettingsError(f"{file}: {cure(str(file))}") from None
     except (OSError, ValueError) as error:
         raise SettingsError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     try:

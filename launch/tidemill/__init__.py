@@ -4,5 +4,3 @@ The rooms are packages of their own folders: ``tidemill.bus``, ``tidemill.weight
 ``tidemill.actors``, ``tidemill.learner`` and ``tidemill.launch``. Each has the names for users' code in its
 ``__all__``; everything else may change.
 """
-
-__version__ = "0.1.0"

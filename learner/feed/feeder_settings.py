@@ -42,6 +42,8 @@ class ModelFacts:
     """Description of the model, see ``DataRules.model``."""
     directory: str = ""
     """Directory of the model."""
+    pair_tokens: int = 0
+    """See ``DataRules.pair_tokens``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,7 @@ class FeederSettings:
             seed=prompts.seed,
             prompts_digest=prompts.digest,
             model=self.model.identity,
+            pair_tokens=self.model.pair_tokens,
             filters=identity_of(self.filters),
             buffer_filters=any(config.scope == "buffer" for config in self.filters),
             demonstrations=self.learner.algorithm.demonstration_coef > 0,

@@ -41,6 +41,14 @@ class Row(ModelInput, Protocol):
         """Inputs of the objective, of the whole row."""
         ...
 
+    def read(self, values_C: Tensor) -> Tensor:
+        """Return the model's values at the tokens that the loss reads."""
+        ...
+
+    def spread(self, values_M: Tensor) -> Tensor:
+        """Return values of these tokens at their places in the row."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Update:
@@ -74,7 +82,7 @@ class Critic:
 
         def collect(row: Row, values_C1: Tensor) -> tuple[Tensor, Tensor]:
             """Return a loss that is not used, and the values."""
-            values_T1 = self._whole(values_C1)
+            values_T1 = self._whole(row, values_C1)
             return values_T1.sum(), values_T1
 
         results = run_rows(self.model, rows, collect, forward_only=True)
@@ -138,13 +146,13 @@ class Critic:
             self._collector.update({"loss": loss, "clip_fraction": clipped / max(1.0, tokens)}, norm)
         return _Update(sums, norm, rate)
 
-    def _whole(self, values_C1: Tensor) -> Tensor:
+    def _whole(self, row: Row, values_C1: Tensor) -> Tensor:
         """Return the values of the whole row, on all context-parallel ranks."""
         ranks = self.model.parallel
-        return values_C1 if ranks.cp_size == 1 else gather_parts(values_C1, ranks.cp_group)
+        return row.spread(row.read(values_C1)) if ranks.cp_size == 1 else gather_parts(values_C1, ranks.cp_group)
 
     def _loss(self, row: Row, values_C1: Tensor, *, denominators: Denominators) -> tuple[Tensor, Tensor]:
-        tokens, values_T = row.seen, self._whole(values_C1)[:, 0]
+        tokens, values_T = row.seen, self._whole(row, values_C1)[:, 0]
         assert tokens.values_T is not None and tokens.returns_T is not None
         if self._collector is not None:
             self._collector.row(of_critic(tokens, values_T))

@@ -37,13 +37,14 @@ from tidemill.learner.feed.feed_messages import End, Last, Start
 from tidemill.learner.feed.places import RankPlaces
 from tidemill.learner.feed.progress import note_step
 from tidemill.learner.layout import parallel
+from tidemill.learner.layout.flops import StepFlops
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron import state
 from tidemill.learner.megatron.critic import open_critic
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.megatron.layers.mixture import Mixture
 from tidemill.learner.megatron.memory import open_memory
-from tidemill.learner.megatron.meter import Meter, StepFlops
+from tidemill.learner.megatron.meter import Meter
 from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.reference import open_reference
@@ -366,7 +367,7 @@ class Rank:
             reported
             | self._watched(batch, trained)
             | self._clock.metrics()
-            | self._meter.metrics(batch, trained["train/step_seconds"])
+            | self._meter.metrics(batch.step, self._trainer.spans, trained["train/step_seconds"])
         )
         note_step(self._places.progress)
         self.pushes.step = batch.step

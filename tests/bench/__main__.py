@@ -13,6 +13,7 @@ NAMES = {
     "sample_path": "a sample's way from actor to feeder, against a bare nats-py pipeline",
     "looking": "publishing and reading while onlookers look, against the same without them",
     "engine": "the built-in engine, against transformers' batched generate",
+    "engine_mixes": "the built-in engine over mixes of requests: CPU and memory, against another checkout",
     "overhead": "corrections and diagnostics, against a step with a bare PPO loss",
     "grouped_experts": "a step with the experts of a rank in one product, against one product for each",
     "learner_step": "a step of the learner, against plain transformers and torch",

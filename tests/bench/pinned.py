@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from tidemill.actors.generate_body import SamplingParams
-from tidemill.actors.serving.builtin.scheduler import Event, Scheduler
+from tidemill.actors.serving.builtin.batch import Event
+from tidemill.actors.serving.builtin.blocks import blocks_of
+from tidemill.actors.serving.builtin.scheduler import Scheduler
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest
 from tidemill.actors.serving.builtin.sequence import Sequence as Response
 from tidemill.actors.serving.builtin.shape import ModelShape
@@ -115,7 +117,7 @@ class LocalEngine:
             weights,
             0,
             max_running=max_running,
-            max_context=self._context,
+            num_blocks=max_running * blocks_of(self._context),
             share_prefix=True,
             threads=1,
             post=self._count,

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine_decoding import decode_all, load, new_slots
+from tests.engine_decoding import decode_all, decode_attention, load, new_memory, prefill_attention
 from tests.tiny_models import FAMILIES, SERVED, as_transformers_5, tiny_model, write_tiny_model
 from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin import decoder
-from tidemill.actors.serving.builtin.runner import FIRST_LENGTH, DecodeAttention, PrefillAttention
 from tidemill.actors.serving.builtin.shape import ModelShape
 
 LLAMA3 = {
@@ -47,10 +46,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def test_scores_are_those_of_transformers(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     weights = load(write_tiny_model(tmp_path, family, **changes))
     model = tiny_model(family, **changes)
-    # Longer than the first allocation: growing must keep its contents.
-    tokens_BT = torch.randint(3, 299, (2, FIRST_LENGTH + 32), generator=torch.Generator().manual_seed(1))
+    tokens_BT = torch.randint(3, 299, (2, 160), generator=torch.Generator().manual_seed(1))
     want = model(tokens_BT).logits
-    got = decode_all(weights, tokens_BT, prefilled=FIRST_LENGTH - 8)
+    got = decode_all(weights, tokens_BT, prefilled=120)
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
@@ -75,7 +73,7 @@ def test_bfloat16_is_near_float32(tmp_path: Path, family: str) -> None:
 
 @torch.inference_mode()
 def test_rows_of_one_batch_have_their_own_positions(tmp_path: Path) -> None:
-    """Rows of different lengths, right-padded prompts, shared prompts and moved rows each give the scores of the row
+    """Rows of different lengths, right-padded prompts, shared blocks and moved rows each give the scores of the row
     alone.
     """
     weights = load(write_tiny_model(tmp_path))
@@ -83,15 +81,19 @@ def test_rows_of_one_batch_have_their_own_positions(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     contexts = [random.integers(3, 299, length).tolist() for length in (5, 17, 9)]
     padded = torch.tensor([context + [0] * (17 - len(context)) for context in contexts])
-    slots = new_slots(weights, 8)
-    prompt_of_row = torch.tensor([0, 1, 1, 2])
-    decoder.forward(weights, padded, table.at(torch.arange(17)[None]), PrefillAttention(slots, 0, prompt_of_row))
-    slots.move(3, 0, 9)  # row 0 leaves, row 3 takes its place
+    memory = new_memory(weights, 8)
+    tables = [[7], [2, 4], [2, 0], [5]]
+    attention = prefill_attention(memory, tables, [0, 1, 1, 2], [5, 17, 9])
+    decoder.forward(weights, padded, table.at(torch.arange(17)[None]), attention)
+    tables = [tables[3], tables[1], tables[2]]  # row 0 leaves, row 3 takes its place
     rows = [contexts[2], contexts[1], contexts[1]]
     next_tokens = [7, 8, 9]
-    positions = torch.tensor([len(row) for row in rows])
+    positions = [len(row) for row in rows]
     x = decoder.forward(
-        weights, torch.tensor(next_tokens)[:, None], table.at(positions[:, None]), DecodeAttention(slots, positions, 18)
+        weights,
+        torch.tensor(next_tokens)[:, None],
+        table.at(torch.tensor(positions)[:, None]),
+        decode_attention(memory, tables, positions),
     )
     got = decoder.logits(weights, x[:, 0])
     for row, (context, token) in enumerate(zip(rows, next_tokens, strict=True)):

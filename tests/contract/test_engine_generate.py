@@ -65,7 +65,7 @@ async def test_a_shared_prompt_is_computed_once(model_dir: Path) -> None:
 
 
 async def test_a_latecomer_shares_with_one_that_is_running(family: str, model: Any, tmp_path: Path) -> None:
-    prompt = prompts(1, low=20)[0]
+    prompt = prompts(1, low=20, high=32)[0]
     roomy = write_tiny_model(tmp_path, family, tied=family == "qwen2", max_position_embeddings=8192)  # the same weights
     async with serving(roomy) as served:
         gate = served.hold(after=10)
@@ -76,7 +76,7 @@ async def test_a_latecomer_shares_with_one_that_is_running(family: str, model: A
         answer_task = served.together([(prompt, {"temperature": 0, "max_new_tokens": 8})])
         (answer,) = await answer_task
         await first.aclose()
-        assert answer["meta_info"]["cached_tokens"] == len(prompt)
+        assert answer["meta_info"]["cached_tokens"] == 16, "the full blocks"
         assert answer["output_ids"] == await greedy(model, prompt, 8)
         np.testing.assert_allclose(
             told_log_probs(answer),
@@ -215,3 +215,10 @@ async def test_a_context_that_is_full_ends_a_response(model_dir: Path) -> None:
             400,
             True,
         )
+    async with serving(model_dir, kv_tokens=47) as served:
+        answer = await served.generate(prompt, max_new_tokens=100, ignore_eos=True)
+        assert len(answer["output_ids"]) == 2
+        status, refusal = await served.post("/generate", {"input_ids": prompt + prompt})
+        assert status == 400 and "32 tokens) allows; the room for keys and values limits it" in str(refusal)
+        stats = served.engine.stats()
+        assert (stats["kv_blocks_used"], stats["kv_blocks_free"], stats["preemptions"]) == (0, 2, 0)

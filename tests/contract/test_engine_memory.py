@@ -34,7 +34,7 @@ def storages(served: Served) -> dict[str, set[tuple[int, int]]]:
     weights = [each for each in (updates._served, updates._standby) if each is not None]
     return {
         "weights": {place(tensor) for each in weights for tensor in each.named.values()},
-        "kv_cache": {place(tensor) for layer in scheduler._runner.slots.layers for tensor in layer},
+        "kv_cache": {place(tensor) for layer in scheduler._runner.memory.layers for tensor in layer},
     }
 
 

@@ -92,6 +92,30 @@ async def test_a_turn_has_at_most_max_tokens_and_ends_at_a_stop_string(model_dir
     assert not any(set(answer) & set(letters[:4]) for answer in answers(stopped))
 
 
+async def test_calls_in_messages_need_no_template_that_writes_tools() -> None:
+    """A call is a part of the answer, and its result a message of the user."""
+    requests: list[Any] = []
+
+    async def answer(http: web.Request) -> web.Response:
+        requests.append(await http.json())
+        content = "There are 1920." if len(requests) > 1 else "I ask: <call>24*80</call>"
+        choice = {"message": {"role": "assistant", "content": content}}
+        return web.json_response({"id": f"turn-{len(requests)}", "choices": [choice]})
+
+    rollout = MultiTurn(protocol="messages", tools=["calculator"], system="Calculate.", max_turns=2)
+    async with listening({"/v1/chat/completions": answer}) as url:
+        played = await rollout.play({"prompt": "24 rows of 80?"}, url + "/v1", "key")
+    begin, behind = requests
+    assert not begin.get("tools") and not rollout.chat_tools
+    assert [message["content"] for message in begin["messages"]] == ["Calculate.", "24 rows of 80?"]
+    assert behind["messages"][:2] == begin["messages"]
+    assert [(message["role"], message["content"]) for message in behind["messages"][2:]] == [
+        ("assistant", "I ask: <call>24*80</call>"),
+        ("user", "<result>1920</result>"),
+    ]
+    assert (played.answers[-1], played.cut) == ("There are 1920.", "")
+
+
 async def test_the_close_of_an_environment_is_not_cut_short() -> None:
     """The episode is cancelled while its environment is closed, as by its budget or a drain."""
 
@@ -387,7 +411,7 @@ def test_the_sum_game_rewards_the_call_and_the_answer() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"protocol": "sse"}, "protocol: want chat or text"),
+        ({"protocol": "sse"}, "protocol: want chat, text, messages"),
         ({"tools": ["calculator"], "environment": "m:C"}, "either tools or an environment"),
         ({"max_turns": 0}, "max_turns >= 1"),
         ({"result": "x"}, "want {result}"),

@@ -55,6 +55,12 @@ def test_tokens_template_and_ends_are_those_of_the_model(model: Path) -> None:
     assert (tokenizer.eos_token_id, *ends) == (2, 2, 2)
 
 
+@pytest.mark.parametrize("name", ["gsm8k_smollm2", "calculator", "calculator_sft"])
+def test_the_other_examples_of_the_model_pass_every_check(model: Path, name: str) -> None:
+    done = run_tidemill("check", name, "--set", f"model.path={model}", limit_s=300)
+    assert done.returncode == 0 and "error" not in done.output, done.output
+
+
 def test_three_steps_with_the_log_probs_of_transformers(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "real"
     settings = ["learner.steps=3", "learner.groups_per_step=2", "learner.group_size=4", "eval.every=0", "eval.sets={}"]

@@ -142,16 +142,20 @@ async def test_a_flip_in_mid_response(directory: Path, models: list[Any], device
         assert [span["version"] for span in answer["meta_info"]["weight_versions"]] == ["0", "1"]
 
 
-async def test_slots_grow_to_the_longest_context(directory: Path, models: list[Any], device: torch.device) -> None:
-    async with serving(directory, device=device.type, max_running=8) as served:
-        sizes = [served.engine.scheduler._runner.slots.size_bytes]
-        (prompt,) = prompts(1)
-        answer = await served.generate(prompt, max_new_tokens=CONTEXT - len(prompt), ignore_eos=True, temperature=0)
-        sizes.append(served.engine.scheduler._runner.slots.size_bytes)
-        assert len(answer["output_ids"]) == CONTEXT - len(prompt)
-        assert sizes[1] >= 8 * sizes[0]
-        again = await served.generate(prompt, max_new_tokens=16, ignore_eos=True, temperature=0)
-    assert answer["output_ids"][:16] == again["output_ids"] == await greedy(models[0], prompt, 16)
+async def test_a_response_as_long_as_the_context_beside_short_ones(
+    directory: Path, models: list[Any], device: torch.device
+) -> None:
+    """In few blocks, so that others wait; keys and values have the memory of ``engine.kv_tokens``, and no more."""
+    async with serving(directory, device=device.type, max_running=8, kv_tokens=CONTEXT + 160) as served:
+        long, *short = prompts(4)
+        requests = [(long, {"max_new_tokens": CONTEXT - len(long), "ignore_eos": True, "temperature": 0})]
+        requests += [(prompt, {"max_new_tokens": 16, "ignore_eos": True, "temperature": 0}) for prompt in short]
+        answers = await served.together(requests)
+        shape, stats = served.engine.scheduler._runner.memory, served.engine.stats()
+        assert stats["kv_blocks_free"] == (CONTEXT + 160) // 16 == shape.num_blocks
+    assert len(answers[0]["output_ids"]) == CONTEXT - len(long)
+    for prompt, answer in zip((long, *short), answers, strict=True):
+        assert answer["output_ids"][:16] == await greedy(models[0], prompt, 16)
 
 
 async def test_released_memory_is_free_for_others_and_comes_back(cuda: torch.device, tmp_path: Path) -> None:
@@ -170,7 +174,7 @@ async def test_released_memory_is_free_for_others_and_comes_back(cuda: torch.dev
         torch.cuda.empty_cache()
         weights = served.engine.updates._served
         assert weights is not None
-        held = weights.size_bytes + served.engine.scheduler._runner.slots.size_bytes
+        held = weights.size_bytes + served.engine.scheduler._runner.memory.size_bytes
         del weights
         before = torch.cuda.mem_get_info()[0]
         assert (await served.post("/release_memory_occupation", {"tags": None}))[0] == 200

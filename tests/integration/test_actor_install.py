@@ -1,10 +1,8 @@
-"""A machine with the actor's packages alone: ``pip install .[actor]`` into an environment of its own, and a group of
+"""A machine with the actor's packages alone: its wheel in an environment of its own, and a group of
 samples made by it.
 """
 
 import asyncio
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,14 +21,12 @@ from tests.actor_kit import (
     settled,
     take_over,
 )
+from tests.built import ROOT, build, environment, wheel
 from tests.bus_fixtures import BusOpener
 from tidemill.bus import exit_codes
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("bus", "weightstore", "rewards", "actors", "learner", "launch")
-FILES = ("pyproject.toml", "README.md", "LICENSE")
 pytestmark = pytest.mark.slow
 """Installation takes a minute or two."""
 HEAVY = {
@@ -55,37 +51,22 @@ def _model() -> None:
 
 @pytest.fixture(scope="module")
 def actor_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the ``bin`` of an environment with ``tidemill[actor]``, built from a copy: a build writes into its
-    source.
-    """
+    """Return the ``bin`` of an environment with ``tidemill[actor]`` from the wheel."""
     directory = tmp_path_factory.mktemp("actor")
-    source = directory / "source"
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in FILES:
-        shutil.copy(ROOT / file, source / file)
     subprocess.run([sys.executable, "-m", "venv", directory / "venv"], check=True)
-    bin = directory / "venv" / "bin"
-    install = [
-        bin / "python",
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-compile",
-        "-c",
-        ROOT / "constraints.txt",
-        f"{source}[actor]",
-    ]
-    done = subprocess.run(install, env=_environment(), capture_output=True, text=True)
+    python = directory / "venv/bin/python"
+    install = [python, "-m", "pip", "install", "--quiet", "--no-compile", "-c", ROOT / "constraints.txt"]
+    done = subprocess.run(
+        [*install, f"{wheel(build(directory))}[actor]"], env=environment(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    return bin
+    return python.parent
 
 
 def test_an_actor_install_has_none_of_the_heavy_packages(actor_environment: Path) -> None:
     code = "import importlib.metadata as m; print(*(d.metadata['Name'].lower() for d in m.distributions()))"
     done = subprocess.run(
-        [actor_environment / "python", "-c", code], env=_environment(), capture_output=True, text=True, check=True
+        [actor_environment / "python", "-c", code], env=environment(), capture_output=True, text=True, check=True
     )
     installed = set(done.stdout.split())
     assert {"tidemill", "nats-py", "numpy"} <= installed
@@ -103,7 +84,7 @@ async def test_an_actor_install_leases_a_task_and_publishes_its_samples(
         tasks = await issue(bus, await take_over(bus))
         on_bus = ("--bus", nats_server.url, "--run", bus.run)
         actor = await asyncio.create_subprocess_exec(
-            actor_environment / "tidemill", "actor", *on_bus, "--id", "installed", cwd=tmp_path, env=_environment()
+            actor_environment / "tidemill", "actor", *on_bus, "--id", "installed", cwd=tmp_path, env=environment()
         )
         try:
             await _made_by(actor, bus, tasks)
@@ -121,7 +102,7 @@ async def test_an_actor_install_leases_a_task_and_publishes_its_samples(
             "tail",
             *on_bus,
             cwd=tmp_path,
-            env=_environment(),
+            env=environment(),
             stdout=asyncio.subprocess.PIPE,
         )
         shown, _ = await tail.communicate()
@@ -143,17 +124,12 @@ async def _made_by(actor: asyncio.subprocess.Process, bus: Bus, tasks: list[int]
 
 
 def test_a_learner_without_its_packages_names_the_extra_to_install(actor_environment: Path, tmp_path: Path) -> None:
-    words = ["learner", "--config", ROOT / "launch/configs/digits.yaml", "--bus", "nats://127.0.0.1:1"]
+    words = ["learner", "--config", "digits", "--bus", "nats://127.0.0.1:1"]
     done = subprocess.run(
-        [actor_environment / "tidemill", *words], cwd=tmp_path, env=_environment(), capture_output=True, text=True
+        [actor_environment / "tidemill", *words], cwd=tmp_path, env=environment(), capture_output=True, text=True
     )
     assert done.returncode == exit_codes.CONFIG
     assert done.stderr.startswith(
         "tidemill learner: want the packages of tidemill[learner], got none of the name torch, megatron,"
     )
     assert "pip install 'tidemill[learner]'" in done.stderr
-
-
-def _environment() -> dict[str, str]:
-    """Return this process's environment, without the path to the checkout."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

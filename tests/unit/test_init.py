@@ -43,7 +43,7 @@ def test_secrets_and_runs_stay_out_of_a_repository(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_overwritten(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    *_, last = (*KINDS[kind], CONFIG)
+    *_, last = (*(file.name for file in KINDS[kind]), CONFIG)
     Path(last).write_text("mine")
     assert cli.main(words(kind, tmp_path / "model")) != 0
     assert last in capsys.readouterr().err

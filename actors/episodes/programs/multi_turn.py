@@ -2,9 +2,10 @@
 
 ::
 
-    chat    messages --> answer with tool calls --> results as messages of role "tool" --> ... --> answer without calls
-    text    prompt --> text with a call (a regular expression) --> result --> text goes on --> ... --> no call
-    play    observation --> action --> observation, reward --> ... --> done
+    chat      messages --> answer with tool calls --> results as messages of role "tool" --> ... --> no calls
+    text      prompt --> text with a call (a regular expression) --> result --> text goes on --> ... --> no call
+    messages  messages --> answer with a call (the same) --> result as message of the user --> ... --> no call
+    play      observation --> action --> observation, reward --> ... --> done
 
 Every request begins with the texts of the one before, so tokens are reused and results are context: they are never
 trained.
@@ -31,7 +32,7 @@ from tidemill.bus.wire.json_object import is_integer
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "skyrl_gym": SkyRL}
 """Environments that ship, by name."""
-PROTOCOLS = ("chat", "text")
+PROTOCOLS = ("chat", "text", "messages")
 CALL = r"<call>((?:[^<]|<(?!/?call>))*+)</call>"
 """A call has no tag of a call in it: each opening tag is searched up to the next tag alone, in linear time."""
 RESULT = "<result>{result}</result>"
@@ -73,7 +74,8 @@ class MultiTurn:
     tools: Sequence[object] = ()
     """Names, import paths, or maps (``programs/tools.py``)."""
     protocol: str = "chat"
-    """chat (the template writes the tools) | text."""
+    """chat (the template writes the tools) | text | messages (of a chat whose template writes no tools; the
+    system prompt describes them)."""
     max_turns: int = 8
     system: str = ""
     """System prompt, in front of the prompts of chats."""
@@ -88,9 +90,11 @@ class MultiTurn:
     errors: str = "show"
     """A call that fails is shown to the model (show), or ends the episode (end)."""
     call: str = CALL
-    """With text: the expression of a call. Group 1 is the first tool's argument; or it has ``tool``, ``argument``."""
+    """With text, messages: the expression of a call. Group 1 is the first tool's argument; or it has ``tool`` and
+    ``argument``.
+    """
     result: str = RESULT
-    """With text: the text put behind a call, with ``{result}``."""
+    """With text, messages: the text put behind a call, with ``{result}``."""
     environment: str = ""
     """Instead of tools: ``openenv``, ``gem``, ``skyrl_gym``, or the import path of a class with ``reset(data)`` and
     ``step(text)``; its observations are texts, or with chat lists of messages, too; for ``again: resume`` with
@@ -102,7 +106,7 @@ class MultiTurn:
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
-            raise ValueError(f"protocol: want {' or '.join(PROTOCOLS)}, got {self.protocol!r}")
+            raise ValueError(f"protocol: want {', '.join(PROTOCOLS)}, got {self.protocol!r}")
         if self.errors not in ("show", "end"):
             raise ValueError(f"errors: want show or end, got {self.errors!r}")
         if self.environment and self.tools:
@@ -118,7 +122,7 @@ class MultiTurn:
             self._call = re.compile(self.call, re.DOTALL)
         except re.error as error:
             raise ValueError(f"call: {error}") from None
-        if self.protocol == "text" and self.tools and not self._call.groups:
+        if self.protocol != "chat" and self.tools and not self._call.groups:
             raise ValueError("call: want a group for the argument")
         self._tools = tools_of(self.tools)
         self._threads = CallThreads(self.max_hung_calls)
@@ -132,7 +136,9 @@ class MultiTurn:
 
     @property
     def chat_tools(self) -> Sequence[str]:
-        """Names of the tools that the chat template writes; none with protocol text, whose prompt describes them."""
+        """Names of the tools that the chat template writes; none with other protocols, whose prompts describe
+        them.
+        """
         return tuple(self._tools) if self.protocol == "chat" else ()
 
     async def run(
@@ -180,7 +186,7 @@ class MultiTurn:
 
     def _begin_with(self, played: Played, prompt: object, where: str) -> None:
         """Set the first request of an episode, after a prompt or an observation."""
-        if self.protocol == "chat":
+        if self.protocol != "text":
             played.messages = _messages(prompt, where, self.system)
         else:
             played.text = _text(prompt)
@@ -221,18 +227,28 @@ class MultiTurn:
 
     async def _text_turn(self, tools: Mapping[str, Tool], policy: PolicyClient, played: Played) -> None:
         choice = await self._complete(policy, played)
+        if (result := await self._result(tools, choice, played)) is not None:
+            played.text += played.answers[-1] + result
+
+    async def _message_turn(self, tools: Mapping[str, Tool], policy: PolicyClient, played: Played) -> None:
+        choice, message = await self._chat(policy, played)
+        if (result := await self._result(tools, choice, played)) is not None:
+            played.messages += [message, {"role": "user", "content": result}]
+
+    async def _result(self, tools: Mapping[str, Tool], choice: Mapping[str, Any], played: Played) -> str | None:
+        """Return the text behind the call in the last answer; None = no call, or no further turn."""
         answer = played.answers[-1]
         call_match = self._call.search(answer) if tools else None
         played.done = call_match is None
         played.cut = self._cut(choice, played)
         if call_match is None or len(played.ids) == self.max_turns:
-            return
+            return None
         groups = call_match.groupdict()
         name = groups.get("tool") or next(iter(tools))
         argument = groups.get("argument") if "argument" in groups else call_match[1]
         result = await self._call_tool(tools, name, _argument_of(tools, name, argument or ""), played)
         played.done = self.errors == "end" and result.startswith(FAILED)
-        played.text += answer + self.result.replace("{result}", result)
+        return self.result.replace("{result}", result)
 
     @asynccontextmanager
     async def _turns(
@@ -240,8 +256,8 @@ class MultiTurn:
     ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
         """Give the function that plays a turn. An environment begins an episode, or goes on with the stored state."""
         if self._environment is None:
-            turn = self._text_turn if self.protocol == "text" else self._chat_turn
-            yield partial(turn, self._tools_of(data), policy, played)
+            turns = {"chat": self._chat_turn, "text": self._text_turn, "messages": self._message_turn}
+            yield partial(turns[self.protocol], self._tools_of(data), policy, played)
             return
         game = self._environment(**self.environment_options or {})
         try:
@@ -256,14 +272,14 @@ class MultiTurn:
                 await to_the_end(_awaited(game.close()))  # a container of the environment would stay
 
     async def _game_turn(self, game: Any, policy: PolicyClient, played: Played) -> None:
-        if self.protocol == "chat":
+        if self.protocol != "text":
             await self._chat(policy, played)
         else:
             await self._complete(policy, played)
         answer = played.answers[-1]
         observation, reward, played.done = await _awaited(game.step(answer))
         played.rewards.append(float(reward))
-        if not played.done and self.protocol == "chat":
+        if not played.done and self.protocol != "text":
             played.messages += _behind(answer, observation)
         elif not played.done:
             played.text += answer + _text(observation)

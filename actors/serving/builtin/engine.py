@@ -17,8 +17,10 @@ import torch
 
 from tidemill.actors.errors import EngineFailed, NoDevice
 from tidemill.actors.serving.builtin.backend import BuiltinBackend
+from tidemill.actors.serving.builtin.batch import Event
+from tidemill.actors.serving.builtin.blocks import BLOCK, budget, host_memory
 from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
-from tidemill.actors.serving.builtin.scheduler import Event, Scheduler
+from tidemill.actors.serving.builtin.scheduler import Scheduler
 from tidemill.actors.serving.builtin.sequence import Model
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.builtin.weight_updates import BuiltinUpdates
@@ -51,21 +53,31 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         """Read the model. Raises UnsupportedModel, NoDevice, SnapshotBroken, UpdateRefused for wrong tensors."""
         config = self.config
         shape = ModelShape.read(self.model_dir)
-        self._read_limits(shape.vocab_size, shape.max_positions, experts=shape.routed is not None)
-        text, context = self.text, self.limits.max_context
         has_gpu = torch.cuda.is_available()
         if config.device == "cuda" and not has_gpu:
             raise NoDevice("engine.device", "auto or cpu where torch finds no GPU", config.device)
         device = torch.device(("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device)
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         self._to_gpu = device.type == "cuda"
+        num_blocks = budget(
+            shape,
+            getattr(torch, dtype).itemsize,
+            max_running=config.max_running,
+            max_context=config.max_context,
+            kv_tokens=config.kv_tokens,
+            memory_bytes=torch.cuda.get_device_properties(device).total_memory if self._to_gpu else host_memory(),
+        )
+        self._read_limits(
+            shape.vocab_size, shape.max_positions, experts=shape.routed is not None, kv_tokens=num_blocks * BLOCK
+        )
+        text, context = self.text, self.limits.max_context
         weights = Weights(shape, dtype=getattr(torch, dtype), device=device)
         load_from_directory(weights, self.model_dir)
         self.scheduler = Scheduler(
             weights,
             self._first_version,
             max_running=config.max_running,
-            max_context=context,
+            num_blocks=num_blocks,
             share_prefix=config.share_prefix,
             threads=config.threads,
             post=self._post,
@@ -76,7 +88,7 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         self.eos_ids = frozenset(shape.eos_ids)
         model = Model(eos_ids=self.eos_ids, max_context=context, text=text)
         self._backend = BuiltinBackend(self, self.scheduler, shape, model, lambda: self.peer_snapshots)
-        sizes = f"bytes={weights.size_bytes} context={context}"
+        sizes = f"bytes={weights.size_bytes} context={context} kv_tokens={num_blocks * BLOCK}"
         log.info("engine loaded model=%s %s device=%s dtype=%s", self.model_dir, sizes, device, dtype)
 
     async def _open(self) -> BuiltinBackend:
@@ -118,7 +130,10 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         return self.scheduler.alive
 
     def stats(self) -> dict[str, float]:
-        """Return counters since the start and gauges: running, waiting, waiting_share (of the last seconds)."""
+        """Return counters since the start and gauges: running, waiting, waiting_share (of the last seconds), blocks of
+        keys and values in use, free, and of those free the idle ones, which later prompts may begin with.
+        """
+        counters, pool = self.scheduler.counters, self.scheduler.batch.pool
         running = len(self.scheduler.running)
         now, idle_s = time.monotonic(), self.scheduler.idle_s
         while len(self._history) > 1 and now - self._history[1][0] > WINDOW_S:
@@ -127,11 +142,15 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         self._history.append((now, idle_s))
         elapsed_s = now - since
         gauges = {
+            "kv_blocks_used": pool.num_blocks - pool.available,
+            "kv_blocks_free": pool.available,
+            "kv_blocks_idle": pool.num_idle,
+            "cached_tokens": counters.prompt_tokens - counters.prefill_tokens,
             "running": running,
             "waiting": max(0, self.unfinished - running) + self.awaiting_version,
             "waiting_share": min(1.0, (idle_s - idle_before_s) / elapsed_s) if elapsed_s > 0 else 0.0,
         }
-        return {**asdict(self.scheduler.counters), "idle_s": idle_s, **super().stats(), **gauges}
+        return {**asdict(counters), "idle_s": idle_s, **super().stats(), **gauges}
 
     def _post(self, events: list[Event]) -> None:
         try:

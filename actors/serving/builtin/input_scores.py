@@ -71,12 +71,13 @@ def scores(
     for row, scoring in enumerate(batch):
         tokens_UT[row, : len(scoring.tokens)] = scoring.tokens
     ids_UT = torch.from_numpy(tokens_UT).to(weights.device)
-    x_UTE = decoder.forward(weights, ids_UT, angles, _attention)
+    x_UTE = decoder.forward(weights, ids_UT, angles, without_cache)
     return [_scores(weights, scoring, x_UTE[row], version) for row, scoring in enumerate(batch)]
 
 
-def _attention(layer: int, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
-    return decoder.causal_attention(query_BTHD, key_BTKD, value_BTKD)  # nothing is generated: no keys are kept
+def without_cache(layer: int, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
+    """Attend causally, as ``decoder.Attention``, keeping no keys and values: nothing is generated."""
+    return decoder.causal_attention(query_BTHD, key_BTKD, value_BTKD)
 
 
 def _scores(weights: Weights, scoring: Scoring, x_TE: Tensor, version: int) -> InputScores:

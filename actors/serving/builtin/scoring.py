@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin import decoder
-from tidemill.actors.serving.builtin.runner import KVSlots, PrefillAttention
+from tidemill.actors.serving.builtin.input_scores import without_cache
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.builtin.weights import Weights, load_from_directory
 
@@ -60,14 +60,11 @@ def score_directory(
 
 @torch.inference_mode()
 def _outputs(weights: Weights, tokens: Sequence[int]) -> dict[str, Tensor]:
-    shape, length = weights.shape, len(tokens)
-    slots = KVSlots(weights, 1, shape.max_positions)
-    slots.reserve(length)
+    length = len(tokens)
     angles = decoder.RopeTable(weights, length).at(torch.arange(length, device=weights.device)[None])
     tokens_1T = torch.tensor([list(tokens)], device=weights.device)
     with _Taking(weights) as taking:
-        attention = PrefillAttention(slots, 0, torch.zeros(1, dtype=torch.int64, device=weights.device))
-        x_1TE = decoder.forward(weights, tokens_1T, angles, attention)
+        x_1TE = decoder.forward(weights, tokens_1T, angles, without_cache)
         logits_TV = decoder.logits(weights, x_1TE[0])
     log_probs_TV = logits_TV[:-1].log_softmax(-1)
     taking.found["log_probs"] = log_probs_TV.gather(-1, tokens_1T[0, 1:, None])

@@ -1,7 +1,7 @@
 """A response while it is generated: its tokens, log-probs, version spans, experts and finish reason. Knows no tensor.
 
 The decoding thread writes; the loop's thread reads only prefixes that the scheduler has reported to it. Beside the
-response: the choice of prompts that are prefilled together, and the counts of ends.
+response: the counts of ends.
 
 A position keeps the experts of the pass that came first: after a retraction its keys and values are computed again,
 perhaps with other weights, but its next token has been sampled from the first pass. Shape letters: P = positions, G =
@@ -11,17 +11,21 @@ layers with experts, J = experts of a token.
 import base64
 import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.actors.generate_body import SamplingParams
+from tidemill.actors.serving.builtin.blocks import BLOCK, BlockTable
 from tidemill.actors.text.text import StopStrings, Text
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.routed_experts import RoutedShape
+
+DIGEST_BYTES = 16
+"""Size of the digests of blocks: among 2^32 blocks two have the same one with a chance of 2^-65."""
 
 
 class CapturedExperts:
@@ -41,10 +45,13 @@ class CapturedExperts:
         assert first <= done, f"positions {done} to {first} are missing"
         self._ids += experts_PGJ[done - first :].astype(self._shape.dtype).tobytes()
 
-    def copy(self, donor: "CapturedExperts", num_positions: int) -> None:
+    def copy(self, ids: bytes) -> None:
         """Take the first positions of another sequence with the same tokens, unless this one has its own."""
-        size = self._shape.bytes_per_token
-        self._ids += donor._ids[len(self) * size : num_positions * size]
+        self._ids += ids[len(self._ids) :]
+
+    def first(self, num_positions: int) -> bytes:
+        """Return the experts of the first positions, for ``copy``."""
+        return bytes(self._ids[: num_positions * self._shape.bytes_per_token])
 
     def encoded(self) -> str:
         """Return all positions in every layer as SGLang sends them: int32, base64; 0 in layers without experts."""
@@ -111,6 +118,9 @@ class Sequence:
         self.error: str | None = None
         """Failure of the engine that ended the response; None = there was none."""
         self.cached_tokens = 0
+        self.table: BlockTable | None = None
+        """Blocks of its keys and values, while it runs."""
+        self._digests: list[bytes] = []
         self.experts = experts
         """Experts of its tokens; None = they are not requested."""
         self.retractions = 0
@@ -124,6 +134,17 @@ class Sequence:
     def context(self) -> NDArray[np.int32]:
         """Return all tokens so far, the prompt's included."""
         return np.concatenate((self.prompt, np.asarray(self.tokens, np.int32))) if self.tokens else self.prompt
+
+    def digests(self, num_tokens: int) -> list[bytes]:
+        """Return the digests of the full blocks of the first tokens: each of all tokens up to the block's end."""
+        num_blocks = num_tokens // BLOCK
+        if len(self._digests) < num_blocks:
+            context, digest = self.context(), self._digests[-1] if self._digests else b""
+            for block in range(len(self._digests), num_blocks):
+                tokens = context[block * BLOCK : (block + 1) * BLOCK].tobytes()
+                digest = blake2b(digest + tokens, digest_size=DIGEST_BYTES).digest()
+                self._digests.append(digest)
+        return self._digests[:num_blocks]
 
     def enter(self, version: int) -> None:
         """Begin a span: tokens appended from now on are of this version."""
@@ -183,6 +204,8 @@ class Counters:
     prompt_tokens: int = 0
     prefill_tokens: int = 0
     """Prompt tokens computed; shared prefixes have saved the difference to ``prompt_tokens``."""
+    preemptions: int = 0
+    """Running sequences that were queued again, as there was no block for their next token or an older sequence's."""
     scored_tokens: int = 0
     """Tokens of the sequences of requests for scores."""
     requests_finished: int = 0
@@ -214,27 +237,3 @@ PREFILL_TOKENS = 8192
 """Maximum number of padded tokens prefilled between two decoding steps (a longer prompt is prefilled whole)."""
 MAX_PADDING = 1.5
 """A prefill batch has at most this many times the tokens of its prompts."""
-
-
-def take_prompts(
-    waiting: deque[Sequence], *, free: int, budget: int, shared: Container[bytes] | None
-) -> dict[bytes, list[Sequence]]:
-    """Take prompts of similar length from the queue's head: at most ``free`` sequences, and ``budget`` padded tokens
-    unless the first prompt is longer. Returns the sequences by the key of their prompt; without sharing, by a key of
-    their own. ``shared``: keys of prompts with results that can be copied instead; None = prompts are not shared.
-    """
-    tokens, longest = 0, 0
-    prompts: dict[bytes, list[Sequence]] = {}
-    while waiting and free > 0:
-        sequence = waiting[0]
-        if shared is None or sequence.key not in prompts:
-            length = sequence.length
-            padded = max(longest, length) * (len(prompts) + 1)
-            copied = shared is not None and sequence.key in shared
-            if prompts and (padded > budget or padded > MAX_PADDING * (tokens + length) or copied):
-                break
-            longest, tokens = max(longest, length), tokens + length
-        key = sequence.key if shared is not None else id(sequence).to_bytes(8)
-        prompts.setdefault(key, []).append(waiting.popleft())
-        free -= 1
-    return prompts

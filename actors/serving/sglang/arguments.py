@@ -12,7 +12,7 @@ TRIED: Mapping[str, str] = {
     "attention_backend": "kernels of attention",
     "sampling_backend": "kernels of sampling",
     "mem_fraction_static": "share of the memory for weights, keys and values",
-    "max_total_tokens": "tokens with keys and values at once",
+    "max_total_tokens": "tokens with keys and values at once, in place of engine.kv_tokens",
     "max_running_requests": "responses decoded together, in place of engine.max_running",
     "context_length": "tokens of prompt and response, in place of engine.max_context",
     "chunked_prefill_size": "prompt tokens of a forward pass",

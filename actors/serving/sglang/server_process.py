@@ -160,6 +160,8 @@ def server_arguments(config: EngineConfig) -> dict[str, object]:
         ours["device"] = config.device
     if config.max_context:
         ours["context_length"] = config.max_context
+    if config.kv_tokens:
+        ours["max_total_tokens"] = config.kv_tokens
     arguments = ours | config.sglang.arguments
     if arguments["dtype"] == "auto":  # SGLang's own auto would be the model's, and float16 for a float32 model
         arguments["dtype"] = "float32" if arguments.get("device") == "cpu" else "bfloat16"
