@@ -43,7 +43,7 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.episode_turns import Superseded
 from tidemill.bus.streams.tasks import Lease
 from tidemill.bus.system.coroutines import Waiter, all_of
-from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire.messages import Kind, Partial, Sample, Status, Task
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from tidemill.actors.engines.activity import Activity
 from tidemill.actors.episodes.port import Made
 from tidemill.actors.teachers import TeacherFailed, Teachers
 from tidemill.bus.system.coroutines import all_of
-from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire.messages import Kind, Sample, Status, Task
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GroupRequest

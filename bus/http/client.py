@@ -153,8 +153,7 @@ class ApiClient:
     async def open(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request and yield its answer, of status 200, to be read inside the context; ``timeout_s`` bounds the
-        whole of it."""
+        """Send a request and yield its answer, of status 200, to be read while entered, all within ``timeout_s``."""
         timeout = aiohttp.ClientTimeout(total=None, connect=self._connect_s)
         try:
             async with asyncio.timeout(timeout_s):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 
 from tidemill.actors.serving.builtin.blocks import BLOCK, block_bytes, budget
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.launch.devices.trained import Shapes, is_whole, stages_of, trained_tensors
+from tidemill.launch.devices.shapes import Shapes, is_whole, stages_of, trained_tensors
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE, OFFLOADED_AT_ONCE, Dealt, num_senders
 from tidemill.learner.settings.config import RECOMPUTE, LearnerConfig

@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
-from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
+from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, CheckpointManifest, FileEntry
 from tidemill.learner.checkpoints.object_store import ObjectStore
 from tidemill.learner.checkpoints.remote_files import CheckpointFiles, Peer, PeerClient
 from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
-from tidemill.learner.feed.feed_messages import Start
-from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.feed.feed_messages import FeedStart
+from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.megatron import state
 from tidemill.learner.megatron.checkpoint_writer import HostCopies, Staged, files_of
 from tidemill.learner.megatron.model import Policy, WeightBackup
@@ -108,7 +108,7 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self._world > 1 else None
         self._writing: tuple[int, Future[Path]] | None = None
 
-    def load(self, start: Start) -> dict[str, float]:
+    def load(self, start: FeedStart) -> dict[str, float]:
         """Load the start's checkpoint, with files from elsewhere where this node lacks them. Returns the algorithm's
         numbers.
 
@@ -233,7 +233,7 @@ class Checkpoints:
             (tmp / STATE).write_bytes(data_state)
             files = {name: entry.written_by([part.node]) for part in parts for name, entry in part.files.items()}
             files |= {name: entry.written_by(nodes) for name, entry in disk.digest(tmp, sorted(METADATA)).items()}
-            manifest = Manifest(files=files, extra=extra).encode()
+            manifest = CheckpointManifest(files=files, extra=extra).encode()
             disk.write_manifest(tmp, manifest)
             if len(nodes) == 1:
                 return Conclusion()

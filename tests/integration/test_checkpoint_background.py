@@ -13,7 +13,7 @@ from tests.integration.checkpoint_ranks import VOCAB, Reports, built, places, tr
 from tests.tiny_models import write_tiny_model
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
-from tidemill.learner.feed.feed_messages import Start
+from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron import state
 from tidemill.learner.megatron.checkpoint_writer import Staged
@@ -177,6 +177,6 @@ def test_a_checkpoint_without_weights_is_refused(make: Any, tmp_path: Path) -> N
     staged = disk.staging(tmp_path, step=2, epoch=1)
     (staged / "no_weights").write_bytes(b"debug.rollout_only")
     path = disk.commit(staged, b"")
-    start = Start(epoch=2, checkpoint=str(path), step=2, steps=4, head_version=0, head_step=0, recorded_until=2)
+    start = FeedStart(epoch=2, checkpoint=str(path), step=2, steps=4, head_version=0, head_step=0, recorded_until=2)
     with pytest.raises(NoCheckpoint, match=r"step-2-epoch-1: no usable .* got one of a run with debug\.rollout_only"):
         make().checkpoints.load(start)

@@ -41,7 +41,7 @@ from tests.megatron_world import one_rank
 from tests.same_metrics import TIMES
 from tests.tiny_models import write_tiny_model
 from tidemill.launch.checks.model import tensors_in
-from tidemill.launch.devices.trained import adapter_tensors
+from tidemill.launch.devices.shapes import adapter_tensors
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel

@@ -22,8 +22,8 @@ from tidemill.actors.serving.sglang import api
 from tidemill.bus.errors import Fenced
 from tidemill.bus.http.client import ApiClient, CallFailed, Failure, refusal
 from tidemill.weightstore.errors import ReceiverFailed
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.http_receiver import HttpReceiver, _NotSupported
+from tidemill.weightstore.transport.port import Deadlines
 
 WHY = {"error": {"message": "why", "code": 400}}
 URL, PATH = "http://x", "/begin_weight_update"
