@@ -51,12 +51,14 @@ $(REAL)/config.json: | $(VENV)/.ready
 # Twenty steps of GRPO on real questions, by the same pretrained model.
 gsm8k: $(REAL)/config.json
 	$(BIN)/tidemill up gsm8k_smollm2 --fresh $(ARGS)
+	$(BIN)/tidemill texts --run-dir runs/gsm8k_smollm2
 
 # It learns to use a calculator from a hundred written conversations, then goes on by RL.
 .PHONY: calculator
 calculator: $(REAL)/config.json
 	$(BIN)/tidemill up calculator_sft --fresh $(ARGS)
 	$(BIN)/tidemill up calculator --fresh --set run=calculator_rl --set model.path=runs/calculator_sft/final $(ARGS)
+	$(BIN)/tidemill texts --run-dir runs/calculator_rl
 
 # A tiny model learns to use a calculator: episodes of two turns.
 tools: setup

@@ -27,6 +27,7 @@ RUNNING = "running baseline"
 SHOWN = "demonstrations alone"
 EVERY_TERM = "every term of the loss"
 EVERY_REJECTION = "every rejection"
+EQUAL_REWARDS = "groups of equal rewards, and long prompts"
 CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "distillation over listed tokens": (_listed("forward_kl"), 2),
     **{name: ({"correction": name}, 1) for name in PRESETS},
@@ -98,9 +99,10 @@ CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
         2,
     ),
     RUNNING: ({"advantage": "rae"}, 2),
+    EQUAL_REWARDS: ({"advantage": "grpo_no_std", "aggregation": "seq_mean_token_mean"}, 2),
 }
 """Cases by name: (settings, minibatches)."""
-EVERYWHERE = (EVERY_TERM, EVERY_REJECTION)
+EVERYWHERE = (EVERY_TERM, EVERY_REJECTION, EQUAL_REWARDS)
 """Cases that a layout trains besides those of its stride: together they have every metric, a teacher's and the
 reference's tokens, and a running baseline.
 """

@@ -130,6 +130,17 @@ def make_batches(
     return build_batches(plan, samples, recorded=recorded, state=state, pad_to=pad_to, routed=routed)
 
 
+def with_long_prompts(samples: list[Sample], *, vocab: int) -> list[Sample]:
+    """Return the samples behind 20 tokens that all share, and 30 that their group shares."""
+    generator = np.random.default_rng(0)
+    begin = generator.integers(3, vocab, 20)
+    own = {task: generator.integers(3, vocab, 30) for task in sorted({sample.task for sample in samples})}
+    return [
+        replace(sample, tokens=np.concatenate([begin, own[sample.task], sample.tokens]).astype(np.int32))
+        for sample in samples
+    ]
+
+
 def with_random_experts(
     samples: list[Sample], routed: RoutedShape, *, unknown_share: float = 0.2, seed: int = 0
 ) -> list[Sample]:

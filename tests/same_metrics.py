@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 TIMES = frozenset({"train/step_seconds", "train/tokens_per_second"})
 """Metrics that are times."""
+OF_LAYOUT = frozenset({"train/shared_tokens"})
+"""Metrics that depend on how a step is divided into rows."""
 RELATIVE = 1e-5
 ABSOLUTE = 1e-6
 LOOSER_RELATIVE = {"train/ppo_kl": 5e-5, "offpolicy/sequence_chi2": 5e-5}
@@ -18,8 +20,8 @@ response. Processors round differently.
 
 
 def different(ours: Mapping[str, float], wanted: Mapping[str, float]) -> dict[str, tuple[float | None, float | None]]:
-    """Return the metrics that differ by more than rounding, ours first; times are not compared."""
-    names = (ours.keys() | wanted.keys()) - TIMES
+    """Return the metrics that differ by more than rounding, ours first; without times and counts of a layout."""
+    names = (ours.keys() | wanted.keys()) - TIMES - OF_LAYOUT
     return {
         name: (ours.get(name), wanted.get(name))
         for name in sorted(names)

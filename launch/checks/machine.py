@@ -1,6 +1,4 @@
-"""Checks of the environment of a run: bus, engine's program, directories, disk, memory, store of checkpoints. Starts
-nothing.
-"""
+"""Checks of a run's environment: bus, engine's program, directories, disk, memory, store. Starts nothing."""
 
 import json
 import math
@@ -20,8 +18,8 @@ from tidemill.actors.serving.sglang.releases import OLDEST, release_of, written
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import OLDEST_SERVER, STORE_SHARE
 from tidemill.bus.server.store_disk import lacking, needed_bytes
+from tidemill.bus.wire.codec import HEADER_RESERVE_BYTES, MAX_SAMPLE_BYTES
 from tidemill.bus.wire.episode_limits import Budget
-from tidemill.bus.wire.parts import HEADER_RESERVE_BYTES, MAX_SAMPLE_BYTES
 from tidemill.launch.checks.data import Prompts
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel

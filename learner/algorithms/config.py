@@ -14,7 +14,15 @@ from pydantic import Field
 
 from tidemill.bus.section import BASIC, NotNegativeFloat, OneOf, Share, section
 from tidemill.learner.algorithms.alarms import AlarmConfig
-from tidemill.learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, BY_COVARIANCE, BY_CRITIC, LOSSES, RUNNING
+from tidemill.learner.algorithms.choices import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    BY_COVARIANCE,
+    BY_CRITIC,
+    LOSSES,
+    OF_ADVANTAGE,
+    RUNNING,
+)
 from tidemill.learner.algorithms.contradictions import refuse_contradictions, refuse_foreign_range
 from tidemill.learner.algorithms.presets import DEFAULTS, PRESETS
 from tidemill.learner.algorithms.sections import (
@@ -180,6 +188,17 @@ class AlgorithmConfig:
         """
         chooses = self.top_entropy < 1 or self.loss in BY_COVARIANCE or self.advantage == "vtrace"
         return bool(self.weight.self_normalise or self.m2.limit or self.kl.reward_coef or chooses)
+
+    @property
+    def by_advantage(self) -> bool:
+        """True if a sample with advantages of 0 takes no part in a step: its terms of the loss are 0, and no other
+        value of the step is made of its log-probs. False for functions by import path that might read them.
+        """
+        terms = self.entropy.coef or self.entropy.target or self.distill.coef or self.dppo.penalty or self.ess_lr
+        by_token = self.gamma < 1 or self.kl.reward_by == "token"
+        own = ":" in str(self.weight.level) or self.reject.functions
+        scored = self.needs_reference or self.needs_teacher or self.by_critic or self.coupled
+        return self.loss in OF_ADVANTAGE and not (terms or by_token or own or scored)
 
     def needs_old(self, *, minibatches: int, published_every: int) -> bool:
         """Return whether log-probs are needed before the first backward pass.

@@ -279,10 +279,10 @@ def _pack_rank(plan: Plan, aligned: Sequence[MicroBatch], rank: int, pad_to: int
         len(aligned[0].teacher_top_ids_TK) // len(aligned[0].tokens_T) if len(aligned[0].teacher_log_probs_T) else -1
     )
     experts = len(aligned[0].experts) // len(aligned[0].tokens_T)
-    return tuple(_concatenate(parts, pad_to, top_k, experts) for parts in bins)
+    return tuple(concatenate(parts, pad_to, top_k, experts) for parts in bins)
 
 
-def _concatenate(parts: Sequence[MicroBatch], pad_to: int, top_k: int, experts: int) -> MicroBatch:
+def concatenate(parts: Sequence[MicroBatch], pad_to: int, top_k: int, experts: int) -> MicroBatch:
     """Return sequences as one row. ``top_k``: listed by a teacher, -1 = no teacher; ``experts``: of each token."""
     length = sum(len(part.tokens_T) for part in parts)
     # An empty micro-batch gets a row of padding, because all ranks take part in the collectives of every micro-batch.

@@ -1,7 +1,7 @@
 """Plans as a whole: their chain of digests, their size, and the assignment of samples to ranks and micro-batches.
 
 The chain is a digest of everything trained so far, by which two histories can be compared. The assignment is balanced
-by tokens and deterministic, with as many micro-batches on every rank.
+by operations or tokens and deterministic, with as many micro-batches on every rank.
 """
 
 import hashlib
@@ -89,6 +89,7 @@ def assign(
     max_tokens: int,
     minibatches: int = 1,
     group_sizes: Sequence[int] | None = None,
+    pair_tokens: int = 0,
 ) -> Assignment:
     """Return an assignment of sequences of these token counts to ranks, minibatches and micro-batches of at most
     ``max_tokens`` tokens.
@@ -96,6 +97,8 @@ def assign(
     A sample is one sequence, or several. Whole groups (``group_sizes``: their sequences, in order; None = every
     sequence is one) go to the ``minibatches`` in turn, so that each has old and young ones; there are no more
     minibatches than groups, so that none is empty. A sequence longer than ``max_tokens`` has a micro-batch to itself.
+    ``pair_tokens``: pairs of tokens whose attention costs as much as the weights for one token, for ranks with equal
+    work; 0 = with equal numbers of tokens.
     The result depends only on the arguments.
     Source: longest processing time first, Graham 1969 (ranks, and levelling inside a rank); first-fit decreasing,
     Johnson 1973 (count).
@@ -105,7 +108,7 @@ def assign(
     minibatches = max(1, min(minibatches, len(sizes)))
     minibatch_of = [group % minibatches for group, size in enumerate(sizes) for _ in range(size)]
     rows = [np.flatnonzero(np.equal(minibatch_of, number)).tolist() for number in range(minibatches)]
-    parts = [_assign([lengths[row] for row in part_rows], data_parallel, max_tokens) for part_rows in rows]
+    parts = [_assign([lengths[row] for row in part_rows], data_parallel, max_tokens, pair_tokens) for part_rows in rows]
     count = max(part_count for _, _, part_count in parts)
     ranks, micro_batches = np.zeros(len(lengths), np.int32), np.zeros(len(lengths), np.int32)
     for number, (part_rows, (part_ranks, part_micro_batches, _)) in enumerate(zip(rows, parts, strict=True)):
@@ -116,11 +119,12 @@ def assign(
 
 
 def _assign(
-    lengths: Sequence[int], data_parallel: int, max_tokens: int
+    lengths: Sequence[int], data_parallel: int, max_tokens: int, pair_tokens: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
     """Return (ranks, micro-batches) of the samples of one minibatch, and the number of micro-batches."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    by_rank = _level(order, lengths, data_parallel)
+    work = [length * pair_tokens + length * (length + 1) // 2 for length in lengths] if pair_tokens else lengths
+    by_rank = _level(order, work, data_parallel)
     packed = [_first_fit(rows, lengths, max_tokens) for rows in by_rank]
     count = max(1, *(len(bins) for bins in packed))
     ranks, micro_batches = np.zeros(len(lengths), np.int32), np.zeros(len(lengths), np.int32)
@@ -134,14 +138,14 @@ def _assign(
     return ranks, micro_batches, count
 
 
-def _level(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Distribute the rows of ``order`` (longest first), each to the part with the fewest tokens so far."""
+def _level(order: Sequence[int], work: Sequence[int], count: int) -> list[list[int]]:
+    """Distribute the rows of ``order`` (longest first), each to the part with the least work so far."""
     parts: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, number) for number in range(count)]
     for row in order:
-        tokens, number = heap[0]
+        load, number = heap[0]
         parts[number].append(row)
-        heapq.heapreplace(heap, (tokens + lengths[row], number))
+        heapq.heapreplace(heap, (load + work[row], number))
     return parts
 
 

@@ -41,7 +41,7 @@ def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
 
 
 _LATER = frozenset({"num_epochs", "filters", "buffer_filters", "over_sampling", "min_group_size"}) | frozenset(
-    {"demonstrations", "teacher", "teacher_top_k"}
+    {"demonstrations", "teacher", "teacher_top_k", "pair_tokens"}
 )
 """Rules that came after the first release."""
 
@@ -71,6 +71,8 @@ class DataRules:
     push_every: int = 1
     data_parallel: int = 1
     max_tokens_per_micro_batch: int = 8192
+    pair_tokens: int = 0
+    """Pairs of tokens whose attention costs as much as the weights for one token; 0 = ranks are balanced by tokens."""
     minibatches: int = 1
     """Optimizer steps per plan."""
     max_context: int = 0

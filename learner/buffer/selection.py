@@ -173,6 +173,7 @@ def make_plan(
         max_tokens=rules.max_tokens_per_micro_batch,
         minibatches=rules.minibatches,
         group_sizes=[sum(len(sample.lengths) for sample in group.rows) for group in chosen],
+        pair_tokens=rules.pair_tokens,
     )
     masked = [sample.seq for group in chosen for sample in group.rows if sample.seq in group.masked]
     version_steps = {

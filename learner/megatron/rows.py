@@ -4,28 +4,41 @@ Shape letters: T = tokens of a packed micro-batch, N = samples of the step on al
 reward.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.learner.algorithms.aggregation import Denominators
-from tidemill.learner.algorithms.objective import RewardParts, Tokens, Turns
+from tidemill.learner.algorithms.objective import RewardParts, Tokens, TurnColumns
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
+from tidemill.learner.batch.prefixes import Tree, tree_of
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron.layers.attention import PackedRow, packed_row
 from tidemill.learner.megatron.layers.context import own_part
+from tidemill.learner.megatron.layers.kernels import SDPA
+from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.routing import Routing
+
+
+class Fan(NamedTuple):
+    """Places of the tokens that predict a trainable one."""
+
+    at_M: Tensor
+    """In the row, where each sequence is whole."""
+    source_M: Tensor
+    """Among the computed tokens: those of a shared prefix stand for several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """A micro-batch on the device. Tokens and targets are this context-parallel rank's part of the row; all else is of
-    the whole row.
+    the whole row. With ``fan``, the tokens and their layout are the computed ones.
     """
 
     tokens_T: Tensor
@@ -43,11 +56,30 @@ class Row:
     """Inputs of the objective, in which demonstrations are masked."""
     demonstrated_T: Tensor
     """Trainable tokens of demonstrations."""
+    fan: Fan | None = None
+    """With shared prefixes, how the computed tokens stand for those of the row; None = each is one of the row's."""
     listed_TK: Tensor | None = None
     """Token ids that the teacher listed, of this context-parallel rank's part, [T, K]; None = it listed none.
 
     Those of the reference are known on the last stage only, where the loss is.
     """
+
+    def read(self, values_C: Tensor) -> Tensor:
+        """Return the model's values at the tokens that the loss reads: of all of this rank's part, or with ``fan`` of
+        those that predict a trainable one, [M, ...].
+        """
+        return values_C if self.fan is None else values_C.index_select(0, self.fan.source_M)
+
+    def read_row(self, values_T: Tensor) -> Tensor:
+        """Return the row's values at the same tokens."""
+        return values_T if self.fan is None else values_T.index_select(0, self.fan.at_M)
+
+    def spread(self, values_M: Tensor) -> Tensor:
+        """Return values of these tokens at their places in the row, [T, ...]; 0 elsewhere. Differentiable."""
+        if self.fan is None:
+            return values_M
+        zeros_T = values_M.new_zeros(len(self.targets_T), *values_M.shape[1:])
+        return zeros_T.index_copy(0, self.fan.at_M, values_M)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +92,7 @@ class Step:
     sampled_N: Tensor
     truncated_N: Tensor
     trainable_N: Tensor
-    turns: Turns
+    turns: TurnColumns
     parts: RewardParts
     metadata: tuple[JsonMapping, ...]
     """Metadata of each sample; empty unless the estimator asks for it."""
@@ -92,7 +124,7 @@ def step_of(batch: StepBatch, *, constant: float) -> Step:
         sampled_N=tensor_of(batch.sampled_N),
         truncated_N=tensor_of(batch.truncated_N),
         trainable_N=tensor_of(batch.trainable_N).long(),
-        turns=Turns(
+        turns=TurnColumns(
             samples_C=tensor_of(batch.turn_samples_C).long(),
             rewards_C=tensor_of(batch.turn_rewards_C).double(),
             trainable_C=tensor_of(batch.turn_tokens_C).long(),
@@ -109,16 +141,54 @@ def step_of(batch: StepBatch, *, constant: float) -> Step:
     )
 
 
-def rows_of(batch: StepBatch, ranks: Parallel, routing: Routing | None = None) -> list[Row]:
+def rows_of(batch: StepBatch, ranks: Parallel, routing: Routing | None = None, *, shared: bool = False) -> list[Row]:
     """Return the micro-batches of a batch on the device of this rank, its part of each. ``routing``: that of the model
-    they are for.
+    they are for. ``shared``: compute the common prefixes of sequences once (``obstacle``).
     """
     rows = [_row(micro_batch, batch, ranks) for micro_batch in batch.micro_batches]
+    if shared:
+        trees = [tree_of(micro_batch) for micro_batch in batch.micro_batches]
+        rows = [row if tree is None else _shared(row, tree, ranks) for row, tree in zip(rows, trees, strict=True)]
     if routing is not None and batch.routing != (0, 0):
         for row, micro_batch in zip(rows, batch.micro_batches, strict=True):
             experts_TEK = tensor_of(micro_batch.experts).view(-1, *batch.routing)
             row.packed.experts = routing.own(_part_of_router(experts_TEK, ranks).to(ranks.device, non_blocking=True))
     return rows
+
+
+def obstacle(policy: Policy, *, watched: bool) -> str:
+    """Return why common prefixes of sequences cannot be computed once; empty = they can.
+
+    ``watched``: the values of all tokens of a row are recorded.
+    """
+    if policy.parallel.cp_size > 1:
+        return "context parallelism divides the tokens of a row over ranks"
+    if policy.bridge.kernels.attention != SDPA:
+        return f"attention {policy.bridge.kernels.attention} takes whole sequences"
+    if policy.mixture.counts_tokens or policy.mixture.replay:
+        return "the experts of each copy of a token are counted or replayed"
+    return "debug.save_train records every token of a row" if watched else ""
+
+
+def _shared(row: Row, tree: Tree, ranks: Parallel) -> Row:
+    """Return the row with the computed tokens of its tree, and padding for sequence parallelism."""
+    missing = -len(tree.take_P) % ranks.tp_size
+    padding = torch.zeros(missing, dtype=torch.int64, device=ranks.device)
+    take_P = torch.from_numpy(tree.take_P).to(ranks.device)
+    positions_T = row.packed.position_ids_T
+    assert positions_T is not None
+    lengths = [*tree.lengths, *([missing] if missing else [])]
+    at_M = (row.seen.mask_T | row.demonstrated_T).nonzero()[:, 0]
+    return replace(
+        row,
+        tokens_T=torch.cat([row.tokens_T[take_P], padding]),
+        packed=packed_row(
+            np.cumsum([0, *lengths]).astype(np.int32),
+            torch.cat([positions_T[take_P], torch.arange(missing, device=ranks.device)]),
+            prefixes=[*tree.prefixes, *([()] if missing else [])],
+        ),
+        fan=Fan(at_M, torch.from_numpy(tree.source_T).to(ranks.device)[at_M]),
+    )
 
 
 def _part_of_router(values_T: Tensor, ranks: Parallel) -> Tensor:

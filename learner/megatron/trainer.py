@@ -7,6 +7,7 @@ Shape letters: T = tokens of a packed micro-batch, H = hidden size, N = samples 
 """
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -31,8 +32,10 @@ from tidemill.learner.algorithms.ratios import log_ratio, sequence_sums
 from tidemill.learner.algorithms.shaping import Supervised
 from tidemill.learner.algorithms.token_advantages import with_token_advantages
 from tidemill.learner.batch.batch import StepBatch, without_truncated
-from tidemill.learner.debug import fields
+from tidemill.learner.batch.repacking import packings, repacked
+from tidemill.learner.debug import collector
 from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
+from tidemill.learner.debug.report import REPORTED_STEPS
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.stages import of_last, tensors_of_last
 from tidemill.learner.megatron.cpu_shim import megatron_device
@@ -44,11 +47,12 @@ from tidemill.learner.megatron.logprobs import listed_log_probs, log_probs_and_e
 from tidemill.learner.megatron.model import OtherWeights, Policy, WeightBackup
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.routing import balanced
-from tidemill.learner.megatron.rows import Row, Step, rows_of, step_of, tensor_of
+from tidemill.learner.megatron.rows import Row, Step, obstacle, rows_of, step_of, tensor_of
 from tidemill.learner.megatron.schedule import run_rows
 from tidemill.learner.settings.config import HooksConfig
 from tidemill.learner.settings.step_settings import StepSettings
 
+log = logging.getLogger(__name__)
 _BASELINE = "baseline/"
 """Prefix of the running baselines among the numbers of a checkpoint."""
 _Terms = tuple[Denominators, Supervised | None]
@@ -132,11 +136,15 @@ class Trainer:
         assert others.reference is not None or not algorithm.needs_reference, "the algorithm needs a reference model"
         assert (critic is not None) is algorithm.by_critic, "the algorithm decides whether there is a critic"
         self._critic, self._hooks = critic, Hooks(hooks)
+        self._obstacle = obstacle(policy, watched=collector is not None)
+        log.info("common prompts are computed once=%s obstacle=%s", not self._obstacle, self._obstacle or "none")
         self.kl_scale = 1.0
         """Factor of the KL coefficients, which the adaptive controller sets; part of the checkpoint."""
         self.baselines: dict[str, float] = {}
         """Running baseline of each role, in units of the reward, with ``advantage: rae``; part of the checkpoint then.
         """
+        self.spans: tuple[tuple[int, int], ...] = ()
+        """(tokens before it that it attends to, computed tokens) of each sequence of this rank in the last step."""
         self._trained_tokens = 0.0
         self._lag_buckets = diagnostics.num_lag_buckets(max_lag)
         self._set(algorithm, turn_gamma)
@@ -208,8 +216,11 @@ class Trainer:
         for optimizer in self._optimizers:
             optimizer.tokens = (before, self._trained_tokens)
         step = step_of(batch, constant=self._algorithm.loss_constant)
-        rows = rows_of(batch, self._policy.parallel, self._policy.routing)
-        per_minibatch = len(rows) // batch.num_minibatches
+        advantages = self._advantages(step) if self._algorithm.by_advantage else None
+        skipped_N = self._without_gradient(step, advantages if batch.step > REPORTED_STEPS else None)
+        batch, counts = self._repacked(batch, skipped_N)
+        rows = rows_of(batch, self._policy.parallel, self._policy.routing, shared=not self._obstacle)
+        self.spans = tuple(span for row in rows for span in row.packed.spans)
         with megatron_device():
             if self._collector is not None:
                 with self._policy.routing.given():
@@ -217,10 +228,11 @@ class Trainer:
                 passed = [{"log_probs": scores.log_probs_T, "entropy": scores.entropy_T} for scores in first_pass]
                 self._collector.begin(batch, passed, _routed(rows))
             rows = self._with_log_probs(rows, batch)
-            rows = self._with_advantages(rows, step)
+            rows = self._with_advantages(rows, step, advantages)
+            left = iter(rows)
             minibatches = [
-                (rows[number * per_minibatch : (number + 1) * per_minibatch], self._denominators(step, number))
-                for number in range(batch.num_minibatches)
+                (list(itertools.islice(left, count)), self._denominators(step, number))
+                for number, count in enumerate(counts)
             ]
             taught = {}
             if self._critic is not None:
@@ -232,7 +244,7 @@ class Trainer:
             ]
             self._policy.gather()
         # The reduced metrics are equal on all ranks, so every rank computes the same next coefficients.
-        metrics = self._metrics(updates)
+        metrics = self._metrics(updates, step, skipped_N)
         self._adapt(metrics, batch)
         if self._collector is not None:
             self._collector.end(metrics)
@@ -266,6 +278,34 @@ class Trainer:
                 f"step {batch.step}: teacher_log_probs", want, "samples without them, such as those of an older run"
             )
 
+    def _without_gradient(self, step: Step, advantages: Tensor | None) -> Tensor:
+        """Return the samples whose every term of the loss is 0, bool [N] on the CPU. ``advantages``: of the samples or
+        turns, where the loss has no other term; None = only samples without trainable tokens are left out.
+        """
+        if self._collector is not None or self._policy.mixture.counts_tokens:  # their values are of all tokens
+            return torch.zeros_like(step.demonstration_N)
+        idle_N = step.trainable_N == 0
+        if advantages is None:
+            return idle_N
+        samples = torch.arange(len(idle_N)) if self._turn_gamma is None else step.turns.samples_C
+        moved_N = torch.zeros_like(idle_N).index_fill(0, samples[advantages != 0], True)
+        return idle_N | ~(moved_N | step.demonstration_N)
+
+    def _repacked(self, batch: StepBatch, skipped_N: Tensor) -> tuple[StepBatch, list[int]]:
+        """Return the batch without the samples, and the number of rows of each minibatch. Collective.
+
+        All ranks have as many rows, at least one, because all take part in the collectives of each.
+        """
+        ranks = self._policy.parallel
+        if self._obstacle and not skipped_N.any():
+            return batch, [len(batch.micro_batches) // batch.num_minibatches] * batch.num_minibatches
+        minibatches = packings(batch, skipped_N.numpy(), by_prompt=not self._obstacle)
+        counts = torch.tensor([max(1, len(packing)) for packing in minibatches], device=ranks.device)
+        if ranks.dp_size > 1:
+            dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=ranks.dp_group)
+        rows = [int(count) for count in counts]
+        return repacked(batch, minibatches, rows, pad_to=ranks.tp_size * ranks.cp_size), rows
+
     def _with_log_probs(self, rows: list[Row], batch: StepBatch) -> list[Row]:
         """Return the rows with log-probs of the proximal and the reference policy, where the objective needs them."""
         chunks = self._policy.chunks
@@ -291,22 +331,35 @@ class Trainer:
                 rows = [_referred(row, scores) for row, scores in zip(rows, reference, strict=True)]
         return rows
 
-    def _with_advantages(self, rows: list[Row], step: Step) -> list[Row]:
-        algorithm, objective = self._algorithm, self._objective
-        by_sample = algorithm.kl.reward_coef and algorithm.kl.reward_by == "sample"
+    def _shaped_rewards(self, step: Step, rows: list[Row]) -> Tensor:
+        """Return the rewards of the samples less their penalties. ``rows``: scored ones, for a penalty of their KL."""
+        kl = self._algorithm.kl
+        by_sample = kl.reward_coef and kl.reward_by == "sample"
         kl_N = self._divergences(rows, len(step.rewards_N)) if by_sample else None
-        rewards_N = objective.shaped_rewards(
+        return self._objective.shaped_rewards(
             step.rewards_N, step.sampled_N, max_tokens=step.max_new_tokens, kl_N=kl_N, kl_scale=self.kl_scale
         )
+
+    def _advantages(self, step: Step, rows: list[Row] | None = None) -> Tensor:
+        """Return the advantage of each sample, or of each turn, float32 on the CPU. ``rows``: as for the rewards."""
+        rewards_N = self._shaped_rewards(step, rows or [])
+        if self._turn_gamma is None:
+            return self._of_samples(rewards_N, step).float()
+        place = (rewards_N, step.groups_N, step.turns)
+        return self._objective.turn_advantages(*place, gamma=self._turn_gamma).float()
+
+    def _with_advantages(self, rows: list[Row], step: Step, advantages: Tensor | None = None) -> list[Row]:
+        """Return the rows with the advantages of their tokens. ``advantages``: of samples or turns; None = not yet
+        known.
+        """
+        algorithm, objective = self._algorithm, self._objective
         if self._critic is not None:
-            valued = self._critic.valued(rows)
+            valued, rewards_N = self._critic.valued(rows), self._shaped_rewards(step, rows)
             tokens = with_token_advantages(valued, rewards_N, algorithm, kl_scale=self.kl_scale, summed=self._summed)
             return [replace(row, seen=row_tokens) for row, row_tokens in zip(rows, tokens, strict=True)]
-        if self._turn_gamma is None:
-            advantages = self._of_samples(rewards_N, step)
-        else:
-            advantages = objective.turn_advantages(rewards_N, step.groups_N, step.turns, gamma=self._turn_gamma)
-        advantages = advantages.float().to(self._policy.parallel.device)
+        if advantages is None:
+            advantages = self._advantages(step, rows)
+        advantages = advantages.to(self._policy.parallel.device)
         places = (row.seen.sample_T if self._turn_gamma is None else row.turn_T for row in rows)
         rows = [
             replace(row, seen=self._advised(row.seen, advantages, place_T))
@@ -417,10 +470,13 @@ class Trainer:
         )
         return step.denominators(minibatch, others_N), term
 
-    def _metrics(self, updates: list[_Update]) -> dict[str, float]:
-        """Return the metrics of the minibatches that were not skipped, over all ranks."""
+    def _metrics(self, updates: list[_Update], step: Step, skipped_N: Tensor) -> dict[str, float]:
+        """Return the metrics of the minibatches that were not skipped, over all ranks. ``skipped_N``: samples that no
+        row has.
+        """
         done = [update for update in updates if update.norm is not None]
         metrics = {
+            "train/zero_samples_skipped": float(skipped_N.sum()),
             "train/skipped_minibatches": float(len(updates) - len(done)),
             "train/lr": sum(update.rate for update in updates) / len(updates),
         }
@@ -431,9 +487,13 @@ class Trainer:
             diagnostics.merged(update.sums for update in done), self._policy.parallel.dp_group
         )
         norms = [update.norm for update in done if update.norm is not None]
+        taken = torch.tensor([number for number, update in enumerate(updates) if update.norm is not None])
+        of_rows = diagnostics.finalize(sums)
+        of_rows["train/tokens"] += float(step.trainable_N[skipped_N & torch.isin(step.minibatches_N, taken)].sum())
         return {
             **metrics,
-            **diagnostics.finalize(sums),
+            **of_rows,
+            "train/shared_tokens": float(sums.totals["shared_tokens"]),
             "train/loss": float(sums.totals["loss"]) / len(done),
             "train/grad_norm": sum(norms) / len(norms),
             "train/grad_norm_max": max(norms),
@@ -502,11 +562,9 @@ class Trainer:
 
         def collect(row: Row, hidden_TH: Tensor) -> tuple[Tensor, tuple[Tensor, _Listed]]:
             """Return a loss that is not used, log-probs and entropies, [T, 2], and the listed tokens."""
-            ids_TK = (
-                most_probable(hidden_TH, output_weight(self._policy.chunks[-1]), list_most, group=ranks.tp_group)
-                if list_most
-                else None
-            )
+            ids_TK, weight_VH = None, output_weight(self._policy.chunks[-1])
+            if list_most:
+                ids_TK = row.spread(most_probable(row.read(hidden_TH), weight_VH, list_most, group=ranks.tp_group))
             *scores, listed_TK = self._log_probs(replace(row, listed_TK=ids_TK), hidden_TH, listed=True)
             return scores[0].sum(), (torch.stack(scores, dim=1), (ids_TK, listed_TK))
 
@@ -534,14 +592,18 @@ class Trainer:
         all ranks of it.
         """
         ranks, weight_VH = self._policy.parallel, output_weight(self._policy.chunks[-1])
-        inputs, fused = (hidden_TH, weight_VH, row.targets_T), self._policy.bridge.kernels.fused_log_probs
+        fused, temperature = self._policy.bridge.kernels.fused_log_probs, row.temperature
+        inputs = (row.read(hidden_TH), weight_VH, row.read_row(row.targets_T))
+        if isinstance(temperature, Tensor):
+            temperature = row.read_row(temperature)
         overlapped = self._policy.replicas.overlap_grad_reduce and not is_embedding_too(self._policy.chunks[-1])
-        options = {"temperature": row.temperature, "group": ranks.tp_group, "fused": fused, "placeholder": overlapped}
+        options = {"temperature": temperature, "group": ranks.tp_group, "fused": fused, "placeholder": overlapped}
         if listed and row.listed_TK is not None:
-            *scores, listed_TK = listed_log_probs(*inputs, row.listed_TK, **options)
+            *scores, listed_TK = listed_log_probs(*inputs, row.read_row(row.listed_TK), **options)
             columns = torch.cat([torch.stack(scores, dim=1), listed_TK], dim=1)
         else:
             columns = torch.stack(log_probs_and_entropy(*inputs, **options), dim=1)
+        columns = row.spread(columns)
         if ranks.cp_size > 1:
             columns = gather_parts(columns, ranks.cp_group)
         return columns[:, 0], columns[:, 1], columns[:, 2:] if columns.shape[1] > 2 else None
@@ -570,7 +632,7 @@ class Trainer:
         )
         if self._collector is not None:
             self._collector.row(
-                fields.of_policy(tokens, log_probs_T, entropy_T, loss, anchor=str(self._algorithm.anchor))
+                collector.of_policy(tokens, log_probs_T, entropy_T, loss, anchor=str(self._algorithm.anchor))
             )
             at_K = tokens.mask_T.nonzero()[:LOGITS_POSITIONS, 0]
             if len(at_K):
@@ -590,6 +652,7 @@ class Trainer:
             term, totals = supervised.term(log_probs_T, row.demonstrated_T, row.seen.sample_T)
             total = total + term
         totals["loss"] = total.detach().double()
+        totals["shared_tokens"] = total.detach().new_tensor(len(row.targets_T) - len(row.tokens_T)).double()
         if divergence_T is not None:
             totals["kl_reference"] = torch.where(tokens.mask_T, divergence_T, 0.0).sum().double()
         if self._algorithm.needs_teacher and tokens.teacher_T is not None:

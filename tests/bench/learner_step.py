@@ -4,6 +4,11 @@ Both take the whole step on the same data: log-probs, advantages, truncated impo
 gradient clipping, Adam. Ours is packed and computes the diagnostics too; the plain one pads. Run in one process,
 interleaved, so that a busy machine slows both. ``python -m tests.bench learner_step``
 
+``--prompts``: a step on the shape of SmolLM2-135M with random weights, its prompts computed once, against the same step
+with whole sequences, and against one in which half of the groups have equal rewards; processor time, in turn.
+
+``--lora RANK``: a step that trains adapters on that shape, against the same step with all weights.
+
 ``--against DIRECTORY``: the trainer of another checkout instead, such as that of an older commit (``git worktree add
 DIRECTORY COMMIT``), each in a process of its own, step by step in turn.
 """
@@ -17,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +33,10 @@ from numpy.typing import NDArray
 from tidemill.bus.server.ports import KeptPort
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
+from tidemill.learner.batch.repacking import packings, repacked
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.settings.lora import LoraConfig
 
 SHAPES: dict[str, dict[str, int]] = {
     "digits (2 layers, hidden 64)": {
@@ -48,6 +56,11 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab": 512,
     },
 }
+SMOLLM = {
+    "prompt 60, response 24": (30, 8, {"sequences": 16, "prompt": 60, "response": 24, "vocab": 49152}),
+    "prompt 500, response 50": (10, 2, {"sequences": 16, "prompt": 500, "response": 50, "vocab": 49152}),
+}
+"""Layers (a third of them bounds the memory), whole sequences of a row, and two groups of eight."""
 GROUP = 8
 ROUNDS = 15
 STEPS = """
@@ -86,16 +99,35 @@ def make_model(directory: Path, *, layers: int, hidden: int, vocab: int) -> None
     Qwen3ForCausalLM(shape).save_pretrained(directory)
 
 
+def make_smollm(directory: Path, layers: int) -> None:
+    """Write a random model of the shape of SmolLM2-135M, which has 30 layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(shape).save_pretrained(directory)
+
+
 def make_batch(*, sequences: int, prompt: int, response: int, vocab: int) -> StepBatch:
-    """Return one packed micro-batch of sequences with responses of about ``response`` tokens."""
+    """Return one packed micro-batch of sequences with responses of about ``response`` tokens; groups have a prompt."""
     generator = np.random.default_rng(0)
+    prompts = generator.integers(0, vocab, (-(-sequences // GROUP), prompt))
     lengths_N = generator.integers(max(1, response // 2), response + response // 2 + 1, sequences)
     parts: dict[str, list[NDArray[Any]]] = {
         name: [] for name in ("tokens", "targets", "positions", "sample", "mask", "mu", "lag")
     }
     for row, length in enumerate(lengths_N):
         size = prompt + int(length)
-        tokens = generator.integers(0, vocab, size)
+        tokens = np.concatenate([prompts[row // GROUP], generator.integers(0, vocab, int(length))])
         mask = np.zeros(size, np.bool_)
         mask[prompt - 1 : -1] = True
         parts["tokens"].append(tokens)
@@ -148,10 +180,18 @@ def our_step(
     directory: Path, batch: StepBatch, device: str, *, dtype: str = "float32", kernels: Wanted | None = None
 ) -> Callable[[], float]:
     """Return the trainer's step, which returns the loss."""
+    from tidemill.learner.megatron.trainer import Trainer
+
+    trainer = Trainer(*_parts(directory, device, dtype=dtype, kernels=kernels), AlgorithmConfig(), max_lag=2)
+    return lambda: trainer.train(batch)["train/loss"]
+
+
+def _parts(directory: Path, device: str, *, dtype: str, kernels: Wanted | None, lora: int = 0) -> tuple[Any, Any]:
+    """Return the policy and its optimizer. ``lora``: rank of the adapters that it trains; 0 = all weights."""
     from tidemill.learner.layout.parallel import Parallel, choose_device, join
     from tidemill.learner.megatron.model import build_policy
     from tidemill.learner.megatron.optimizer import PolicyOptimizer
-    from tidemill.learner.megatron.trainer import Trainer
+    from tidemill.learner.megatron.tuning import Tuning
 
     global _parallel
     if _parallel is None:
@@ -159,10 +199,9 @@ def our_step(
             os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.number))
             _parallel = join(tensor_parallel_size=1, device=choose_device(device), seed=0)
     assert isinstance(_parallel, Parallel)
-    policy = build_policy(directory, dtype=dtype, parallel=_parallel, kernels=kernels)
-    optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-4), steps=1000)
-    trainer = Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2)
-    return lambda: trainer.train(batch)["train/loss"]
+    tuning = Tuning(lora=LoraConfig(rank=lora, alpha=2.0 * lora)) if lora else Tuning()
+    policy = build_policy(directory, dtype=dtype, parallel=_parallel, kernels=kernels, tuning=tuning)
+    return policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-4), steps=1000)
 
 
 _parallel: Any = None
@@ -261,6 +300,61 @@ def against(other: Path, name: str, *, rounds: int = ROUNDS) -> dict[str, float]
     }
 
 
+def prompts(name: str, *, rounds: int) -> dict[str, float]:
+    """Return the median processor time of a step with whole sequences, in seconds, and those of the others to it."""
+    from tidemill.learner.megatron.trainer import Trainer
+
+    class Whole(Trainer):
+        """A trainer that computes every sequence whole."""
+
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            self._obstacle = "the other side of the comparison"
+
+    layers, in_row, shape = SMOLLM[name]
+    batch, none_N = make_batch(**shape), np.zeros(shape["sequences"], np.bool_)
+    [[parts]] = packings(batch, none_N)
+    rows = [parts[start : start + in_row] for start in range(0, len(parts), in_row)]
+    batch = replace(repacked(batch, [rows], [len(rows)], pad_to=1), step=3)  # the first two steps are complete
+    equal = replace(batch, rewards_N=np.where(batch.groups_N == 0, np.float32(1), batch.rewards_N))
+    with tempfile.TemporaryDirectory() as directory:
+        make_smollm(Path(directory), layers)
+        arguments = _parts(Path(directory), "cpu", dtype="float32", kernels=None)
+    whole, shared = (kind(*arguments, AlgorithmConfig(), max_lag=2) for kind in (Whole, Trainer))
+    steps = {"whole": (whole, batch), "shared": (shared, batch), "half_zero": (whole, equal), "both": (shared, equal)}
+    times: dict[str, list[float]] = {kind: [] for kind in steps}
+    for _ in range(rounds):
+        for kind, (trainer, its_batch) in steps.items():
+            began = time.process_time()
+            trainer.train(its_batch)
+            times[kind].append(time.process_time() - began)
+    median = {kind: statistics.median(values) for kind, values in times.items()}
+    return {"whole_s": median["whole"]} | {kind: value / median["whole"] for kind, value in median.items()}
+
+
+def adapters(name: str, rank: int, *, rounds: int) -> dict[str, float]:
+    """Return the median processor time of a step with all weights, in seconds, and that with adapters to it."""
+    from tidemill.learner.megatron.trainer import Trainer
+
+    layers, _, shape = SMOLLM[name]
+    kinds = (("all", 0), ("lora", rank))
+    batch = make_batch(**shape)
+    with tempfile.TemporaryDirectory() as directory:
+        make_smollm(Path(directory), layers)
+        parts = {kind: _parts(Path(directory), "cpu", dtype="float32", kernels=None, lora=lora) for kind, lora in kinds}
+    trainers = {kind: Trainer(*arguments, AlgorithmConfig(), max_lag=2) for kind, arguments in parts.items()}
+    first = {kind: trainer.train(batch)["train/loss"] for kind, trainer in trainers.items()}
+    assert first["all"] == first["lora"], first  # new adapters are 0
+    times: dict[str, list[float]] = {kind: [] for kind in trainers}
+    for _ in range(rounds):
+        for kind, trainer in trainers.items():
+            began = time.process_time()
+            trainer.train(batch)
+            times[kind].append(time.process_time() - began)
+    median = {kind: statistics.median(values) for kind, values in times.items()}
+    return {"all_s": median["all"], "ratio": median["lora"] / median["all"]}
+
+
 def _step_of(child: Any) -> tuple[float, float]:
     """Return processor time in seconds and loss of a child's next step."""
     child.stdin.write("step\n")
@@ -281,8 +375,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--against", type=Path, metavar="DIRECTORY", help="another checkout, whose trainer is compared with"
     )
+    parser.add_argument("--prompts", action="store_true", help="prompts computed once, and groups without gradient")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="a step of adapters of this rank")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if args.prompts or args.lora:
+        for name in args.shapes if set(args.shapes) <= set(SMOLLM) else SMOLLM:
+            found = adapters(name, args.lora, rounds=args.rounds) if args.lora else prompts(name, rounds=args.rounds)
+            print(name, " ".join(f"{key}={value:.2f}" for key, value in found.items()), flush=True)
+        return
     for name in args.shapes:
         rounds = args.rounds
         found = (

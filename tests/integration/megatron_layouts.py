@@ -10,12 +10,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.algorithm_cases import CASES, EVERY_TERM, EVERYWHERE, FRESH, OWN_TEMPERATURES, SHOWN_GROUPS, algorithm
+from tests.algorithm_cases import (
+    CASES,
+    EQUAL_REWARDS,
+    EVERY_TERM,
+    EVERYWHERE,
+    FRESH,
+    OWN_TEMPERATURES,
+    SHOWN_GROUPS,
+    algorithm,
+)
 from tests.algorithm_settings import algorithm_of
 from tests.cuda_kernels import RaisingOnCuda
 from tests.examples import THOROUGH
 from tests.integration.gradients import PLAIN, save, taken
-from tests.learner_steps import make_batches, make_samples
+from tests.learner_steps import make_batches, make_samples, with_long_prompts
 from tests.megatron_world import joined, not_sent_once
 from tidemill.bus.wire.messages import Sample, Span, Status
 from tidemill.learner.layout import parallel
@@ -154,6 +163,9 @@ def samples_of(case: str, step: int) -> list[Sample]:
         samples = [
             replace(sample, reward=1.0, status=Status.TRUNCATED) if sample.task == 6 else sample for sample in samples
         ]
+    if case == EQUAL_REWARDS:  # the second minibatch is one of them alone
+        samples = [sample if sample.task == 3 else replace(sample, reward=1.0) for sample in samples]
+        samples = with_long_prompts(samples, vocab=VOCAB)
     return [_demonstration(sample) if sample.task <= shown else sample for sample in samples]
 
 

@@ -15,7 +15,7 @@ from tests.integration.gradients import Gradients, differing, load
 from tests.integration.megatron_layouts import ROWS, VOCAB, Layout
 from tests.learner_steps import run_ranks
 from tests.metric_names import missing, undocumented
-from tests.same_metrics import TIMES, assert_same
+from tests.same_metrics import OF_LAYOUT, TIMES, assert_same
 from tests.tiny_models import write_tiny_model
 
 WHOLE = "one row"
@@ -192,6 +192,7 @@ NOT_COMPARED = {
         ("train/tflops", "train/mfu", "train/peak_memory_bytes"), "of rank 0 and its device: tests/gpu, test_flops"
     ),
     **dict.fromkeys(("train/wait_seconds", "train/wait_share"), "of the rank's process, which waits for batches"),
+    "train/shared_tokens": "of the layout: test_shared_prompts",
     "train/routing_known": "of experts that an engine has chosen: test_routing_replay",
 }
 """Metrics of docs/metrics.md that a step writes and no layout compares here, with the reason."""
@@ -207,7 +208,9 @@ def _names(results: Results) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for result in results.values():
         for step in result["metrics"]:
-            found |= {name: found.get(name, False) or value != 0 for name, value in step.items()}
+            found |= {
+                name: found.get(name, False) or value != 0 for name, value in step.items() if name not in OF_LAYOUT
+            }
     return found
 
 

@@ -31,10 +31,11 @@ from tidemill.learner.algorithms.presets import PRESETS
 from tidemill.learner.batch.batch import MicroBatch
 from tidemill.learner.errors import ConfigRefused, HookFailed
 from tidemill.learner.layout import parallel
+from tidemill.learner.layout.flops import StepFlops
 from tidemill.learner.megatron import logprobs, state
 from tidemill.learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
 from tidemill.learner.megatron.layers.attention import packed_row
-from tidemill.learner.megatron.meter import Meter, StepFlops, peak_tflops
+from tidemill.learner.megatron.meter import Meter, peak_tflops
 from tidemill.learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy, reference_weights
 from tidemill.learner.megatron.optimizer import PolicyOptimizer, learning_rate
 from tidemill.learner.megatron.trainer import OtherModels, Trainer
@@ -549,13 +550,18 @@ def test_the_operations_of_a_step_are_those_that_torch_counts(make: Any, tmp_pat
     pairs = sum(length * (length + 1) for length in lengths)
     attention = 6 * pairs * config.num_layers * config.num_attention_heads * config.kv_channels
     meter = Meter(policy, StepFlops.read(model))
-    assert meter.operations(batch) == 3 * products + attention
-    assert meter.metrics(batch, 2.0) == {"train/tflops": pytest.approx(meter.operations(batch) / 2e12)}
+    trainer.train(batch)
+    total = meter.operations(batch.step, trainer.spans)
+    assert total == 3 * products + attention
+    assert meter.metrics(batch.step, trainer.spans, 2.0) == {"train/tflops": pytest.approx(total / 2e12)}
     critic = StepFlops.read(model, value_head=True)
     alone, both = (
-        Meter(policy, StepFlops.read(model), critic, warmup_steps=batch.step - one).operations(batch) for one in (0, 1)
+        Meter(policy, StepFlops.read(model), critic, warmup_steps=batch.step - one).operations(
+            batch.step, trainer.spans
+        )
+        for one in (0, 1)
     )
-    assert 0 < alone < meter.operations(batch) and both == alone + meter.operations(batch)
+    assert 0 < alone < total and both == alone + total
     assert not undocumented({"train/tflops", "train/mfu", "train/peak_memory_bytes"})
 
 

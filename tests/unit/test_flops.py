@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemill.learner.megatron.meter import StepFlops
+from tidemill.learner.layout.flops import StepFlops
 
 QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 SHAPES = {

@@ -24,15 +24,21 @@ def test_every_micro_batch_is_within_the_budget_or_holds_one_sample(
             assert len(rows) <= 1 or sum(lengths[row] for row in rows) <= max_tokens
 
 
-@given(LENGTHS, st.integers(1, 4))
-def test_ranks_differ_by_at_most_one_sample(lengths: list[int], data_parallel: int) -> None:
+@given(LENGTHS, st.integers(1, 4), st.sampled_from([0, 1, 20]))
+def test_ranks_differ_by_at_most_one_sample(lengths: list[int], data_parallel: int, pair_tokens: int) -> None:
     """Longest first: when the last sample goes to the fullest rank, that rank was the emptiest before."""
-    placed = assign(lengths, data_parallel=data_parallel, max_tokens=100)
+    placed = assign(lengths, data_parallel=data_parallel, max_tokens=100, pair_tokens=pair_tokens)
+    work = [length * pair_tokens + sum(range(length + 1)) if pair_tokens else length for length in lengths]
     loads = [
-        sum(length for length, rank in zip(lengths, placed.ranks, strict=True) if rank == one)
-        for one in range(data_parallel)
+        sum(load for load, rank in zip(work, placed.ranks, strict=True) if rank == one) for one in range(data_parallel)
     ]
-    assert max(loads) - min(loads) <= max(lengths)
+    assert max(loads) - min(loads) <= max(work)
+
+
+def test_a_long_sequence_counts_with_its_attention() -> None:
+    lengths = [8, 4, 4, 2, 2, 2]
+    assert assign(lengths, data_parallel=2, max_tokens=100).ranks.tolist() == [0, 1, 1, 0, 1, 0]
+    assert assign(lengths, data_parallel=2, max_tokens=100, pair_tokens=1).ranks.tolist() == [0, 1, 1, 1, 1, 1]
 
 
 @given(LENGTHS)

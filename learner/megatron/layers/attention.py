@@ -10,7 +10,7 @@ Shape letters: T = tokens of the row, P = padded positions of all buckets, n = h
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tidemill.learner.megatron.layers.context import heads_for_tokens, tokens_for_heads
 from tidemill.learner.megatron.layers.kernels import CUDNN, LONG_SEQUENCE, SDPA, VARLEN, varlen_operator
+from tidemill.learner.megatron.layers.prefixes import Prefix, Runs, attend_behind, cuts_of, prefix_of
 
 Group = dist.ProcessGroup
 """Ranks of a collective."""
@@ -73,8 +74,14 @@ class PackedRow(PackedSeqParams):
     """
     pieces: tuple[Piece, ...] = ()
     """The row cut before and after each long sequence; empty = it has none."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """(tokens of its prefix, tokens) of each sequence."""
     buckets: tuple[tuple[int, int], ...] = ()
     """(sequences, padded length) of each bucket."""
+    prefixes: tuple[Prefix | None, ...] = ()
+    """Tokens that the sequences of each bucket share; None = they have no prefix."""
+    cuts: tuple[int, ...] = ()
+    """Lengths of the pieces of the row that prefixes are made of; empty = there is no prefix."""
     take_P: Tensor | None = None
     """Index of the row's token at each padded position (padding repeats its sequence's last token); None = the row is
     the batch.
@@ -96,14 +103,23 @@ class PackedRow(PackedSeqParams):
     """
 
 
-def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor, padding_T: Tensor | None = None) -> PackedRow:
+def packed_row(
+    cu_seqlens: NDArray[np.int32],
+    position_ids_T: Tensor,
+    padding_T: Tensor | None = None,
+    prefixes: Sequence[Runs] = (),
+) -> PackedRow:
     """Return the layout of a row with sequence boundaries ``cu_seqlens`` ([S + 1], from 0 to T). ``padding_T``: as in
-    ``PackedRow``.
+    ``PackedRow``. ``prefixes``: tokens of the row before each sequence, which it attends to too; empty = none has any.
     """
     device = position_ids_T.device
     starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
+    behind = dict.fromkeys([(), *map(tuple, prefixes)])  # in order, and without a prefix first
+    places = list(behind)
+    prefix_S = np.array([places.index(tuple(runs)) for runs in prefixes] or [0] * len(starts))[lengths > 0]
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-    buckets, take, give = _bucketed(starts, lengths)
+    buckets, of_buckets, take, give = _bucketed(starts, lengths, prefix_S)
+    cuts = cuts_of(places, int(lengths.sum()))
     in_order = len(take) == len(give) and bool((take == np.arange(len(take))).all())
     longest = int(lengths.max())
     return PackedRow(
@@ -114,7 +130,16 @@ def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor, padding_T:
         padding_T=padding_T,
         bounds_S=_bounds(lengths, device),
         pieces=_cut(lengths, device),
+        spans=tuple(
+            (sum(length for _, length in places[number]), length)
+            for number, length in zip(prefix_S.tolist(), lengths.tolist(), strict=True)
+        ),
         buckets=buckets,
+        prefixes=tuple(
+            prefix_of(places[number], cuts, width, device)
+            for number, (_, width) in zip(of_buckets, buckets, strict=True)
+        ),
+        cuts=cuts,
         take_P=None if in_order else torch.from_numpy(take).to(device),
         give_T=None if in_order else torch.from_numpy(give).to(device),
     )
@@ -140,20 +165,20 @@ def _cut(lengths: NDArray[np.int64], device: torch.device) -> tuple[Piece, ...]:
 
 
 def _bucketed(
-    starts: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> tuple[tuple[tuple[int, int], ...], NDArray[np.int64], NDArray[np.int64]]:
-    """Assign sequences of (2^k, 2^(k+1)] tokens to one bucket, padded to its longest sequence: less than half of it is
-    padding.
+    starts: NDArray[np.int64], lengths: NDArray[np.int64], prefix_S: NDArray[np.int64]
+) -> tuple[tuple[tuple[int, int], ...], list[int], NDArray[np.int64], NDArray[np.int64]]:
+    """Assign sequences of (2^k, 2^(k+1)] tokens behind one prefix to one bucket, padded to its longest sequence: less
+    than half of it is padding.
 
-    Returns (buckets, ``take_P``, ``give_T``) of ``PackedRow``.
+    Returns (buckets, number of the prefix of each, ``take_P``, ``give_T``) of ``PackedRow``.
     """
     # ceil, so that a length of exactly 2^k closes the bucket of the shorter ones.
     powers = np.ceil(np.log2(lengths)).astype(np.int64)
-    buckets, take = [], []
+    buckets, of_buckets, take = [], [], []
     give = np.empty(int(lengths.sum()), np.int64)
     place = 0
-    for power in np.unique(powers):
-        members = np.flatnonzero(powers == power)
+    for prefix, power in np.unique(np.stack([prefix_S, powers]), axis=1).T.tolist():
+        members = np.flatnonzero((prefix_S == prefix) & (powers == power))
         width = int(lengths[members].max())
         offsets = np.arange(width)
         index = starts[members, None] + np.minimum(offsets, lengths[members, None] - 1)
@@ -162,8 +187,9 @@ def _bucketed(
         give[index[real]] = places[real]
         take.append(index.reshape(-1))
         buckets.append((len(members), width))
+        of_buckets.append(prefix)
         place += index.size
-    return tuple(buckets), np.concatenate(take), give
+    return tuple(buckets), of_buckets, np.concatenate(take), give
 
 
 class PackedRotary(RotaryEmbedding):
@@ -277,13 +303,18 @@ class SDPACoreAttention(MegatronModule):
 
     def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, row: PackedRow) -> Tensor:
         """Attend within each sequence of a whole row: q [T, n, d], k and v [T, groups, d] -> [T, n * d]."""
+        pieces: tuple[Sequence[Tensor], ...] = (k.split(row.cuts), v.split(row.cuts)) if row.cuts else ()
         q, k, v = (_Pad.apply(x, row.take_P, row.give_T) for x in (q, k, v))
         out, place = [], 0
-        for count, width in row.buckets:
-            parts = (
+        for (count, width), prefix in zip(row.buckets, row.prefixes, strict=True):
+            q_P, k_P, v_P = (
                 x[place : place + count * width].view(count, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
             )
-            out.append(self._attend(*parts).transpose(1, 2).reshape(count * width, -1))
+            if prefix is None:
+                out_P = self._attend(q_P, k_P, v_P)
+            else:
+                out_P = attend_behind(q_P, k_P, v_P, pieces, prefix, scale=self.softmax_scale)
+            out.append(out_P.transpose(1, 2).reshape(count * width, -1))
             place += count * width
         out_T: Tensor = _Unpad.apply(out[0] if len(out) == 1 else torch.cat(out), row.give_T)
         return out_T

@@ -1,0 +1,109 @@
+"""Sequences of a row as a tree: every sequence is found again along its prefix, and no token is computed twice."""
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.examples import examples
+from tests.learner_steps import make_batches, make_samples, with_long_prompts
+from tidemill.learner.batch import prefixes
+from tidemill.learner.batch.batch import MicroBatch, StepBatch
+from tidemill.learner.batch.prefixes import SHARED_FROM, num_needed, tree_of
+from tidemill.learner.batch.repacking import packings, repacked
+
+
+def row_of(sequences: list[list[int]], trained: list[int]) -> MicroBatch:
+    """Return a row of sequences, each with one trainable target, which the token at ``trained`` predicts."""
+    whole = make_batches(make_samples(vocab=50, groups=1, group_size=1))[0].micro_batches[0]
+    bounds = np.cumsum([0, *map(len, sequences)])
+    mask_T = np.zeros(bounds[-1], np.bool_)
+    mask_T[bounds[:-1] + trained] = True
+    return replace(
+        whole,
+        tokens_T=np.concatenate(sequences).astype(np.int64),
+        cu_seqlens=bounds.astype(np.int32),
+        loss_mask_T=mask_T,
+    )
+
+
+def branching(generator: np.random.Generator) -> tuple[list[list[int]], list[int]]:
+    """Return sequences of which each may begin as the one before it does, or as another, to any length, its own
+    included; and the place of a trained token in each.
+    """
+    sequences: list[list[int]] = []
+    for _ in range(generator.integers(2, 7)):
+        begin = sequences[generator.integers(-1, len(sequences))] if sequences else []
+        kept = begin[: generator.integers(len(begin) // 2, len(begin) + 1)]
+        sequences.append(kept + generator.integers(0, 3, generator.integers(0 if kept else 1, 60)).tolist())
+    return sequences, [int(generator.integers(len(sequence) // 2, len(sequence))) for sequence in sequences]
+
+
+def test_every_sequence_is_found_along_its_prefix() -> None:
+    num_trees = num_deep = 0
+    for seed in range(examples(300)):
+        sequences, trained = branching(np.random.default_rng(seed))
+        row = row_of(sequences, trained)
+        tree = tree_of(row)
+        if tree is None:
+            continue
+        num_trees, num_deep = num_trees + 1, num_deep + any(len(runs) > 1 for runs in tree.prefixes)
+        assert len(np.unique(tree.take_P)) == len(tree.take_P) == sum(tree.lengths)
+        starts = np.cumsum([0, *tree.lengths])
+        paths = {
+            (*(place for begin, length in runs for place in range(begin, begin + length)), *range(start, start + own))
+            for runs, start, own in zip(tree.prefixes, starts, tree.lengths, strict=False)
+        }
+        for start, sequence, last in zip(row.cu_seqlens, sequences, trained, strict=False):
+            needed = last + 1
+            path = tree.source_T[start : start + needed]
+            assert row.tokens_T[tree.take_P[path]].tolist() == sequence[:needed]
+            assert any(other[:needed] == tuple(path) for other in paths), "a token attends to what is before it"
+            assert (tree.source_T[start + needed : start + len(sequence)] == -1).all()
+    assert num_trees > examples(300) / 3 and num_deep > 3
+
+
+def test_a_short_beginning_is_not_shared() -> None:
+    begin = [0] * (SHARED_FROM - 1)
+    assert tree_of(row_of([[*begin, 1, 1], [*begin, 2, 2]], [15, 15])) is None
+    tree = tree_of(row_of([[0, *begin, 1, 1], [0, *begin, 2, 2]], [17, 17]))
+    assert tree is not None
+    assert (tree.lengths, tree.prefixes) == ((18, 2), ((), ((0, SHARED_FROM),)))
+
+
+def sequences_of(batch: StepBatch) -> list[int]:
+    return sorted(
+        int(row.sequence_T[start])
+        for row in batch.micro_batches
+        for start in row.cu_seqlens[:-1]
+        if row.sequence_T[start] >= 0
+    )
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(
+    groups=st.integers(1, 5),
+    size=st.integers(1, 5),
+    max_tokens=st.integers(1, 400),
+    minibatches=st.integers(1, 2),
+    skipped=st.sets(st.integers(0, 24)),
+)
+def test_rows_by_prompt_have_the_sequences_of_the_batch(
+    groups: int, size: int, max_tokens: int, minibatches: int, skipped: set[int]
+) -> None:
+    """All of them but the skipped ones, in their minibatches; computed tokens fit into the longest row of the batch."""
+    samples = with_long_prompts(make_samples(vocab=50, groups=groups, group_size=size), vocab=50)
+    batch = make_batches(samples, max_tokens=max_tokens, minibatches=minibatches)[0]
+    skipped_N = np.isin(np.arange(len(samples)), list(skipped))
+    packed = packings(batch, skipped_N, by_prompt=True)
+    counts = [max(1, len(packing)) for packing in packed]
+    after = repacked(batch, packed, counts, pad_to=1)
+    assert sequences_of(after) == np.flatnonzero(~skipped_N).tolist()
+    assert len(after.micro_batches) == sum(counts)
+    capacity = max(len(row.tokens_T) for row in batch.micro_batches)
+    for number, packing in enumerate(packed):
+        for row in packing:
+            assert {int(batch.minibatches_N[part.sample_T[0]]) for part in row} == {number}
+            assert prefixes.num_computed(row) <= capacity
+            assert all(num_needed(part) == len(part.tokens_T) - 1 for part in row)
