@@ -160,7 +160,7 @@ def test_a_failure_at_any_instant_leaves_the_checkpoint_before(
     assert [step for step, _ in learner.reports.checkpoints] == [1]
 
 
-def test_without_background_the_step_waits_and_no_copy_is_kept(make: Any) -> None:
+def test_no_copy_is_kept_and_without_background_the_step_waits(make: Any) -> None:
     learner = make(background=False)
     learner.save(1)
     assert [step for step, _ in learner.reports.checkpoints] == [1]
@@ -171,6 +171,7 @@ def test_without_background_the_step_waits_and_no_copy_is_kept(make: Any) -> Non
     copying.checkpoints.collect(wait=True)
     parameters = sum(parameter.nbytes for parameter in copying.policy.module.parameters())
     assert copying.checkpoints.copied_bytes >= 3 * parameters, "weights and Adam's two moments"
+    assert copying.checkpoints.held_bytes == 0, "the copies are given back when they are written"
 
 
 def test_a_checkpoint_without_weights_is_refused(make: Any, tmp_path: Path) -> None:
