@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tidemill.bus.system.foreign import errors_as
+from tidemill.bus.system.functions import errors_as
 from tidemill.learner.batch.batch import StepBatch
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 32, 64
@@ -66,6 +66,8 @@ def _decoded(model_dir: Path, sequences: Sequence[Sequence[int]]) -> list[str]:
         return [tokenizer.decode(list(tokens), skip_special_tokens=False) for tokens in sequences]
 
 
+REPORTED_STEPS = 2
+"""First steps of a run, which are reported; for that, the trainer leaves out no sample of theirs for its advantage."""
 OK, LOOK = "ok", "LOOK"
 LOOKS = "debug/report_look"
 """Metric: the lines of a step's report that are not good."""

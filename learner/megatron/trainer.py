@@ -33,8 +33,9 @@ from tidemill.learner.algorithms.shaping import Supervised
 from tidemill.learner.algorithms.token_advantages import with_token_advantages
 from tidemill.learner.batch.batch import StepBatch, without_truncated
 from tidemill.learner.batch.repacking import packings, repacked
-from tidemill.learner.debug import fields
+from tidemill.learner.debug import collector
 from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
+from tidemill.learner.debug.report import REPORTED_STEPS
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.stages import of_last, tensors_of_last
 from tidemill.learner.megatron.cpu_shim import megatron_device
@@ -216,7 +217,7 @@ class Trainer:
             optimizer.tokens = (before, self._trained_tokens)
         step = step_of(batch, constant=self._algorithm.loss_constant)
         advantages = self._advantages(step) if self._algorithm.by_advantage else None
-        skipped_N = self._without_gradient(step, advantages)
+        skipped_N = self._without_gradient(step, advantages if batch.step > REPORTED_STEPS else None)
         batch, counts = self._repacked(batch, skipped_N)
         rows = rows_of(batch, self._policy.parallel, self._policy.routing, shared=not self._obstacle)
         self.spans = tuple(span for row in rows for span in row.packed.spans)
@@ -279,7 +280,7 @@ class Trainer:
 
     def _without_gradient(self, step: Step, advantages: Tensor | None) -> Tensor:
         """Return the samples whose every term of the loss is 0, bool [N] on the CPU. ``advantages``: of the samples or
-        turns, where the loss has no other term; None = only samples without trainable tokens are certain.
+        turns, where the loss has no other term; None = only samples without trainable tokens are left out.
         """
         if self._collector is not None or self._policy.mixture.counts_tokens:  # their values are of all tokens
             return torch.zeros_like(step.demonstration_N)
@@ -631,7 +632,7 @@ class Trainer:
         )
         if self._collector is not None:
             self._collector.row(
-                fields.of_policy(tokens, log_probs_T, entropy_T, loss, anchor=str(self._algorithm.anchor))
+                collector.of_policy(tokens, log_probs_T, entropy_T, loss, anchor=str(self._algorithm.anchor))
             )
             at_K = tokens.mask_T.nonzero()[:LOGITS_POSITIONS, 0]
             if len(at_K):

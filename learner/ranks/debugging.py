@@ -18,7 +18,7 @@ from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.collector import CRITIC, Collector
 from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig, ProfileRequest, read_prompts, take_request
 from tidemill.learner.debug.profiler import Profiler
-from tidemill.learner.debug.report import LOOKS, Facts, excerpt, report
+from tidemill.learner.debug.report import LOOKS, REPORTED_STEPS, Facts, excerpt, report
 from tidemill.learner.debug.train_file import write_modules
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron.activations import module_outputs
@@ -26,8 +26,6 @@ from tidemill.learner.megatron.model import Policy
 from tidemill.learner.settings.config import LearnerConfig
 
 log = logging.getLogger(__name__)
-
-REPORTED_STEPS = 2
 
 
 class RankDebug:

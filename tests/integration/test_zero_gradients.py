@@ -97,6 +97,16 @@ def test_a_sample_with_another_term_is_trained(here: Any, model_dir: Path, name:
     assert metrics["train/zero_samples_skipped"] == 0 < metrics["train/grad_norm"]
 
 
+def test_the_reported_steps_are_complete(here: Any, model_dir: Path) -> None:
+    """Their log-probs and entropies are compared with the engines', also where all rewards are equal."""
+    policy = build_policy(model_dir, dtype="float32", parallel=here)
+    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), algorithm("none"), max_lag=2)
+    for step, skipped in ((1, 0), (2, 0), (3, 16)):
+        samples = [replace(sample, reward=1.0) for sample in make_samples(vocab=VOCAB, step=step)]
+        metrics = trainer.train(make_batches(samples, step=step)[0])
+        assert (metrics["train/zero_samples_skipped"], "train/entropy" in metrics) == (skipped, not skipped)
+
+
 def test_a_sample_without_trainable_tokens_is_left_out(here: Any, model_dir: Path) -> None:
     """Whatever the algorithm: here one with an entropy bonus."""
     policy = build_policy(model_dir, dtype="float32", parallel=here)

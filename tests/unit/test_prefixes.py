@@ -28,38 +28,40 @@ def row_of(sequences: list[list[int]], trained: list[int]) -> MicroBatch:
     )
 
 
-@st.composite
-def branching(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
-    """Sequences of which each may begin as one before it does, to any length, its own included."""
+def branching(generator: np.random.Generator) -> tuple[list[list[int]], list[int]]:
+    """Return sequences of which each may begin as the one before it does, or as another, to any length, its own
+    included; and the place of a trained token in each.
+    """
     sequences: list[list[int]] = []
-    for _ in range(draw(st.integers(1, 6))):
-        begin = draw(st.sampled_from([[], *sequences]))
-        kept = begin[: draw(st.integers(0, len(begin)))]
-        more = draw(st.lists(st.integers(0, 2), min_size=0 if kept else 1, max_size=60))
-        sequences.append(kept + more)
-    return sequences, [draw(st.integers(0, len(sequence) - 1)) for sequence in sequences]
+    for _ in range(generator.integers(2, 7)):
+        begin = sequences[generator.integers(-1, len(sequences))] if sequences else []
+        kept = begin[: generator.integers(len(begin) // 2, len(begin) + 1)]
+        sequences.append(kept + generator.integers(0, 3, generator.integers(0 if kept else 1, 60)).tolist())
+    return sequences, [int(generator.integers(len(sequence) // 2, len(sequence))) for sequence in sequences]
 
 
-@settings(deadline=None, max_examples=examples(200))
-@given(made=branching())
-def test_every_sequence_is_found_along_its_prefix(made: tuple[list[list[int]], list[int]]) -> None:
-    sequences, trained = made
-    row = row_of(sequences, trained)
-    tree = tree_of(row)
-    if tree is None:
-        return
-    assert len(np.unique(tree.take_P)) == len(tree.take_P) == sum(tree.lengths)
-    starts = np.cumsum([0, *tree.lengths])
-    paths = {
-        (*(place for begin, length in runs for place in range(begin, begin + length)), *range(start, start + own))
-        for runs, start, own in zip(tree.prefixes, starts, tree.lengths, strict=False)
-    }
-    for start, sequence, last in zip(row.cu_seqlens, sequences, trained, strict=False):
-        needed = last + 1
-        path = tree.source_T[start : start + needed]
-        assert row.tokens_T[tree.take_P[path]].tolist() == sequence[:needed]
-        assert any(other[:needed] == tuple(path) for other in paths), "a token attends to what is before it"
-        assert (tree.source_T[start + needed : start + len(sequence)] == -1).all()
+def test_every_sequence_is_found_along_its_prefix() -> None:
+    num_trees = num_deep = 0
+    for seed in range(examples(300)):
+        sequences, trained = branching(np.random.default_rng(seed))
+        row = row_of(sequences, trained)
+        tree = tree_of(row)
+        if tree is None:
+            continue
+        num_trees, num_deep = num_trees + 1, num_deep + any(len(runs) > 1 for runs in tree.prefixes)
+        assert len(np.unique(tree.take_P)) == len(tree.take_P) == sum(tree.lengths)
+        starts = np.cumsum([0, *tree.lengths])
+        paths = {
+            (*(place for begin, length in runs for place in range(begin, begin + length)), *range(start, start + own))
+            for runs, start, own in zip(tree.prefixes, starts, tree.lengths, strict=False)
+        }
+        for start, sequence, last in zip(row.cu_seqlens, sequences, trained, strict=False):
+            needed = last + 1
+            path = tree.source_T[start : start + needed]
+            assert row.tokens_T[tree.take_P[path]].tolist() == sequence[:needed]
+            assert any(other[:needed] == tuple(path) for other in paths), "a token attends to what is before it"
+            assert (tree.source_T[start + needed : start + len(sequence)] == -1).all()
+    assert num_trees > examples(300) / 3 and num_deep > 3
 
 
 def test_a_short_beginning_is_not_shared() -> None:
