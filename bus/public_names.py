@@ -1,6 +1,4 @@
-"""Names of a package for users' code, each imported with its module when it is used: ``import tidemill.learner`` loads
-no torch.
-"""
+"""Names of a package for users, imported with their modules on use: ``import tidemill.learner`` loads no torch."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module

@@ -1,6 +1,4 @@
-"""Settings of rewards: ``reward_parts``, several of them by name, with weights and conditions; ``by_rollout``. Loads no
-reward.
-"""
+"""Settings of rewards: ``reward_parts`` by name, with weights and conditions; ``by_rollout``. Loads no reward."""
 
 from dataclasses import dataclass, field
 from typing import Annotated

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tidemill.bus.errors import WireError
-from tidemill.bus.system.foreign import described, errors_as, repr_at
-from tidemill.bus.system.functions import Defect, FunctionRefused, find_function, nearest
+from tidemill.bus.system.functions import Defect, FunctionRefused, described, errors_as, find_function, nearest, repr_at
 from tidemill.bus.wire.invariants import check_reward
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward, is_outside
 from tidemill.rewards.other_systems import AsyncPeerReward, PeerReward, path_in, system_of
@@ -30,7 +29,7 @@ TABLE = {
     "exact": "tidemill.rewards.builtin.text:exact",
     "f1": "tidemill.rewards.builtin.text:f1",
     "format": "tidemill.rewards.builtin.text:format_tags",
-    "gpqa": "tidemill.rewards.builtin.gpqa:gpqa",
+    "gpqa": "tidemill.rewards.builtin.text:gpqa",
     "gsm8k": "tidemill.rewards.builtin.math_rewards:gsm8k",
     "ifeval": "tidemill.rewards.builtin.ifeval:ifeval",
     "judge": "tidemill.rewards.http.judge:Judge",
@@ -38,12 +37,12 @@ TABLE = {
     "math": "tidemill.rewards.builtin.math_rewards:math",
     "math_answer": "tidemill.rewards.builtin.math_answer:math_answer",
     "overlong": "tidemill.rewards.builtin.text:overlong",
-    "math_verify": "tidemill.rewards.builtin.math_symbolic:math_verify",
+    "math_verify": "tidemill.rewards.builtin.math_equality:math_verify",
     "regex": "tidemill.rewards.builtin.text:regex",
     "remote": "tidemill.rewards.http.remote:Remote",
     "repetition": "tidemill.rewards.builtin.text:repetition",
-    "reward_model": "tidemill.rewards.http.reward_model:RewardModel",
-    "sentence": "tidemill.rewards.builtin.sentence:sentence",
+    "reward_model": "tidemill.rewards.http.judge:RewardModel",
+    "sentence": "tidemill.rewards.builtin.text:sentence",
 }
 """Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop."""
 

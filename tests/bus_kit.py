@@ -8,8 +8,8 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.codec import Joining, PartsManifest
 from tidemill.bus.wire.messages import Partial, Sample, Sampling, SequenceSize, Span, Status, Task, Turns
-from tidemill.bus.wire.parts import Joining, PartsManifest
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from tidemill.actors.openai import openai_api
 from tidemill.actors.router.exchange import Answer, Request
 from tidemill.actors.router.token_history import ModelText, TokenHistory
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.learner.data.source import Source
+from tidemill.learner.data import Source
 from tidemill.learner.errors import PromptError
 from tidemill.learner.prompts.responses import RecordedResponse, RecordedRow, Recordings, prompt_tokens
 from tidemill.learner.prompts.rows import PromptRow, row_in

@@ -4,14 +4,14 @@ import numpy as np
 
 from tests.learner_steps import make_samples
 from tidemill.bus.wire.messages import Plan
-from tidemill.learner.debug.rollout_file import Rollout
+from tidemill.learner.debug.rollout_file import DumpedRollout
 
 VOCAB = 300
 
 
 def rollout(
     step: int = 3, *, groups: int = 4, group_size: int = 4, oldest_step: int | None = None, vocab: int = VOCAB
-) -> Rollout:
+) -> DumpedRollout:
     """Return a step with random samples, packed for one rank in one micro-batch."""
     samples = make_samples(vocab=vocab, step=step, groups=groups, group_size=group_size)
     zeros = np.zeros(len(samples), np.int32)
@@ -31,4 +31,4 @@ def rollout(
         config_digest="d",
         chain="0" * 64,
     )
-    return Rollout(run="r", plan=plan, samples=samples, token_limits={1: 12})
+    return DumpedRollout(run="r", plan=plan, samples=samples, token_limits={1: 12})

@@ -20,10 +20,9 @@ from tidemill.learner.checkpoints import disk
 from tidemill.learner.errors import LearnerError
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.feed.feed_messages import End, Last, Start
+from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Last
 from tidemill.learner.feed.feeder import run_feeder
-from tidemill.learner.feed.feeder_settings import FeederSettings, ModelFacts
-from tidemill.learner.feed.places import FeederPlaces
+from tidemill.learner.feed.feeder_settings import FeederPlaces, FeederSettings, ModelFacts
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 from tidemill.weightstore.store.registry import VersionRegistry
@@ -146,13 +145,15 @@ class World:
 
     async def train(
         self, url: str, *, rank: int = 0, stop: Callable[[str, int], bool] = lambda what, step: False
-    ) -> Start:
+    ) -> FeedStart:
         """Act as a rank, in a thread, until the end or until ``stop(what, step)`` is true; what: batch | done |
         checkpoint | publish.
         """
         return await asyncio.to_thread(self._rank, url, rank, stop, asyncio.get_running_loop())
 
-    def _rank(self, url: str, rank: int, stop: Callable[[str, int], bool], loop: asyncio.AbstractEventLoop) -> Start:
+    def _rank(
+        self, url: str, rank: int, stop: Callable[[str, int], bool], loop: asyncio.AbstractEventLoop
+    ) -> FeedStart:
         def publish(step: int, *, initial: bool = False) -> None:
             publishing = asyncio.run_coroutine_threadsafe(self.publish(step, start.epoch, initial=initial), loop)
             client.published(publishing.result(WITHIN_S), step)
@@ -171,7 +172,7 @@ class World:
                 publish(start.step)
             for step in range(start.step + 1, start.steps + 2):
                 batch = client.next(step)
-                if isinstance(batch, End):
+                if isinstance(batch, FeedEnd):
                     assert step == start.steps + 1
                     return start
                 if isinstance(batch, Last):
@@ -180,7 +181,7 @@ class World:
                         checkpoint(batch.step, batch.state)
                     if stop("last", batch.step):
                         return start
-                    assert isinstance(client.next(step), End)
+                    assert isinstance(client.next(step), FeedEnd)
                     return start
                 self.digests.setdefault(step * 10 + rank, set()).add(digest(batch))
                 self.batches.append(batch)

@@ -13,7 +13,7 @@ import msgpack
 
 from tests.bus_kit import make_partial, make_sample, make_task
 from tidemill.bus.errors import WireError
-from tidemill.bus.wire import parts
+from tidemill.bus.wire import codec
 from tidemill.bus.wire.codec import (
     encode_dead,
     encode_decision,
@@ -24,7 +24,8 @@ from tidemill.bus.wire.codec import (
     encode_turn_record,
 )
 from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Done, Fence
-from tidemill.bus.wire.rows import LiveRow, read_row
+from tidemill.bus.wire.row_reader import read_row
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.bus.wire.turn_records import TurnKind, TurnRecord
 
 NO_TASK = 10**6
@@ -153,7 +154,7 @@ class Hostile:
                 (f"tm.{run}.sample.{where}", sample)
                 for where in ("train.0.x", "eval.none.x", "x", "\u00b2.\u00b2", f"train.{'9' * 40}.x")
             ),
-            (f"tm.{run}.sample.train.0.x.parts", parts.describe(sample, seqs)),
+            (f"tm.{run}.sample.train.0.x.parts", codec.describe(sample, seqs)),
             (f"tm.{run}.part.train.{task}", sample),
             *(
                 (f"tm.{run}.partial.{where}", encode_partial(make_partial(run, task)))

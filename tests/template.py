@@ -52,7 +52,7 @@ PRELOADED = [
     "tidemill.launch.checks.resume",
     "tidemill.launch.checks.run",
     "tidemill.launch.run.host",
-    "tidemill.launch.run.node_rank",
+    "tidemill.launch.run.learner_process",
     "tidemill.launch.run.up",
     "tidemill.launch.cli.archive",
     "tidemill.learner.feed.feeder",

@@ -28,9 +28,9 @@ from tidemill.actors.rollout_settings import RESUME, RolloutConfig
 from tidemill.bus.processes.connection import START_S, ChildCallFailed, ChildConnection
 from tidemill.bus.processes.limits import environment, kill_tree
 from tidemill.bus.system.coroutines import Waiter
-from tidemill.bus.system.failure_log import FailureLog
 from tidemill.bus.system.functions import present_name
-from tidemill.bus.system.proxies import without_proxy
+from tidemill.bus.system.output import FailureLog
+from tidemill.bus.system.processes import without_proxy
 from tidemill.bus.wire.invariants import MAX_REWARD
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject, is_number
 

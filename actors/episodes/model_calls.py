@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.actors.engines.responses import EngineResponse, Prompt, Responses
-from tidemill.actors.episodes.calls import AnsweredCall, answer_of
+from tidemill.actors.episodes.calls import CUT, AnsweredCall, StreamedCalls, StreamedTurn, answer_of
 from tidemill.actors.episodes.episode import LENGTH, Episode, ReservedCall
 from tidemill.actors.episodes.recorder import TurnOutput
-from tidemill.actors.episodes.streamed_calls import CUT, StreamedCalls, StreamedTurn
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.generate_body import sampling_params
 from tidemill.actors.router.exchange import Answer, Request

@@ -18,7 +18,7 @@ import aiohttp
 from tidemill.actors.engines.server_discovery import BusDiscovery
 from tidemill.actors.engines.server_pool import ServerPool
 from tidemill.actors.errors import ScorerLost, ScorerUnavailable
-from tidemill.actors.scoring.server import ALIVE_S, SCORE, SCORE_GROUP
+from tidemill.actors.scoring.server import ALIVE_S, ROLE, SCORE, SCORE_GROUP
 from tidemill.bus.http.client import content_of, open_session
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.liveness.keys import RunKeys
@@ -29,8 +29,6 @@ from tidemill.rewards.http.remote import MAX_ANSWER_BYTES
 from tidemill.rewards.port import Contract, RewardRequest
 from tidemill.rewards.registry import REWARD
 
-ROLE = "scorer"
-"""Role of the scorers' live rows."""
 MAX_LOST = 4
 """Scorers lost while they worked on one request, after which its sample is FAILED: the request may end them."""
 CONNECT_S = 5.0

@@ -32,7 +32,7 @@ from tidemill.bus.liveness.keys import admin_keys
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import first_of, to_the_end
 from tidemill.bus.wire.rows import Capabilities
-from tidemill.weightstore.catchup.catch_up import GRACE_S, Joiner, catch_up, keep_up
+from tidemill.weightstore.catch_up import GRACE_S, Joiner, catch_up, keep_up
 from tidemill.weightstore.errors import CatchUpTimeout
 from tidemill.weightstore.push.accelerator_lease import AcceleratorLease
 from tidemill.weightstore.store.registry import VersionRegistry

@@ -24,7 +24,7 @@ from typing import Any
 from tidemill.actors.errors import BadRequest, NoRenderer, RendererMissing
 from tidemill.actors.text.text import Text
 from tidemill.actors.text.tool_calls import ChatTemplate, ParsedReply, ToolCall, call_of
-from tidemill.bus.system.foreign import errors_as
+from tidemill.bus.system.functions import errors_as
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tidemill.actors.errors import BadRequest
-from tidemill.bus.system.foreign import errors_as
+from tidemill.bus.system.functions import errors_as
 
 LONG = 16_384
 """Characters of text above which an event loop does not wait for its tokens: about a thousand take a millisecond."""

@@ -85,7 +85,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class BusRoute:
     """The way from this process to the bus."""
 
     local: str
@@ -104,7 +104,7 @@ class Reach:
 HERE = Reach(LOOPBACK, LOOPBACK)
 
 
-def reach(host: str, advertise: str, route: Route, *, name: str) -> Reach:
+def reach(host: str, advertise: str, route: BusRoute, *, name: str) -> Reach:
     """Return where a process listens, and its advertised address.
 
     ``host``: auto, or an address to bind; ``advertise``: empty = the bound address, or the route's where that is a
@@ -119,7 +119,7 @@ def reach(host: str, advertise: str, route: Route, *, name: str) -> Reach:
     return Reach(bind, shown)
 
 
-def route_to(url: str) -> Route:
+def route_to(url: str) -> BusRoute:
     """Return the kernel's route to the first reachable server; sends nothing. Blocking. Raises ValueError."""
     failures = []
     for server in parse(url).servers:
@@ -130,7 +130,7 @@ def route_to(url: str) -> Route:
             with socket.socket(family, kind) as probe:
                 probe.connect(address)  # of UDP: sends nothing
                 local = str(probe.getsockname()[0])
-            return Route(local, local == address[0] or is_loopback(str(address[0])))
+            return BusRoute(local, local == address[0] or is_loopback(str(address[0])))
         except OSError as error:
             failures.append(f"{parts.hostname}: {error}")
     raise ValueError(f"host: auto: no route to the bus: {'; '.join(failures)}; cure: --host ADDRESS")

@@ -22,7 +22,7 @@ from tidemill.bus.client.addresses import Address, parse
 from tidemill.bus.config import OLDEST_SERVER
 from tidemill.bus.errors import BusError, BusFull, BusUnavailable, Denied, Forbidden
 from tidemill.bus.system.coroutines import Waiter, ended, heard, to_the_end
-from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire.subjects import inbox_prefix
 
 _log = logging.getLogger(__name__)

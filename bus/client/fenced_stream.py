@@ -19,7 +19,7 @@ from tidemill.bus.client.jetstream import JetStream, Message
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
 from tidemill.bus.client.pull import Delivered
 from tidemill.bus.errors import BusUnavailable, Fenced, Refused, WireError
-from tidemill.bus.wire import parts, subjects
+from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import encode_record
 from tidemill.bus.wire.messages import Fence, PlanRecord, Task
 from tidemill.bus.wire.subjects import natural, nonce
@@ -97,13 +97,13 @@ class FencedWriter(Generic[R]):
     @property
     def max_bytes(self) -> int:
         """Size of the largest message that the server takes, without its headers."""
-        return self._jet.connection.max_payload - parts.HEADER_RESERVE_BYTES
+        return self._jet.connection.max_payload - codec.HEADER_RESERVE_BYTES
 
     async def append(self, subject: str, payload: bytes) -> int:
         """Append a message and return its sequence. Retries for ever. Raises Fenced; WireError for one too large."""
         assert self.epoch, f"{self._stream}: fence() comes before the first message"
         # No try of such a message can succeed, and the client library's refusal looks like an outage.
-        if not parts.fits(payload, self._jet.connection.max_payload):
+        if not codec.fits(payload, self._jet.connection.max_payload):
             want = f"at most {self.max_bytes} bytes, as max_payload of the nats-server allows (raise it)"
             raise WireError(subject, want, len(payload))
         async with self._lock:

@@ -4,6 +4,7 @@ import base64
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,15 +12,70 @@ from typing import TypeVar
 
 from tidemill.bus.client.connection import Connection, retry
 from tidemill.bus.client.outbox import Outbox, answered
-from tidemill.bus.client.refusals import Refusals
 from tidemill.bus.config import BusConfig
-from tidemill.bus.errors import BusUnavailable, NotFound, Refused
+from tidemill.bus.errors import BusUnavailable, NotFound, Refused, WireError
+from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
 
-_log = logging.getLogger(__name__)
-
 T = TypeVar("T")
+
+_MAX_KNOWN = 4096
+"""Number of places remembered, so that a message read again, or a row read every second, is counted once."""
+_MAX_TEXT = 160
+
+
+class Refusals:
+    """Messages and rows of one connection that could not be read. Memory is bounded, whatever arrives.
+
+    Each message is counted once (until thousands of others): by its sequence, a row by key and revision.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        """Refusals by stream (``DEAD``) or bucket (``live``)."""
+        self.newest = ""
+        self._known: dict[tuple[str, str], None] = {}
+        self._repeated = FailureLog(_log)
+
+    def read(self, place: str, at: object, decode: Callable[[], T]) -> T | None:
+        """Return the result of ``decode``; where it raises WireError, count a refusal and return None.
+
+        ``place`` is the stream or bucket, ``at`` the sequence, or key and revision.
+        """
+        try:
+            return decode()
+        except WireError as error:
+            self.refuse(place, at, error)
+            return None
+
+    def refuse(self, place: str, at: object, reason: object) -> None:
+        """Count one refusal, and log it unless another one of this place was logged within a minute."""
+        message = (place, str(at))
+        if message in self._known:
+            return
+        self._known[message] = None
+        if len(self._known) > _MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        self.counts[place] += 1
+        self.newest = _short(f"{place} {at}: {reason}")
+        self._repeated(f"unreadable in {place}, passed over", self.newest)
+
+    def __str__(self) -> str:
+        """Return ``3 unreadable messages (DEAD 2, live 1), newest: DEAD 17: ...``; empty for none."""
+        if not self.counts:
+            return ""
+        total = self.counts.total()
+        places = ", ".join(f"{place} {count}" for place, count in sorted(self.counts.items()))
+        return f"{total} unreadable message{'s' if total > 1 else ''} ({places}), newest: {self.newest}"
+
+
+def _short(text: str) -> str:
+    plain = "".join(letter if letter.isprintable() else "?" for letter in text[:_MAX_TEXT])
+    return plain if len(text) <= _MAX_TEXT else f"{plain}..."
+
+
+_log = logging.getLogger(__name__)
 
 _ANSWER_S = 2.0
 """Deadline of one attempt."""

@@ -1,7 +1,7 @@
 """Rows of a key-value bucket: maps with a revision, changed by compare-and-set where it matters.
 
 A row is a JSON object, so that any NATS tool can show it. A deleted row leaves nothing behind. A row that does not have
-the shape of its key (``bus/wire/rows.py``) is passed over and counted; only ``get`` and ``change`` raise for it.
+the shape of its key (``bus/wire/row_reader.py``) is passed over and counted; only ``get`` and ``change`` raise for it.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ from tidemill.bus.errors import (
     WireError,
 )
 from tidemill.bus.system.coroutines import Waiter
-from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.rows import read_row
+from tidemill.bus.wire.row_reader import read_row
 from tidemill.bus.wire.subjects import new_id
 
 _log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from tidemill.bus.errors import BusError, DetailedError
 
@@ -137,7 +138,7 @@ class ApiClient:
         async with self.open(method, path, body, timeout_s=timeout_s) as response:
             raw = await self._content(path, response)
         try:
-            return json.loads(raw) if response.content_type == "application/json" else None
+            return _value(raw) if response.content_type == "application/json" else None
         except (ValueError, RecursionError) as error:
             failed = CallFailed(self.url, path, Failure.UNREADABLE, f"want JSON: {error}", status=200)
             raise self._translate(failed) from error
@@ -153,8 +154,7 @@ class ApiClient:
     async def open(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request and yield its answer, of status 200, to be read inside the context; ``timeout_s`` bounds the
-        whole of it."""
+        """Send a request and yield its answer, of status 200, to be read while entered, all within ``timeout_s``."""
         timeout = aiohttp.ClientTimeout(total=None, connect=self._connect_s)
         try:
             async with asyncio.timeout(timeout_s):
@@ -207,6 +207,14 @@ class ApiClient:
             return CallFailed(self.url, path, Failure.NO_ANSWER, f"no answer within {timeout_s or 0.0:g} s")
         failure = Failure.NOT_CONNECTED if isinstance(error, aiohttp.ClientConnectorError) else Failure.BROKEN
         return CallFailed(self.url, path, failure, f"{type(error).__name__}: {error}")
+
+
+def _value(raw: bytes) -> Any:
+    """Return the value of an answer's JSON. Raises ValueError, RecursionError."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError:  # NaN, halves of surrogate pairs and other encodings are left to Python's reader
+        return json.loads(raw)
 
 
 def refusal(url: str, path: str, status: int, raw: bytes) -> CallFailed:

@@ -7,18 +7,20 @@ kills no process.
 
 A result with "last": TEXT says that the process takes no more calls, and TEXT is the reason of the others.
 
-Code of users can write to the child's end, so nothing is taken for granted; any other message ends the child.
+A frame is four bytes of length (big-endian) and one JSON map. Code of users can write to the child's end, so a frame
+has a bounded size, and any other message ends the child.
 """
 
 import asyncio
 import itertools
+import json
 import socket
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tidemill.bus.errors import DetailedError
-from tidemill.bus.processes import frames
-from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 START_S = 120.0
 """Seconds for the import of a user's module, with the packages that it needs."""
@@ -88,11 +90,11 @@ class ChildConnection:
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
-                self._writer.write(frames.encode_call(number, request))
+                self._writer.write(encode_call(number, request))
                 return await asyncio.shield(future)
         finally:
             if cancel_s and not future.done():
-                self._writer.write(frames.encode({"id": number, "cancel": True}))
+                self._writer.write(encode_frame({"id": number, "cancel": True}))
                 asyncio.get_running_loop().call_later(cancel_s, self._give_up, number, blocked)
             else:
                 self._calls.pop(number, None)
@@ -133,9 +135,9 @@ class ChildConnection:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
-            while (message := await frames.read(reader)) is not None:
+            while (message := await read_frame(reader)) is not None:
                 self._take_message(message)
-        except frames.BadFrame as error:
+        except BadFrame as error:
             self._kill(self, f"its process wrote {error}")
         except OSError as error:
             self._kill(self, f"connection to its process: {error}")
@@ -152,7 +154,7 @@ class ChildConnection:
         elif type(number) is int:
             self._settle(self._calls.pop(number, None), message)
         else:
-            raise frames.BadFrame(f"a message of {', '.join(message) or 'nothing'}, want a result"[:200])
+            raise BadFrame(f"a message of {', '.join(message) or 'nothing'}, want a result"[:200])
 
     def _settle(self, future: "asyncio.Future[object] | None", message: JsonMapping) -> None:
         if future is not None and not future.done():
@@ -165,3 +167,62 @@ class ChildConnection:
         self._freed()
         if "last" in message:
             self._kill(self, str(message["last"])[:MAX_TEXT])
+
+
+MAX_RESULT_BYTES = 1 << 20
+_LENGTH = struct.Struct(">I")
+
+
+class BadFrame(Exception):
+    """The bytes read are no frame."""
+
+
+def encode_frame(message: Mapping[str, object]) -> bytes:
+    """Return the frame of a message. Raises TypeError, ValueError or RecursionError for values that JSON lacks."""
+    body = json.dumps(message).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+def encode_call(number: int, request: bytes) -> bytes:
+    """Return the frame of a call, with the JSON of its request."""
+    body = b'{"id": %d, "request": %s}' % (number, request)
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode_frame(body: bytes) -> JsonObject:
+    """Return the map in the body of a frame. Raises BadFrame."""
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadFrame(f"no JSON: {error}") from None
+    if not isinstance(message, dict):
+        raise BadFrame(f"want a map, got {type(message).__name__}")
+    return message
+
+
+async def read_frame(reader: asyncio.StreamReader, max_bytes: int = MAX_RESULT_BYTES) -> JsonObject | None:
+    """Return the next message, None at the end. Raises BadFrame."""
+    try:
+        (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        if size > max_bytes:
+            raise BadFrame(f"a result of {size} bytes, want at most {max_bytes}")
+        return decode_frame(await reader.readexactly(size))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def receive_frame(connection: socket.socket) -> JsonObject | None:
+    """Return the next message of a blocking socket, None at the end."""
+    head = _exactly(connection, _LENGTH.size)
+    body = _exactly(connection, _LENGTH.unpack(head)[0]) if head else b""
+    return decode_frame(body) if body else None
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    body = bytearray()
+    while len(body) < size:
+        piece = connection.recv(min(size - len(body), 1 << 20))
+        if not piece:
+            return b""
+        body += piece
+    return bytes(body)

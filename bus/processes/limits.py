@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tidemill.bus.system.proxies import without_proxy
+from tidemill.bus.system.processes import without_proxy
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 MAX_OPEN_FILES = 1024

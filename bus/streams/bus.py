@@ -24,10 +24,9 @@ from tidemill.bus.config import RUN_NAME, BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable
 from tidemill.bus.streams.dead import DeadLetters
 from tidemill.bus.streams.episode_turns import TurnStream
-from tidemill.bus.streams.partials import Partials
 from tidemill.bus.streams.plans import PlanLog
 from tidemill.bus.streams.samples import SampleStream
-from tidemill.bus.streams.tasks import TaskQueue
+from tidemill.bus.streams.tasks import Partials, TaskQueue
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.subjects import check_run
 

@@ -95,9 +95,7 @@ class Reader:
             yield received
 
     async def advance(self, floor: int) -> None:
-        """Record that all samples up to ``floor``, which never falls, are processed. Raises CursorTaken,
-        BusUnavailable.
-        """
+        """Record that samples up to ``floor``, which never falls, are processed. Raises CursorTaken, BusUnavailable."""
         if floor > self.row.floor:
             self._is_new = False
             self.row = await _change(self._rows, self.name, owner=self.row.owner, floor=floor)

@@ -10,7 +10,7 @@ from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
 from tidemill.bus.client.pull import Delivered, OrderedPull, present
 from tidemill.bus.errors import NotFound, Refused, WireError
-from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import decode_dead, decode_decision, encode_dead, encode_decision
 from tidemill.bus.wire.messages import SCHEMA, Dead, DeadLetterDecision

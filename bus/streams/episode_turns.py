@@ -22,7 +22,7 @@ from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
 from tidemill.bus.client.rows import Rows
 from tidemill.bus.errors import BusError, BusUnavailable, DetailedError, Refused, WireError
-from tidemill.bus.wire import parts, subjects
+from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import decode_turn_record, encode_turn_record
 from tidemill.bus.wire.turn_records import TurnKind, TurnRecord, check_turn_record
 
@@ -177,7 +177,7 @@ class TurnStream:
             data = encode_turn_record(record)
         except WireError as error:
             raise NotStored(str(error), lasting=True) from error
-        if not parts.fits(data, self._jet.connection.max_payload):
+        if not codec.fits(data, self._jet.connection.max_payload):
             raise NotStored(f"{len(data)} bytes are more than a message may have", lasting=True)
         subject = subjects.turn(self.run, record.task, record.index)
         headers = {subjects.MESSAGE_ID: message_id, subjects.EXPECTED_LAST_ON_SUBJECT: str(last)}

@@ -11,7 +11,7 @@ from tidemill.bus.client import pull
 from tidemill.bus.client.jetstream import JetStream, Message, StreamState
 from tidemill.bus.client.pull import Delivered
 from tidemill.bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
-from tidemill.bus.wire import parts, subjects
+from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
 from tidemill.bus.wire.messages import Cursor, Kind, Sample
 from tidemill.bus.wire.routed_experts import RoutedShape
@@ -87,11 +87,11 @@ class SampleStream:
 
     async def publish_bytes(self, data: bytes, subject: str, headers: dict[str, str]) -> int:
         """Store a sample that is encoded already, as ``publish`` does; ``headers``: as ``headers_of`` returns them."""
-        if not parts.fits(data, self._jet.connection.max_payload):
-            if len(data) > parts.MAX_SAMPLE_BYTES:
-                raise WireError("sample", f"<= {parts.MAX_SAMPLE_BYTES} bytes", len(data))
+        if not codec.fits(data, self._jet.connection.max_payload):
+            if len(data) > codec.MAX_SAMPLE_BYTES:
+                raise WireError("sample", f"<= {codec.MAX_SAMPLE_BYTES} bytes", len(data))
             seqs = await self._store_parts(subjects.kind_of_sample(subject), headers[subjects.MESSAGE_ID], data)
-            data, subject = parts.describe(data, seqs), subjects.manifest(subject)
+            data, subject = codec.describe(data, seqs), subjects.manifest(subject)
             headers = {**headers, PARTS_HEADER: str(len(seqs))}
         seq = await self._store(subject, data, headers)
         self.stats.published += 1
@@ -164,7 +164,7 @@ class SampleStream:
     async def _store_parts(self, kind: str, message_id: str, data: bytes) -> list[int]:
         subject = subjects.part(self._jet.run, kind, int(message_id.partition(".")[0]))
         seqs = []
-        for number, piece in enumerate(parts.cut(data, self._jet.connection.max_payload)):
+        for number, piece in enumerate(codec.cut(data, self._jet.connection.max_payload)):
             seqs.append(await self._store(subject, piece, {subjects.MESSAGE_ID: _part_id(message_id, number)}))
         return seqs
 
@@ -190,7 +190,7 @@ class SampleStream:
         """Return the sequence of a readable manifest's first part, at most ``oldest``."""
         max_payload = self._jet.connection.max_payload
         try:
-            seqs = parts.read_manifest(manifest.data, seq=manifest.seq, max_payload=max_payload).seqs
+            seqs = codec.read_manifest(manifest.data, seq=manifest.seq, max_payload=max_payload).seqs
             if min(seqs) < oldest:
                 await _part(self._jet, manifest, seqs.index(min(seqs)), min(seqs))
         except WireError:
@@ -304,8 +304,8 @@ async def payload_of(jet: JetStream, message: Delivered | Message) -> bytes:
     """
     if PARTS_HEADER not in message.headers:
         return message.data
-    manifest = parts.read_manifest(message.data, seq=message.seq, max_payload=jet.connection.max_payload)
-    joining = parts.Joining(manifest)
+    manifest = codec.read_manifest(message.data, seq=message.seq, max_payload=jet.connection.max_payload)
+    joining = codec.Joining(manifest)
     for number, seq in enumerate(manifest.seqs):
         joining.add(await _part(jet, message, number, seq))
     return joining.whole()

@@ -11,17 +11,17 @@ from nats.aio.msg import Msg
 
 from tidemill.bus.client.connection import retry
 from tidemill.bus.client.fenced_stream import FencedStream, FencedWriter, Fences, epoch_of, valid
-from tidemill.bus.client.fetch import ACK, NAK, PROGRESS, FetchSlots
 from tidemill.bus.client.jetstream import JetStream, Message
-from tidemill.bus.client.pull import Delivered
+from tidemill.bus.client.pull import ACK, NAK, PROGRESS, Delivered, FetchSlots
 from tidemill.bus.client.rows import Rows, Value
 from tidemill.bus.errors import BusUnavailable, NotFound, WireError
 from tidemill.bus.streams.dead import DeadLetters
 from tidemill.bus.system.coroutines import ended, to_the_end
-from tidemill.bus.wire import subjects
-from tidemill.bus.wire.codec import decode_record, decode_task, encode_task
+from tidemill.bus.wire import codec, subjects
+from tidemill.bus.wire.codec import decode_partial, decode_record, decode_task, encode_partial, encode_task
+from tidemill.bus.wire.invariants import check_partial
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.messages import Dead, Fence, Kind, Task
+from tidemill.bus.wire.messages import Dead, Fence, Kind, Partial, Task
 from tidemill.bus.wire.subjects import nonce
 
 _log = logging.getLogger(__name__)
@@ -94,16 +94,25 @@ class Lease:
     @asynccontextmanager
     async def kept(self) -> AsyncIterator["Lease"]:
         """Renew every ``lease_s / 3`` while the block runs."""
-        renewing = asyncio.create_task(self._renew_for_ever(), name=f"lease {self.task.id}")
+        # A timer: a task that sleeps, and its end, are three tasks for each lease, most of which are never renewed.
+        loop, renewing = asyncio.get_running_loop(), set[asyncio.Task[bool]]()
+        timer: asyncio.TimerHandle
+
+        def renew() -> None:
+            nonlocal timer
+            if not renewing:
+                task = loop.create_task(self.renew(), name=f"lease {self.task.id}")
+                renewing.add(task)
+                task.add_done_callback(renewing.discard)
+            timer = loop.call_later(self._lease_s / 3, renew)
+
+        timer = loop.call_later(self._lease_s / 3, renew)
         try:
             yield self
         finally:
-            await to_the_end(ended(renewing))
-
-    async def _renew_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(self._lease_s / 3)
-            await self.renew()
+            timer.cancel()
+            for task in list(renewing):
+                await to_the_end(ended(task))
 
     async def _answer(self, payload: bytes) -> bool:
         return await self._queue.jet.connection.try_send(self._reply, payload)
@@ -308,3 +317,63 @@ def _dead(task: Task, reason: str, attempts: int, actor: str) -> Dead:
         prompt_epoch=task.prompt_epoch,
         offset=task.offset,
     )
+
+
+class Partials:
+    """Stream PARTIALS. No process depends on it: a partial that is missing is generated again."""
+
+    def __init__(self, jet: JetStream) -> None:
+        self._jet = jet
+        self._stream = subjects.stream(jet.run, subjects.PARTIALS)
+        self._found = False
+
+    async def store(self, partial: Partial) -> bool:
+        """Store a partial, tried for ever under its message id. Cancellable.
+
+        Returns False when it is larger than a message may be, or the run is older than the stream. Raises WireError
+        when it breaks an invariant.
+        """
+        check_partial(partial)
+        data = encode_partial(partial)
+        if not codec.fits(data, self._jet.connection.max_payload):
+            _log.warning("partial too large task=%d index=%d bytes=%d", partial.task, partial.index, len(data))
+            return False
+        if not await self._exists():
+            _log.warning("partial not stored, there is no stream for it stream=%s", self._stream)
+            return False
+        subject = subjects.partial(self._jet.run, partial.task, partial.index)
+        await self._jet.outbox.store(subject, data, {subjects.MESSAGE_ID: partial.message_id})
+        return True
+
+    async def of(self, task: int) -> dict[int, Partial]:
+        """Return the newest partial of each index of a task; none without such a stream. Raises BusUnavailable."""
+        by_index: dict[int, Partial] = {}
+        try:
+            for subject in await self._jet.subjects(self._stream, subjects.partial(self._jet.run, task)):
+                message = await self._jet.last(self._stream, subject)
+                if message is None:  # trimmed meanwhile
+                    continue
+                try:
+                    partial = decode_partial(message.data)
+                    check_partial(partial)
+                except WireError as error:
+                    _log.warning("partial not usable subject=%s error=%s", subject, error)
+                    continue
+                if (partial.run, partial.task) == (self._jet.run, task):
+                    by_index[partial.index] = partial
+        except NotFound:  # the run is older than the stream
+            pass
+        return by_index
+
+    async def trim(self, below: int) -> None:
+        """Remove the partials of tasks with ids < ``below``. Raises BusUnavailable."""
+        await self._jet.purge_tasks(self._stream, lambda task: subjects.partial(self._jet.run, task), below)
+
+    async def _exists(self) -> bool:
+        if not self._found:
+            try:
+                await self._jet.retry_for_ever(lambda: self._jet.state(self._stream))
+            except NotFound:
+                return False
+            self._found = True
+        return True

@@ -13,12 +13,30 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.bus import exit_codes
-from tidemill.bus.system.proxies import without_proxy
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Names of this machine. Only urllib wants brackets around IPv6; with them httpx fails ("Invalid port")."""
+_VARIABLES = ("no_proxy", "NO_PROXY")
+"""Clients read one or the other."""
+
+
+def without_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
+    """Return a child's environment, in which clients reach loopback and ``hosts`` (no port, no brackets) directly."""
+    listed = [host.strip() for name in _VARIABLES for host in environment.get(name, "").split(",")]
+    joined = ",".join(dict.fromkeys(host for host in (*listed, *LOOPBACK, *hosts) if host))
+    return {**environment, **dict.fromkeys(_VARIABLES, joined)}
+
+
+def direct_opener(*handlers: urllib.request.BaseHandler) -> urllib.request.OpenerDirector:
+    """Return an opener of URLs that never goes through a proxy."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
+
 
 ROOT = Path("/")
 CURE = "give the machine or the container more memory, or let its processes use less (docs/troubleshooting.md)"

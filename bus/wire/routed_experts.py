@@ -15,7 +15,43 @@ from numpy.typing import NDArray
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.bus.wire.model_values import LOCAL_EXPERTS, RENAMED
+
+# The learner has transformers 4. Version 5 writes rotary positions into ``rope_parameters``, and the number of experts
+# of Qwen3-MoE as ``num_local_experts``; version 4 reads neither and takes its defaults: positions would be wrong.
+ROPE, BASE, SCALING, SHARE = "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"
+ROPE_KEYS = (BASE, SCALING, SHARE)
+EXPERTS, LOCAL_EXPERTS = "num_experts", "num_local_experts"
+RENAMED = ("qwen3_moe",)
+"""Families for which transformers 5 has another key for the number of experts."""
+
+
+def in_older_keys(values: JsonMapping) -> JsonObject:
+    """Return the values of a config.json that transformers 4 has under other keys, under these; none for its own files.
+
+    ``rope_scaling`` is None for plain positions. Raises ValueError for rotary positions by kind of layer, which no
+    family here has.
+    """
+    renamed = _rope(values.get(ROPE))
+    if values.get("model_type") in RENAMED and EXPERTS not in values and LOCAL_EXPERTS in values:
+        renamed[EXPERTS] = values[LOCAL_EXPERTS]
+    return renamed
+
+
+def as_older(values: JsonMapping) -> JsonObject:
+    """Return all values, and the values of ``in_older_keys``. Raises ValueError."""
+    return {**values, **in_older_keys(values)}
+
+
+def _rope(settings: object) -> JsonObject:
+    if not isinstance(settings, Mapping) or not settings:
+        return {}
+    if by_layer := [str(name) for name, value in settings.items() if isinstance(value, Mapping)]:
+        raise ValueError(f"{ROPE}: want one set for all layers, got some for {', '.join(by_layer)}")
+    scaling = {name: value for name, value in settings.items() if name not in (BASE, SHARE)}
+    is_plain = scaling.get("rope_type", scaling.get("type", "default")) == "default"
+    alone = {name: settings[name] for name in (BASE, SHARE) if name in settings}
+    return {**alone, SCALING: None if is_plain else scaling}
+
 
 RoutedExperts = NDArray[np.uint8 | np.uint16]
 """[L, E, K]."""

@@ -4,22 +4,17 @@ Fields without a default are required, further fields are ignored. Rows that oth
 far as a process must be able to rely on them.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from tidemill.bus.errors import WireError
-from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.message_format import check_open
 from tidemill.bus.wire.mismatch import mismatch
 
-MAX_ROW_BYTES = 1 << 20
-"""A larger row is refused unread: rows are read every second, by every process."""
 _MAX_FLOAT = 1.7976931348623157e308
 
 Text = Annotated[str, Meta(pattern="\\A[^\ud800-\udfff]*\\Z", description="text")]
@@ -33,7 +28,16 @@ Key = Annotated[str, Meta(pattern=r"\A[!-~]{1,512}\Z", description="1 to 512 vis
 R = TypeVar("R")
 
 
-MOST_RANKS = 1024
+MAX_RANKS = 1024
+MAX_TEXT = 2_000
+"""Characters of a text of a node's row; a reason is cut to them."""
+_Bounded = Annotated[Text, Meta(max_length=2 * MAX_TEXT)]
+_NumRanks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+_Nonce = Annotated[str, Meta(pattern=r"^[0-9a-f]{12}\Z")]
+_Z85 = r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}"
+"""Letters of a CURVE public key. Source: ZeroMQ RFC 32."""
+_CurveKey = Annotated[str, Meta(pattern=rf"^{_Z85}\Z")]
+_CurveKeyOrNone = Annotated[str, Meta(pattern=rf"^({_Z85})?\Z")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +50,8 @@ class Capabilities:
     """It serves snapshots of the weights it has to engines that catch up."""
     colocated: bool = False
     """It shares an accelerator with the learner, and releases its memory for each step."""
-    ranks: Annotated[int, Meta(ge=1, le=MOST_RANKS, description=f"an integer from 1 to {MOST_RANKS}")] = 1
-    """Number of its processes that receive weights: one for each tensor-parallel rank, 1 to ``MOST_RANKS``."""
+    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS, description=f"an integer from 1 to {MAX_RANKS}")] = 1
+    """Number of its processes that receive weights: one for each tensor-parallel rank, 1 to ``MAX_RANKS``."""
     devices: tuple[Text, ...] = ()
     """UUIDs of the accelerators on which it computes (``GPU-...``); empty = none, or not known."""
     visible_devices: tuple[Text, ...] = ()
@@ -88,7 +92,7 @@ class LiveRow:
     place: Text = ""
     """Domain of shared memory of an engine that receives handles; engines with equal ones can share memory."""
     unreadable: Text = ""
-    """Messages and rows that it passed over (``bus/client/refusals.py``); empty = none."""
+    """Messages and rows that it passed over (``bus/client/jetstream.py``); empty = none."""
     rollouts: tuple[Text, ...] = ()
     """Rollouts whose tasks an actor leases, ``single_turn`` for those without one; empty = not reported."""
     nonce: Text = ""
@@ -129,207 +133,146 @@ class ReaderRow:
     """True when trimming stopped waiting for it, because the stream was too full."""
 
 
-class _Epoch(msgspec.Struct):
+class Phase(StrEnum):
+    """State of an agent. From RUNNING on, it keeps the nonce of the attempt; READY comes with a new one."""
+
+    READY = "ready"
+    """It has no ranks, and offers to run some under its nonce."""
+    RUNNING = "running"
+    FINISHED = "finished"
+    """The agent's ranks have ended with success."""
+    DRAINING = "draining"
+    """It was stopped: its ranks finish their step."""
+    FAILED = "failed"
+    """It has given up, and its process ends."""
+
+
+class State(StrEnum):
+    """State of an attempt."""
+
+    FORMING = "forming"
+    RUNNING = "running"
+    """The ranks of all nodes were started."""
+    DRAINING = "draining"
+    """An agent was stopped: all ranks finish their step."""
+    ENDING = "ending"
+    """It has failed or was drained: all ranks end, and the next attempt follows."""
+    FAILED = "failed"
+    """It has failed, and no next one follows: the agents end."""
+    DONE = "done"
+    """The last step is done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRow:
+    """An agent and its node."""
+
+    node: Natural
+    nodes: _NumRanks
+    """Number of nodes, as this agent was started."""
+    nonce: _Nonce
+    """Nonce of this offer: new at the start of the agent and after each attempt."""
+    phase: Phase = Phase.READY
+    agent: _Bounded = ""
+    """Nonce of the process."""
+    host: _Bounded = ""
+    epoch: Natural = 0
+    """Epoch of the last attempt that this agent was part of; 0 = none."""
+    place: _Bounded = ""
+    """Boot id and process-id namespace: agents with equal ones see each other's process ids."""
+    pid: Natural = 0
+    address: _Bounded = ""
+    """Advertised address of the node, without a port."""
+    key: _CurveKeyOrNone = ""
+    """CURVE public key of its ranks, for one attempt."""
+    versions: Mapping[Text, Text] = field(default_factory=dict)
+    """Versions and settings that must be equal on all nodes, by name."""
+    devices: tuple[Text, ...] = ()
+    """UUIDs of the devices that ranks may have; empty = they run on the CPU."""
+    device_memory_bytes: Natural = 0
+    probe_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    """Port under ``address`` at which this agent answers calls of the others; 0 = it does not listen."""
+    reached: Annotated[Mapping[_Bounded, _Bounded], Meta(max_length=MAX_RANKS)] = field(default_factory=dict)
+    """Results of its calls to the other nodes, by the nonce of their offer: empty = reached, else why not."""
+    checkpoint_url: _Bounded = ""
+    """Where the node serves its checkpoint files; empty = it does not."""
+    reason: _Bounded = ""
+    """Why its last attempt ended, or why it has given up."""
+    exit_code: Natural = 0
+    """Exit code of an agent that has given up."""
+    waits_for: _Bounded = ""
+    beats: Natural = 0
+    """Increases with every heartbeat."""
+
+    @property
+    def name(self) -> str:
+        """Name for messages: ``node 1 (host)``."""
+        return f"node {self.node} ({self.host or '?'})"
+
+    @property
+    def name_with_address(self) -> str:
+        """Name for messages about the network: ``node 1 (host, 10.0.0.2)``."""
+        return f"node {self.node} ({self.host or '?'}, {self.address or '?'})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of the whole learner."""
+
     epoch: Natural
-    by: Text = ""
+    nonces: Annotated[tuple[_Nonce, ...], Meta(min_length=1, max_length=MAX_RANKS)]
+    """Nonces of the offers that it runs under, by node."""
+    ranks: tuple[_NumRanks, ...]
+    """Number of ranks of each node; they are numbered through."""
+    master: Annotated[str, Meta(pattern=r"^.+:[0-9]{1,5}\Z", max_length=2 * MAX_TEXT)]
+    """host:port of torch's store."""
+    feeder: Annotated[str, Meta(pattern="^tcp://", max_length=2 * MAX_TEXT)]
+    """URL of the feeder, tcp://host:port."""
+    feeder_key: _CurveKey
+    """CURVE public key of the feeder."""
+    proof: _Bounded = ""
+    """Content of the file that shows that all nodes share the directory of the checkpoints; empty = they need not."""
+    state: State = State.FORMING
+    reason: _Bounded = ""
+    exit_code: Natural = 0
+
+    def has(self, row: NodeRow) -> bool:
+        """Return whether this row's offer is part of the attempt."""
+        return row.node < len(self.nonces) and self.nonces[row.node] == row.nonce
+
+    def first_rank(self, node: int) -> int:
+        """Return the number of the first rank of a node."""
+        return sum(self.ranks[:node])
 
 
-class _TaskFloor(msgspec.Struct):
-    floor: Natural
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A node's checkpoint files."""
 
-
-class _Checkpoint(msgspec.Struct):
-    directory: Text
-    step: Natural
-    epoch: Natural = 0
-    chain: Text = ""
-    manifest: Text = ""
-    kept: list[Text] = []
-    manifests: dict[Text, Text] = {}
-
-
-class _Best(msgspec.Struct):
-    step: Natural
-    version: Natural
-    set: Text
-    metric: Text
-    value: Number
-    directory: Text = ""
-    epoch: Natural = 0
-
-
-class _End(msgspec.Struct):
-    step: Natural
-    reason: Text
-    epoch: Natural = 0
-
-
-class _Settings(msgspec.Struct):
-    learner: JsonObject
-    weights: JsonObject
-
-
-class _Holder(msgspec.Struct):
     node: Natural
     url: Text
+    """Where the node serves them."""
     held: dict[Text, list[Text]]
+    """Files by checkpoint."""
     host: Text = ""
     trouble: Text = ""
 
 
-class _Stored(msgspec.Struct):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uploaded:
+    """A node's uploads to the store of checkpoints."""
+
     node: Natural
     files: dict[Text, list[Text]]
-    whole: dict[Text, Text] = {}
-    lacking: dict[Text, list[Text]] = {}
+    """Files that the node has uploaded, by checkpoint."""
+    whole: dict[Text, Text] = field(default_factory=dict)
+    """Checkpoints that are complete in the store, with the digests of their manifests; written by node 0."""
+    lacking: dict[Text, list[Text]] = field(default_factory=dict)
+    """Files that are not in the store, though their nodes have uploaded them, by checkpoint; written by node 0."""
     store: Text = ""
+    """The store's URL; empty = not known."""
     host: Text = ""
     trouble: Text = ""
-
-
-class _Config(msgspec.Struct):
-    actor: JsonObject = {}
-    bus: JsonObject = {}
-    data: JsonObject = {}
-    engine: JsonObject = {}
-    learner: JsonObject = {}
-    model: JsonObject = {}
-    sampling: JsonObject = {}
-    staleness: JsonObject = {}
-    up: JsonObject = {}
-    weights: JsonObject = {}
-
-
-class _Secret(msgspec.Struct):
-    key: Key
-
-
-class _RefusedActor(msgspec.Struct):
-    actor: Text
-    invalid: Natural = 0
-    reason: Text = ""
-
-
-class _Node(msgspec.Struct):
-    node: Natural
-    nodes: Natural
-    nonce: Text
-    phase: Text = ""
-    agent: Text = ""
-    host: Text = ""
-    place: Text = ""
-    address: Text = ""
-    key: Text = ""
-    checkpoint_url: Text = ""
-    reason: Text = ""
-    waits_for: Text = ""
-    epoch: Natural = 0
-    pid: Natural = 0
-    device_memory_bytes: Natural = 0
-    exit_code: Natural = 0
-    beats: Natural = 0
-    probe_port: Natural = 0
-    versions: dict[Text, Text] = {}
-    reached: dict[Text, Text] = {}
-    devices: list[Text] = []
-
-
-class _Attempt(msgspec.Struct):
-    epoch: Natural
-    nonces: list[Text]
-    ranks: list[Natural]
-    master: Text
-    feeder: Text
-    feeder_key: Text
-    state: Text = ""
-    proof: Text = ""
-    reason: Text = ""
-    exit_code: Natural = 0
-
-
-class _Fence(msgspec.Struct):
-    """The head before the first version: the newest learner's epoch alone."""
-
-    fence: Natural = 0
-
-
-class _WantedVersion(msgspec.Struct):
-    version: Whole
-    by: Text = ""
-    nonce: Text = ""
-
-
-class _Evicted(msgspec.Struct):
-    engines: dict[Text, Text]
-
-
-class _Turn(msgspec.Struct):
-    whose: Text
-    epoch: Natural = 0
-
-
-class _Replicas(msgspec.Struct):
-    engine: Whole = 0
-    actor: Whole = 0
-    scorer: Whole = 0
-
-
-class _Anything(msgspec.Struct):
-    """A row of a key that this release does not know."""
-
-
-_ROWS: Mapping[str, Mapping[str, type]] = {
-    "run": {
-        subjects.EPOCH_KEY: _Epoch,
-        subjects.FLOOR_KEY: _TaskFloor,
-        "checkpoint": _Checkpoint,
-        subjects.BEST_KEY: _Best,
-        subjects.END_KEY: _End,
-        f"{subjects.SETTINGS_KEY}.*": _Settings,
-        "holder.*": _Holder,
-        "stored.*": _Stored,
-        "config": _Config,
-        "api_key": _Secret,
-        "refused.*": _RefusedActor,
-        "node.*": _Node,
-        "attempt": _Attempt,
-        "cursor.*": ReaderRow,
-    },
-    "live": {"*": LiveRow},
-    "weights": {"snapshot": VersionRow, "v.*": VersionRow, "want": _WantedVersion, "evicted": _Evicted, "turn": _Turn},
-    "keys": {"admin": _Secret},
-    "wanted": {"*": _Replicas},
-}
-"""Types of rows by bucket and key; ``*`` stands for any end."""
-
-
-def json_map(data: bytes) -> JsonObject:
-    """Return the JSON object in ``data``. Raises WireError."""
-    if len(data) > MAX_ROW_BYTES:
-        raise WireError("size", f"<= {MAX_ROW_BYTES} bytes", len(data))
-    try:
-        # Not by msgspec, which refuses the infinities that settings may have.
-        value = json.loads(data)
-        check_open(value)
-    except (ValueError, RecursionError) as error:
-        raise WireError("", "a JSON object", str(error)) from None
-    if not isinstance(value, dict):
-        raise WireError("", "a JSON object", type(value).__name__)
-    return value
-
-
-def read_row(bucket: str, key: str, data: bytes) -> JsonObject:
-    """Return the row in ``data``. Raises WireError naming the field that is missing or of another type."""
-    value = json_map(data)
-    kinds = _head(value) if (bucket, key) == ("weights", "head") else (_kind(bucket, key),)
-    for kind in kinds:
-        try:
-            row_of(kind, value)
-        except WireError as error:
-            if kind is _Secret:  # the message goes to logs and live rows
-                raise WireError(error.field, error.want, "another value") from None
-            raise
-    return value
 
 
 def row_of(kind: type[R], value: JsonObject) -> R:
@@ -338,15 +281,3 @@ def row_of(kind: type[R], value: JsonObject) -> R:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise mismatch(error, value, kind) from None
-
-
-def _head(value: JsonObject) -> tuple[type, ...]:
-    """Return the types that the head has: before the first version, it has the fence alone."""
-    return (VersionRow, _Fence) if "version" in value else (_Fence,)
-
-
-def _kind(bucket: str, key: str) -> type:
-    for pattern, kind in _ROWS[bucket].items():
-        if key == pattern or (pattern.endswith("*") and key.startswith(pattern[:-1])):
-            return kind
-    return _Anything

@@ -16,14 +16,13 @@ from tidemill.launch.checks.model import CheckedModel
 from tidemill.launch.checks.rows import row_check
 from tidemill.launch.settings.datasets import prompts
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.data.config import REFUSE, DataConfig
-from tidemill.learner.data.source import Source
+from tidemill.learner.data import REFUSE, DataConfig, Source
 from tidemill.learner.debug.config import read_prompts
 from tidemill.learner.debug.rollout_file import read_header
 from tidemill.learner.errors import DebugFileRefused, PromptError, TemplateLacks
 from tidemill.learner.prompts.bad_rows import RowTooLong
 from tidemill.learner.prompts.formats import count_rows
-from tidemill.learner.prompts.mixing import Share
+from tidemill.learner.prompts.prompt_file import Share
 from tidemill.learner.prompts.responses import Recordings
 from tidemill.learner.prompts.rows import (
     PromptRow,

@@ -1,6 +1,4 @@
-"""Check of the devices: the placement of ranks and engines on this machine, or the reason why there is none. Starts
-only nvidia-smi.
-"""
+"""Check of the devices: the placement of ranks and engines here, or why there is none. Starts only nvidia-smi."""
 
 import os
 

@@ -1,6 +1,4 @@
-"""Checks of the environment of a run: bus, engine's program, directories, disk, memory, store of checkpoints. Starts
-nothing.
-"""
+"""Checks of a run's environment: bus, engine's program, directories, disk, memory, store. Starts nothing."""
 
 import json
 import math
@@ -20,8 +18,8 @@ from tidemill.actors.serving.sglang.releases import OLDEST, release_of, written
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import OLDEST_SERVER, STORE_SHARE
 from tidemill.bus.server.store_disk import lacking, needed_bytes
+from tidemill.bus.wire.codec import HEADER_RESERVE_BYTES, MAX_SAMPLE_BYTES
 from tidemill.bus.wire.episode_limits import Budget
-from tidemill.bus.wire.parts import HEADER_RESERVE_BYTES, MAX_SAMPLE_BYTES
 from tidemill.launch.checks.data import Prompts
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
@@ -327,9 +325,10 @@ def check_memory(
         if config.engine.kv_tokens:
             needed += engines * kv_bytes
     if needed > total:
-        blocks = ", keys and values" if has_blocks and config.engine.kv_tokens else ""
+        blocks, cure = "", "train a smaller model, lower up.engines or learner.data_parallel, or use a larger machine"
+        if has_blocks and config.engine.kv_tokens:
+            blocks, cure = ", keys and values", f"lower engine.kv_tokens, or set it to 0; {cure}"
         want = f"{_gb(needed)} of memory for the weights{blocks} of {ranks} rank(s) and {engines} engine(s)"
-        cure = "train a smaller model, lower up.engines or learner.data_parallel, or use a larger machine"
         where = "engine.kv_tokens" if blocks else "model.path"
         report.error("memory", report.at(where), want=want, got=f"{_gb(total)}", cure=cure)
     else:

@@ -11,13 +11,12 @@ from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin.shape import FAMILIES as DECODED
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.model_values import ROPE_KEYS, as_older
-from tidemill.bus.wire.routed_experts import EXPERTS_OF, RoutedShape
+from tidemill.bus.wire.routed_experts import EXPERTS_OF, ROPE_KEYS, RoutedShape, as_older
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.weights import check_megatron, check_tuning
 from tidemill.launch.devices.demand import ModelSize
 from tidemill.launch.devices.memory_table import MemoryRow, memory_rows, state_rows, valued
-from tidemill.launch.devices.trained import Shapes, trained_tensors
+from tidemill.launch.devices.shapes import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
 from tidemill.learner.settings.config import ROLLOUT
@@ -106,7 +105,6 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
     if len(report.errors) > before:
         return None
     tensors = shape.tensors() if shape is not None else in_files
-    sizes = [math.prod(tensor) for tensor in tensors.values()]
     vocabulary, positions = (
         (shape.vocab_size, shape.max_positions) if shape is not None else (values[name] for name in NEEDED[:2])
     )
@@ -115,7 +113,7 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
         directory=None if prepare is not None else path,
         vocab_size=vocabulary,
         context=min(positions, config.engine.max_context or positions, config.engine.kv_tokens or positions),
-        num_parameters=sum(sizes),
+        num_parameters=sum(map(math.prod, tensors.values())),
         shape=shape,
         tensors=tensors,
         critic=_check_critic(report, config, vocabulary, positions),
@@ -129,14 +127,14 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
     check_tuning(report, config, tensors)
     check_megatron(report, config, tensors, num_layers=int(str(values["num_hidden_layers"])))
     if len(report.errors) == before:
-        what = "made at the start" if prepare is not None else str(path)
-        report.good(
-            "model",
-            f"{what}: {values['model_type']}, {values['num_hidden_layers']} layers of "
-            f"{values['hidden_size']}, {sum(sizes):,} parameters, "
-            f"{model.vocab_size} tokens, context {model.context}",
-        )
+        report.good("model", f"{path if prepare is None else 'made at the start'}: {_in_words(values, model)}")
     return model
+
+
+def _in_words(values: Mapping[str, object], model: CheckedModel) -> str:
+    layers = f"{values['num_hidden_layers']} layers of {values['hidden_size']}"
+    sizes = f"{model.num_parameters:,} parameters, {model.vocab_size} tokens, context {model.context}"
+    return f"{values['model_type']}, {layers}, {sizes}"
 
 
 def _routed_bytes(config: RunConfig, values: Mapping[str, object]) -> int:

@@ -1,6 +1,4 @@
-"""Compares a resumed run with the run that began in its directory: model, prompts, sampling. Reads checkpoints, never
-the bus.
-"""
+"""Compares a resumed run with the one that began in its directory: model, prompts, sampling. Reads no bus."""
 
 import hashlib
 import json
@@ -14,7 +12,7 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import SettingsError, from_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
-from tidemill.learner.buffer.snapshot import ROWS, read_state
+from tidemill.learner.buffer.ledger import ROWS, read_state
 from tidemill.learner.checkpoints import disk, torch_dist
 from tidemill.learner.errors import ConfigRefused, PromptError, ReplayMismatch
 from tidemill.learner.prompts.formats import data_files

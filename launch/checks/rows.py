@@ -1,6 +1,4 @@
-"""Checks of rows against settings of the run: their rollouts, their limits of sampling, and the rewards that their
-metadata asks for.
-"""
+"""Checks of rows against settings: their rollouts, limits of sampling, and rewards that their metadata names."""
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter

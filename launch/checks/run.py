@@ -1,6 +1,4 @@
-"""All checks of a run before it starts: the one function that ``tidemill config``, ``check``, ``up`` and ``learner``
-call.
-"""
+"""All checks of a run before it starts, for ``tidemill config``, ``check``, ``up`` and ``learner``."""
 
 from dataclasses import dataclass
 

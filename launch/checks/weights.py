@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tidemill.launch.checks.findings import Report
-from tidemill.launch.devices.trained import Shapes, stages_of, trained_tensors
+from tidemill.launch.devices.shapes import Shapes, stages_of, trained_tensors
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.checkpoints import torch_dist
 from tidemill.learner.checkpoints.manifest import MANIFEST

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tidemill.bus.system.proxies import direct_opener
+from tidemill.bus.system.processes import direct_opener
 from tidemill.rewards.http.remote import bearer
 
 if TYPE_CHECKING:

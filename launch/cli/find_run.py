@@ -17,7 +17,7 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.streams.bus import find_run as find_only_run
 from tidemill.launch.run import process
 from tidemill.launch.run.access import BUS_URL_FILE, OPERATOR, VIEWER, viewer_line
-from tidemill.launch.run.ended_bus import EndedBus, started
+from tidemill.launch.run.bus_process import EndedBus, started
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.run_config import CONFIG_FILE
 

@@ -91,7 +91,7 @@ def _learner_node(args: argparse.Namespace) -> "HostLearner | None":
         raise ValueError("--learner-node: want --config FILE, the configuration of the run, got none")
     require("learner")
     from tidemill.launch.run.host import HostLearner
-    from tidemill.launch.run.node_rank import node_place
+    from tidemill.launch.run.learner_process import node_place
 
     loaded = loaded_config(args)
     place = node_place(loaded.config.learner.nodes, args.learner_node, os.environ)

@@ -66,7 +66,7 @@ def _run_learner(args: argparse.Namespace) -> int:
     if config is None:
         return 0
     require("learner")
-    from tidemill.launch.run.node_rank import node_place
+    from tidemill.launch.run.learner_process import node_place
 
     place = node_place(config.learner.nodes, args.node_rank, os.environ)
     if place.nodes == 1 and (args.host or args.advertise):

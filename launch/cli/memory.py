@@ -14,9 +14,9 @@ from tidemill.launch.devices.visible import this_node
 from tidemill.launch.settings.config_loader import Loaded
 
 NOT_COUNTED = (
-    "Not counted: what libraries take for themselves (CUDA context, NCCL, cuBLAS: 1 to 3 GB together), "
-    "padding of rows with sequences of "
-    "different lengths, and memory that the allocator cannot use again."
+    "Not counted: what libraries take for themselves on a GPU (CUDA context, NCCL, cuBLAS: 1 to 3 GB together), "
+    "padding of rows with sequences of different lengths, and memory that the allocator cannot use again (on the CPU "
+    "about a tenth). Copies for checkpoints are there from the copy until they are written."
 )
 
 OF_ANY_FAMILY = (

@@ -20,7 +20,7 @@ from tidemill.launch.run.directory import directory_of_one
 from tidemill.launch.run.up import CONFIG_FILE, run_up
 from tidemill.launch.settings.config_loader import changes, from_map, load, to_map
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.buffer.snapshot import read_state
+from tidemill.learner.buffer.ledger import read_state
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
 

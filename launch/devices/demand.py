@@ -1,6 +1,4 @@
-"""From a run's settings to its wants of a machine, and from the places of its processes to their environment
-variables.
-"""
+"""From a run's settings to its demands on a machine; from places of processes to their environment variables."""
 
 import json
 import math
@@ -11,8 +9,7 @@ from dataclasses import dataclass, field
 from tidemill.actors.config import OF_RANKS, EngineConfig
 from tidemill.launch.devices.memory_table import ITEM_BYTES, dtype_on, group_bytes, staged_bytes, training_bytes
 from tidemill.launch.devices.placement import engine_place
-from tidemill.launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, PlacementRefused, RankPlace, Want
-from tidemill.launch.devices.trained import Shapes
+from tidemill.launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, PlacementRefused, RankPlace, Shapes, Want
 from tidemill.launch.devices.visible import VARIABLE, nccl_of
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.layout.sizes import num_senders

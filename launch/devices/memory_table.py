@@ -3,21 +3,22 @@ loads no torch.
 
 The tensors of a rank are counted as Megatron's classes allocate them here, and the tensors that a layer keeps for the
 backward pass one by one (``_layer_bytes``); tests compare both with a real rank. Memory of libraries (CUDA context,
-NCCL, cuBLAS, fragmentation of the allocator, Python: some GB together) is not in the table.
+NCCL, cuBLAS, fragmentation of the allocator: some GB together) is not in the table; of a rank on the CPU it is.
 """
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from tidemill.actors.serving.builtin.blocks import BLOCK, block_bytes, budget
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.launch.devices.trained import Shapes, is_whole, stages_of, trained_tensors
+from tidemill.launch.devices.shapes import Shapes, is_whole, stages_of, trained_tensors
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE, OFFLOADED_AT_ONCE, Dealt, num_senders
 from tidemill.learner.settings.config import RECOMPUTE, LearnerConfig
+from tidemill.learner.settings.lora import LoraConfig
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 FLOAT32, TOKEN_ID = 4, 8
@@ -30,6 +31,8 @@ _EXPERTS = ".experts."
 STAGED_COPIES = 2
 """Copies of the weights that a rank sends: the head, and the one being filled (``transport/staging.py``)."""
 SENDER = "rank that sends weights, besides"
+LIBRARY_BYTES = 420_000_000
+"""Memory of a rank's Python, torch and Megatron on the CPU before it has a model (torch 2.13, megatron-core 0.16)."""
 CONTEXT_BYTES = 500_000_000
 """A process's CUDA context on its device, about; not measured (``docs/decisions/023-nccl-in-a-process-of-its-own.md``).
 """
@@ -58,9 +61,11 @@ def memory_rows(
     """
     learner, engine = (dtype_on(setting, cuda=cuda) for setting in (config.learner.dtype, config.engine.dtype))
     tokens = -(-row_tokens(shape, config) // config.learner.context_parallel)
+    libraries = MemoryRow(process="rank", part="Python, torch and Megatron, about", bytes=LIBRARY_BYTES)
     return (
         *_state(shape.tensors(), valued(critic or shape).tensors(), config, learner, cuda=cuda),
         *_activations(tokens, shape, critic or shape, config.learner, learner, cuda=cuda),
+        *(() if cuda else (libraries,)),
         *_sending(shape.tensors(), config, learner, cuda=cuda),
         *_engine(shape, config, engine, engine_memory),
     )
@@ -206,17 +211,14 @@ def _activations(
 ) -> Iterable[MemoryRow]:
     """Yield the rows of the tensors that a rank keeps and computes for ``tokens`` tokens of a packed row."""
     split = learner.tensor_parallel
-    fused = cuda and (
-        learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic)
-    )
     rotary = cuda and learner.fused_rotary != "never"
     activations = Activations(
         dtype=dtype,
         tensor_parallel=split,
         recompute=learner.recompute,
-        fused=fused,
         norm_kernel=cuda,
         rotary_kernel=rotary,
+        lora=learner.lora,
     )
     # The first stage of a pipeline keeps as many rows as there are stages, each in its share of the layers.
     kept = f"kept for the backward pass of {tokens:,} tokens"
@@ -341,10 +343,11 @@ def kv_budget(shape: ModelShape, config: RunConfig, dtype: str, memory_bytes: in
 
 def row_tokens(shape: ModelShape, config: RunConfig) -> int:
     """Return the number of tokens of the longest packed row: the budget, or a single sample that is longer than it."""
-    longest = (
-        config.data.max_prompt_tokens or shape.max_positions - config.sampling.max_new_tokens
-    ) + config.sampling.max_new_tokens
-    return max(config.learner.max_tokens_per_micro_batch, min(longest, shape.max_positions))
+    context, new_tokens = shape.max_positions, config.sampling.max_new_tokens
+    if not any(source.responses_key for source in config.data.used):  # recorded responses need no engine
+        context = min(context, config.engine.max_context or context)
+    longest = (config.data.max_prompt_tokens or context - new_tokens) + new_tokens
+    return max(config.learner.max_tokens_per_micro_batch, min(longest, context))
 
 
 def parameters(shape: ModelShape) -> int:
@@ -381,7 +384,7 @@ class _Valued(ModelShape):
 
 def valued(shape: ModelShape) -> ModelShape:
     """Return the shape of a critic that starts from a model of this shape."""
-    return _Valued(**{field.name: getattr(shape, field.name) for field in fields(shape)})
+    return _Valued(**{each.name: getattr(shape, each.name) for each in fields(shape)})
 
 
 def _largest_stage(tensors: Shapes, learner: LearnerConfig) -> Shapes:
@@ -435,12 +438,12 @@ class Activations:
     dtype: str
     tensor_parallel: int = 1
     recompute: str = NONE
-    fused: bool = False
-    """The activation of the MLP is one kernel."""
     norm_kernel: bool = False
     """True on CUDA: a norm keeps its input and a scale, not the normalised value in float32 as well."""
     rotary_kernel: bool = False
     """Rotary positions, and the norms of queries and keys, are kernels, with cosines and sines for all layers."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """With adapters a norm, whose weight is frozen, keeps its input alone, and a layer without one keeps no input."""
 
     def kept_per_token(self, shape: ModelShape) -> int:
         """Return the bytes that the decoder keeps per token between forward and backward pass, logits excluded."""
@@ -472,7 +475,21 @@ class Activations:
         # the softmax
         attention = (queries + 2 * keys + queries + keys + queries) * item + heads * FLOAT32
         head_norms = self._head_norms(heads, kv_heads, shape.head_dim) if shape.head_norm else 0
-        return norms + rotary + attention + head_norms + self._mlp(shape)
+        return norms + rotary + attention + head_norms + self._mlp(shape) + self._adapters(shape)
+
+    def _adapters(self, shape: ModelShape) -> int:
+        """Return the bytes per token that a layer keeps for its adapters, less the inputs of layers without any."""
+        if not self.lora.rank:
+            return 0
+        inputs = {("q_proj", "k_proj", "v_proj"): shape.hidden, ("gate_proj", "up_proj"): shape.hidden}
+        inputs[("down_proj",)] = shape.intermediate // self.tensor_parallel
+        unkept = sum(size for names, size in inputs.items() if not set(names) & set(self.lora.targets))
+        return (self.lora.rank * len(self.lora.targets) - unkept) * ITEM_BYTES[self.dtype]
+
+    @property
+    def _norm_copies(self) -> int:
+        """Number of float32 copies of its input that a norm keeps where it is no kernel."""
+        return 1 if self.lora.rank else 2
 
     def _mlp(self, shape: ModelShape) -> int:
         if shape.experts is not None:
@@ -480,14 +497,13 @@ class Activations:
             return (
                 shape.experts.per_token * (5 * shape.experts.intermediate + 2 * shape.hidden) * ITEM_BYTES[self.dtype]
             )
-        # both halves of the first projection, and the input of the second; two results between them, unless one kernel
-        # makes it
-        inner = (3 if self.fused else 5) * (shape.intermediate // self.tensor_parallel) * ITEM_BYTES[self.dtype]
+        # both halves of the first projection, and the input of the second
+        inner = 3 * (shape.intermediate // self.tensor_parallel) * ITEM_BYTES[self.dtype]
         return inner + self._post_norm(shape)
 
     def _norm(self, size: int) -> int:
         """Return the bytes that a norm keeps per token beside its result."""
-        return size * (ITEM_BYTES[self.dtype] if self.norm_kernel else 2 * FLOAT32) + FLOAT32
+        return size * (ITEM_BYTES[self.dtype] if self.norm_kernel else self._norm_copies * FLOAT32) + FLOAT32
 
     def _post_norm(self, shape: ModelShape) -> int:
         """Return the bytes that a norm behind attention or MLP keeps per token (GLM-4)."""
@@ -500,10 +516,11 @@ class Activations:
             return (0 if kv_heads == 1 else heads) * head_dim * ITEM_BYTES[self.dtype] + scales
         if self.norm_kernel or self.dtype != "float32":
             return (heads + kv_heads) * head_dim * (
-                ITEM_BYTES[self.dtype] if self.norm_kernel else 2 * FLOAT32
+                ITEM_BYTES[self.dtype] if self.norm_kernel else self._norm_copies * FLOAT32
             ) + scales
         # the norm's input is a view of the joint projection; of queries in several groups it is a copy
-        return (heads * (1 if kv_heads == 1 else 2) + kv_heads) * head_dim * FLOAT32 + scales
+        copied = 0 if kv_heads == 1 else heads
+        return (copied + (self._norm_copies - 1) * (heads + kv_heads)) * head_dim * FLOAT32 + scales
 
 
 def logits_bytes(tokens: int, vocabulary: int, hidden: int, dtype: str, *, fused: bool = False) -> int:

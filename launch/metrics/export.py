@@ -23,8 +23,8 @@ from functools import partial
 from typing import Any
 
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.system.failure_log import FailureLog
-from tidemill.bus.system.foreign import errors_as
+from tidemill.bus.system.functions import errors_as
+from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire.messages import Done, Evaluated, PlanRecord
 from tidemill.launch.metrics.port import SINK, StepMetrics
 from tidemill.rewards.errors import BadRewardOption, UnknownReward

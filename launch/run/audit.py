@@ -429,7 +429,7 @@ def _largest_lag(plan: Plan) -> int:
 
 def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor | None:
     """Return the cursor in the newest valid checkpoint; None without one. ``stored``: a store has the files."""
-    from tidemill.learner.buffer.snapshot import read_state
+    from tidemill.learner.buffer.ledger import read_state
     from tidemill.learner.checkpoints import disk
 
     path, _ = disk.latest_valid(

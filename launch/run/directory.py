@@ -1,6 +1,4 @@
-"""The directory of a run or a host: one process works in it, and none that reads a run that is over stands in its
-way.
-"""
+"""The directory of a run or a host: one process works in it; readers of a run that is over make way for it."""
 
 import contextlib
 import fcntl

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from tidemill.bus.wire.episode_limits import Budget
     from tidemill.bus.wire.messages import Sampling
     from tidemill.bus.wire.routed_experts import RoutedShape
-    from tidemill.learner.data.config import DataConfig
+    from tidemill.learner.data import DataConfig
     from tidemill.learner.evaluation.evaluations import EvalPlan
     from tidemill.learner.feed.feed_keys import FeedKeys
-    from tidemill.learner.feed.places import FeederPlaces
+    from tidemill.learner.feed.feeder_settings import FeederPlaces
     from tidemill.learner.prompts.prompt_file import PromptFile
 
 
@@ -78,7 +78,7 @@ async def run_feeder(
 def feeder_places(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, epoch: int) -> "FeederPlaces":
     """Return the addresses and directories of a feeder, and the limit on the silence of its ranks."""
     from tidemill.learner.feed.feed_client import SILENCE_S
-    from tidemill.learner.feed.places import FeederPlaces
+    from tidemill.learner.feed.feeder_settings import FeederPlaces
 
     return FeederPlaces(
         run=config.run,
@@ -179,7 +179,7 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
 def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, progress: int = -1) -> int:
     """Run one rank of a learner in this process (blocking). Returns its exit code. ``progress``: of ``RankPlaces``."""
     from tidemill.learner.feed.feed_client import SILENCE_S
-    from tidemill.learner.feed.places import RankPlaces
+    from tidemill.learner.feed.feeder_settings import RankPlaces
 
     places = RankPlaces(
         run=config.run,

@@ -26,23 +26,21 @@ from tidemill.bus.liveness.keys import keep_keys, make_keys
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.system.files import write_whole
-from tidemill.bus.wire.rows import Capabilities, LiveRow
+from tidemill.bus.wire.rows import Capabilities, LiveRow, NodeRow
 from tidemill.launch.devices.demand import rank_variables, want_of
 from tidemill.launch.devices.placement import place
 from tidemill.launch.devices.shapes import Device, Node, PlacementRefused, RankPlace
 from tidemill.launch.devices.visible import nccl_of, this_node
 from tidemill.launch.run.access import auth_dir, last_key, write_keys
-from tidemill.launch.run.learner_process import LearnerRow, uploading
-from tidemill.launch.run.node_rank import NodePlace
+from tidemill.launch.run.learner_process import LearnerRow, NodePlace, uploading
 from tidemill.launch.settings.config_loader import to_map
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.checkpoints.node_copies import Keeper, Ring
 from tidemill.learner.errors import NodeRefused
 from tidemill.learner.nodes.agent import Agent, Limits
-from tidemill.learner.nodes.node_rows import NodeRow
 from tidemill.learner.nodes.own_row import here
 from tidemill.learner.nodes.rendezvous import refuse_public
-from tidemill.learner.ranks.process import Part, run_part
+from tidemill.learner.ranks.process import NodePart, run_part
 from tidemill.learner.settings.checkpoint_store import SHARED
 
 LONG_WAIT_S = 300.0
@@ -199,7 +197,7 @@ class NodeWork:
             got = f"that of node 0: {file.parent} on {socket.gethostname()}"
             raise NodeRefused("checkpoints", want, got, "learner.checkpoint.store: shared, or another directory")
 
-    async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
+    async def run(self, part: NodePart, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
         """Run the processes of this node. Raises ChildFailed."""
         count = part.num_ranks
         uuids = tuple(device.uuid for device in self._devices[:count])

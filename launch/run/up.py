@@ -27,8 +27,9 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside, first_of
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
+from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Done
-from tidemill.bus.wire.rows import VersionRow
+from tidemill.bus.wire.rows import VersionRow, row_of
 from tidemill.bus.wire.subjects import BEST_KEY, END_KEY
 from tidemill.launch.checks.findings import CheckFailed
 from tidemill.launch.checks.prepared import made_before
@@ -327,13 +328,7 @@ class Up:
         assert self._watch is not None
         stored = bool(self._config.learner.checkpoint.url)
         cursor = await asyncio.to_thread(partial(read_cursor, self._config.checkpoints, stored=stored))
-        rows = await bus.rows("weights").all()
-        fields = VersionRow.__dataclass_fields__
-        versions = [
-            VersionRow(**{k: v for k, v in value.items() if k in fields})
-            for key, (value, _) in rows.items()
-            if key.startswith("v.")
-        ]
+        versions = [row_of(VersionRow, value) for value, _ in (await bus.rows("weights").all("v")).values()]
         vocab_size, _ = feeder_process.model_shape(Path(self._config.model.path))
         steps, after = {row.version: row.step for row in versions}, {row.version: row.after for row in versions}
         async with summary.audit_shown(bus, self._print) as progress:
@@ -348,17 +343,7 @@ class Up:
         evaluations = scores.lines_of(await scores.read(bus, after_epoch=self._after_epoch))
         if evaluations:
             summary.write_lines(self._root / scores.EVALUATIONS_FILE, evaluations)
-        observed = summary.Observed(
-            run=self._config.run,
-            seconds=seconds,
-            seconds_to_reward=summary.seconds_to_reward(lines, 0.9),
-            max_lag=self._config.learner.steps if self._config.debug.rollout_only else self._config.staleness.max_lag,
-            loads=self._watch.loads,
-            troubles=self._watch.troubles,
-            aborted_by_pushes=int(sum(self._watch.aborted_by_pushes.values())),
-            restarts=self._supervisor.restarted,
-        )
-        result = summary.summarize(accounting, lines, versions, observed)
+        result = summary.summarize(accounting, lines, versions, self._observed(lines, seconds))
         broken = summary.broken_promises(
             result, require_reward=self._config.up.require_reward if finished else -math.inf
         )
@@ -376,6 +361,19 @@ class Up:
         self._report(result, broken, picture, finished=finished)
         if best is not None:
             self._print(f"  best checkpoint {scores.best_in_words(best)}")
+
+    def _observed(self, lines: list[JsonObject], seconds: float) -> summary.Observed:
+        assert self._watch is not None
+        return summary.Observed(
+            run=self._config.run,
+            seconds=seconds,
+            seconds_to_reward=summary.seconds_to_reward(lines, 0.9),
+            max_lag=self._config.learner.steps if self._config.debug.rollout_only else self._config.staleness.max_lag,
+            loads=self._watch.loads,
+            troubles=self._watch.troubles,
+            aborted_by_pushes=int(sum(self._watch.aborted_by_pushes.values())),
+            restarts=self._supervisor.restarted,
+        )
 
     def _report(self, result: dict[str, object], broken: list[str], picture: str, *, finished: bool) -> None:
         if self._ended_by:

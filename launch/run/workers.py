@@ -195,7 +195,7 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
 
     from tidemill.actors.engines.membership import connected, first_row
     from tidemill.bus.liveness.heartbeats import Waiting
-    from tidemill.weightstore.catchup.catch_up import fetch_model
+    from tidemill.weightstore.catch_up import fetch_model
 
     model = Path(config.model.path)
     if await asyncio.to_thread(_is_whole, model):
@@ -276,7 +276,7 @@ async def run_scorer(
 ) -> None:
     """Compute a run's rewards for its actors. Without ``config``, the run's is read from the bus."""
     from tidemill.actors.engines.membership import default_id
-    from tidemill.actors.scoring.scorer_process import ScorerPlace, run_scorer
+    from tidemill.actors.scoring.server import ScorerPlace, run_scorer
     from tidemill.bus.client.addresses import AUTO
     from tidemill.bus.processes.limits import become_undumpable
 

@@ -1,3 +1,1 @@
-"""Commands that read samples: ``tidemill tail``, ``show``, ``replay`` and ``archive``. They do not affect
-training.
-"""
+"""Commands that read samples: ``tidemill tail``, ``show``, ``replay`` and ``archive``. They do not affect training."""

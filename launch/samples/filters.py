@@ -65,7 +65,7 @@ class Headline:
     """Number of tokens of the response."""
     engine: str | None = None
     lag: int | None = None
-    """Lag in steps when it was stored: see ``tidemill.launch.samples.sample_history``."""
+    """Lag in steps when it was stored: see ``tidemill.launch.samples.search``."""
 
 
 def headline(glimpse: Glimpse) -> Headline:

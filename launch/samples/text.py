@@ -1,6 +1,4 @@
-"""Values of messages as text: for a terminal, which must not interpret them, and as JSON; turns and transcripts. Knows
-no bus.
-"""
+"""Values of messages as text: for a terminal, which must not interpret them, and as JSON; turns and transcripts."""
 
 import json
 import math

@@ -9,7 +9,7 @@ from tidemill.actors.serving.sglang.arguments import refuse_untried
 from tidemill.bus.config import RUN_NAME, SINGLE_TURN
 from tidemill.learner.algorithms.alarms import refuse_unknown
 from tidemill.learner.buffer.rules import refuse_rare_pushes, refuse_sampling
-from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data import DataConfig
 from tidemill.learner.settings.checkpoint_store import masked
 from tidemill.rewards.part_settings import BY_ROLLOUT
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.settings.run_paths import texts
-from tidemill.learner.data.source import SLICE
+from tidemill.learner.data import SLICE
 
 MODEL, DATASET = "model", "dataset"
 MODEL_PATH = "model.path"

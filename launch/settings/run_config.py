@@ -24,7 +24,7 @@ from tidemill.launch.settings.hub_names import named
 from tidemill.launch.settings.prepare_config import PrepareConfig
 from tidemill.learner.algorithms.former_names import flat
 from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
-from tidemill.learner.data.config import DataConfig, Stops, StopTokens
+from tidemill.learner.data import DataConfig, Stops, StopTokens
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.evaluation.config import EvalConfig
 from tidemill.learner.settings.config import ROLLOUT, LearnerConfig, StalenessConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.settings.shipped import CONFIGS, DATA, PACKAGE
-from tidemill.learner.data.source import SLICE
+from tidemill.learner.data import SLICE
 
 PATHS = (
     *("directory", "model.path", "model.megatron_checkpoint", "data.path", "data.sources.*.path", "eval.sets.*.path"),

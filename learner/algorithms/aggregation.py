@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tidemill.learner.algorithms.choices import AGGREGATIONS
-from tidemill.learner.algorithms.importance_weights import Weights
+from tidemill.learner.algorithms.importance_weights import ImportanceWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class TokenLoss:
     """Weighted loss; exactly 0 where masked or rejected."""
     clipped_T: Tensor
     """True where the trust region has set the gradient to 0."""
-    weights: Weights | None = None
+    weights: ImportanceWeights | None = None
     """Importance weights that multiplied the loss; None = the config has none."""
     rejected: Mapping[str, Tensor] = field(default_factory=dict)
     """Rejected tokens (bool, [T]) by the name of the rule."""

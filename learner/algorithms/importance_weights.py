@@ -21,7 +21,7 @@ NORMALISER_FLOOR = 1e-8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class ImportanceWeights:
     """Detached token weights, and masks of those outside their bounds."""
 
     weight_T: Tensor
@@ -67,7 +67,7 @@ def raw_weights(
     return torch.where(mask_T, log_weight_T.clamp(-DELTA_BOUND, DELTA_BOUND).exp(), 1.0)
 
 
-def bounded(raw_T: Tensor, mask_T: Tensor, *, low: float = 0.0, high: float, action: str = "clip") -> Weights:
+def bounded(raw_T: Tensor, mask_T: Tensor, *, low: float = 0.0, high: float, action: str = "clip") -> ImportanceWeights:
     """Return detached weights within ``low .. high``: ``clip`` (both bounds), ``truncate`` (the upper alone), ``mask``
     (0 outside).
 
@@ -85,10 +85,12 @@ def bounded(raw_T: Tensor, mask_T: Tensor, *, low: float = 0.0, high: float, act
         if action == "mask"
         else raw_T.clamp(None if action == "truncate" else low, high)
     )
-    return Weights(weight_T=torch.where(mask_T, bounded_T, 1.0), too_high_T=too_high_T, too_low_T=too_low_T)
+    return ImportanceWeights(weight_T=torch.where(mask_T, bounded_T, 1.0), too_high_T=too_high_T, too_low_T=too_low_T)
 
 
-def geometric_means(weights: Weights, mask_T: Tensor, sample_T: Tensor, num_samples: int) -> Weights:
+def geometric_means(
+    weights: ImportanceWeights, mask_T: Tensor, sample_T: Tensor, num_samples: int
+) -> ImportanceWeights:
     """Return the weights with the geometric mean of each sample's bounded weights, the same at every token but those of
     weight 0.
 
@@ -101,7 +103,9 @@ def geometric_means(weights: Weights, mask_T: Tensor, sample_T: Tensor, num_samp
     return replace(weights, weight_T=torch.where(kept_T, means_T, weights.weight_T))
 
 
-def weight_sums(weights: Weights, mask_T: Tensor, sample_T: Tensor, num_samples: int, *, level: str) -> Tensor:
+def weight_sums(
+    weights: ImportanceWeights, mask_T: Tensor, sample_T: Tensor, num_samples: int, *, level: str
+) -> Tensor:
     """Return (sum of weights, number of weights), float64 [2]; add them over micro-batches and ranks before
     ``self_normalised``.
 
@@ -115,7 +119,7 @@ def weight_sums(weights: Weights, mask_T: Tensor, sample_T: Tensor, num_samples:
     return torch.stack([torch.where(mask_T, weight_T, 0.0).sum(), mask_T.sum().double()])
 
 
-def self_normalised(weights: Weights, mask_T: Tensor, sums: Tensor) -> Weights:
+def self_normalised(weights: ImportanceWeights, mask_T: Tensor, sums: Tensor) -> ImportanceWeights:
     """Return the weights divided by their mean over the update on all ranks: a constant offset of the log-probs
     cancels.
 

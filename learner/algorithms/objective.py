@@ -34,8 +34,8 @@ from tidemill.learner.algorithms.aggregation import Denominators, Reducer, Token
 from tidemill.learner.algorithms.choices import ANCHORED, BY_COVARIANCE, OFFERED, OWN_ARGUMENTS, RUNNING
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.importance_weights import (
+    ImportanceWeights,
     WeightFunction,
-    Weights,
     bounded,
     geometric_means,
     raw_weights,
@@ -108,7 +108,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
+class TurnColumns:
     """Turns of all samples of a step, in columns; those of a sample are neighbours, in order of delivery."""
 
     samples_C: Tensor
@@ -406,7 +406,7 @@ class Objective:
             values.append(factor_T * row.advantages_T.double() - scale * charge_T)
         return values
 
-    def turn_advantages(self, rewards_N: Tensor, groups_N: Tensor, turns: Turns, *, gamma: float) -> Tensor:
+    def turn_advantages(self, rewards_N: Tensor, groups_N: Tensor, turns: TurnColumns, *, gamma: float) -> Tensor:
         """Return one advantage per turn, whitened over the trainable tokens of the step if the config whitens."""
         place = (rewards_N, groups_N, turns.rewards_C, turns.samples_C)
         advantages_C = turn_advantages(*place, advantage=self.config.advantage, gamma=gamma)
@@ -484,7 +484,7 @@ class Objective:
             return tokens.mask_T
         return rejection.harmful(delta_T, tokens.advantages_T, tokens.mask_T)
 
-    def _weights(self, tokens: Tokens, compared_T: Tensor) -> Weights:
+    def _weights(self, tokens: Tokens, compared_T: Tensor) -> ImportanceWeights:
         """Return the bounded weights of ``compared_T`` (no gradient) against mu; with gmpo their geometric mean over a
         response.
         """

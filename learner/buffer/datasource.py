@@ -19,11 +19,10 @@ from tidemill.learner.buffer import selection
 from tidemill.learner.buffer.admission import Admission, Requeues, TaskDemand
 from tidemill.learner.buffer.arrivals import Arrival, Arrivals
 from tidemill.learner.buffer.groups import SampleGroup, Verdict
-from tidemill.learner.buffer.ledger import SampleAccounting, SettledIds
+from tidemill.learner.buffer.ledger import ROWS, SCHEMA, SampleAccounting, SettledIds, read_state
 from tidemill.learner.buffer.plans import GENESIS, chain_of
 from tidemill.learner.buffer.rules import DataRules
 from tidemill.learner.buffer.selection import Waits, is_filtered
-from tidemill.learner.buffer.snapshot import ROWS, SCHEMA, read_state
 from tidemill.learner.errors import ReplayMismatch
 
 REISSUED = frozenset({"stale", "lost"})

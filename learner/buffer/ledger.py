@@ -6,9 +6,13 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgpack
+
 from tidemill.bus.errors import WireError
+from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Plan
 from tidemill.learner.buffer.groups import SampleGroup
+from tidemill.learner.errors import ReplayMismatch
 
 MAX_NAMES = 64
 """Maximum number of names from outside with counters of their own; others share one, which bounds the memory."""
@@ -149,3 +153,17 @@ class SampleAccounting:
             name: Counter(value) if isinstance(value, dict) else value for name, value in data.items()
         }
         return cls(**values)
+
+
+SCHEMA = 1
+"""Version of the snapshot format."""
+ROWS = "rows"
+"""Key of the planned rows (``tidemill.learner.prompts.planned_rows``); snapshots of earlier releases lack them."""
+
+
+def read_state(data: bytes) -> JsonObject:
+    """Return the map of a snapshot. Raises ReplayMismatch for another schema."""
+    state: JsonObject = msgpack.unpackb(data)
+    if state.get("schema") != SCHEMA:
+        raise ReplayMismatch("state of the data", f"schema {SCHEMA}", state.get("schema"))
+    return state

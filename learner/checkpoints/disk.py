@@ -26,7 +26,7 @@ from tidemill.bus.system.files import sync
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.checkpoints import manifest as manifests
-from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
+from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, CheckpointManifest, FileEntry
 from tidemill.learner.errors import CheckpointCorrupt
 
 log = logging.getLogger(__name__)
@@ -56,9 +56,7 @@ class Checkpoint:
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether a directory looks like a checkpoint with weights, of Tidemill or Megatron; the content is not
-    read.
-    """
+    """Return whether a directory looks like a checkpoint of Tidemill or Megatron with weights; reads no content."""
     return all((directory / name).is_file() for name in TORCH_DIST)
 
 
@@ -78,7 +76,7 @@ def commit(tmp: Path, state: bytes, *, extra: Mapping[str, object] | None = None
     """
     (tmp / STATE).write_bytes(state)
     files = {name: entry.written_by((0,)) for name, entry in digest(tmp, sorted(_files(tmp))).items()}
-    write_manifest(tmp, Manifest(files=files, extra=dict(extra or {})).encode())
+    write_manifest(tmp, CheckpointManifest(files=files, extra=dict(extra or {})).encode())
     return publish(tmp)
 
 
@@ -147,9 +145,7 @@ def damaged(path: Path) -> list[CheckpointCorrupt]:
 
 
 def held(path: Path) -> dict[str, FileEntry]:
-    """Return the manifest's entries with a file of the right size here; the content is not read. Raises
-    CheckpointCorrupt.
-    """
+    """Return the manifest's entries with a file of the right size here; reads no content. Raises CheckpointCorrupt."""
     return {name: entry for name, entry in manifests.read(path).files.items() if _has_size(path / name, entry.size)}
 
 

@@ -155,8 +155,12 @@ def _tokenizer(fields: Mapping[str, Any], file: Path) -> tuple[dict[str, Any], d
             "merges": [merge.split(" ") for merge in fields["tokenizer.ggml.merges"]],
         },
     }
+    return tokenizer, _tokenizer_config(fields, added)
+
+
+def _tokenizer_config(fields: Mapping[str, Any], added: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     special = {
-        f"{name}_token": tokens[fields[key]]
+        f"{name}_token": fields["tokenizer.ggml.tokens"][fields[key]]
         for name, key in (
             ("bos", "tokenizer.ggml.bos_token_id"),
             ("eos", "tokenizer.ggml.eos_token_id"),
@@ -176,7 +180,7 @@ def _tokenizer(fields: Mapping[str, Any], file: Path) -> tuple[dict[str, Any], d
     }
     if template := fields.get("tokenizer.chat_template"):
         config["chat_template"] = template
-    return tokenizer, config
+    return config
 
 
 def _weights(tensors: Sequence[Any], config: Mapping[str, Any], file: Path) -> "dict[str, torch.Tensor]":

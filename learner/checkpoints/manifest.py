@@ -47,7 +47,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class CheckpointManifest:
     """Files of a checkpoint by name, relative to its directory, and the values of its writer."""
 
     files: Mapping[str, FileEntry]
@@ -59,7 +59,7 @@ class Manifest:
         return json.dumps(content | {"sha256": _seal(content)}, indent=1).encode()
 
     @classmethod
-    def parse(cls, where: str, data: bytes) -> "Manifest":
+    def parse(cls, where: str, data: bytes) -> "CheckpointManifest":
         """Return the manifest in ``data``; ``where`` (directory or URL) is for the error. Raises CheckpointCorrupt."""
         try:
             content = json.loads(data)
@@ -82,7 +82,7 @@ class Manifest:
         return manifest
 
 
-def read(directory: Path) -> Manifest:
+def read(directory: Path) -> CheckpointManifest:
     """Return the manifest of a checkpoint directory. Raises CheckpointCorrupt."""
     try:
         data = (directory / MANIFEST).read_bytes()
@@ -90,7 +90,7 @@ def read(directory: Path) -> Manifest:
         raise CheckpointCorrupt(str(directory), MANIFEST, "a manifest", "no such file") from None
     except OSError as error:
         raise CheckpointCorrupt(str(directory), MANIFEST, "a manifest", str(error)) from error
-    return Manifest.parse(str(directory), data)
+    return CheckpointManifest.parse(str(directory), data)
 
 
 def digested(file: Path, *, durable: bool = False) -> FileEntry:

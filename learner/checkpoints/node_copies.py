@@ -24,6 +24,7 @@ from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import api_keys
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.rows import Holder, row_of
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.manifest import MANIFEST, FileEntry
@@ -108,7 +109,7 @@ def held_below(root: Path) -> dict[str, list[str]]:
     return files
 
 
-class NodeRow:
+class CheckpointRow:
     """A row of this node in the bucket ``run``, ``<kind>.<node>``, written when its content changes."""
 
     def __init__(self, bus: Bus, kind: str, node: int) -> None:
@@ -137,26 +138,10 @@ class Ring:
     """Checkpoints that are kept, as ``learner.keep_checkpoints``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """The contents of a node's row."""
-
-    node: int
-    url: str
-    host: str
-    held: Mapping[str, Collection[str]]
-    trouble: str = ""
-
-
 async def holders(bus: Bus) -> dict[int, Holder]:
     """Return the rows of all nodes that ever had one, by node. Raises BusUnavailable."""
-    rows = [row for row, _ in (await bus.rows("run").all(ROWS)).values()]
-    return {
-        row["node"]: Holder(
-            node=row["node"], url=row["url"], host=row.get("host", ""), held=row["held"], trouble=row.get("trouble", "")
-        )
-        for row in rows
-    }
+    rows = [row_of(Holder, row) for row, _ in (await bus.rows("run").all(ROWS)).values()]
+    return {row.node: row for row in rows}
 
 
 class Keeper:
@@ -164,7 +149,7 @@ class Keeper:
 
     def __init__(self, bus: Bus, root: Path, ring: Ring, *, reach: Reach = HERE) -> None:
         self._bus, self._root, self._ring, self._reach = bus, root, ring, reach
-        self._row = NodeRow(bus, ROWS, ring.node)
+        self._row = CheckpointRow(bus, ROWS, ring.node)
         self._client = PeerClient(())
         self._keys = api_keys(bus)
         self._trouble = ""

@@ -35,7 +35,7 @@ class Lack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class CheckpointChoice:
     """The newest whole checkpoint (None = there is none), and the newer ones that are not whole."""
 
     checkpoint: str | None
@@ -49,7 +49,7 @@ def choose(
     seen: Held,
     *,
     places: str = "no living node",
-) -> Choice:
+) -> CheckpointChoice:
     """Return the first checkpoint of ``order`` that is whole: every file is in a place of ``held`` (a node, the store).
 
     ``files``: the manifest's files by checkpoint; one without a manifest is passed over. ``seen``: files of all nodes
@@ -68,9 +68,9 @@ def choose(
         else:
             missing = {MANIFEST: _last_seen(name, MANIFEST, seen)}
         if not missing:
-            return Choice(checkpoint=name, lacks=tuple(lacks))
+            return CheckpointChoice(checkpoint=name, lacks=tuple(lacks))
         lacks.append(Lack(checkpoint=name, missing=missing, places=places))
-    return Choice(checkpoint=None, lacks=tuple(lacks))
+    return CheckpointChoice(checkpoint=None, lacks=tuple(lacks))
 
 
 def _last_seen(checkpoint: str, file: str, seen: Held) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from tidemill.bus.system.files import sync
 from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints import manifest as manifests
-from tidemill.learner.checkpoints.manifest import BLOCK_BYTES, MANIFEST, METADATA, FileEntry, Manifest
+from tidemill.learner.checkpoints.manifest import BLOCK_BYTES, MANIFEST, METADATA, CheckpointManifest, FileEntry
 from tidemill.learner.checkpoints.object_store import MOST_BYTES, ObjectStore
 from tidemill.learner.errors import CheckpointCorrupt, StoreFailed
 
@@ -240,7 +240,7 @@ def complete(directory: Path, client: PeerClient, select: Selection = metadata, 
     be written here.
     """
     data = manifest_bytes(directory, client, sha256=sha256)
-    files = Manifest.parse(str(directory), data).files
+    files = CheckpointManifest.parse(str(directory), data).files
     present = disk.held(directory).keys() if (directory / MANIFEST).is_file() else set[str]()
     missing = sorted(set(select(files)) - present)
     exists = directory.is_dir()
@@ -274,7 +274,7 @@ def manifest_bytes(directory: Path, client: PeerClient, *, sha256: str = "") -> 
     for where, read in (("this node", (directory / MANIFEST).read_bytes), *_remote_manifests(directory, client)):
         try:
             data = read()
-            Manifest.parse(f"{where}: {directory.name}", data)
+            CheckpointManifest.parse(f"{where}: {directory.name}", data)
         except FileNotFoundError:
             failures.append(f"{where} has none")
         except (OSError, PeerFailed, StoreFailed, CheckpointCorrupt) as error:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -29,12 +29,13 @@ from typing import TypeVar
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
-from tidemill.bus.system.foreign import settle
+from tidemill.bus.system.functions import settle
+from tidemill.bus.wire.rows import Uploaded, row_of
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.disk import Checkpoint
-from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, FileEntry, Manifest
-from tidemill.learner.checkpoints.node_copies import INTERVAL_S, NodeRow
+from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, CheckpointManifest, FileEntry
+from tidemill.learner.checkpoints.node_copies import INTERVAL_S, CheckpointRow
 from tidemill.learner.checkpoints.object_store import MOST_BYTES, OWNER, UNNAMED, ObjectStore
 from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY, digests_in, latest_in
 from tidemill.learner.checkpoints.remote_files import PeerClient
@@ -79,7 +80,7 @@ def survey(store: ObjectStore) -> tuple[dict[str, Stored], set[str]]:
             if not 0 <= sizes.get(MANIFEST, -1) <= MOST_BYTES:
                 raise FileNotFoundError(name)
             data = store.manifest(name)
-            files = Manifest.parse(f"{store.url}/{name}", data).files
+            files = CheckpointManifest.parse(f"{store.url}/{name}", data).files
         except FileNotFoundError:
             incomplete.add(name)
         except CheckpointCorrupt as error:
@@ -111,27 +112,10 @@ class Silence:
     """Time between two calls."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Uploaded:
-    """The contents of a node's row."""
-
-    node: int
-    files: Mapping[str, Collection[str]]
-    """Files that the node has uploaded, by checkpoint."""
-    whole: Mapping[str, str] = field(default_factory=dict)
-    """Checkpoints that are complete in the store, with the digests of their manifests; written by node 0."""
-    lacking: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """Files that are not in the store, though their nodes have uploaded them, by checkpoint; written by node 0."""
-    store: str = ""
-    """The store's URL; empty = not known."""
-    trouble: str = ""
-
-
 async def uploaded(bus: Bus) -> dict[int, Uploaded]:
     """Return the rows of all nodes that ever had one, by node. Raises BusUnavailable."""
-    names = ("node", "files", "whole", "lacking", "store", "trouble")
-    rows = [row for row, _ in (await bus.rows("run").all(ROWS)).values()]
-    return {row["node"]: Uploaded(**{name: row[name] for name in names if name in row}) for row in rows}
+    rows = [row_of(Uploaded, row) for row, _ in (await bus.rows("run").all(ROWS)).values()]
+    return {row.node: row for row in rows}
 
 
 async def identity_of(bus: Bus) -> str:
@@ -165,7 +149,7 @@ class Uploads:
     ) -> None:
         """``silence_s``: time without an answer of the store that is reported."""
         self._bus, self._root, self._store, self._node, self._keep = bus, root, store, node, keep
-        self._row = NodeRow(bus, ROWS, node)
+        self._row = CheckpointRow(bus, ROWS, node)
         self._client = PeerClient((), store)
         self._silence_s = silence_s
         self._stored: dict[str, Stored] | None = None
@@ -213,9 +197,7 @@ class Uploads:
         await self._write_row()
 
     async def _is_ours(self) -> bool:
-        """Return whether this run owns the store, which is read first. Raises StoreFailed, also for another run's
-        store.
-        """
+        """Return whether this run owns the store, which is read first. Raises StoreFailed, also for another's store."""
         if self._stored is None:
             run_identity = await identity_of(self._bus)
             if self._node == HOME:

@@ -42,9 +42,7 @@ class Index:
 
 
 def find(directory: Path) -> Path:
-    """Return the directory of one iteration: ``directory``, or what its ``TRACKER`` names. Raises
-    ConfigRefused.
-    """
+    """Return the directory of one iteration: ``directory``, or what its ``TRACKER`` names. Raises ConfigRefused."""
     if (directory / MANIFEST).is_file():
         raise ConfigRefused(SETTING, f"{WANTED}; give one of Tidemill as learner.from_checkpoint", str(directory))
     if any((directory / name).is_file() for name in TORCH_DIST):
@@ -106,9 +104,7 @@ def read_index(iteration: Path) -> Index:
 
 
 def described(iteration: Path) -> str:
-    """Return the iteration's name, and a digest of its index, common part, and sizes and first bytes of its tensor
-    files.
-    """
+    """Return the iteration's name, and a digest of index, common part, and sizes and first bytes of tensor files."""
     total = hashlib.sha256()
     for path in sorted(iteration.glob("*.distcp")):
         total.update(f"{path.name} {path.stat().st_size}".encode())

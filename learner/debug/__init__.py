@@ -1,3 +1,1 @@
-"""Tools for a learner with wrong numbers: fixed batches, dumps of each step, the report of the first steps, and
-comparisons.
-"""
+"""Tools for a learner with wrong numbers: fixed batches, dumps of steps, the report of the first, comparisons."""

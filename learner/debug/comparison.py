@@ -1,6 +1,4 @@
-"""Comparison of two dumps: the first thing that differs, in the order in which it is computed, and by how much. Pure;
-knows no torch.
-"""
+"""Comparison of two dumps: the first difference in the order of computation, and its size. Pure; no torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.learner.debug.train_file import RECORD, ROUTING, TRAIN, ModuleDump, Step, TrainDump
+from tidemill.learner.debug.train_file import RECORD, ROUTING, TRAIN, DumpedStep, ModuleDump, TrainDump
 
 Array = NDArray[Any]
 MODULE_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
@@ -189,7 +187,10 @@ def _with_layers(data: JsonMapping, places: Sequence[int]) -> JsonObject:
 
 
 def _of_steps(
-    pairs: Sequence[tuple[Step, Step]], names: Sequence[tuple[str, str]], limit: float, unshared: Sequence[str]
+    pairs: Sequence[tuple[DumpedStep, DumpedStep]],
+    names: Sequence[tuple[str, str]],
+    limit: float,
+    unshared: Sequence[str],
 ) -> Comparison:
     compared: dict[str, None] = {}
     differences: list[Difference] = []
@@ -242,7 +243,9 @@ def _matches_of_logits(ours: JsonMapping, theirs: JsonMapping) -> list[tuple[int
     return [(key[0], index, keys[1].index(key)) for index, key in enumerate(keys[0]) if key in keys[1]]
 
 
-def _of_decisions(name: str, ours: Step, matches: Sequence[tuple[int, int, int]], theirs: Sequence[Any]) -> Difference:
+def _of_decisions(
+    name: str, ours: DumpedStep, matches: Sequence[tuple[int, int, int]], theirs: Sequence[Any]
+) -> Difference:
     """Return the difference of the experts: ``largest`` is the number of choices that differ (a token in a layer)."""
     wrong, choices, place = 0, 0, ""
     for sequence, index, their_index in matches:
@@ -262,7 +265,9 @@ def _of_decisions(name: str, ours: Step, matches: Sequence[tuple[int, int, int]]
     return Difference(name=name, largest=float(wrong), relative=wrong / max(choices, 1), place=place)
 
 
-def _of_field(name: str, ours: Step, matches: Sequence[tuple[int, int, int]], theirs: Sequence[Any]) -> Difference:
+def _of_field(
+    name: str, ours: DumpedStep, matches: Sequence[tuple[int, int, int]], theirs: Sequence[Any]
+) -> Difference:
     worst, place, squares, norms = 0.0, "", 0.0, 0.0
     for sequence, index, their_index in matches:
         a, b = (

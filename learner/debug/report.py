@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tidemill.bus.system.foreign import errors_as
+from tidemill.bus.system.functions import errors_as
 from tidemill.learner.batch.batch import StepBatch
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 32, 64

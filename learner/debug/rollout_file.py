@@ -25,7 +25,7 @@ KIND, SCHEMA = "tidemill.rollout", 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class DumpedRollout:
     """One step's data."""
 
     run: str
@@ -46,7 +46,7 @@ class Packing:
     minibatches: int
 
 
-def save_rollout(path: Path, rollout: Rollout) -> None:
+def save_rollout(path: Path, rollout: DumpedRollout) -> None:
     """Write the file, whole or not at all."""
     header = {
         "kind": KIND,
@@ -73,7 +73,7 @@ def read_header(path: Path) -> JsonObject:
         raise DebugFileRefused(str(path), "a file of debug.save_rollout", error.strerror or str(error)) from None
 
 
-def load_rollout(path: Path) -> Rollout:
+def load_rollout(path: Path) -> DumpedRollout:
     """Read a file. Raises DebugFileRefused for one that is missing, cut off, or no rollout."""
     try:
         with path.open("rb") as file:
@@ -83,7 +83,7 @@ def load_rollout(path: Path) -> Rollout:
     except OSError as error:
         raise DebugFileRefused(str(path), "a file of debug.save_rollout", error.strerror or str(error)) from None
     limits = {int(task): int(limit) for task, limit in header["token_limits"].items()}
-    return Rollout(run=header["run"], plan=plan, samples=samples, token_limits=limits)
+    return DumpedRollout(run=header["run"], plan=plan, samples=samples, token_limits=limits)
 
 
 def _header(path: Path, parts: Iterator[Any]) -> JsonObject:
@@ -109,7 +109,7 @@ def _decoded(path: Path, parts: Iterator[Any], num_samples: int) -> list[Any]:
     return [record, *samples]
 
 
-def planned_again(rollout: Rollout, step: int, packing: Packing, *, chain: str) -> Plan:
+def planned_again(rollout: DumpedRollout, step: int, packing: Packing, *, chain: str) -> Plan:
     """Return the plan of the same groups as step ``step``, packed for another layout, with recorded lags and gate."""
     plan, samples = rollout.plan, rollout.samples
     later = step - plan.step

@@ -49,7 +49,7 @@ BY_SEQUENCE = ("sequence_ids", "sample_ids", "response_lengths", "total_lengths"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class DumpedStep:
     """One optimizer step on this rank's sequences."""
 
     step_id: int
@@ -74,7 +74,7 @@ class TrainDump:
     parallel_info: Mapping[str, int]
     metrics: Mapping[str, float]
     """Metrics of the whole step over all ranks; empty in a record."""
-    steps: Sequence[Step]
+    steps: Sequence[DumpedStep]
     routing_layers: Sequence[int] = ()
     """Layers of the fields ``ROUTING``: the ones with experts."""
 
@@ -135,7 +135,7 @@ def train_dump(header: JsonMapping, tensors: Mapping[str, Array]) -> TrainDump:
         _, number, field = name.split(".", 2)
         by_step.setdefault(int(number), {})[field] = value
     steps = [
-        Step(
+        DumpedStep(
             step_id=step["step_id"],
             loss_dict=step["loss_dict"],
             grad_norm=step["grad_norm"],

@@ -1,3 +1,1 @@
-"""Evaluation beside training: when which prompts are issued, and the scores of the responses. Knows no bus and no
-model.
-"""
+"""Evaluation beside training: when which prompts are issued, and scores of the responses. Knows no model."""

@@ -9,8 +9,7 @@ from pydantic import Field
 
 from tidemill.bus.section import NotNegative, Positive, PositiveFloat, ShortNamed, section
 from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
-from tidemill.learner.data.config import DataConfig, Stops, StopTokens
-from tidemill.learner.data.source import SourceConfig
+from tidemill.learner.data import DataConfig, SourceConfig, Stops, StopTokens
 
 MAX_SAMPLES = 1024
 """Maximum number of responses to one prompt."""

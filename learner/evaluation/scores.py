@@ -1,6 +1,4 @@
-"""Scores of an evaluation: mean@k, pass@k, bootstrap intervals, lengths; and the best score of a run. Functions of
-numbers alone.
-"""
+"""Scores of an evaluation: mean@k, pass@k, bootstrap intervals, lengths, best of a run. Functions of numbers."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -20,10 +20,11 @@ from tidemill.bus.liveness.keys import api_keys
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.rows import Holder, Uploaded
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
-from tidemill.learner.checkpoints.manifest import MANIFEST, FileEntry, Manifest
-from tidemill.learner.checkpoints.node_copies import INTERVAL_S, ROWS, Holder, held_below, holders
+from tidemill.learner.checkpoints.manifest import MANIFEST, CheckpointManifest, FileEntry
+from tidemill.learner.checkpoints.node_copies import INTERVAL_S, ROWS, held_below, holders
 from tidemill.learner.checkpoints.object_store import OWNER, UNNAMED, ObjectStore
 from tidemill.learner.checkpoints.placement import choose, digests_in, short_of_copies
 from tidemill.learner.checkpoints.remote_files import Peer, PeerClient, PeerFailed
@@ -32,7 +33,6 @@ from tidemill.learner.checkpoints.store_uploads import (
     SILENCE_S,
     Silence,
     Stored,
-    Uploaded,
     claimed,
     foreign,
     identity_of,
@@ -211,7 +211,7 @@ class Copies:
             for name in order:
                 try:
                     data = remote_files.manifest_bytes(self._root / name, client, sha256=named.get(name, ""))
-                    files[name] = dict(Manifest.parse(name, data).files)
+                    files[name] = dict(CheckpointManifest.parse(name, data).files)
                 except CheckpointCorrupt as error:
                     log.error("checkpoint without a manifest: %s", error)
             places = "no living node" if self._store is None else "neither a living node nor the store"

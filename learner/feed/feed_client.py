@@ -8,13 +8,14 @@ the rank is in a collective: gloo and NCCL cannot distinguish a slow peer from o
 no error for many minutes. The feeder answers. Either ends when it receives none for ``silence_s``; then all end.
 """
 
+import asyncio
 import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -27,8 +28,56 @@ from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.frames import Frame, decode
 from tidemill.learner.errors import FeederFailed, FeederLost, FeedError
 from tidemill.learner.feed.feed_keys import FeedKeys, admit_by
-from tidemill.learner.feed.feed_messages import End, Last, Start, pack, unpack
-from tidemill.learner.feed.progress import sigterm_noted
+from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Last, pack, unpack
+
+_STEP, _SIGTERM = b".", bytes([signal.SIGTERM])
+
+
+def note_step(descriptor: int) -> None:
+    """Write a byte into the pipe, if there is one (>= 0); never block on it."""
+    if descriptor >= 0:
+        with suppress(
+            BlockingIOError, BrokenPipeError
+        ):  # full: the parent has not read for thousands of steps; broken: it has ended
+            os.write(descriptor, _STEP)
+
+
+@contextmanager
+def sigterm_noted(descriptor: int) -> Iterator[None]:
+    """While entered, a SIGTERM to this process is in the pipe, if there is one (>= 0), whatever is being computed."""
+    # A handler in Python waits for the end of the main thread's current call, which may be a collective of many
+    # seconds. The interpreter's own handler writes the signal's number into this descriptor at once.
+    before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+
+
+@contextmanager
+def progress_noted(on_step: Callable[[], None], on_sigterm: Callable[[], None]) -> Iterator[int]:
+    """Yield the writing end of a pipe for children; their steps call ``on_step``, a SIGTERM ``on_sigterm``."""
+    reading, writing = os.pipe()
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        """Take the bytes out of the pipe."""
+        data = os.read(reading, 4096)
+        if _STEP in data:
+            on_step()
+        if _SIGTERM in data:
+            on_sigterm()
+
+    try:
+        for descriptor in (reading, writing):
+            os.set_blocking(descriptor, False)
+        loop.add_reader(reading, read)
+        yield writing
+    finally:
+        loop.remove_reader(reading)
+        os.close(reading)
+        os.close(writing)
+
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +141,7 @@ class FeedClient:
         """Have SIGTERM end the run behind the ranks' newest step: all get ``Last`` at their next request.
 
         Nothing is interrupted: the feeder gets the message before the next request, or within a second of a wait. The
-        parent is notified at once, through ``progress`` (``tidemill.learner.feed.progress``).
+        parent is notified at once, through ``progress`` (``tidemill.learner.feed.feed_client``).
         """
 
         def note(number: int, frame: FrameType | None) -> None:
@@ -110,7 +159,7 @@ class FeedClient:
             self._passed_on = True
             self._send("drain")
 
-    def hello(self) -> Start:
+    def hello(self) -> FeedStart:
         """Register this rank, and return the start of the run, once the feeder has restored its state.
 
         Raises FeederLost (silent or unreachable), FeederFailed (it refuses this rank or has failed), FeedError.
@@ -118,15 +167,15 @@ class FeedClient:
         self._registered = True
         self._send("hello", rank=self._rank, dp_rank=self._dp_rank, dp_size=self._dp_size, metadata=self._metadata)
         header, _ = self._receive("start", kinds=("start",))
-        return Start(**{key: value for key, value in header.items() if key != "type"})
+        return FeedStart(**{key: value for key, value in header.items() if key != "type"})
 
-    def next(self, step: int) -> StepBatch | Last | End:
+    def next(self, step: int) -> StepBatch | Last | FeedEnd:
         """Return the batch of ``step`` for this data-parallel rank, or that there is none. Raises as ``hello``."""
         self._pass_on_sigterm()
         self._send("next", step=step, dp_rank=self._dp_rank)
         header, frames = self._receive(f"batch {step}", kinds=("batch", "last", "end"))
         if header["type"] == "end":
-            return End()
+            return FeedEnd()
         if header["type"] == "last":
             if header["step"] != step - 1:
                 raise FeedError(self._url, f"step {step - 1} as the last", header["step"])

@@ -30,7 +30,7 @@ _FROM_RANKS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class FeedStart:
     """Answer to a rank's hello: the position at which the run starts or continues."""
 
     epoch: int
@@ -70,7 +70,7 @@ class Last:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class FeedEnd:
     """End of the run: the last step is done and its checkpoint is committed; or, drained, it is reported."""
 
 

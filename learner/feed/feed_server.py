@@ -19,7 +19,7 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.batch.frames import Frame
 from tidemill.learner.errors import FeedError, RankFailed, RankSilent, RanksLeft
 from tidemill.learner.feed.feed_keys import FeedKeys, Gate
-from tidemill.learner.feed.feed_messages import Last, Start, pack, unpack_from_rank
+from tidemill.learner.feed.feed_messages import FeedStart, Last, pack, unpack_from_rank
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class FeedServer:
         self._refusal_logged_s = -_LOG_REFUSED_S
         self._ranks: dict[bytes, _Rank] = {}
         self._ready: dict[int, _Step] = {}
-        self._start: Start | None = None
+        self._start: FeedStart | None = None
         self._last: Last | None = None
         self._end_after: int | None = None
 
@@ -152,7 +152,7 @@ class FeedServer:
             self._refusal_logged_s = now
             log.warning("feed at %s: refused=%d, the last one because %s", self.url, self.refused, reason)
 
-    async def start(self, start: Start) -> None:
+    async def start(self, start: FeedStart) -> None:
         """Send ``start`` to the ranks, now or when they register."""
         self._start, self.asked = start, max(self.asked, start.step)
         await self._serve()

@@ -1,6 +1,4 @@
-"""The feeder process, the learner's only connection to the bus except for pushes: runs one ``Feeder`` and reports its
-first error.
-"""
+"""The feeder process, the learner's connection to the bus except for pushes: runs one ``Feeder``."""
 
 import asyncio
 import os

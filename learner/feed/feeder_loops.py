@@ -30,19 +30,17 @@ from tidemill.bus.wire.subjects import EPOCH_KEY
 from tidemill.learner.algorithms.alarms import Context
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.batch.frames import encode, encode_metadata
-from tidemill.learner.buffer.lost import LostTasks
+from tidemill.learner.buffer.ledger import ROWS
 from tidemill.learner.buffer.selection import Waits
-from tidemill.learner.buffer.snapshot import ROWS
-from tidemill.learner.debug.rollout_file import Rollout, save_rollout
-from tidemill.learner.evaluation.best import BestCheckpoint
-from tidemill.learner.evaluation.evaluations import Evaluations
+from tidemill.learner.debug.rollout_file import DumpedRollout, save_rollout
+from tidemill.learner.evaluation.evaluations import BestCheckpoint, Evaluations
 from tidemill.learner.feed.data_metrics import EpisodeAge, episode_metrics, facts_of
-from tidemill.learner.feed.feed_messages import Start
+from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.feeder_row import BEAT_S, FeederRow, Parts
 from tidemill.learner.feed.feeder_settings import FeederSettings
 from tidemill.learner.feed.filtering import Filtering, OpenFilter
-from tidemill.learner.feed.intake import Intake
+from tidemill.learner.feed.intake import Intake, LostTasks
 from tidemill.learner.feed.issuing import TaskIssuer
 from tidemill.learner.feed.outcomes import EarlyEnd, KeptCheckpoints, Outcomes
 from tidemill.learner.feed.recorded_responses import RecordedResponses
@@ -145,7 +143,7 @@ class Feeder:
         )
         version, step = source.head or (-1, -1)
         await self._server.start(
-            Start(
+            FeedStart(
                 epoch=self._epoch,
                 checkpoint=None if resumed.checkpoint is None else str(resumed.checkpoint),
                 step=source.step,
@@ -345,7 +343,7 @@ class Feeder:
         )
         if self._settings.debug.save_rollout:
             file = Path(self._settings.debug.save_rollout.format(step=plan.step))
-            rollout = Rollout(run=self._bus.run, plan=plan, samples=samples, token_limits=limits)
+            rollout = DumpedRollout(run=self._bus.run, plan=plan, samples=samples, token_limits=limits)
             await asyncio.to_thread(save_rollout, file, rollout)
             log.info("rollout saved step=%d samples=%d path=%s", plan.step, len(samples), file)
         facts = facts_of(plan, batches, filtered) | {"data/bad_rows": float(len(self._prompts.bad_rows))}

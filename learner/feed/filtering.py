@@ -22,7 +22,7 @@ from tidemill.bus.wire.messages import Sample, Task
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import Verdict
 from tidemill.learner.buffer.selection import FILTERED
-from tidemill.learner.data.filter_settings import BUILT_IN, FilterConfig
+from tidemill.learner.data import BUILT_IN, FilterConfig
 from tidemill.learner.filters.buffer_filters import FilterBuffer, buffer_group, contract_of, decisions_in
 from tidemill.learner.filters.filters import FILTER, Decision, FilterGroup, decision_in, group_of
 from tidemill.rewards.errors import RewardFailed

@@ -17,12 +17,11 @@ from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Done, Plan
 from tidemill.bus.wire.subjects import END_KEY
 from tidemill.learner.buffer.datasource import DataSource
-from tidemill.learner.buffer.snapshot import read_state
+from tidemill.learner.buffer.ledger import read_state
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.disk import Checkpoint, kept_names
 from tidemill.learner.errors import CheckpointCorrupt, FeedError, NothingTrained
-from tidemill.learner.evaluation.best import BestCheckpoint
-from tidemill.learner.evaluation.evaluations import Evaluations
+from tidemill.learner.evaluation.evaluations import BestCheckpoint, Evaluations
 from tidemill.learner.feed.copies import Copies
 from tidemill.learner.feed.data_metrics import EpisodeAge
 from tidemill.learner.feed.feed_messages import Last

@@ -21,7 +21,7 @@ from tidemill.learner.buffer.plans import GENESIS
 from tidemill.learner.debug.rollout_file import Packing, load_rollout, planned_again
 from tidemill.learner.errors import FeedError
 from tidemill.learner.feed.data_metrics import facts_of
-from tidemill.learner.feed.feed_messages import Start
+from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.feed.feed_server import FeedServer, Frames
 from tidemill.learner.feed.feeder import opened_ends, own_epoch, row_publisher
 from tidemill.learner.feed.feeder_loops import END_S
@@ -62,7 +62,7 @@ class RecordedFeeder:
             async with row_publisher(self._bus, self._epoch, phase="working") as heartbeat:
                 await self._bus.plans.fence(self._epoch)
                 head = await VersionRegistry(self._bus).repaired_head(self._epoch)
-                start = Start(
+                start = FeedStart(
                     epoch=self._epoch,
                     checkpoint=None,
                     step=0,

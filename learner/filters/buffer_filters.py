@@ -12,7 +12,7 @@ import msgspec
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Prompt, Sample, Status, Task
-from tidemill.learner.data.filter_settings import FilterConfig
+from tidemill.learner.data import FilterConfig
 from tidemill.learner.filters.filters import FILTER, Decision, decision_of, encode_argument
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import Contract

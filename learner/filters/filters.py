@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Prompt, Sample, SequenceSize, Status, Task
-from tidemill.learner.data.filter_settings import BUILT_IN
+from tidemill.learner.data import BUILT_IN
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import Contract
 

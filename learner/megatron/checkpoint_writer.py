@@ -9,7 +9,9 @@ rank, and forks of a process that has threads. The files have the same format (t
 Megatron's loader reads them.
 """
 
+import ctypes
 import io
+import mmap
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,10 +37,10 @@ from tidemill.learner.errors import CheckpointUnwritten
 
 
 class HostCopies:
-    """Host memory of a rank for its part of a checkpoint, kept from one checkpoint to the next: the first allocation is
-    the slow one.
+    """Host memory of a rank for its part of a checkpoint.
 
-    Page-locked on CUDA, where copies from the device run at the speed of the bus then.
+    On CUDA it is page-locked, where copies from the device run at the speed of the bus, and kept from one checkpoint to
+    the next: its allocation is slow. Elsewhere ``give_back`` returns it to the operating system.
     """
 
     def __init__(self) -> None:
@@ -48,15 +50,40 @@ class HostCopies:
         """Return a copy of ``source`` in host memory. It replaces the earlier copy of the same index."""
         kept = self._tensors.get(index)
         if kept is None or kept.shape != source.shape or kept.dtype != source.dtype:
-            kept = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=source.is_cuda)
+            kept = _pinned_like(source) if source.is_cuda else _mapped_like(source)
             self._tensors[index] = kept
         kept.copy_(source, non_blocking=True)  # ``StagedSave.save`` waits for all copies at once
         return kept
+
+    def give_back(self) -> None:
+        """Free the copies, unless they are page-locked. Call it when they are written."""
+        self._tensors = {index: tensor for index, tensor in self._tensors.items() if tensor.is_pinned()}
 
     @property
     def bytes(self) -> int:
         """Bytes of the copies."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
+
+
+def trim_heap() -> None:
+    """Return what malloc keeps of freed memory to the operating system: behind a step on the CPU about all of its
+    activations. No effect without glibc.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _pinned_like(source: Tensor) -> Tensor:
+    return torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+
+
+def _mapped_like(source: Tensor) -> Tensor:
+    """Return memory of its own mapping: malloc would keep most of it for the process."""
+    if not source.nbytes:
+        return torch.empty(source.shape, dtype=source.dtype)
+    mapping = mmap.mmap(-1, source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=torch.uint8).view(source.dtype).view(source.shape)
 
 
 @dataclass(slots=True)
@@ -82,9 +109,14 @@ class Staged:
     writer: torch_checkpoint.FileSystemWriter = field(repr=False)
 
     def write(self) -> list[WriteResult]:
-        """Write this rank's file, synced to the disk. Returns the place of every item in it. Raises OSError."""
-        done = self.writer.write_data(self.plan, self.content)  # type: ignore[arg-type]
-        done.wait()
+        """Write this rank's file, synced to the disk, and forget its content. Returns the place of every item in it.
+        Raises OSError.
+        """
+        try:
+            done = self.writer.write_data(self.plan, self.content)  # type: ignore[arg-type]
+            done.wait()
+        finally:
+            self.content.data.clear()
         results: list[WriteResult] = done.value()
         return results
 

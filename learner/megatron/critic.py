@@ -19,8 +19,7 @@ from tidemill.learner.algorithms.aggregation import Denominators, aggregate
 from tidemill.learner.algorithms.gae_vtrace import value_clipped, value_loss
 from tidemill.learner.algorithms.objective import Tokens
 from tidemill.learner.batch.batch import StepBatch
-from tidemill.learner.debug.collector import Collector
-from tidemill.learner.debug.fields import Fields, of_critic
+from tidemill.learner.debug.collector import Collector, Fields, of_critic
 from tidemill.learner.layout.stages import of_last, tensors_of_last
 from tidemill.learner.megatron.layers.context import gather_parts
 from tidemill.learner.megatron.layers.kernels import Wanted
@@ -33,7 +32,7 @@ Summed = Callable[[Tensor], Tensor]
 """Sum of a tensor over the data-parallel ranks."""
 
 
-class Row(ModelInput, Protocol):
+class CriticRow(ModelInput, Protocol):
     """A micro-batch of the trainer, as far as the critic reads it."""
 
     @property
@@ -77,10 +76,10 @@ class Critic:
         """Return whether only the critic is trained in this step."""
         return step <= self._config.warmup_steps
 
-    def valued(self, rows: Sequence[Row]) -> list[Tokens]:
+    def valued(self, rows: Sequence[CriticRow]) -> list[Tokens]:
         """Return the inputs of the objective of each row with ``values_T``, the values under the current weights."""
 
-        def collect(row: Row, values_C1: Tensor) -> tuple[Tensor, Tensor]:
+        def collect(row: CriticRow, values_C1: Tensor) -> tuple[Tensor, Tensor]:
             """Return a loss that is not used, and the values."""
             values_T1 = self._whole(row, values_C1)
             return values_T1.sum(), values_T1
@@ -90,7 +89,7 @@ class Critic:
         return [replace(row.seen, values_T=each_T1[:, 0]) for row, each_T1 in zip(rows, values, strict=True)]
 
     def train(
-        self, minibatches: Sequence[tuple[Sequence[Row], Denominators]], batch: StepBatch, *, summed: Summed
+        self, minibatches: Sequence[tuple[Sequence[CriticRow], Denominators]], batch: StepBatch, *, summed: Summed
     ) -> dict[str, float]:
         """Take an optimizer step for each minibatch of ``batch``; its rows have ``values_T`` and ``returns_T``.
 
@@ -135,7 +134,7 @@ class Critic:
             "critic/grad_norm": sum(update.norm for update in done if update.norm is not None) / len(done),
         }
 
-    def _minibatch(self, rows: Sequence[Row], denominators: Denominators, step: int) -> _Update:
+    def _minibatch(self, rows: Sequence[CriticRow], denominators: Denominators, step: int) -> _Update:
         self.optimizer.zero_grad()
         parts = run_rows(self.model, rows, partial(self._loss, denominators=denominators))
         ranks = self.model.parallel
@@ -146,12 +145,12 @@ class Critic:
             self._collector.update({"loss": loss, "clip_fraction": clipped / max(1.0, tokens)}, norm)
         return _Update(sums, norm, rate)
 
-    def _whole(self, row: Row, values_C1: Tensor) -> Tensor:
+    def _whole(self, row: CriticRow, values_C1: Tensor) -> Tensor:
         """Return the values of the whole row, on all context-parallel ranks."""
         ranks = self.model.parallel
         return row.spread(row.read(values_C1)) if ranks.cp_size == 1 else gather_parts(values_C1, ranks.cp_group)
 
-    def _loss(self, row: Row, values_C1: Tensor, *, denominators: Denominators) -> tuple[Tensor, Tensor]:
+    def _loss(self, row: CriticRow, values_C1: Tensor, *, denominators: Denominators) -> tuple[Tensor, Tensor]:
         tokens, values_T = row.seen, self._whole(row, values_C1)[:, 0]
         assert tokens.values_T is not None and tokens.returns_T is not None
         if self._collector is not None:

@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from tidemill.bus.system.foreign import described, errors_as
-from tidemill.bus.system.functions import check_call, find_function
+from tidemill.bus.system.functions import check_call, described, errors_as, find_function
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.errors import HookFailed
 from tidemill.learner.settings.config import HooksConfig

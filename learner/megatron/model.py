@@ -18,7 +18,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from tidemill.bus.system.foreign import described
+from tidemill.bus.system.functions import described
 from tidemill.learner.errors import ConfigRefused, LearnerError
 from tidemill.learner.layout import stages
 from tidemill.learner.layout.parallel import Parallel, Replicas

@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw
 
 from tidemill.learner.layout.sizes import OFFLOADED_AT_ONCE
 from tidemill.learner.megatron.clipping import clip_factor, norm_over_ranks
-from tidemill.learner.megatron.optimizer_pieces import MAIN, STATE, Piece
+from tidemill.learner.megatron.optimizer_pieces import MAIN, STATE, OptimizerPiece
 
 _SETTINGS = {
     "lr_mult": 1.0,
@@ -35,7 +35,7 @@ _SETTINGS = {
 class Block:
     """The state of several pieces, in one host tensor of each kind."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[OptimizerPiece, ...]
     host: Mapping[str, Tensor]
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -52,7 +52,7 @@ class OffloadedAdam:
     def __init__(
         self,
         ddps: Sequence[DistributedDataParallel],
-        pieces: Sequence[Piece],
+        pieces: Sequence[OptimizerPiece],
         *,
         distributed: bool,
         clip_grad: float,
@@ -75,7 +75,7 @@ class OffloadedAdam:
         """Yield all blocks."""
         return (block for group in self.param_groups for block in group["blocks"])
 
-    def tensors(self) -> list[tuple[Piece, dict[str, Tensor]]]:
+    def tensors(self) -> list[tuple[OptimizerPiece, dict[str, Tensor]]]:
         """Return each piece with its state on the host."""
         entries = []
         for block in self.blocks:
@@ -172,13 +172,13 @@ class OffloadedAdam:
             flat.copy_(moved[name], non_blocking=True)
 
 
-def cut(pieces: Sequence[Piece], size: int) -> Iterator[tuple[Piece, ...]]:
+def cut(pieces: Sequence[OptimizerPiece], size: int) -> Iterator[tuple[OptimizerPiece, ...]]:
     """Yield runs of pieces with ``size`` elements each, but for the last; a piece that does not fit is cut."""
     run, room = [], size
     for piece in pieces:
         start = piece.start
         while start < piece.end:
-            part = Piece(piece.parameter, start, min(piece.end, start + room))
+            part = OptimizerPiece(piece.parameter, start, min(piece.end, start + room))
             run.append(part)
             start, room = part.end, room - (part.end - part.start)
             if not room:
@@ -188,7 +188,7 @@ def cut(pieces: Sequence[Piece], size: int) -> Iterator[tuple[Piece, ...]]:
         yield tuple(run)
 
 
-def _block(pieces: tuple[Piece, ...]) -> Block:
+def _block(pieces: tuple[OptimizerPiece, ...]) -> Block:
     first = pieces[0].parameter
     size = sum(piece.end - piece.start for piece in pieces)
     names = STATE if first.dtype == torch.float32 else (*STATE, MAIN)

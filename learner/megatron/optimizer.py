@@ -25,7 +25,7 @@ from tidemill.learner.megatron.cpu_shim import megatron_device
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.offload import OffloadedAdam
 from tidemill.learner.megatron.optimizer_pieces import (
-    Piece,
+    OptimizerPiece,
     buffers_of,
     make_leaves,
     own_pieces,
@@ -284,7 +284,7 @@ class PolicyOptimizer:
         # With experts there are two optimizers, and Megatron stores each under names of its own.
         return self._distributed or self._offloaded is not None or self._experts
 
-    def _state_of_pieces(self) -> list[tuple[Piece, dict[str, Tensor]]]:
+    def _state_of_pieces(self) -> list[tuple[OptimizerPiece, dict[str, Tensor]]]:
         return self._offloaded.tensors() if self._offloaded is not None else state_of_pieces(self.inner, self._pieces)
 
     def _memory_of_state(self) -> AbstractContextManager[None]:

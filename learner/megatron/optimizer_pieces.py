@@ -29,7 +29,7 @@ MAIN = "fp32_param"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class OptimizerPiece:
     """A range of one parameter, with its optimizer state on this rank."""
 
     parameter: Tensor
@@ -42,9 +42,9 @@ class Piece:
         return tensor.detach().view(-1)[self.start : self.end]
 
 
-def whole_pieces(ddp: DistributedDataParallel) -> list[Piece]:
+def whole_pieces(ddp: DistributedDataParallel) -> list[OptimizerPiece]:
     """Return a piece for every parameter, for an optimizer that is not distributed."""
-    return [Piece(parameter, 0, parameter.numel()) for parameter in ddp.params_with_grad]
+    return [OptimizerPiece(parameter, 0, parameter.numel()) for parameter in ddp.params_with_grad]
 
 
 def buffers_of(ddp: DistributedDataParallel) -> list[Any]:
@@ -54,7 +54,7 @@ def buffers_of(ddp: DistributedDataParallel) -> list[Any]:
     return [*ddp.buffers, *ddp.expert_parallel_buffers]
 
 
-def own_pieces(ddp: DistributedDataParallel) -> list[Piece]:
+def own_pieces(ddp: DistributedDataParallel) -> list[OptimizerPiece]:
     """Return the pieces of this rank: its share of each bucket, without the padding between parameters."""
     pieces = []
     for buffer in buffers_of(ddp):
@@ -65,12 +65,15 @@ def own_pieces(ddp: DistributedDataParallel) -> list[Piece]:
             first = bucket.offset + rank * share
             start, end = max(begins, first), min(ends, first + share)
             if start < end:
-                pieces.append(Piece(parameter, start - begins, end - begins))
+                pieces.append(OptimizerPiece(parameter, start - begins, end - begins))
     return pieces
 
 
 def sharded_pieces(
-    model: Mapping[str, Any], tensors: Sequence[tuple[Piece, Mapping[str, Tensor]]], *, replicated: bool = False
+    model: Mapping[str, Any],
+    tensors: Sequence[tuple[OptimizerPiece, Mapping[str, Tensor]]],
+    *,
+    replicated: bool = False,
 ) -> list[ShardedTensor]:
     """Return the checkpoint entries of the pieces' state; ``model``: the model's sharded state, with the parameters
     themselves.
@@ -101,7 +104,7 @@ def _places(entry: ShardedTensor | ShardedTensorFactory, parameter: Tensor) -> I
 
 
 def _entries(
-    place: ShardedTensor, start: int, piece: Piece, named: Mapping[str, Tensor], replicated: bool
+    place: ShardedTensor, start: int, piece: OptimizerPiece, named: Mapping[str, Tensor], replicated: bool
 ) -> Iterator[ShardedTensor]:
     """Yield the parts of a piece that lie in ``place``, which begins at element ``start`` of the parameter."""
     first, last = max(piece.start, start), min(piece.end, start + math.prod(place.local_shape))
@@ -165,7 +168,7 @@ def make_leaves(inner: Any) -> None:
                     shards[at].shared = True
 
 
-def state_of_pieces(inner: Any, pieces: Sequence[Piece]) -> list[tuple[Piece, dict[str, Tensor]]]:
+def state_of_pieces(inner: Any, pieces: Sequence[OptimizerPiece]) -> list[tuple[OptimizerPiece, dict[str, Tensor]]]:
     """Return each piece with its state in Megatron's optimizers (one, and a second for experts); it is made here if no
     step has made it.
     """

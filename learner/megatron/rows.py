@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.learner.algorithms.aggregation import Denominators
-from tidemill.learner.algorithms.objective import RewardParts, Tokens, Turns
+from tidemill.learner.algorithms.objective import RewardParts, Tokens, TurnColumns
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.batch.prefixes import Tree, tree_of
 from tidemill.learner.layout.parallel import Parallel
@@ -92,7 +92,7 @@ class Step:
     sampled_N: Tensor
     truncated_N: Tensor
     trainable_N: Tensor
-    turns: Turns
+    turns: TurnColumns
     parts: RewardParts
     metadata: tuple[JsonMapping, ...]
     """Metadata of each sample; empty unless the estimator asks for it."""
@@ -124,7 +124,7 @@ def step_of(batch: StepBatch, *, constant: float) -> Step:
         sampled_N=tensor_of(batch.sampled_N),
         truncated_N=tensor_of(batch.truncated_N),
         trainable_N=tensor_of(batch.trainable_N).long(),
-        turns=Turns(
+        turns=TurnColumns(
             samples_C=tensor_of(batch.turn_samples_C).long(),
             rewards_C=tensor_of(batch.turn_rewards_C).double(),
             trainable_C=tensor_of(batch.turn_tokens_C).long(),

@@ -34,7 +34,7 @@ from tidemill.learner.algorithms.token_advantages import with_token_advantages
 from tidemill.learner.batch.batch import StepBatch, without_truncated
 from tidemill.learner.batch.prefixes import any_common
 from tidemill.learner.batch.repacking import packings, repacked
-from tidemill.learner.debug import fields
+from tidemill.learner.debug import collector
 from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
 from tidemill.learner.debug.report import REPORTED_STEPS
 from tidemill.learner.errors import ConfigRefused
@@ -640,7 +640,7 @@ class Trainer:
         )
         if self._collector is not None:
             self._collector.row(
-                fields.of_policy(tokens, log_probs_T, entropy_T, loss, anchor=str(self._algorithm.anchor))
+                collector.of_policy(tokens, log_probs_T, entropy_T, loss, anchor=str(self._algorithm.anchor))
             )
             at_K = tokens.mask_T.nonzero()[:LOGITS_POSITIONS, 0]
             if len(at_K):

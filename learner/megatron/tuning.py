@@ -16,6 +16,7 @@ from torch import Tensor
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import stages
 from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.layers.frozen import freeze_linears
 from tidemill.learner.megatron.layers.lora import Adapters
 from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.lora import CONFIG, WEIGHTS, LoraConfig
@@ -71,10 +72,13 @@ def tune(chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, tuning: Tu
     for chunk in chunks:
         if not tuning.trains:
             chunk.requires_grad_(False)
-        embedding = getattr(chunk, "embedding", None)
+        freeze_linears(chunk)
+        needed = chunk.config.recompute_granularity or len(chunks) > 1
+        embedding = getattr(chunk, "embedding", None) if needed else None
         if embedding is not None and not any(parameter.requires_grad for parameter in embedding.parameters()):
             # A recomputed layer that gets an input without gradient returns an output that has none, and nothing in it
-            # would be trained.
+            # would be trained. Of several chunks one may have nothing to train, and Megatron's schedule goes back
+            # through it. Elsewhere the backward pass ends at the lowest weight that is trained.
             embedding.register_forward_hook(_with_gradient)
     return adapters
 

@@ -1,3 +1,1 @@
-"""Node agents: parents of the learner's ranks on several machines, which meet over the bus and start, end and restart
-them together.
-"""
+"""Node agents: parents of the learner's ranks on several machines; over the bus they start and end them together."""

@@ -19,16 +19,16 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 from tidemill.bus import exit_codes
+from tidemill.bus.client.addresses import in_url
 from tidemill.bus.errors import BusError, RowConflict, UnreadableRow
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.rows import Attempt, NodeRow, Phase, State
 from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.errors import LearnerEnded, NodeRefused
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.nodes.attempts import Attempts, Work
-from tidemill.learner.nodes.node_rows import Attempt, NodeRow, Phase, State, bracketed, cut
-from tidemill.learner.nodes.own_row import OwnRow
-from tidemill.learner.nodes.probes import Probes, answering
+from tidemill.learner.nodes.own_row import OwnRow, Probes, answering
 from tidemill.learner.nodes.rendezvous import (
     LEADER,
     Action,
@@ -42,8 +42,8 @@ from tidemill.learner.nodes.rendezvous import (
     Wait,
     decide,
 )
-from tidemill.learner.nodes.view import LOOK_S, View
-from tidemill.learner.ranks.process import ChildFailed, Part
+from tidemill.learner.nodes.view import LOOK_S, View, cut
+from tidemill.learner.ranks.process import ChildFailed, NodePart
 
 log = logging.getLogger(__name__)
 
@@ -217,13 +217,13 @@ class Agent:
             await self._attempts.record(me, State.ENDING, "a later epoch was raised")
             return
         host, _, port = attempt.master.rpartition(":")
-        part = Part(
+        part = NodePart(
             first_rank=attempt.first_rank(me.node),
             num_ranks=attempt.ranks[me.node],
             world=sum(attempt.ranks),
             master=(host, int(port)),
             feeder_url=attempt.feeder,
-            listen=f"tcp://{bracketed(self._bind)}:{attempt.feeder.rpartition(':')[2]}" if me.node == LEADER else "",
+            listen=f"tcp://{in_url(self._bind)}:{attempt.feeder.rpartition(':')[2]}" if me.node == LEADER else "",
             keys=replace(self._keys, feeder_public=attempt.feeder_key),
             epoch=attempt.epoch,
         )

@@ -1,6 +1,4 @@
-"""The leader's writes of the row ``attempt``: a new attempt from offers, and the states of the present one. By
-compare-and-set.
-"""
+"""The leader's writes of the row ``attempt``, by compare-and-set: a new attempt, and states of the present one."""
 
 import asyncio
 import logging
@@ -9,15 +7,16 @@ from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import replace
 from typing import Protocol
 
+from tidemill.bus.client.addresses import in_url
 from tidemill.bus.errors import BusError
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import Bus, raise_epoch
+from tidemill.bus.wire.rows import Attempt, NodeRow, State
 from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.errors import NodeRefused
-from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, Attempt, NodeRow, State, bracketed, cut, row_value
 from tidemill.learner.nodes.rendezvous import refuse_unlike
-from tidemill.learner.nodes.view import READ_S, View
-from tidemill.learner.ranks.process import Part
+from tidemill.learner.nodes.view import ATTEMPT_KEY, READ_S, View, cut, row_value
+from tidemill.learner.ranks.process import NodePart
 
 
 class Work(Protocol):
@@ -28,9 +27,7 @@ class Work(Protocol):
         raise NotImplementedError
 
     def layout(self, offers: Sequence[NodeRow]) -> tuple[int, ...]:
-        """Return the number of ranks of each node. Raises NodeRefused for nodes that do not fit together. Only the
-        leader's.
-        """
+        """Return the number of ranks of each node, for the leader. Raises NodeRefused for nodes that do not fit."""
         raise NotImplementedError
 
     async def check(self, proof: str) -> None:
@@ -41,7 +38,7 @@ class Work(Protocol):
         """Write the proof that ``check`` reads on the other nodes. Only the leader's. Raises OSError."""
         raise NotImplementedError
 
-    async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
+    async def run(self, part: NodePart, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
         """Run the processes until they succeed, or have drained; a cancellation ends them. Raises ChildFailed."""
         raise NotImplementedError
 
@@ -86,7 +83,7 @@ class Attempts:
             nonces=tuple(row.nonce for row in offers),
             ranks=ranks,
             master=f"{me.address}:{master}",
-            feeder=f"tcp://{bracketed(me.address)}:{feeder}",
+            feeder=f"tcp://{in_url(me.address)}:{feeder}",
             feeder_key=feeder_key,
             proof=proof,
             state=State.FAILED if refused else State.FORMING,

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from tidemill.bus import exit_codes
 from tidemill.bus.config import is_loopback
+from tidemill.bus.wire.rows import Attempt, NodeRow, Phase, State
 from tidemill.learner.errors import NodeRefused
-from tidemill.learner.nodes.node_rows import Attempt, NodeRow, Phase, State
 
 LEADER = 0
 

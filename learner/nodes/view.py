@@ -1,17 +1,63 @@
-"""The rows of all nodes and the row ``attempt``, as an agent reads them at every change and every second."""
+"""Rows of all nodes, ``node.<R>``, and the row ``attempt``, as an agent reads them at every change and every second.
+
+They are input like any other: a row of another shape is refused (``bus/wire/row_reader.py``), and here one with values
+that contradict each other.
+"""
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from tidemill.bus.client.rows import Value
-from tidemill.bus.errors import BusError
+from tidemill.bus.errors import BusError, WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
-from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, NODE_KEY, Attempt, NodeRow, attempt_of, node_of
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.rows import MAX_TEXT, Attempt, NodeRow, row_of
 from tidemill.learner.nodes.rendezvous import Seen
+
+NODE_KEY = "node"
+"""Rows ``node.<R>``."""
+ATTEMPT_KEY = "attempt"
+
+
+def cut(text: str) -> str:
+    """Return a text as a row can carry it: bounded, printable."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text[:MAX_TEXT])
+
+
+def node_of(key: str, value: JsonObject) -> NodeRow:
+    """Return the row of a node. Raises WireError naming the field that does not fit."""
+    row = row_of(NodeRow, value)
+    if key != f"{NODE_KEY}.{row.node}":
+        raise WireError("node", f"that of the key {key}", row.node)
+    if row.node >= row.nodes:
+        raise WireError("node, nodes", "node < nodes", (row.node, row.nodes))
+    return row
+
+
+def attempt_of(value: JsonObject) -> Attempt:
+    """Return the attempt. Raises WireError naming the field that does not fit."""
+    attempt = row_of(Attempt, value)
+    if len(set(attempt.nonces)) < len(attempt.nonces):
+        raise WireError("nonces", "each once", attempt.nonces[:4])
+    if len(attempt.ranks) != len(attempt.nonces):
+        raise WireError("ranks", "a number of ranks for each nonce", attempt.ranks[:4])
+    if not 0 < int(attempt.master.rpartition(":")[2]) < 65_536:
+        raise WireError("master", "host:port", attempt.master[:60])
+    return attempt
+
+
+def row_value(row: NodeRow | Attempt) -> JsonObject:
+    """Return a row as JSON has it."""
+    value: JsonObject = json.loads(msgspec.json.encode(row))
+    return value
+
 
 GRACE_S = 5.0
 """Seconds after an outage of the bus before ages count again: all agents have to connect and write first."""

@@ -1,13 +1,11 @@
-"""Rows that cannot be used, whatever the cause: skipped, counted and named, or refused (``data.bad_rows``). Reads no
-row.
-"""
+"""Rows that cannot be used: skipped, counted and named, or refused (``data.bad_rows``). Reads no row."""
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tidemill.bus.system.foreign import described, errors_as
-from tidemill.learner.data.config import REFUSE, SKIP
+from tidemill.bus.system.functions import described, errors_as
+from tidemill.learner.data import REFUSE, SKIP
 from tidemill.learner.errors import CannotRender, PromptError, TemplateLacks, TextTooLong
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data import DataConfig
 
 
 class Curriculum:

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tidemill.bus.errors import WireError
-from tidemill.bus.system.foreign import described, errors_as
-from tidemill.bus.system.functions import FunctionRefused, find_function
+from tidemill.bus.system.functions import FunctionRefused, described, errors_as, find_function
 from tidemill.bus.wire.chat_messages import chat_messages
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.errors import PromptError

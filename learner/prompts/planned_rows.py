@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Task
 from tidemill.learner.errors import NEW_RUN, ConfigRefused, PromptError
-from tidemill.learner.prompts.mixing import Share, order_of
-from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.prompts.prompt_file import PromptFile, Share, order_of
 
 SETTING = "data.path"
 _MAX_NAMED = 5

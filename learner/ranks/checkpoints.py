@@ -28,14 +28,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
-from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
+from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, CheckpointManifest, FileEntry
 from tidemill.learner.checkpoints.object_store import ObjectStore
 from tidemill.learner.checkpoints.remote_files import CheckpointFiles, Peer, PeerClient
 from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
-from tidemill.learner.feed.feed_messages import Start
-from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.feed.feed_messages import FeedStart
+from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.megatron import state
-from tidemill.learner.megatron.checkpoint_writer import HostCopies, Staged, files_of
+from tidemill.learner.megatron.checkpoint_writer import HostCopies, Staged, files_of, trim_heap
 from tidemill.learner.megatron.model import Policy, WeightBackup
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.state import NOTHING_BESIDE, Beside
@@ -107,8 +107,10 @@ class Checkpoints:
         # On CUDA the default group is NCCL's: its collectives of objects would wait for the kernels of a step.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self._world > 1 else None
         self._writing: tuple[int, Future[Path]] | None = None
+        self.copied_bytes = 0
+        """Bytes of this rank's state that the last checkpoint has copied."""
 
-    def load(self, start: Start) -> dict[str, float]:
+    def load(self, start: FeedStart) -> dict[str, float]:
         """Load the start's checkpoint, with files from elsewhere where this node lacks them. Returns the algorithm's
         numbers.
 
@@ -146,8 +148,8 @@ class Checkpoints:
         return numbers
 
     @property
-    def copied_bytes(self) -> int:
-        """Bytes of host memory with the copy of this rank's state."""
+    def held_bytes(self) -> int:
+        """Bytes of host memory with copies of this rank's state."""
         return 0 if self._copies is None else self._copies.bytes
 
     def begin(self, step: int, epoch: int, data_state: bytes, *, numbers: dict[str, float]) -> None:
@@ -161,6 +163,8 @@ class Checkpoints:
         if self._layout.is_first:
             disk.staging(self._root, step=step, epoch=epoch)
         dist.barrier()
+        if self._copies is not None:
+            trim_heap()  # so that the copies take the place of the step's activations
         staged = state.stage(
             tmp,
             step=step,
@@ -171,6 +175,7 @@ class Checkpoints:
             numbers=numbers,
             copies=self._copies,
         )
+        self.copied_bytes = self.held_bytes
         extra: dict[str, object] = {"step": step, "epoch": epoch, "world": self._world}
         writing = Future[Path]()
         self._writing = (step, writing)
@@ -220,6 +225,9 @@ class Checkpoints:
             return Part(node=self._layout.node, files=disk.digest(staged.directory, files_of(results)), results=results)
         except (OSError, RuntimeError) as error:  # torch raises the latter for a stream that takes no more
             return Part(node=self._layout.node, error=f"rank {self._rank}: {error}")
+        finally:
+            if self._copies is not None:
+                self._copies.give_back()
 
     def _concluded(
         self, staged: Staged, parts: Sequence[Part], data_state: bytes, extra: dict[str, object]
@@ -233,7 +241,7 @@ class Checkpoints:
             (tmp / STATE).write_bytes(data_state)
             files = {name: entry.written_by([part.node]) for part in parts for name, entry in part.files.items()}
             files |= {name: entry.written_by(nodes) for name, entry in disk.digest(tmp, sorted(METADATA)).items()}
-            manifest = Manifest(files=files, extra=extra).encode()
+            manifest = CheckpointManifest(files=files, extra=extra).encode()
             disk.write_manifest(tmp, manifest)
             if len(nodes) == 1:
                 return Conclusion()

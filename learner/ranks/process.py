@@ -25,8 +25,8 @@ from tidemill.bus import exit_codes
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.system.processes import Child
 from tidemill.learner.errors import LearnerError
+from tidemill.learner.feed.feed_client import progress_noted
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.feed.progress import progress_noted
 
 IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 INTERFACES = Path("/sys/class/net")
@@ -84,7 +84,7 @@ class ChildFailed(LearnerError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class NodePart:
     """The ranks of one node, and where they find the others. On one machine they are all ranks."""
 
     first_rank: int = 0
@@ -115,7 +115,7 @@ async def run_learner(
     """Run feeder and ranks on one machine; ends and raises as ``run_part``, which has the other arguments."""
     with KeptPort(host) as feeder_port, KeptPort(host) as master_port:  # it takes seconds until the children listen
         url = f"tcp://{host}:{feeder_port.number}"
-        part = Part(
+        part = NodePart(
             num_ranks=num_ranks,
             world=num_ranks,
             master=(host, master_port.number),
@@ -136,7 +136,7 @@ async def run_learner(
 
 async def run_part(
     arguments: Sequence[str],
-    part: Part,
+    part: NodePart,
     *,
     draining: asyncio.Event,
     threads: int = 1,
@@ -262,7 +262,7 @@ async def _end(children: Sequence[Child]) -> None:
         await asyncio.gather(*ends, return_exceptions=True)
 
 
-def _rank_environment(part: Part, local: int, threads: int) -> dict[str, str]:
+def _rank_environment(part: NodePart, local: int, threads: int) -> dict[str, str]:
     host, port = part.master
     return {
         "RANK": str(part.first_rank + local),

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, Fenced
 from tidemill.learner.feed.feed_client import FeedClient
-from tidemill.learner.feed.feed_messages import Start
-from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.feed.feed_messages import FeedStart
+from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.weightstore.config import WeightsConfig
@@ -67,7 +67,7 @@ class Pushes:
         self._waited_s = 0.0
 
     @contextmanager
-    def open(self, start: Start) -> Iterator[None]:
+    def open(self, start: FeedStart) -> Iterator[None]:
         """Publish the version that a start needs first, then run the context with the publisher; the parts are open.
 
         It is version 0, or head + 1 if no recorded step is to be repeated. Raises Fenced, BusUnavailable,
@@ -97,7 +97,7 @@ class Pushes:
         finally:
             publisher.close()
 
-    def _begin(self, start: Start) -> None:
+    def _begin(self, start: FeedStart) -> None:
         self.step = start.step
         if start.head_version >= 0:
             if start.recorded_until == start.step:

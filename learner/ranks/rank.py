@@ -32,10 +32,9 @@ from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.config import DebugConfig, ProfileRequest
 from tidemill.learner.errors import AlarmStop
-from tidemill.learner.feed.feed_client import FeedClient, Heartbeats
-from tidemill.learner.feed.feed_messages import End, Last, Start
-from tidemill.learner.feed.places import RankPlaces
-from tidemill.learner.feed.progress import note_step
+from tidemill.learner.feed.feed_client import FeedClient, Heartbeats, note_step
+from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Last
+from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.flops import StepFlops
 from tidemill.learner.layout.parallel import Parallel
@@ -206,7 +205,7 @@ def _policy(places: RankPlaces, learner: LearnerConfig, here: Parallel) -> Polic
 
 def _start_of_turns(
     here: Parallel, feed: FeedClient, places: RankPlaces, weights: WeightsConfig, bus: BusConfig
-) -> Start:
+) -> FeedStart:
     """Shake hands with the feeder, and wait until colocated engines have released their memory, before this rank takes
     any.
 
@@ -295,7 +294,7 @@ class Rank:
         )
         self._clock, self._meter = WaitClock(), _meter(policy, learner, places.model_dir)
 
-    def run(self, start: Start | None = None) -> None:
+    def run(self, start: FeedStart | None = None) -> None:
         """Run the session: handshake (unless in ``start``), restore, steps, end. Raises AlarmStop, Fenced."""
         with self._feed.drained_by_sigterm(self._places.progress):
             start = start or self._feed.hello()
@@ -330,7 +329,7 @@ class Rank:
             self._proximal.refresh()
         log.info("begins with the weights of step=%d checkpoint=%s", step, directory)
 
-    def _take_steps(self, start: Start) -> Last:
+    def _take_steps(self, start: FeedStart) -> Last:
         for step in range(start.step + 1, start.steps + 1):
             batch = self._next(step)
             with self._turns.mine():
@@ -340,7 +339,7 @@ class Rank:
                 self._step(batch, start)
         return Last(step=start.steps, state=b"")
 
-    def _make_last(self, last: Last, start: Start) -> None:
+    def _make_last(self, last: Last, start: FeedStart) -> None:
         """Checkpoint, and publish unless drained, a step that was not known to be the last, unless that is done."""
         if last.drained:
             log.info("drained rank=%d after step=%d", self._here.rank, last.step)
@@ -349,7 +348,7 @@ class Rank:
         if last.state:
             self.checkpoints.begin(last.step, start.epoch, last.state, numbers=self._trainer.numbers)
 
-    def _configure(self, step: int, start: Start) -> None:
+    def _configure(self, step: int, start: FeedStart) -> None:
         """Take over the settings of a step: a repeated step has the settings of its first execution."""
         record = next((record for last, record in start.settings if step <= last), {})
         settings = StepSettings.read(record) if record else self._own_settings
@@ -358,7 +357,7 @@ class Rank:
             self._settings = settings
             log.info("step %d has the settings of %s", step, "its first execution" if record else "this start")
 
-    def _step(self, batch: StepBatch, start: Start) -> None:
+    def _step(self, batch: StepBatch, start: FeedStart) -> None:
         self._configure(batch.step, start)
         with self._debug.around(batch):
             trained = self._trainer.train(batch)
@@ -411,7 +410,7 @@ class Rank:
         levels = [alarm.level for alarm in alarms]
         return metrics | {"alarm/warnings": float(levels.count("warn")), "alarm/errors": float(levels.count("error"))}
 
-    def _end(self, last: Last, start: Start) -> None:
+    def _end(self, last: Last, start: FeedStart) -> None:
         if last.drained:  # reported first: a deadline may end this process while it writes the model
             self.checkpoints.collect(wait=True)
         self.pushes.collect(wait=True)
@@ -422,14 +421,14 @@ class Rank:
         self._models.wait()
         with self._clock.waiting():
             answer = self._feed.next(last.step + 1)
-        assert isinstance(answer, End), f"the feeder has a step after the last, {last.step}"
+        assert isinstance(answer, FeedEnd), f"the feeder has a step after the last, {last.step}"
 
     def _next(self, step: int) -> StepBatch | Last:
         """Return the batch of ``step``, or that the one before was the last."""
         self.collect()
         with self._clock.waiting():
             batch = self._feed.next(step)
-        assert not isinstance(batch, End), f"the feeder ends before step {step}"
+        assert not isinstance(batch, FeedEnd), f"the feeder ends before step {step}"
         if (request := agreed(self._debug.take_request(), self._here)) is not None:
             self._debug.profile(request)
         return batch

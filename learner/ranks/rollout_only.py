@@ -18,10 +18,9 @@ from tidemill.bus import exit_codes
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.errors import NoCheckpoint
-from tidemill.learner.feed.feed_client import FeedClient
-from tidemill.learner.feed.feed_messages import End, Last
-from tidemill.learner.feed.places import RankPlaces
-from tidemill.learner.feed.progress import note_step
+from tidemill.learner.feed.feed_client import FeedClient, note_step
+from tidemill.learner.feed.feed_messages import FeedEnd, Last
+from tidemill.learner.feed.feeder_settings import RankPlaces
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class _Consumer:
             reason = "want one of a run with debug.rollout_only, got one with weights"
             raise NoCheckpoint(start.checkpoint, reason)
         step = start.step + 1
-        while not isinstance(batch := self._feed.next(step), End):
+        while not isinstance(batch := self._feed.next(step), FeedEnd):
             if isinstance(batch, Last):
                 self._checkpoint(batch.step, start.epoch, batch.state)
                 continue

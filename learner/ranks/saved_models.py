@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.tuning import ADAPTER, write_adapter
 from tidemill.learner.ranks.weight_parts import WeightParts

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tidemill.bus.client.addresses import Reach, reach, route_to
 from tidemill.learner.errors import AlarmStop, FeederFailed, FeederLost
-from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.layout.sizes import num_senders
 from tidemill.learner.megatron.model import Policy
 from tidemill.weightstore.config import WeightsConfig

@@ -46,7 +46,7 @@ def math(request: RewardRequest, *, rest: Literal["", "math_verify"] = "") -> fl
         return 1.0
     if not rest:
         return 0.0
-    from tidemill.rewards.builtin.math_symbolic import (
+    from tidemill.rewards.builtin.math_equality import (
         same_by_library,
     )  # it loads sympy, which a run without the option does not need
 

@@ -1,4 +1,4 @@
-"""Rewards that compare a response as text, with the label or with a form, and rewards for its length.
+"""Rewards that compare a response as text, with the label, a choice or a form, and rewards for its length.
 
 Sources: ``f1`` SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250): lower case, no punctuation, no articles; yes, no and
 noanswer must match exactly, as in HotpotQA's evaluation (Yang et al. 2018). ``format_tags`` the format reward of
@@ -11,7 +11,10 @@ Chain-of-Thought Reasoning" (Yeo et al. 2025, arXiv 2502.03373).
 import re
 import string
 from collections import Counter
+from functools import lru_cache
+from pathlib import Path
 
+from tidemill.bus.wire.json_object import is_integer
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import RewardRequest
@@ -128,3 +131,113 @@ def repetition(request: RewardRequest, *, ngram: int = 3, penalty: float = 1.0) 
         return 0.0
     distinct = len({tuple(words[place : place + ngram]) for place in range(total)})
     return -penalty * (1 - distinct / total)
+
+
+LETTERS = "ABCDEFGHIJ"
+_MARKED = (
+    re.compile(r"\\boxed\s{0,3}\{\s{0,3}(?:\\text\s{0,3}\{)?\s{0,3}\(?([A-Za-z])\)?\s{0,3}\}"),
+    re.compile(
+        r"(?:answer|choice|option)\s{0,3}(?:is|:|=)?\s{0,3}[:*]{0,3}\s{0,3}\(?([A-Za-z])\)?(?![A-Za-z])", re.IGNORECASE
+    ),
+)
+_ALONE = re.compile(r"(?<![A-Za-z0-9])\(?([A-Z])\)?(?![A-Za-z0-9'])")
+_WORD = re.compile(r"\w+")
+
+
+def gpqa(request: RewardRequest) -> float:
+    """Return 1.0 if the response has the letter of the right choice, or none but that choice's text alone, else 0.0.
+
+    Raises RewardFailed for a label that names no choice, and for metadata that is no list.
+    Source: GPQA (Rein et al. 2023, arXiv 2311.12022), in the form of slime's ``gpqa``: metadata ``choices``,
+    ``valid_letters`` and ``correct_letter``; the label is a letter, an index (from 0) or the text of a choice.
+    """
+    valid = "".join(_texts(request, "valid_letters", LETTERS)).upper()
+    gold = _gold(request, valid)
+    letter = find_letter(request.response, valid)
+    return float((_choice_in(request, valid) if letter is None else letter) == gold)
+
+
+def find_letter(response: str, valid: str = LETTERS) -> str | None:
+    r"""Return the last letter in ``\boxed{}``, else after "answer is", else the last alone; thoughts do not count."""
+    text = response.rpartition("</think>")[2]
+    for pattern in (*_MARKED, _ALONE):
+        letters = [letter.upper() for letter in pattern.findall(text) if letter.upper() in valid]
+        if letters:
+            return str(letters[-1])
+    return None
+
+
+def _choice_in(request: RewardRequest, valid: str) -> str | None:
+    """Return the letter of the one choice that the response has the text of; None for none or several."""
+    text = f" {_words(request.response.rpartition('</think>')[2])} "
+    choices = map(_words, _texts(request, "choices"))
+    letters = [letter for letter, choice in zip(valid, choices, strict=False) if choice and f" {choice} " in text]
+    return letters[0] if len(letters) == 1 else None
+
+
+def _texts(request: RewardRequest, key: str, default: str = "") -> list[str]:
+    """Return the texts, or the letters of one text, in the metadata. Raises RewardFailed for any other type."""
+    value = request.metadata.get(key, default)
+    if not isinstance(value, (str, list, tuple)):
+        raise RewardFailed("gpqa", f"metadata.{key}: want a list, got {value!r}"[:300])
+    return [str(item) for item in value]
+
+
+def _words(text: str) -> str:
+    return " ".join(_WORD.findall(text.casefold()))
+
+
+def _gold(request: RewardRequest, valid: str) -> str:
+    choices = [choice.strip().casefold() for choice in _texts(request, "choices")]
+    label = request.metadata.get("correct_letter", request.label)
+    index: int | None = None
+    if is_integer(label):
+        index = label
+    elif isinstance(label, str):
+        text = label.strip().strip("().").casefold()
+        if len(text) == 1 and text.upper() in valid:
+            return text.upper()
+        if label.strip().casefold() in choices:
+            index = choices.index(label.strip().casefold())
+    if index is None or not 0 <= index < len(valid):
+        want = f"a letter of {valid}, an index, or one of metadata.choices as label"
+        raise RewardFailed("gpqa", f"want {want}, got {label!r}"[:300])
+    return valid[index]
+
+
+_SPELLED_WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)?")
+_ENDING = re.compile(r"(?:n['\u2019]t|['\u2019]\w*)$")
+UNKNOWN = 1
+"""Words outside the dictionary that a sentence may have: a name, for example."""
+SHORT = 3
+"""Letters of a word that may stand twice, as *the* and *and* do."""
+
+
+def sentence(request: RewardRequest, *, words: str, verbs: str) -> dict[str, float]:
+    """Return ``score``: 1 for a sentence, else 0; and the three parts of the rule, ``known``, ``verb``, ``once``.
+
+    The rule needs no model: the words stand in a dictionary, one is a verb, and none is repeated. It keeps a model
+    from texts that follow other instructions with words in no order (``"bee"``); it judges words, not grammar.
+
+    ``words``, ``verbs``: files with one lower-case word a line. Raises RewardFailed for a file that cannot be read.
+    """
+    response_words = [_plain(word) for word in _SPELLED_WORD.findall(request.response)]
+    dictionary = _read(words)
+    known = bool(response_words) and sum(word not in dictionary for word in response_words) <= UNKNOWN
+    verb = not _read(verbs).isdisjoint(response_words)
+    once = all(count == 1 or (count == 2 and len(word) <= SHORT) for word, count in Counter(response_words).items())
+    return {"score": float(known and verb and once), "known": float(known), "verb": float(verb), "once": float(once)}
+
+
+def _plain(word: str) -> str:
+    """Return a word in lower case, without the ending of a possessive or a contraction."""
+    return _ENDING.sub("", word.lower())
+
+
+@lru_cache(maxsize=8)
+def _read(file: str) -> frozenset[str]:
+    """Return the lines of a file, which is read once in a process."""
+    try:
+        return frozenset(Path(file).read_text(encoding="utf-8").split())
+    except (OSError, ValueError) as error:
+        raise RewardFailed("sentence", f"{file}: want a file with one word a line, got {error}") from error

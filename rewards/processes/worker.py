@@ -15,8 +15,9 @@ import sys
 from collections.abc import Awaitable
 from functools import partial
 
-from tidemill.bus.processes import frames, limits
-from tidemill.bus.system.foreign import repr_at
+from tidemill.bus.processes import limits
+from tidemill.bus.processes.connection import MAX_RESULT_BYTES, encode_frame, read_frame, receive_frame
+from tidemill.bus.system.functions import repr_at
 from tidemill.bus.system.output import lossy_standard_files
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.rewards.errors import RewardFailed, is_outside
@@ -47,7 +48,7 @@ def serve(connection: socket.socket, function: Bound, limit: limits.ProcessLimit
         signal.signal(number, signal.SIG_DFL)
     _seed()
     connection.setblocking(True)
-    connection.sendall(frames.encode({"up": True}))
+    connection.sendall(encode_frame({"up": True}))
     if function.is_async:
         asyncio.run(_serve_many(connection, function, limit))
     else:
@@ -62,7 +63,7 @@ def _seed() -> None:
 
 
 def _serve_one_by_one(connection: socket.socket, function: Bound, limit: limits.ProcessLimits) -> None:
-    while (message := frames.receive(connection)) is not None:
+    while (message := receive_frame(connection)) is not None:
         limits.limit_cpu(limit.timeout_s * (os.cpu_count() or 1))
         reply, goes_on = _answer(function, message)
         connection.sendall(reply)
@@ -89,10 +90,10 @@ async def _awaited(result: Awaitable[object]) -> object:
 
 
 def _reply(number: int, **fields: object) -> bytes:
-    frame = frames.encode({"id": number, **fields})
-    if len(frame) > frames.MAX_RESULT_BYTES:
-        reason = f"a result of {len(frame)} bytes, want at most {frames.MAX_RESULT_BYTES}"
-        return frames.encode({"id": number, "failed": reason})
+    frame = encode_frame({"id": number, **fields})
+    if len(frame) > MAX_RESULT_BYTES:
+        reason = f"a result of {len(frame)} bytes, want at most {MAX_RESULT_BYTES}"
+        return encode_frame({"id": number, "failed": reason})
     return frame
 
 
@@ -120,7 +121,7 @@ async def _serve_many(connection: socket.socket, function: Bound, limit: limits.
         writer.write(_failed(number, asyncio.CancelledError()) if task.cancelled() else task.result())
         del calls[number]
 
-    while (message := await frames.read(reader, 1 << 32)) is not None:
+    while (message := await read_frame(reader, 1 << 32)) is not None:
         number = message["id"]
         if "cancel" not in message:
             calls[number] = asyncio.create_task(call(message))

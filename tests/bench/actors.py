@@ -36,10 +36,9 @@ from tidemill.bus.wire.messages import Sampling, Span
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.feed.feed_messages import End
+from tidemill.learner.feed.feed_messages import FeedEnd
 from tidemill.learner.feed.feeder import run_feeder
-from tidemill.learner.feed.feeder_settings import FeederSettings, ModelFacts
-from tidemill.learner.feed.places import FeederPlaces
+from tidemill.learner.feed.feeder_settings import FeederPlaces, FeederSettings, ModelFacts
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 from tidemill.weightstore.store.registry import VersionRegistry
@@ -193,7 +192,7 @@ def train(url: str, keys: FeedKeys, root: Path, registry: VersionRegistry, loop:
         for step in range(start.step, start.steps + 1):
             if step > start.step:
                 batch = client.next(step)
-                if isinstance(batch, End):
+                if isinstance(batch, FeedEnd):
                     return
                 client.done(step, {"loss": 0.0}, None)
                 if batch.state:

@@ -7,6 +7,8 @@ interleaved, so that a busy machine slows both. ``python -m tests.bench learner_
 ``--prompts``: a step on the shape of SmolLM2-135M with random weights, its prompts computed once, against the same step
 with whole sequences, and against one in which half of the groups have equal rewards; processor time, in turn.
 
+``--lora RANK``: a step that trains adapters on that shape, against the same step with all weights.
+
 ``--against DIRECTORY``: the trainer of another checkout instead, such as that of an older commit (``git worktree add
 DIRECTORY COMMIT``), each in a process of its own, step by step in turn.
 """
@@ -34,6 +36,7 @@ from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.batch.repacking import packings, repacked
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.settings.lora import LoraConfig
 
 SHAPES: dict[str, dict[str, int]] = {
     "digits (2 layers, hidden 64)": {
@@ -183,11 +186,12 @@ def our_step(
     return lambda: trainer.train(batch)["train/loss"]
 
 
-def _parts(directory: Path, device: str, *, dtype: str, kernels: Wanted | None) -> tuple[Any, Any]:
-    """Return the policy and its optimizer."""
+def _parts(directory: Path, device: str, *, dtype: str, kernels: Wanted | None, lora: int = 0) -> tuple[Any, Any]:
+    """Return the policy and its optimizer. ``lora``: rank of the adapters that it trains; 0 = all weights."""
     from tidemill.learner.layout.parallel import Parallel, choose_device, join
     from tidemill.learner.megatron.model import build_policy
     from tidemill.learner.megatron.optimizer import PolicyOptimizer
+    from tidemill.learner.megatron.tuning import Tuning
 
     global _parallel
     if _parallel is None:
@@ -195,7 +199,8 @@ def _parts(directory: Path, device: str, *, dtype: str, kernels: Wanted | None) 
             os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.number))
             _parallel = join(tensor_parallel_size=1, device=choose_device(device), seed=0)
     assert isinstance(_parallel, Parallel)
-    policy = build_policy(directory, dtype=dtype, parallel=_parallel, kernels=kernels)
+    tuning = Tuning(lora=LoraConfig(rank=lora, alpha=2.0 * lora)) if lora else Tuning()
+    policy = build_policy(directory, dtype=dtype, parallel=_parallel, kernels=kernels, tuning=tuning)
     return policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-4), steps=1000)
 
 
@@ -327,6 +332,29 @@ def prompts(name: str, *, rounds: int) -> dict[str, float]:
     return {"whole_s": median["whole"]} | {kind: value / median["whole"] for kind, value in median.items()}
 
 
+def adapters(name: str, rank: int, *, rounds: int) -> dict[str, float]:
+    """Return the median processor time of a step with all weights, in seconds, and that with adapters to it."""
+    from tidemill.learner.megatron.trainer import Trainer
+
+    layers, _, shape = SMOLLM[name]
+    kinds = (("all", 0), ("lora", rank))
+    batch = make_batch(**shape)
+    with tempfile.TemporaryDirectory() as directory:
+        make_smollm(Path(directory), layers)
+        parts = {kind: _parts(Path(directory), "cpu", dtype="float32", kernels=None, lora=lora) for kind, lora in kinds}
+    trainers = {kind: Trainer(*arguments, AlgorithmConfig(), max_lag=2) for kind, arguments in parts.items()}
+    first = {kind: trainer.train(batch)["train/loss"] for kind, trainer in trainers.items()}
+    assert first["all"] == first["lora"], first  # new adapters are 0
+    times: dict[str, list[float]] = {kind: [] for kind in trainers}
+    for _ in range(rounds):
+        for kind, trainer in trainers.items():
+            began = time.process_time()
+            trainer.train(batch)
+            times[kind].append(time.process_time() - began)
+    median = {kind: statistics.median(values) for kind, values in times.items()}
+    return {"all_s": median["all"], "ratio": median["lora"] / median["all"]}
+
+
 def _step_of(child: Any) -> tuple[float, float]:
     """Return processor time in seconds and loss of a child's next step."""
     child.stdin.write("step\n")
@@ -348,11 +376,12 @@ def main(arguments: list[str] | None = None) -> None:
         "--against", type=Path, metavar="DIRECTORY", help="another checkout, whose trainer is compared with"
     )
     parser.add_argument("--prompts", action="store_true", help="prompts computed once, and groups without gradient")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="a step of adapters of this rank")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if args.prompts:
+    if args.prompts or args.lora:
         for name in args.shapes if set(args.shapes) <= set(SMOLLM) else SMOLLM:
-            found = prompts(name, rounds=args.rounds)
+            found = adapters(name, args.lora, rounds=args.rounds) if args.lora else prompts(name, rounds=args.rounds)
             print(name, " ".join(f"{key}={value:.2f}" for key, value in found.items()), flush=True)
         return
     for name in args.shapes:

@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.builtin.ifeval import ifeval
-from tidemill.rewards.builtin.sentence import sentence
+from tidemill.rewards.builtin.text import sentence
 from tidemill.rewards.port import RewardRequest
 
 REWARDS = {"ifeval": ifeval, "sentence": sentence}

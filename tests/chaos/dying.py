@@ -26,7 +26,7 @@ from tests.forked import Forked
 from tidemill.bus.server.ports import KeptPort
 from tidemill.launch.cli.main import main
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.ranks.process import Part, _rank_environment
+from tidemill.learner.ranks.process import NodePart, _rank_environment
 
 INSTANTS = {
     "planned": ("feeder", "tidemill.learner.feed.feeder_loops:Feeder._apply", 4),
@@ -184,11 +184,11 @@ def learner(instant: str, how: str, arguments: list[str]) -> int:
     """
     with KeptPort() as port, KeptPort() as feeder:
         url, keys = f"tcp://127.0.0.1:{feeder.number}", FeedKeys.new()
-        part = Part(num_ranks=1, world=1, master=("127.0.0.1", port.number), feeder_url=url, listen=url, keys=keys)
+        part = NodePart(num_ranks=1, world=1, master=("127.0.0.1", port.number), feeder_url=url, listen=url, keys=keys)
         return _children(instant, how, [*arguments, "--feeder-url", url], part)
 
 
-def _children(instant: str, how: str, tail: list[str], part: Part) -> int:
+def _children(instant: str, how: str, tail: list[str], part: NodePart) -> int:
     environments = {"feeder": {}, "rank": _rank_environment(part, 0, 1)}
     keys = part.keys
     descriptors = {role: keys.pipe() for role in environments}

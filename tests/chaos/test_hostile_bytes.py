@@ -22,7 +22,7 @@ from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig, EngineConfig
 from tidemill.actors.router.config import RouterConfig
 from tidemill.actors.router.server import run_router
-from tidemill.actors.scoring.scorer_process import run_scorer
+from tidemill.actors.scoring.server import run_scorer
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
 from tidemill.bus import exit_codes

@@ -17,10 +17,11 @@ from tests.unhurried import UNHURRIED
 from tests.whole.prepared import put_prepared
 from tests.whole.running import SMOKE
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.rows import State
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.manifest import METADATA
 from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
-from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, State, attempt_of
+from tidemill.learner.nodes.view import ATTEMPT_KEY, attempt_of
 
 SETTINGS = (
     "learner.steps=1000000",

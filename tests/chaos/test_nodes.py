@@ -15,8 +15,9 @@ from tests.chaos.test_instants import new_steps
 from tests.unhurried import UNHURRIED
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Done
+from tidemill.bus.wire.rows import Attempt, State
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
-from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, Attempt, State, attempt_of
+from tidemill.learner.nodes.view import ATTEMPT_KEY, attempt_of
 
 SETTINGS = (
     "learner.steps=1000000",

@@ -38,8 +38,8 @@ from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.push.member import Member, Updated
 from tidemill.weightstore.push.push import Push
 from tidemill.weightstore.push.push_groups import GroupRules, PushGroup
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.http_receiver import HttpReceiver
+from tidemill.weightstore.transport.port import Deadlines
 from tidemill.weightstore.transport.staging import StagedModel
 
 CONTEXT = 4096

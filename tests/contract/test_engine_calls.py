@@ -17,8 +17,8 @@ from tidemill.actors.serving.sglang.api import Api
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.wire.messages import Sampling
 from tidemill.weightstore.errors import ReceiverFailed
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.http_receiver import HttpReceiver
+from tidemill.weightstore.transport.port import Deadlines
 
 DEADLINE_S = 2.0
 """For an engine that is silent; the others answer in time."""

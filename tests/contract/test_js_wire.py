@@ -16,7 +16,7 @@ from tests.js_kit import installed
 from tests.npm_kit import node
 from tidemill.bus.errors import WireError
 from tidemill.bus.streams.samples import headers_of
-from tidemill.bus.wire import parts, subjects
+from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import check_sample, decode_sample, encode_task
 from tidemill.bus.wire.messages import Sample, Sampling, Span, Task, Timings
 
@@ -110,7 +110,7 @@ def test_subject_headers_and_seed_are_ours(told: dict[str, Any], payload: bytes)
 
 
 def test_parts_of_the_js_actor_join(told: dict[str, Any], payload: bytes) -> None:
-    manifest = parts.read_manifest(bytes.fromhex(told["manifest"]), seq=2**33, max_payload=1224)
+    manifest = codec.read_manifest(bytes.fromhex(told["manifest"]), seq=2**33, max_payload=1224)
     pieces = [bytes.fromhex(piece) for piece in told["pieces"]]
     assert [len(piece) for piece in pieces[:-1]] == [100] * (len(pieces) - 1)
     assert manifest.seqs == tuple(2**32 + number for number in range(len(pieces)))

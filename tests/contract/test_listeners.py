@@ -441,7 +441,7 @@ SOCKETS = {
     "actors/serving/handles.py": "handles of weights",
     "learner/feed/feed_keys.py": "",  # inside the process
     "learner/feed/feed_server.py": "feeder to ranks",
-    "learner/nodes/probes.py": "calls between nodes",
+    "learner/nodes/own_row.py": "calls between nodes",
     "bus/server/ports.py": "",  # keeps a port free, and listens to nothing
     "bus/http/listener.py": "HTTP of engines",
     "weightstore/transport/broadcast.py": "torch's store",

@@ -22,7 +22,7 @@ from tests.tiny_models import write_tiny_model
 from tidemill.actors.engines.responses import GenerationFailed
 from tidemill.actors.episodes.children import Children
 from tidemill.actors.episodes.port import ProgramFailed
-from tidemill.actors.episodes.programs.slime_generate import Sample, Slime
+from tidemill.actors.episodes.programs.slime_generate import Slime, SlimeSample
 from tidemill.actors.rollout_settings import SLIME, RolloutConfig
 from tidemill.bus.section import Sections, read
 from tidemill.bus.wire.codec import check_sample
@@ -126,7 +126,7 @@ async def test_an_interpreter_that_has_nothing_of_ours(
 
 
 def test_tokens_are_added_as_slime_does() -> None:
-    sample = Sample()
+    sample = SlimeSample()
     sample.append_response_tokens(
         tokens=[1, 2], log_probs=[-1.0, -2.0], text="ab", meta_info={"finish_reason": {"type": "length"}}
     )

@@ -20,9 +20,9 @@ from tests.skips import inapplicable
 from tests.tiny_models import FAMILIES, tiny_model, write_tiny_model
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.transport.cuda_handles import CudaMemory
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.handle_receiver import HandleReceiver
 from tidemill.weightstore.transport.handles import HostMemory, StagingMemory
+from tidemill.weightstore.transport.port import Deadlines
 
 pytestmark = pytest.mark.gpu
 

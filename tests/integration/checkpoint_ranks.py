@@ -15,7 +15,7 @@ from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints import remote_files
 from tidemill.learner.checkpoints.remote_files import CheckpointFiles, Peer, PeerClient
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state
 from tidemill.learner.megatron.model import Policy, build_policy

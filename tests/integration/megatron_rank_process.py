@@ -14,7 +14,7 @@ from tidemill.bus.config import BusConfig
 from tidemill.learner.algorithms.advantages import grpo_no_std
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.megatron.hooks import BeforeStep
 from tidemill.learner.ranks.rank import main
 from tidemill.learner.settings.config import HooksConfig, LearnerConfig, OptimizerConfig, StalenessConfig

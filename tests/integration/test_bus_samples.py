@@ -21,7 +21,7 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.streams.history import History
 from tidemill.bus.streams.samples import Received, header_fields, headers_of
-from tidemill.bus.wire import parts, subjects
+from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Cursor, Kind, Sample
 
@@ -331,7 +331,7 @@ async def test_parts_are_joined_and_read_in_place(open_bus: BusOpener) -> None:
             3: encode_sample(make_sample(bus.run, task=3)),
         }
         last = (await bus.samples.info()).last_seq
-        assert last == 3 + 2 * len(list(parts.cut(encode_sample(one), 4096)))
+        assert last == 3 + 2 * len(list(codec.cut(encode_sample(one), 4096)))
         assert encode_sample(await bus.samples.fetch(last)) in (encode_sample(one), encode_sample(two))
         tail = [received async for received in bus.samples.tail(last=99, follow=False)]
         assert sorted(place(received)[0] for received in tail) == [1, 2, 3]
@@ -364,7 +364,7 @@ async def part_of(bus: Bus, data: bytes, *, number: int, attempt: str = "a0") ->
 
 async def manifest_of(bus: Bus, data: bytes, *seqs: int, attempt: str = "a0") -> None:
     headers = headers_of(make_sample(bus.run, attempt=attempt)) | {"Tm-Parts": str(len(seqs))}
-    await bus.js.publish(f"tm.{bus.run}.sample.train.3.a1.parts", parts.describe(data, seqs), headers=headers)
+    await bus.js.publish(f"tm.{bus.run}.sample.train.3.a1.parts", codec.describe(data, seqs), headers=headers)
 
 
 async def test_parts_without_a_manifest_do_not_keep_a_tail_from_its_end(open_bus: BusOpener) -> None:
@@ -386,7 +386,7 @@ async def test_parts_that_are_gone_or_wrong_are_named(open_bus: BusOpener) -> No
         await bus.js.publish(subjects.part(bus.run, "train", 2), b"abc")
         await bus.jet.call(f"STREAM.MSG.DELETE.TM_{bus.run}_SAMPLES", {"seq": 4})
         await bus.js.publish(
-            f"tm.{bus.run}.sample.train.3.a1.parts", parts.describe(b"abc", [4]), headers={"Tm-Parts": "1"}
+            f"tm.{bus.run}.sample.train.3.a1.parts", codec.describe(b"abc", [4]), headers={"Tm-Parts": "1"}
         )
         await publish(bus, 7)
         found = [received.sample for received in await read_some(bus, 4)]
@@ -479,7 +479,7 @@ async def test_parts_of_more_than_a_sample_has_are_not_published(open_bus: BusOp
     async with open_bus() as bus:
         with pytest.raises(WireError, match="sample: want <= 67108864 bytes"):
             await bus.samples.publish_bytes(
-                bytes(parts.MAX_SAMPLE_BYTES + 1), f"tm.{bus.run}.sample.train.3.a1", {"Nats-Msg-Id": "1.0.a"}
+                bytes(codec.MAX_SAMPLE_BYTES + 1), f"tm.{bus.run}.sample.train.3.a1", {"Nats-Msg-Id": "1.0.a"}
             )
         assert (await bus.samples.info()).last_seq == 0
 

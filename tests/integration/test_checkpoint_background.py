@@ -13,7 +13,7 @@ from tests.integration.checkpoint_ranks import VOCAB, Reports, built, places, tr
 from tests.tiny_models import write_tiny_model
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
-from tidemill.learner.feed.feed_messages import Start
+from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron import state
 from tidemill.learner.megatron.checkpoint_writer import Staged
@@ -160,7 +160,7 @@ def test_a_failure_at_any_instant_leaves_the_checkpoint_before(
     assert [step for step, _ in learner.reports.checkpoints] == [1]
 
 
-def test_without_background_the_step_waits_and_no_copy_is_kept(make: Any) -> None:
+def test_no_copy_is_kept_and_without_background_the_step_waits(make: Any) -> None:
     learner = make(background=False)
     learner.save(1)
     assert [step for step, _ in learner.reports.checkpoints] == [1]
@@ -171,12 +171,13 @@ def test_without_background_the_step_waits_and_no_copy_is_kept(make: Any) -> Non
     copying.checkpoints.collect(wait=True)
     parameters = sum(parameter.nbytes for parameter in copying.policy.module.parameters())
     assert copying.checkpoints.copied_bytes >= 3 * parameters, "weights and Adam's two moments"
+    assert copying.checkpoints.held_bytes == 0, "the copies are given back when they are written"
 
 
 def test_a_checkpoint_without_weights_is_refused(make: Any, tmp_path: Path) -> None:
     staged = disk.staging(tmp_path, step=2, epoch=1)
     (staged / "no_weights").write_bytes(b"debug.rollout_only")
     path = disk.commit(staged, b"")
-    start = Start(epoch=2, checkpoint=str(path), step=2, steps=4, head_version=0, head_step=0, recorded_until=2)
+    start = FeedStart(epoch=2, checkpoint=str(path), step=2, steps=4, head_version=0, head_step=0, recorded_until=2)
     with pytest.raises(NoCheckpoint, match=r"step-2-epoch-1: no usable .* got one of a run with debug\.rollout_only"):
         make().checkpoints.load(start)

@@ -19,7 +19,7 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import beside
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.disk import kept_names
-from tidemill.learner.checkpoints.manifest import METADATA, FileEntry, Manifest
+from tidemill.learner.checkpoints.manifest import METADATA, CheckpointManifest, FileEntry
 from tidemill.learner.checkpoints.node_copies import Keeper, Ring, holders
 from tidemill.learner.errors import NoCheckpoint
 from tidemill.learner.feed.copies import Copies
@@ -42,7 +42,7 @@ def write(roots: list[Path], step: int, *, epoch: int = 1) -> None:
     files |= {
         name: entry.written_by(range(len(roots))) for name, entry in disk.digest(staged[0], sorted(METADATA)).items()
     }
-    manifest = Manifest(files=files, extra={"step": step}).encode()
+    manifest = CheckpointManifest(files=files, extra={"step": step}).encode()
     for tmp in staged:
         disk.write_manifest(tmp, manifest)
         disk.publish(tmp)

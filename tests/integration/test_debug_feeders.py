@@ -25,9 +25,8 @@ from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.debug.rollout_file import load_rollout, save_rollout
 from tidemill.learner.errors import CheckpointCorrupt, DebugFileRefused, FeederFailed
 from tidemill.learner.feed.feed_client import FeedClient
-from tidemill.learner.feed.feed_messages import End
-from tidemill.learner.feed.feeder_settings import FeederSettings, ModelFacts
-from tidemill.learner.feed.places import FeederPlaces, RankPlaces
+from tidemill.learner.feed.feed_messages import FeedEnd
+from tidemill.learner.feed.feeder_settings import FeederPlaces, FeederSettings, ModelFacts, RankPlaces
 from tidemill.learner.feed.recorded_steps import run_recorded_feeder
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
 from tidemill.learner.ranks import rollout_only
@@ -93,7 +92,7 @@ def taken(url: str, rank: int, last: int = STEPS, *, metadata: bool = False) -> 
             if rank == 0:
                 client.done(step, {"train/loss": 0.5 * step})
         if last == STEPS:
-            assert isinstance(client.next(STEPS + 1), End)
+            assert isinstance(client.next(STEPS + 1), FeedEnd)
     return found
 
 

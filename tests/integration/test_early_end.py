@@ -18,9 +18,9 @@ from tests.integration.test_evaluation import plan
 from tests.integration.test_feeder import OpenWorld, check_history, finish, open_world
 from tidemill.bus.wire.messages import Evaluated, Kind, Plan, Sample, Task
 from tidemill.bus.wire.subjects import BEST_KEY, END_KEY
-from tidemill.learner.buffer.snapshot import read_state
+from tidemill.learner.buffer.ledger import read_state
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data import DataConfig
 from tidemill.learner.errors import FeederFailed, NothingTrained
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
 

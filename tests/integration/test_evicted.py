@@ -7,9 +7,8 @@ import asyncio
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
-from tidemill.bus.wire.rows import LiveRow
+from tidemill.bus.wire.rows import LiveRow, NodeRow
 from tidemill.launch.run.learner_process import LearnerRow
-from tidemill.learner.nodes.node_rows import NodeRow
 from tidemill.weightstore.store.registry import VersionRegistry
 
 

@@ -15,10 +15,9 @@ from tests.integration.test_feed_strangers import START, foreign
 from tests.waits import until
 from tidemill.bus.system.processes import Child
 from tidemill.learner.errors import RankSilent
-from tidemill.learner.feed.feed_client import FeedClient, Heartbeats
+from tidemill.learner.feed.feed_client import FeedClient, Heartbeats, progress_noted
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.feed.feed_server import FeedServer
-from tidemill.learner.feed.progress import progress_noted
 from tidemill.learner.ranks import process
 
 SECOND = foreign()
@@ -125,7 +124,7 @@ async def test_a_sigterm_reaches_the_parent_while_the_rank_computes() -> None:
     code = (
         "import ctypes, sys\nfrom tidemill.learner.feed.feed_client import FeedClient\n"
         "from tidemill.learner.feed.feed_keys import FeedKeys\n"
-        "from tidemill.learner.feed.progress import note_step; progress = "
+        "from tidemill.learner.feed.feed_client import note_step; progress = "
         "int(sys.argv[sys.argv.index('--progress') + 1])\n"
         "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\n"
         "with FeedClient('tcp://127.0.0.1:9', keys=FeedKeys.new(), rank=0, dp_rank=0, "

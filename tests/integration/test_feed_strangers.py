@@ -15,10 +15,10 @@ from tests.feeder_kit import KEYS
 from tidemill.learner.errors import FeederFailed, FeedError, RankFailed
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_keys import FeedKeys, admit_by
-from tidemill.learner.feed.feed_messages import Start, pack
+from tidemill.learner.feed.feed_messages import FeedStart, pack
 from tidemill.learner.feed.feed_server import FeedServer
 
-START = Start(epoch=1, checkpoint=None, step=0, steps=9, head_version=-1, head_step=-1, recorded_until=0)
+START = FeedStart(epoch=1, checkpoint=None, step=0, steps=9, head_version=-1, head_step=-1, recorded_until=0)
 MESSAGES = (
     pack("hello", rank=0, dp_rank=0, dp_size=1, metadata=False),
     pack("next", step=1, dp_rank=0),
@@ -77,7 +77,7 @@ async def until(server: FeedServer, refused: int) -> None:
             await asyncio.sleep(0.01)
 
 
-def ask(url: str) -> Start:
+def ask(url: str) -> FeedStart:
     with FeedClient(url, keys=KEYS, rank=0, dp_rank=0, dp_size=1, silence_s=20) as client:
         return client.hello()
 

@@ -29,7 +29,7 @@ from tidemill.bus.wire.subjects import BUCKETS, bucket_stream, stream
 from tidemill.learner.algorithms.alarms import AlarmConfig, Context
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.buffer.datasource import DataSource
-from tidemill.learner.buffer.snapshot import read_state
+from tidemill.learner.buffer.ledger import read_state
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.errors import (
     CheckpointCorrupt,
@@ -47,7 +47,7 @@ from tidemill.learner.errors import (
 from tidemill.learner.feed import feed_server
 from tidemill.learner.feed.data_metrics import SHARE, EpisodeAge
 from tidemill.learner.feed.feed_client import FeedClient
-from tidemill.learner.feed.feed_messages import Start
+from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.outcomes import KeptCheckpoints, Outcomes
 from tidemill.learner.feed.restart import CHECKPOINT_KEY, resume
@@ -866,7 +866,7 @@ async def until_checkpointed(world: World, step: int) -> None:
     await row_until(world.bus.rows("run"), CHECKPOINT_KEY, lambda row: bool(row["step"] >= step))
 
 
-async def checkpointed(world: World, **changes: Any) -> Start:
+async def checkpointed(world: World, **changes: Any) -> FeedStart:
     """Run until the first checkpoint, of step 2. Returns the start message."""
     async with world.actors(), world.feeder(**changes) as (url, _):
         start = await world.train(url, stop=lambda did, at: (did, at) == ("checkpoint", 2))

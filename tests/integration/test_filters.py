@@ -15,8 +15,7 @@ from tests.integration.test_feeder import check_history, finish, open_world  # n
 from tidemill.bus.section import read
 from tidemill.bus.wire.messages import Settle
 from tidemill.learner.buffer.selection import is_filtered
-from tidemill.learner.data.config import DataConfig
-from tidemill.learner.data.filter_settings import Filters
+from tidemill.learner.data import DataConfig, Filters
 from tidemill.rewards.errors import BadRewardOption, UnknownReward
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]

@@ -26,13 +26,13 @@ from tidemill.bus.server.auth import credentials_file
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
-from tidemill.bus.wire.rows import LiveRow
+from tidemill.bus.wire.rows import LiveRow, NodeRow
 from tidemill.launch.cli.main import main
 from tidemill.launch.run import desired, host
 from tidemill.launch.run.host import SETTLE_S, HostLearner
 from tidemill.launch.run.supervisor import Supervisor
 from tidemill.launch.settings.config_loader import from_map
-from tidemill.learner.nodes.node_rows import NodeRow, node_of
+from tidemill.learner.nodes.view import node_of
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 

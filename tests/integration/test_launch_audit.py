@@ -12,7 +12,7 @@ from tests import data_kit
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire import parts
+from tidemill.bus.wire import codec
 from tidemill.bus.wire.messages import Dead, Plan, Sample, Settle, Status, Task
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.status import read_status
@@ -430,7 +430,7 @@ async def test_manifests_that_name_many_sequences_cost_the_audit_nothing(open_bu
         await run.begin()
         first = [await run.sample(0, 0), await run.sample(0, 1)]
         for number in range(29):
-            manifest = parts.describe(b"x" * 1000, range(1, 3000))
+            manifest = codec.describe(b"x" * 1000, range(1, 3000))
             headers = {"Nats-Msg-Id": f"1.0.hostile-{number}", "Tm-Parts": "2999"}
             await bus.js.publish(f"tm.{bus.run}.sample.train.0.x.parts", manifest, headers=headers)
         await run.plan(1, [0], first, steps={0: 0})

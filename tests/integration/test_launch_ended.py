@@ -27,7 +27,7 @@ from tidemill.bus.server.cluster import EmbeddedBus
 from tidemill.bus.server.nats_server import in_use
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import connect
-from tidemill.launch.run import ended_bus
+from tidemill.launch.run import bus_process
 from tidemill.launch.run.access import AUTH_DIR
 from tidemill.launch.run.directory import directory_of_one
 from tidemill.launch.settings.config_loader import to_map
@@ -40,8 +40,8 @@ async def make_ended(root: Path, *, written: bool = True, **settings: object) ->
     """Make a run in ``root`` of seven samples, the last one long, with all processes ended."""
     config = RunConfig(run="over", directory=str(root), bus=BusConfig(**settings))  # type: ignore[arg-type]
     root.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
-    (root / ended_bus.CONFIG_FILE).write_text(yaml.safe_dump(to_map(config)))
-    servers = EmbeddedBus(root / ended_bus.BUS_DIR, config.run, config.bus, root / AUTH_DIR)
+    (root / bus_process.CONFIG_FILE).write_text(yaml.safe_dump(to_map(config)))
+    servers = EmbeddedBus(root / bus_process.BUS_DIR, config.run, config.bus, root / AUTH_DIR)
     await asyncio.to_thread(servers.start)
     try:
         line = parse(servers.url)
@@ -112,7 +112,7 @@ async def test_a_server_for_reading_refuses_to_write_and_is_not_found_by_the_run
 ) -> None:
     """The system would give it the port of the run, of all those that are free."""
     await make_ended(tmp_path)
-    found = ended_bus.EndedBus.of(tmp_path)
+    found = bus_process.EndedBus.of(tmp_path)
     assert found is not None
     with contextlib.ExitStack() as stack:
         free = stack.enter_context(KeptPort())  # so that no other process gets it
@@ -120,7 +120,7 @@ async def test_a_server_for_reading_refuses_to_write_and_is_not_found_by_the_run
         (tmp_path / "bus" / "port").write_text(port)
         given = iter([free.number, 0])
         monkeypatch.setattr(nats_server, "KeptPort", lambda host, number: KeptPort(host, number or next(given)))
-        line = stack.enter_context(ended_bus.started(found))
+        line = stack.enter_context(bus_process.started(found))
         assert parse(line).servers[0].rpartition(":")[2] != port, (
             "an actor that waits for the run's bus would go to work"
         )

@@ -33,8 +33,7 @@ from tidemill.launch.cli.show import Vocabulary, shade, shaded, show_sample, tok
 from tidemill.launch.cli.tail import show_tail, tail
 from tidemill.launch.samples.filters import Filter, filter_of
 from tidemill.launch.samples.recording import Recording
-from tidemill.launch.samples.sample_history import DIFFERENCE, history_of
-from tidemill.launch.samples.search import SampleSearch
+from tidemill.launch.samples.search import DIFFERENCE, SampleSearch, history_of
 from tidemill.weightstore.store.registry import VersionRegistry
 
 

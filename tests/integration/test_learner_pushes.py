@@ -20,8 +20,8 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.feed.feed_messages import Start
-from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.feed.feed_messages import FeedStart
+from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.ranks.pushes import Pushes
 from tidemill.learner.ranks.weight_parts import WeightParts
@@ -30,7 +30,7 @@ from tidemill.weightstore.push.publisher import Publisher
 
 __all__ = ["bus_url"]
 LIMIT_S = 120.0
-START = Start(epoch=1, checkpoint=None, step=0, steps=9, head_version=-1, head_step=-1, recorded_until=0)
+START = FeedStart(epoch=1, checkpoint=None, step=0, steps=9, head_version=-1, head_step=-1, recorded_until=0)
 
 
 @dataclass

@@ -12,14 +12,14 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.tasks import Lease
 from tidemill.bus.wire.messages import Dead, Settle, Task
 from tidemill.learner.buffer.datasource import DataSource
-from tidemill.learner.buffer.lost import LostTasks
+from tidemill.learner.feed.intake import LostTasks
 
 
 async def test_a_lost_task_of_a_rollout_is_found_by_the_floor_of_its_queue(
     open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ack of the task was missed, and a task of another queue, with a lower id, is leased for long."""
-    monkeypatch.setattr("tidemill.learner.buffer.lost.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("tidemill.learner.feed.intake.LOOK_EVERY_S", 0.1)
     found = asyncio.Event()
     async with open_bus(rollouts=("agent",)) as bus, asyncio.TaskGroup() as group:
         await bus.tasks.fence(1)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tests.integration import megatron_lora
@@ -41,7 +42,7 @@ from tests.megatron_world import one_rank
 from tests.same_metrics import TIMES
 from tests.tiny_models import write_tiny_model
 from tidemill.launch.checks.model import tensors_in
-from tidemill.launch.devices.trained import adapter_tensors
+from tidemill.launch.devices.shapes import adapter_tensors
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
@@ -148,6 +149,50 @@ def test_new_adapters_change_nothing_and_training_changes_only_them(here: Any, m
     assert sum(buffer.grad_data.numel() for buffer in ours.policy.ddp.buffers) == sum(
         before[name].numel() for name in changed
     )
+
+
+class Products(TorchDispatchMode):
+    """Shapes of the factors of all matrix products in the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors: list[tuple[torch.Size, torch.Size]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm):
+            first, second = args[-2:]
+            self.factors.append((first.shape, second.shape))
+        return func(*args, **(kwargs or {}))
+
+
+FROZEN = pytest.mark.parametrize(
+    "tuning", [Tuning(lora=LORA), Tuning(freeze=("layers",))], ids=["adapters", "frozen layers"]
+)
+
+
+@FROZEN
+def test_a_frozen_weight_has_no_gradient(here: Any, model_dir: Path, tuning: Tuning) -> None:
+    policy = build_policy(model_dir, dtype="float32", parallel=here, tuning=tuning)
+    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
+    with Products() as products:
+        assert trainer.train(make_batches(make_samples(vocab=VOCAB))[0])["train/grad_norm"] > 0
+    frozen = {tuple(weight.shape) for weight in policy.module.parameters() if not weight.requires_grad}
+    factors = {tuple(second) for _, second in products.factors}
+    assert any(shape in frozen or shape[::-1] in frozen for shape in factors), "no product with a frozen weight"
+    assert not [pair for pair in products.factors if (pair[0][-2], pair[1][-1]) in frozen]
+
+
+@FROZEN
+def test_a_frozen_weight_multiplies_all_tokens_at_once(here: Any, model_dir: Path, tuning: Tuning) -> None:
+    """Also if the strides of [T, 1, H] are those of a transposition, where torch.matmul takes them one by one."""
+    layer = build_policy(model_dir, dtype="float32", parallel=here, tuning=tuning).module.decoder.layers[0]
+    for module in (layer.mlp.linear_fc1, layer.mlp.linear_fc2):
+        input_T1H = torch.randn(1, 7, module.weight.shape[1]).transpose(0, 1).requires_grad_()
+        with Products() as products:
+            out, _ = module(input_T1H)
+            out.backward(torch.randn(1, 7, len(module.weight)).transpose(0, 1))
+        assert len(products.factors) >= 2 and all(len(first) == 2 for first, _ in products.factors)
+        assert input_T1H.grad is not None and input_T1H.grad.shape == input_T1H.shape
 
 
 def test_recomputation_trains_the_same(here: Any, model_dir: Path) -> None:

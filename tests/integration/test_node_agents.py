@@ -20,13 +20,13 @@ from tests.waits import until
 from tidemill.bus import exit_codes
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, current_epoch
+from tidemill.bus.wire.rows import NodeRow, Phase, State
 from tidemill.learner.errors import LearnerEnded, NodeRefused, NodeReplaced
-from tidemill.learner.nodes import probes
+from tidemill.learner.nodes import own_row
 from tidemill.learner.nodes.agent import Agent, Limits
-from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, NodeRow, Phase, State, attempt_of, node_of, row_value
-from tidemill.learner.nodes.own_row import OwnRow, here
-from tidemill.learner.nodes.probes import REACHED, answering, call
-from tidemill.learner.ranks.process import ChildFailed, Part
+from tidemill.learner.nodes.own_row import REACHED, OwnRow, answering, call, here
+from tidemill.learner.nodes.view import ATTEMPT_KEY, attempt_of, node_of, row_value
+from tidemill.learner.ranks.process import ChildFailed, NodePart
 
 WITHIN_S = 60.0
 ROW = NodeRow(node=0, nodes=2, nonce="", address="127.0.0.1", host="h", place=here(), pid=os.getpid())
@@ -38,7 +38,7 @@ class Ranks:
     cancelled.
     """
 
-    parts: "asyncio.Queue[Part]" = field(default_factory=asyncio.Queue)
+    parts: "asyncio.Queue[NodePart]" = field(default_factory=asyncio.Queue)
     ends: "asyncio.Queue[ChildFailed | None]" = field(default_factory=asyncio.Queue)
     alive: int = 0
     refusal: NodeRefused | None = None
@@ -57,7 +57,7 @@ class Ranks:
 
     async def check(self, proof: str) -> None: ...
 
-    async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
+    async def run(self, part: NodePart, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
         self.alive, self.steps = self.alive + 1, on_step
         self.parts.put_nowait(part)
         drained, ended = asyncio.create_task(draining.wait()), asyncio.create_task(self.ends.get())
@@ -83,7 +83,7 @@ class Node:
     shown: list[NodeRow]
     """Rows of the agent as ``tidemill status`` gets them."""
 
-    async def started(self) -> Part:
+    async def started(self) -> NodePart:
         async with asyncio.timeout(WITHIN_S):
             return await self.ranks.parts.get()
 
@@ -236,9 +236,9 @@ async def test_nodes_that_do_not_reach_each_other_start_no_ranks_until_they_do(o
 
 async def test_a_call_that_another_process_answers_reaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute, monkeypatch.context() as soon:
-        soon.setattr(probes, "CALL_S", 0.3)
+        soon.setattr(own_row, "CALL_S", 0.3)
         assert await call(replace(ROW, probe_port=mute.getsockname()[1])) == "no answer within 0 s"
-    monkeypatch.setattr(probes, "CALL_S", WITHIN_S)
+    monkeypatch.setattr(own_row, "CALL_S", WITHIN_S)
     async with answering("a" * 12, "127.0.0.1") as port:
         right = replace(ROW, agent="a" * 12, probe_port=port)
         assert await call(right) == REACHED

@@ -16,7 +16,7 @@ from tests.skips import inapplicable
 from tests.small_disk import small_disk
 from tests.waits import until
 from tidemill.bus.system.processes import Child
-from tidemill.bus.system.stopped import report_stopped
+from tidemill.launch.run.process import report_stopped
 
 PARENT = """
 import signal, subprocess, sys, time

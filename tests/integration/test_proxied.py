@@ -19,8 +19,7 @@ import pytest
 from tidemill.actors.episodes.children import Children
 from tidemill.actors.rollout_settings import RolloutConfig
 from tidemill.bus.processes.limits import environment
-from tidemill.bus.system.processes import Child
-from tidemill.bus.system.proxies import direct_opener, without_proxy
+from tidemill.bus.system.processes import Child, direct_opener, without_proxy
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("bus", "weightstore", "rewards", "actors", "learner", "launch")
@@ -122,7 +121,7 @@ def test_requests_of_commands_and_ranks_go_past_the_proxy(proxy: str) -> None:
         for file in (ROOT / room).rglob("*.py")
         if re.search(r"urlopen\(|build_opener\(", file.read_text())
     ]
-    assert others == [ROOT / "bus/system/proxies.py"]
+    assert others == [ROOT / "bus/system/processes.py"]
 
 
 async def test_a_supervised_child_has_this_machine_among_the_exceptions(proxy: str, tmp_path: Path) -> None:

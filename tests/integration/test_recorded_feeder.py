@@ -19,9 +19,9 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Plan, Sample, Settle, Task
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.buffer.snapshot import read_state
+from tidemill.learner.buffer.ledger import read_state
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.data.source import Source
+from tidemill.learner.data import Source
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.prompts.responses import Recordings

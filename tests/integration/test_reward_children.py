@@ -22,7 +22,7 @@ from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from tidemill.rewards.port import RewardRequest, Scorer
 from tidemill.rewards.processes import pool
-from tidemill.rewards.processes.keeper_process import KeeperProcess
+from tidemill.rewards.processes.pool import KeeperProcess
 from tidemill.rewards.registry import REWARD
 from tidemill.rewards.scorers import opened
 

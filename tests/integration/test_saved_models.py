@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.feeder_kit import KEYS
 from tests.tiny_models import write_tiny_model
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.tuning import Tuning

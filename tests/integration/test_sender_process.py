@@ -28,12 +28,12 @@ from tidemill.weightstore.errors import PeerLost, ReceiverFailed
 from tidemill.weightstore.push.member import Member, Updated
 from tidemill.weightstore.push.push import Outcome, Push
 from tidemill.weightstore.push.push_groups import GroupRules, PushGroup
-from tidemill.weightstore.transport import sender_process, senders
+from tidemill.weightstore.transport import senders
 from tidemill.weightstore.transport.broadcast import BroadcastGroup
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.handles import HostMemory
 from tidemill.weightstore.transport.http_receiver import HttpReceiver
-from tidemill.weightstore.transport.sender_process import SenderProcess
+from tidemill.weightstore.transport.port import Deadlines
+from tidemill.weightstore.transport.senders import SenderProcess
 
 __all__ = ["bus_url"]
 
@@ -121,7 +121,7 @@ def test_a_process_that_hangs_or_ends_costs_the_group_and_no_more(
     """NCCL's watchdog ends its process by SIGABRT; a call that cannot be interrupted looks as a stopped process
     does.
     """
-    monkeypatch.setattr(sender_process, "GRACE_S", 1.0 if how == signal.SIGSTOP else LIMIT_S)
+    monkeypatch.setattr(senders, "GRACE_S", 1.0 if how == signal.SIGSTOP else LIMIT_S)
     memory = HostMemory()
     flat = memory.empty(SMALL)
     with hosted(2, memory, timeout_s=LIMIT_S) as sender, piped(receive_all, sender.port, 1, 2):
@@ -151,7 +151,7 @@ def test_closing_ends_a_call_under_way() -> None:
 PARENT = """
 import threading
 from tidemill.weightstore.transport.handles import HostMemory
-from tidemill.weightstore.transport.sender_process import SenderProcess
+from tidemill.weightstore.transport.senders import SenderProcess
 sender = SenderProcess.host("127.0.0.1", "pair", 2, "gloo", 300.0, memory=HostMemory())
 print(sender.pid, flush=True)
 sender.meet()

@@ -22,7 +22,7 @@ from tidemill.weightstore.errors import PeerLost
 from tidemill.weightstore.push.push_groups import GroupRules, PushGroup
 from tidemill.weightstore.transport import broadcast
 from tidemill.weightstore.transport.broadcast import BroadcastGroup, _translated
-from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.port import Deadlines
 from tidemill.weightstore.transport.senders import Sender
 
 FAR_S = 300.0

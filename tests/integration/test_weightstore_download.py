@@ -10,7 +10,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
-from tidemill.weightstore.catchup.download import fetch
+from tidemill.weightstore.catch_up import fetch
 from tidemill.weightstore.errors import SnapshotBroken, SnapshotUnavailable
 from tidemill.weightstore.store import snapshot_files
 

@@ -34,9 +34,9 @@ from tidemill.actors.serving.updates import Updates
 from tidemill.bus.errors import Fenced
 from tidemill.weightstore.errors import BadManifest, ReceiverFailed
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.handle_receiver import HandleReceiver
 from tidemill.weightstore.transport.handles import HostMemory, Mapped, Offered
+from tidemill.weightstore.transport.port import Deadlines
 from tidemill.weightstore.transport.staging import Staging
 
 __all__ = ["bus_url"]

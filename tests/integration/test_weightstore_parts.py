@@ -30,9 +30,9 @@ from tidemill.weightstore.format.checksums import ChecksumReport, TensorChecksum
 from tidemill.weightstore.format.manifest import Manifest, joined
 from tidemill.weightstore.push.publisher import Publisher
 from tidemill.weightstore.push.push import PushReport
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.part_server import PartServer
 from tidemill.weightstore.transport.parts import Division, PartPlace, PartTensors, RemotePart, leave, release, staged
+from tidemill.weightstore.transport.port import Deadlines
 from tidemill.weightstore.transport.staging import StagedModel
 
 __all__ = ["bus_url"]

@@ -27,7 +27,7 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.rows import Capabilities, LiveRow
-from tidemill.weightstore.catchup.download import fetch
+from tidemill.weightstore.catch_up import fetch
 from tidemill.weightstore.errors import SnapshotUnavailable
 from tidemill.weightstore.format.checksums import ChecksumReport, differences, sum_of
 from tidemill.weightstore.format.manifest import Manifest

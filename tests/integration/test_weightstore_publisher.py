@@ -21,8 +21,8 @@ from tidemill.bus.errors import Fenced
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.weightstore.catchup.catch_up import Joiner, keep_up
-from tidemill.weightstore.catchup.catch_up import catch_up as catch_up_to_head
+from tidemill.weightstore.catch_up import Joiner, keep_up
+from tidemill.weightstore.catch_up import catch_up as catch_up_to_head
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import BadManifest, CatchUpTimeout, PublisherClosed, PushFailed, ReceiverFailed
 from tidemill.weightstore.format.manifest import Manifest
@@ -32,8 +32,7 @@ from tidemill.weightstore.push.push import Push
 from tidemill.weightstore.push.push_groups import GroupRules, PushGroup
 from tidemill.weightstore.store.registry import VersionRegistry
 from tidemill.weightstore.store.snapshot_files import ASIDE
-from tidemill.weightstore.transport.deadlines import Deadlines
-from tidemill.weightstore.transport.port import Rendezvous, WeightReceiver
+from tidemill.weightstore.transport.port import Deadlines, Rendezvous, WeightReceiver
 
 DEADLINE_S = 60.0
 """Seconds for a phase that succeeds."""

@@ -12,7 +12,7 @@ from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.store import snapshot_files
 from tidemill.weightstore.store.registry import VersionRegistry
 from tidemill.weightstore.store.snapshot_server import SnapshotServer
-from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.port import Deadlines
 from tidemill.weightstore.transport.staging import StagedModel, StagingPool
 
 THEIRS, OURS = ({"w": torch.full((4,), value)} for value in (9.0, 1.0))

@@ -21,9 +21,8 @@ from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.weightstore.errors import PartLost, ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.push.member import Member, Updated
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.http_receiver import HttpReceiver
-from tidemill.weightstore.transport.port import WeightReceiver
+from tidemill.weightstore.transport.port import Deadlines, WeightReceiver
 
 __all__ = ["bus_url"]
 LATIN = {

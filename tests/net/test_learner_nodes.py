@@ -11,7 +11,7 @@ from tests.net.lab import why_not
 from tests.net.learner_nodes import RESTART_S, healed, latest, ranks_held, run, until
 from tests.net.site import NODES, Site
 from tests.net.test_run import CUT_S, LONG_CUT_S, next_steps, report
-from tidemill.learner.nodes.node_rows import State
+from tidemill.bus.wire.rows import State
 
 __all__ = ["healed", "run"]
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())

@@ -15,7 +15,7 @@ from tests.net.learner_nodes import healed, latest, ranks_held, run, until, unti
 from tests.net.site import NODES, Site
 from tests.net.test_run import BESIDE_OTHERS, next_steps, report
 from tidemill.bus.streams.bus import Bus
-from tidemill.learner.nodes.node_rows import State
+from tidemill.bus.wire.rows import State
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 __all__ = ["healed", "run"]

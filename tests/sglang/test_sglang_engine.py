@@ -33,10 +33,10 @@ from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.push.member import Member, Updated
 from tidemill.weightstore.push.push import Push
 from tidemill.weightstore.push.push_groups import GroupRules, PushGroup
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.http_receiver import HttpReceiver
 from tidemill.weightstore.transport.part_server import PartServer
 from tidemill.weightstore.transport.parts import RemotePart
+from tidemill.weightstore.transport.port import Deadlines
 from tidemill.weightstore.transport.staging import StagedModel
 
 TOLERANCE = 1e-3

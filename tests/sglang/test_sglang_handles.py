@@ -16,9 +16,9 @@ from tests.sglang.server import serving
 from tests.sglang.test_sglang_engine import PROMPT, TOLERANCE
 from tests.waits import until
 from tidemill.weightstore.errors import ReceiverFailed
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.handle_receiver import HandleReceiver
 from tidemill.weightstore.transport.handles import HostMemory
+from tidemill.weightstore.transport.port import Deadlines
 
 
 def _shared_files() -> set[str]:

@@ -25,7 +25,7 @@ from tidemill.learner.algorithms.diagnostics import (
     sample_metrics,
     token_sums,
 )
-from tidemill.learner.algorithms.importance_weights import Weights
+from tidemill.learner.algorithms.importance_weights import ImportanceWeights
 
 LENGTHS = (9, 3, 14, 1, 20, 6)
 MAX_LAG = 2
@@ -53,7 +53,7 @@ class Tokens:
 
     def sums(self) -> Sums:
         weight_T = (self.start_T - self.rollout_T).exp()
-        weights = Weights(
+        weights = ImportanceWeights(
             weight_T=weight_T.clamp(LOW, HIGH),
             too_high_T=self.mask_T & (weight_T > HIGH),
             too_low_T=self.mask_T & (weight_T < LOW),

@@ -16,7 +16,7 @@ from tidemill.bus.section import read
 from tidemill.bus.wire.messages import Plan, Settle, Status
 from tidemill.learner.buffer.groups import Verdict
 from tidemill.learner.buffer.selection import Waits
-from tidemill.learner.data.filter_settings import Filters
+from tidemill.learner.data import Filters
 from tidemill.learner.feed.filtering import Filtering, OpenFilter
 from tidemill.learner.filters.buffer_filters import (
     BUFFER_FILTER,

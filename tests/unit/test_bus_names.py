@@ -15,7 +15,7 @@ from tidemill.bus.client.jetstream import parse_headers, unix_time
 from tidemill.bus.client.outbox import answered
 from tidemill.bus.errors import BusUnavailable, WireError
 from tidemill.bus.streams.samples import header_fields, headers_of
-from tidemill.bus.wire import parts, subjects
+from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.messages import Span
 
 ROOT = Path(__file__).parents[2]
@@ -67,16 +67,16 @@ def test_any_text_becomes_one_token(text: str) -> None:
 
 @given(st.binary(min_size=1, max_size=9000), st.integers(1100, 3000))
 def test_parts_join_to_what_was_cut(data: bytes, max_payload: int) -> None:
-    pieces = list(parts.cut(data, max_payload))
-    assert all(parts.fits(piece, max_payload) for piece in pieces)
-    manifest = parts.read_manifest(
-        parts.describe(data, range(1, len(pieces) + 1)), seq=len(pieces) + 1, max_payload=max_payload
+    pieces = list(codec.cut(data, max_payload))
+    assert all(codec.fits(piece, max_payload) for piece in pieces)
+    manifest = codec.read_manifest(
+        codec.describe(data, range(1, len(pieces) + 1)), seq=len(pieces) + 1, max_payload=max_payload
     )
     assert join(manifest, pieces) == data
 
 
 def test_parts_of_another_message_are_refused() -> None:
-    manifest = parts.read_manifest(parts.describe(b"abcdef", [1, 2]), seq=3, max_payload=1028)
+    manifest = codec.read_manifest(codec.describe(b"abcdef", [1, 2]), seq=3, max_payload=1028)
     with pytest.raises(WireError, match=r"parts.length"):
         join(manifest, [b"abc", b"de"])
     with pytest.raises(WireError, match=r"parts.sha256"):
@@ -90,7 +90,7 @@ def test_parts_of_another_message_are_refused() -> None:
     [
         (0, [1], "length"),
         (-1, [1], "length"),
-        (parts.MAX_SAMPLE_BYTES + 1, [1, 2, 3, 4, 5, 6, 7, 8, 9], "length"),
+        (codec.MAX_SAMPLE_BYTES + 1, [1, 2, 3, 4, 5, 6, 7, 8, 9], "length"),
         (2**63, [1], "length"),
         (10_000_000, [], "seqs"),
         (10_000_000, [5] * 2, "seqs"),
@@ -104,14 +104,14 @@ def test_parts_of_another_message_are_refused() -> None:
 def test_a_manifest_that_no_sample_has_is_refused(length: int, seqs: list[int], field: str) -> None:
     data = msgpack.packb({"schema": 1, "type": "parts", "seqs": seqs, "length": length, "sha256": "0" * 64})
     with pytest.raises(WireError, match=rf"parts\.{field}: want"):
-        parts.read_manifest(data, seq=100, max_payload=1 << 20)
+        codec.read_manifest(data, seq=100, max_payload=1 << 20)
 
 
 def test_the_largest_sample_has_room_in_its_manifest() -> None:
     for max_payload in (1 << 20, 8 << 20):
-        pieces = list(parts.cut(bytes(parts.MAX_SAMPLE_BYTES), max_payload))
-        data = parts.describe(bytes(parts.MAX_SAMPLE_BYTES), range(1, len(pieces) + 1))
-        assert len(parts.read_manifest(data, seq=100, max_payload=max_payload).seqs) == len(pieces)
+        pieces = list(codec.cut(bytes(codec.MAX_SAMPLE_BYTES), max_payload))
+        data = codec.describe(bytes(codec.MAX_SAMPLE_BYTES), range(1, len(pieces) + 1))
+        assert len(codec.read_manifest(data, seq=100, max_payload=max_payload).seqs) == len(pieces)
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "x", "²", "٣", "9" * 19, "9" * 5000, " 1", "1_000"])

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.bus.client.refusals import Refusals
+from tidemill.bus.client.jetstream import Refusals
 from tidemill.bus.errors import UnreadableRow, WireError
-from tidemill.bus.wire.rows import MAX_ROW_BYTES, LiveRow, VersionRow, json_map, read_row
+from tidemill.bus.wire.row_reader import MAX_ROW_BYTES, json_map, read_row
+from tidemill.bus.wire.rows import LiveRow, VersionRow
 
 LIVE = json.loads(
     json.dumps(

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from tidemill.learner.checkpoints.manifest import METADATA, FileEntry
-from tidemill.learner.checkpoints.placement import Choice, Held, choose, short_of_copies, targets
+from tidemill.learner.checkpoints.placement import CheckpointChoice, Held, choose, short_of_copies, targets
 
 NEWEST, BEFORE = "step-4-epoch-1", "step-2-epoch-1"
 
@@ -43,7 +43,7 @@ def test_every_subset_of_lost_nodes(num_nodes: int, copies: int) -> None:
                 for node in range(num_nodes)
             ]
             if not any(ring):
-                assert choice == Choice(checkpoint=NEWEST)
+                assert choice == CheckpointChoice(checkpoint=NEWEST)
                 continue
             assert choice.checkpoint == (BEFORE if number < num_nodes else None)
             gone = {f"__{node}_0.distcp" for node in range(num_nodes) if ring[node]}

@@ -10,7 +10,7 @@ import pytest
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.disk import Checkpoint
-from tidemill.learner.checkpoints.manifest import BLOCK_BYTES, Manifest
+from tidemill.learner.checkpoints.manifest import BLOCK_BYTES, CheckpointManifest
 from tidemill.learner.errors import CheckpointCorrupt
 
 
@@ -185,7 +185,7 @@ def test_files_of_other_nodes_may_be_missing(tmp_path: Path) -> None:
         name: entry.written_by([1] if name == "__1_0.distcp" else [0])
         for name, entry in disk.digest(tmp, names).items()
     }
-    disk.write_manifest(tmp, Manifest(files=files, extra={}).encode())
+    disk.write_manifest(tmp, CheckpointManifest(files=files, extra={}).encode())
     path = disk.publish(tmp)
     assert disk.is_spread(path) and not disk.is_spread(write(tmp_path, 3))
     (path / "__1_0.distcp").unlink()
@@ -237,7 +237,7 @@ def test_a_sealed_manifest_of_another_shape_is_refused(files: object) -> None:
     content = {"schema": 2, "extra": {}, "files": files}
     seal = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     with pytest.raises(CheckpointCorrupt):
-        Manifest.parse("there", json.dumps(content | {"sha256": seal}).encode())
+        CheckpointManifest.parse("there", json.dumps(content | {"sha256": seal}).encode())
     good = {"schema": 2, "extra": {}, "files": {"a": GOOD}}
     seal = hashlib.sha256(json.dumps(good, sort_keys=True).encode()).hexdigest()
-    assert Manifest.parse("there", json.dumps(good | {"sha256": seal}).encode()).files["a"].holders == (0,)
+    assert CheckpointManifest.parse("there", json.dumps(good | {"sha256": seal}).encode()).files["a"].holders == (0,)

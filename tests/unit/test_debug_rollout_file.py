@@ -10,7 +10,14 @@ from tidemill.bus.wire.codec import encode_record, encode_sample
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.plans import GENESIS
-from tidemill.learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_again, read_header, save_rollout
+from tidemill.learner.debug.rollout_file import (
+    DumpedRollout,
+    Packing,
+    load_rollout,
+    planned_again,
+    read_header,
+    save_rollout,
+)
 from tidemill.learner.errors import DebugFileRefused
 
 
@@ -41,7 +48,7 @@ def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
         load_rollout(tmp_path / "none")
 
 
-def batches(data: Rollout, step: int, packing: Packing) -> tuple[StepBatch, ...]:
+def batches(data: DumpedRollout, step: int, packing: Packing) -> tuple[StepBatch, ...]:
     return build_batches(
         planned_again(data, step, packing, chain=GENESIS), data.samples, token_limits=data.token_limits
     )

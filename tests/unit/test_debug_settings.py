@@ -12,7 +12,7 @@ from tidemill.launch.checks.data import check_debug
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.settings.config_loader import SettingsError, from_map
 from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig, read_prompts
-from tidemill.learner.debug.rollout_file import Rollout, save_rollout
+from tidemill.learner.debug.rollout_file import DumpedRollout, save_rollout
 from tidemill.learner.errors import DebugFileRefused
 
 
@@ -109,7 +109,7 @@ def checked(steps: int, **debug: Any) -> list[str]:
 
 def test_every_step_must_have_a_file(tmp_path: Path) -> None:
     files = f"{tmp_path}/{{step}}.msgpack"
-    saved: Rollout = rollout()
+    saved: DumpedRollout = rollout()
     for step in (1, 2):
         save_rollout(tmp_path / f"{step}.msgpack", saved)
     assert checked(2, load_rollout=files) == []

@@ -27,7 +27,7 @@ from tidemill.learner.algorithms.aggregation import Denominators, aggregate
 from tidemill.learner.algorithms.choices import AGGREGATIONS, OF_TURNS
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import Objective, Tokens
-from tidemill.learner.algorithms.objective import Turns as StepTurns
+from tidemill.learner.algorithms.objective import TurnColumns as StepTurns
 from tidemill.learner.algorithms.token_returns import turn_advantages, turn_returns
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.batching import build_batches

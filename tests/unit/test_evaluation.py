@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests import data_kit
 from tests.metric_names import undocumented
 from tidemill.bus.wire.messages import Kind, Sample, Status, Task
-from tidemill.learner.data.config import DataConfig
-from tidemill.learner.evaluation.best import versions_of
+from tidemill.learner.data import DataConfig
 from tidemill.learner.evaluation.config import EvalConfig, EvalSet
+from tidemill.learner.evaluation.evaluations import versions_of
 from tidemill.learner.evaluation.rounds import MARK, Result, Rounds, SetSize
 from tidemill.learner.evaluation.scores import BestScore, ScoredResponse, bootstrap, pass_at, powers, scores
 

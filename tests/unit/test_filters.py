@@ -25,7 +25,7 @@ from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.groups import Verdict
 from tidemill.learner.buffer.plans import chain_of
 from tidemill.learner.buffer.selection import Waits
-from tidemill.learner.data.filter_settings import BUILT_IN, Filters, identity_of
+from tidemill.learner.data import BUILT_IN, Filters, identity_of
 from tidemill.learner.filters.filters import (
     FILTER,
     TABLE,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.bus.system import foreign
-from tidemill.bus.system.foreign import described, errors_as, repr_of, settle, text_of
+from tidemill.bus.system import functions
+from tidemill.bus.system.functions import described, errors_as, repr_of, settle, text_of
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.registry import REWARD, Bound
 
@@ -94,7 +94,7 @@ RAISES = "def g():\n    raise KeyError\n"
 def test_the_line_of_the_users_code_that_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], place: str
 ) -> None:
-    monkeypatch.setattr(foreign, "_PACKAGES", (f"{tmp_path}/site/",))
+    monkeypatch.setattr(functions, "_PACKAGES", (f"{tmp_path}/site/",))
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.syspath_prepend(tmp_path)
     for name, text in files.items():

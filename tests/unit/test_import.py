@@ -14,7 +14,7 @@ from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Sample, Sampling, SequenceSize, Status
 from tidemill.launch.cli.main import main
 from tidemill.launch.samples.recording import Origin, RecordingWriter
-from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data import DataConfig
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.prompts.responses import Recordings
 

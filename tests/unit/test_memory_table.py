@@ -253,24 +253,27 @@ def test_recomputation_keeps_less_and_computes_one_layer_again() -> None:
     plain, selective, full = (rows(f"learner.recompute={choice}") for choice in ("none", "selective", "full"))
     assert again not in plain
     assert plain[kept].bytes - selective[kept].bytes == SHAPE.num_layers * selective[again].bytes
-    assert 20 * full[kept].bytes < plain[kept].bytes
+    assert 16 * full[kept].bytes < plain[kept].bytes
     assert full[kept].bytes + full[again].bytes < selective[kept].bytes + selective[again].bytes
 
 
-def test_a_fused_activation_keeps_less() -> None:
+def test_the_context_of_the_engines_bounds_a_row() -> None:
     kept = ("rank", "activations kept for the backward pass")
-    fast = rows("learner.deterministic=false")
-    assert fast[kept].bytes < rows()[kept].bytes
-    assert rows("learner.fused_activation=always")[kept] == fast[kept]
-    never = rows("learner.deterministic=false", "learner.fused_activation=never")
-    assert never[kept] == rows()[kept]
-    assert rows("learner.deterministic=false", cuda=False)[kept] == rows(cuda=False)[kept]
+    short = ("engine.max_context=2048", "learner.max_tokens_per_micro_batch=1024")
+    assert "2,048 tokens" in rows(*short)[kept].part
+    written = (
+        *short,
+        "data.path=x.jsonl",
+        "rollouts.sft.use=dataset",
+        "data.rollout=sft",
+        "data.responses_key=written",
+    )
+    assert "40,960 tokens" in rows(*written)[kept].part, "written answers come from no engine"
 
 
 @pytest.mark.parametrize(
     ("settings", "measured_gb"),
     [
-        ((), 54.41),
         (("learner.deterministic=false",), 48.77),
         (("learner.deterministic=false", "learner.recompute=full"), 32.85),
     ],
@@ -304,3 +307,16 @@ def test_experts_are_spread_and_not_split() -> None:
     dense = parameters(shape) - 8 * of_one
     norms = sum(size[0] for name, size in shape.tensors().items() if "norm" in name)
     assert rank_parameters(shape, 2, expert_parallel=2) == (dense - norms - routers) // 2 + norms + routers + 4 * of_one
+
+
+def test_keys_and_values_of_an_engine_are_its_blocks_in_a_quarter_of_its_memory() -> None:
+    token = 2 * 36 * 8 * 128 * 2
+
+    def blocks(*settings: str, engine_memory: int = 0) -> int:
+        config = load([], ("engine.dtype=bfloat16", *settings)).config
+        table = memory_rows(SHAPE, config, cuda=True, engine_memory=engine_memory)
+        return next(row.bytes for row in table if row.part.startswith("keys and values"))
+
+    assert blocks("engine.max_running=3") == 3 * SHAPE.max_positions * token
+    assert blocks("engine.max_running=3", engine_memory=4000 * token + 99) == 992 * token
+    assert blocks("engine.kv_tokens=4096", engine_memory=4000 * token) == 4096 * token

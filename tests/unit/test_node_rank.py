@@ -3,7 +3,7 @@
 import pytest
 
 from tidemill.launch.run.learner_nodes import network_variables
-from tidemill.launch.run.node_rank import NodePlace, node_place
+from tidemill.launch.run.learner_process import NodePlace, node_place
 from tidemill.launch.settings.config_loader import SettingsError
 
 TORCHRUN = {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}

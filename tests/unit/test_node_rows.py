@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.rows import read_row
+from tidemill.bus.wire.row_reader import read_row
+from tidemill.bus.wire.rows import Attempt, NodeRow, Phase, State
 from tidemill.learner.errors import NodeRefused
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.nodes.node_rows import Attempt, NodeRow, Phase, State, attempt_of, cut, node_of, row_value
 from tidemill.learner.nodes.rendezvous import refuse_public, refuse_unlike
-from tidemill.learner.nodes.view import GRACE_S, Silences
+from tidemill.learner.nodes.view import GRACE_S, Silences, attempt_of, cut, node_of, row_value
 
 KEY = FeedKeys.new().feeder_public
 ROW = NodeRow(

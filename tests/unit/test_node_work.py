@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from tidemill.bus.client.addresses import HERE
+from tidemill.bus.wire.rows import NodeRow
 from tidemill.launch.devices.demand import want_of
 from tidemill.launch.devices.shapes import Node
 from tidemill.launch.run import learner_nodes
 from tidemill.launch.run.learner_nodes import NodeWork
-from tidemill.launch.run.node_rank import NodePlace
+from tidemill.launch.run.learner_process import NodePlace
 from tidemill.launch.settings.config_loader import from_map
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.errors import NodeRefused
-from tidemill.learner.nodes.node_rows import NodeRow
 
 
 def config(directory: Path, **learner: object) -> RunConfig:

@@ -13,7 +13,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from tidemill.learner.layout.parallel import Parallel, Replicas, choose_replicas
 from tidemill.learner.megatron.offload import cut
-from tidemill.learner.megatron.optimizer_pieces import Piece, rectangles, sharded_pieces
+from tidemill.learner.megatron.optimizer_pieces import OptimizerPiece, rectangles, sharded_pieces
 from tidemill.learner.settings.config import LearnerConfig
 
 
@@ -34,12 +34,12 @@ def test_rectangles_cover_a_range_in_its_order(width: int, data: st.DataObject) 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), max_size=5), st.integers(1, 20))
 def test_blocks_have_every_element_once_and_one_size(ranges: list[tuple[int, int]], size: int) -> None:
-    pieces = [Piece(torch.empty(40), start, start + length) for start, length in ranges]
+    pieces = [OptimizerPiece(torch.empty(40), start, start + length) for start, length in ranges]
     runs = list(cut(pieces, size))
     sizes = [sum(part.end - part.start for part in run) for run in runs]
     assert all(each == size for each in sizes[:-1]) and sizes[-1:] <= [size]
 
-    def elements(parts: list[Piece]) -> list[tuple[int, int]]:
+    def elements(parts: list[OptimizerPiece]) -> list[tuple[int, int]]:
         return [(id(part.parameter), at) for part in parts for at in range(part.start, part.end)]
 
     assert elements([part for run in runs for part in run]) == elements(pieces)
@@ -61,7 +61,7 @@ def test_pieces_of_split_layers_make_the_whole(gated: bool, cuts: tuple[int, ...
             if gated:
                 entry = apply_swiglu_sharded_factory(entry, ((0, layer, 2),))
             for start, end in pairwise(cuts):
-                piece = Piece(parameter, start, end)
+                piece = OptimizerPiece(parameter, start, end)
                 for part in sharded_pieces({"w": entry}, [(piece, {"exp_avg": piece.of(parameter).clone()})]):
                     assert (part.key, part.global_shape, part.replica_id) == (
                         "optimizer.state.exp_avg.w",

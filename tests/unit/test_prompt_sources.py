@@ -13,8 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from tidemill.bus.wire.messages import Prompt
-from tidemill.learner.data.config import DataConfig
-from tidemill.learner.data.source import Source
+from tidemill.learner.data import DataConfig, Source
 from tidemill.learner.errors import PromptError
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.prompts.rows import PromptRow, RowRules, scan_rows

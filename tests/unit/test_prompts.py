@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from tidemill.bus.wire.messages import Prompt
-from tidemill.learner.data.source import Source
+from tidemill.learner.data import Source
 from tidemill.learner.errors import PromptError
 from tidemill.learner.prompts.formats import value_at
 from tidemill.learner.prompts.prompt_file import PromptFile, sampler_seed

@@ -12,11 +12,10 @@ from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.weightstore.config import LARGE_BUCKET, SHARED_BUCKET, SMALL_BUCKET, WeightsConfig
 from tidemill.weightstore.push.push_groups import GroupRules, PushGroups
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.handle_receiver import HandleReceivers
 from tidemill.weightstore.transport.handles import HostMemory, shared_memory_domain
 from tidemill.weightstore.transport.nccl import DeviceEnd, nccl_differs, no_cuda_handles, no_nccl, own_end
-from tidemill.weightstore.transport.port import WeightReceiver
+from tidemill.weightstore.transport.port import Deadlines, WeightReceiver
 from tidemill.weightstore.transport.staging import staging_memory
 
 OWN = DeviceEnd("AAAA-0", "2.29.7")

@@ -12,9 +12,8 @@ from tidemill.bus.wire.rows import LiveRow
 from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.push.member import Member
-from tidemill.weightstore.transport.deadlines import FIRST_BYTES_PER_S, SLOWER, Deadlines
 from tidemill.weightstore.transport.http_receiver import HttpReceiver
-from tidemill.weightstore.transport.port import WeightReceiver
+from tidemill.weightstore.transport.port import FIRST_BYTES_PER_S, SLOWER, Deadlines, WeightReceiver
 
 SMOLLM_BYTES = 538_000_000
 
@@ -44,7 +43,7 @@ def test_a_set_deadline_above_that_of_a_load_is_kept() -> None:
 
 def test_measured_times_decide_phase_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr("tidemill.weightstore.transport.deadlines.time.perf_counter", lambda: now_s)
+    monkeypatch.setattr("tidemill.weightstore.transport.port.time.perf_counter", lambda: now_s)
     deadlines = Deadlines(30.0)
     deadlines.num_bytes = 10**10
     for phase, took_s in (("verify", 7.0), ("verify", 2.0), ("bucket 1 of 8", 0.5)):

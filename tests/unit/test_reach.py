@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import pytest
 
-from tidemill.bus.client.addresses import Reach, Route, bare, in_url, reach, route_to
+from tidemill.bus.client.addresses import BusRoute, Reach, bare, in_url, reach, route_to
 
-HERE, LAN, ELSEWHERE = Route("127.0.0.1", True), Route("10.0.0.5", True), Route("10.0.0.7", False)
+HERE, LAN, ELSEWHERE = BusRoute("127.0.0.1", True), BusRoute("10.0.0.5", True), BusRoute("10.0.0.7", False)
 
 
 @pytest.mark.parametrize(
@@ -21,17 +21,17 @@ HERE, LAN, ELSEWHERE = Route("127.0.0.1", True), Route("10.0.0.5", True), Route(
         ("auto", "", HERE, Reach("127.0.0.1", "127.0.0.1")),
         ("auto", "", LAN, Reach("10.0.0.5", "10.0.0.5")),
         ("auto", "", ELSEWHERE, Reach("10.0.0.7", "10.0.0.7")),
-        ("auto", "", Route("fd00::7", False), Reach("fd00::7", "fd00::7")),
+        ("auto", "", BusRoute("fd00::7", False), Reach("fd00::7", "fd00::7")),
         ("0.0.0.0", "", ELSEWHERE, Reach("0.0.0.0", "10.0.0.7")),
-        ("[fd00::9]", "", Route("fd00::7", False), Reach("fd00::9", "fd00::9")),
-        ("::", "", Route("fd00::7", False), Reach("::", "fd00::7")),
+        ("[fd00::9]", "", BusRoute("fd00::7", False), Reach("fd00::9", "fd00::9")),
+        ("::", "", BusRoute("fd00::7", False), Reach("::", "fd00::7")),
         ("192.168.1.7", "", ELSEWHERE, Reach("192.168.1.7", "192.168.1.7")),
         ("0.0.0.0", "gpu7.lab:30000", ELSEWHERE, Reach("0.0.0.0", "gpu7.lab:30000")),
         ("127.0.0.1", "gpu7.lab", ELSEWHERE, Reach("127.0.0.1", "gpu7.lab")),
         ("127.0.0.1", "", LAN, Reach("127.0.0.1", "127.0.0.1")),
     ],
 )
-def test_an_address(host: str, advertise: str, route: Route, want: Reach) -> None:
+def test_an_address(host: str, advertise: str, route: BusRoute, want: Reach) -> None:
     assert reach(host, advertise, route, name="engine.host") == want
 
 
@@ -141,28 +141,28 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 @pytest.mark.parametrize(
     ("url", "route", "asked"),
     [
-        ("nats://127.0.0.1:4222", Route("127.0.0.1", True), [("127.0.0.1", 4222)]),
-        ("nats://localhost", Route("127.0.0.1", True), [("127.0.0.1", 4222)]),
-        ("localhost:5000", Route("127.0.0.1", True), [("127.0.0.1", 5000)]),
-        ("nats://[::1]:4222", Route("::1", True), [("::1", 4222)]),
-        ("nats://debian", Route("127.0.0.1", True), [("127.0.1.1", 4222)]),
-        ("nats://10.0.0.1:4222", Route("10.0.0.5", False), [("10.0.0.1", 4222)]),
-        ("nats://bus.lab:4300", Route("10.0.0.5", False), [("10.0.0.1", 4300)]),
-        ("tls://bus.lab?ca=/x.pem", Route("10.0.0.5", False), [("10.0.0.1", 4222)]),
-        ("nats://user:pa%3Ass@bus.lab:4222", Route("10.0.0.5", False), [("10.0.0.1", 4222)]),
-        ("nats://10.0.0.5:4222", Route("10.0.0.5", True), [("10.0.0.5", 4222)]),
-        ("nats://here.lab", Route("10.0.0.5", True), [("10.0.0.5", 4222)]),
-        ("nats://[fd00::1]:4222", Route("fd00::5", False), [("fd00::1", 4222)]),
-        ("nats://[fd00::5]", Route("fd00::5", True), [("fd00::5", 4222)]),
-        ("nats://bus6.lab", Route("fd00::5", False), [("fd00::1", 4222)]),
-        ("nats://both.lab", Route("fd00::5", False), [("fd00::1", 4222)]),
-        ("nats://bus.lab,bus6.lab", Route("10.0.0.5", False), [("10.0.0.1", 4222)]),
-        ("nats://nowhere.lab,bus.lab", Route("10.0.0.5", False), [("10.0.0.1", 4222)]),
-        ("nats://far.lab,bus6.lab:4300", Route("fd00::5", False), [("192.0.2.1", 4222), ("fd00::1", 4300)]),
-        ("nats://nowhere.lab,far.lab,here.lab", Route("10.0.0.5", True), [("192.0.2.1", 4222), ("10.0.0.5", 4222)]),
+        ("nats://127.0.0.1:4222", BusRoute("127.0.0.1", True), [("127.0.0.1", 4222)]),
+        ("nats://localhost", BusRoute("127.0.0.1", True), [("127.0.0.1", 4222)]),
+        ("localhost:5000", BusRoute("127.0.0.1", True), [("127.0.0.1", 5000)]),
+        ("nats://[::1]:4222", BusRoute("::1", True), [("::1", 4222)]),
+        ("nats://debian", BusRoute("127.0.0.1", True), [("127.0.1.1", 4222)]),
+        ("nats://10.0.0.1:4222", BusRoute("10.0.0.5", False), [("10.0.0.1", 4222)]),
+        ("nats://bus.lab:4300", BusRoute("10.0.0.5", False), [("10.0.0.1", 4300)]),
+        ("tls://bus.lab?ca=/x.pem", BusRoute("10.0.0.5", False), [("10.0.0.1", 4222)]),
+        ("nats://user:pa%3Ass@bus.lab:4222", BusRoute("10.0.0.5", False), [("10.0.0.1", 4222)]),
+        ("nats://10.0.0.5:4222", BusRoute("10.0.0.5", True), [("10.0.0.5", 4222)]),
+        ("nats://here.lab", BusRoute("10.0.0.5", True), [("10.0.0.5", 4222)]),
+        ("nats://[fd00::1]:4222", BusRoute("fd00::5", False), [("fd00::1", 4222)]),
+        ("nats://[fd00::5]", BusRoute("fd00::5", True), [("fd00::5", 4222)]),
+        ("nats://bus6.lab", BusRoute("fd00::5", False), [("fd00::1", 4222)]),
+        ("nats://both.lab", BusRoute("fd00::5", False), [("fd00::1", 4222)]),
+        ("nats://bus.lab,bus6.lab", BusRoute("10.0.0.5", False), [("10.0.0.1", 4222)]),
+        ("nats://nowhere.lab,bus.lab", BusRoute("10.0.0.5", False), [("10.0.0.1", 4222)]),
+        ("nats://far.lab,bus6.lab:4300", BusRoute("fd00::5", False), [("192.0.2.1", 4222), ("fd00::1", 4300)]),
+        ("nats://nowhere.lab,far.lab,here.lab", BusRoute("10.0.0.5", True), [("192.0.2.1", 4222), ("10.0.0.5", 4222)]),
     ],
 )
-def test_the_route_to_the_bus(kernel: Kernel, url: str, route: Route, asked: list[tuple[str, int]]) -> None:
+def test_the_route_to_the_bus(kernel: Kernel, url: str, route: BusRoute, asked: list[tuple[str, int]]) -> None:
     """That of the first server with a route; the family of the first address of its name."""
     assert route_to(url) == route
     assert (kernel.connected, kernel.open) == (asked, 0)
@@ -190,5 +190,5 @@ def test_a_bus_without_a_route_is_refused_with_every_reason(kernel: Kernel, url:
 
 
 def test_a_route_of_the_real_kernel() -> None:
-    assert route_to("nats://127.0.0.1:4222") == Route("127.0.0.1", True)
+    assert route_to("nats://127.0.0.1:4222") == BusRoute("127.0.0.1", True)
     assert route_to("nats://127.0.0.2:4222").is_here

@@ -23,7 +23,7 @@ from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import SettingsError, load
 from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.buffer.datasource import DataSource
-from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data import DataConfig
 from tidemill.learner.errors import PromptError
 from tidemill.learner.feed.issuing import task_of
 from tidemill.learner.feed.recorded_responses import samples_of

@@ -9,8 +9,20 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from tests.examples import examples
-from tidemill.learner.nodes.node_rows import Attempt, NodeRow, Phase, State
-from tidemill.learner.nodes.rendezvous import Action, Drain, End, Form, Leave, Record, Renew, Seen, Start, Wait, decide
+from tidemill.bus.wire.rows import Attempt, NodeRow, Phase, State
+from tidemill.learner.nodes.rendezvous import (
+    Action,
+    Drain,
+    End,
+    Form,
+    Leave,
+    Record,
+    Renew,
+    Seen,
+    Start,
+    Wait,
+    decide,
+)
 
 KEY = "k" * 40
 SILENCE_S = 30.0

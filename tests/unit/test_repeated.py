@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.system.output import FailureLog
 
 
 def test_the_first_has_its_traceback_and_the_rest_are_counted(caplog: pytest.LogCaptureFixture) -> None:

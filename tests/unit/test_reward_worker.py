@@ -4,7 +4,7 @@ import asyncio
 import socket
 from typing import Any
 
-from tidemill.bus.processes import frames
+from tidemill.bus.processes.connection import encode_call, encode_frame, read_frame
 from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.rewards.processes import worker
 from tidemill.rewards.registry import REWARD, Bound
@@ -21,11 +21,11 @@ async def test_a_call_that_is_cancelled_before_it_begins_has_a_reply_too() -> No
     function = Bound("never", _never, {}, REWARD)
     reader, writer = await asyncio.open_unix_connection(sock=ours)
     writer.write(
-        frames.encode_call(1, b"{}") + frames.encode({"id": 1, "cancel": True})
+        encode_call(1, b"{}") + encode_frame({"id": 1, "cancel": True})
     )  # read together: the call has had no turn
     serving = asyncio.create_task(worker._serve_many(theirs, function, ProcessLimits()))
     async with asyncio.timeout(60):
-        reply = await frames.read(reader)
+        reply = await read_frame(reader)
     assert reply is not None and (reply["id"], "CancelledError" in reply["failed"]) == (1, True)
     writer.close()
     await writer.wait_closed()

@@ -21,7 +21,7 @@ from tests.bench import plain_rewards as plain
 from tests.unit.test_rewards_house import DIFFERENT, SAME, pairs
 from tidemill.bus.wire.messages import Status, score_of
 from tidemill.rewards.builtin.math_answer import math_answer
-from tidemill.rewards.builtin.math_symbolic import math_verify
+from tidemill.rewards.builtin.math_equality import math_verify
 from tidemill.rewards.builtin.text import digits, exact, format_tags, length, regex
 from tidemill.rewards.group import GroupRequest, relative_length
 from tidemill.rewards.port import RewardRequest

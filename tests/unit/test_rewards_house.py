@@ -13,11 +13,10 @@ import pytest
 
 from tidemill import launch
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.builtin.gpqa import gpqa
 from tidemill.rewards.builtin.ifeval import INSTRUCTIONS, follows, ifeval
 from tidemill.rewards.builtin.math_equality import same_math
 from tidemill.rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math
-from tidemill.rewards.builtin.text import f1, format_tags, overlong, regex, repetition
+from tidemill.rewards.builtin.text import f1, format_tags, gpqa, overlong, regex, repetition
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.part_settings import BY_ROLLOUT
 from tidemill.rewards.port import RewardRequest

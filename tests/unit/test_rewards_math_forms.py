@@ -14,8 +14,8 @@ import pytest
 
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.builtin.math_answer import math_answer, to_number
+from tidemill.rewards.builtin.math_equality import math_verify
 from tidemill.rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math
-from tidemill.rewards.builtin.math_symbolic import math_verify
 from tidemill.rewards.port import RewardRequest
 
 WHOLE = ("18", "7", "9", "4", "-3", "120")

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.builtin.gpqa import gpqa
 from tidemill.rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math
-from tidemill.rewards.builtin.text import f1, overlong, repetition
+from tidemill.rewards.builtin.text import f1, gpqa, overlong, repetition
 from tidemill.rewards.port import RewardRequest
 
 ROWS = [

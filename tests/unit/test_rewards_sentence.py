@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.test_rewards_house import OPTIONS
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.builtin.sentence import sentence
+from tidemill.rewards.builtin.text import sentence
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import RewardRequest
 

@@ -23,15 +23,14 @@ from tidemill.launch.settings.config_loader import SettingsError, load
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.buffer.groups import mismatch
-from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data import DataConfig
 from tidemill.learner.errors import PromptError
 from tidemill.learner.evaluation.config import EvalConfig
 from tidemill.learner.evaluation.evaluations import EvalPrompts
 from tidemill.learner.evaluation.rounds import Place, Rounds
 from tidemill.learner.feed.issuing import task_of
-from tidemill.learner.prompts.columns import RowSampling
 from tidemill.learner.prompts.prompt_file import PromptFile, prompts_digest
-from tidemill.learner.prompts.rows import scan_rows
+from tidemill.learner.prompts.rows import RowSampling, scan_rows
 from tidemill.learner.prompts.tokenizer import PromptTokenizer
 
 RUN = Sampling(temperature=0.7, max_new_tokens=64, stop=("###",))

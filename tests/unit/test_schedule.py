@@ -14,7 +14,7 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.weights import check_tuning
 from tidemill.launch.cli.main import main
 from tidemill.launch.devices.memory_table import MemoryRow, memory_rows
-from tidemill.launch.devices.trained import trained_tensors
+from tidemill.launch.devices.shapes import trained_tensors
 from tidemill.launch.settings.config_loader import load
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.settings.config import LearnerConfig

@@ -7,9 +7,8 @@ import pytest
 
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.responses import EngineResponse, GenerationFailed
-from tidemill.actors.episodes.calls import AnsweredCall
+from tidemill.actors.episodes.calls import CUT, AnsweredCall, StreamedCalls, StreamedTurn
 from tidemill.actors.episodes.recorder import TurnOutput
-from tidemill.actors.episodes.streamed_calls import CUT, StreamedCalls, StreamedTurn
 from tidemill.bus.wire.messages import Span, Timings
 
 

@@ -13,7 +13,8 @@ on CPU.
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -23,7 +24,25 @@ from torch import Tensor
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.weightstore.format.manifest import ITEM_BYTES
-from tidemill.weightstore.side_stream import beside
+
+
+@contextmanager
+def beside(tensor: Tensor) -> Iterator[None]:
+    """Queue the context's work on the GPU of ``tensor`` on a stream of its own, and wait for it; nothing on the CPU.
+
+    All threads share the default stream: work there waits for the trainer's steps, for a collective among them that
+    waits for another rank, or for an engine's tokens. What the context reads must be complete before.
+    """
+    if not tensor.is_cuda:
+        yield
+        return
+    stream = torch.cuda.Stream(tensor.device)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        stream.synchronize()
+
 
 LANES = 1 << 18
 """Lanes summed at a time: their factors (2 MB) stay in the cache."""
@@ -131,9 +150,7 @@ def report_checksums(tensors: Mapping[str, Tensor]) -> ChecksumReport:
 def differences(
     report: ChecksumReport, sent: Mapping[str, Tensor], sum_of: Callable[[TensorChecksum], str]
 ) -> list[str]:
-    """Return a line for every sent tensor that differs or is missing in the report; ``sum_of`` gives a part's right
-    sum.
-    """
+    """Return a line for each sent tensor that differs or is missing in the report; ``sum_of``: a part's right sum."""
     reported = {name for part in report.parts for name in part.names}
     lines = [f"{name}: missing from the engine's report" for name in sent if name not in reported]
     for part in report.parts:

@@ -1,5 +1,4 @@
-"""The newest published version: its row, the copy of its weights in this process, and its snapshots, written on
-request."""
+"""The newest published version: its row, the copy of its weights in this process, and snapshots on request."""
 
 import asyncio
 import logging

@@ -11,9 +11,8 @@ from tidemill.bus.errors import Fenced
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.weightstore.errors import PartLost, PeerLost, ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.parts import Buckets
-from tidemill.weightstore.transport.port import Rendezvous, WeightReceiver, identity
+from tidemill.weightstore.transport.port import Deadlines, Rendezvous, WeightReceiver, identity
 
 _log = logging.getLogger(__name__)
 

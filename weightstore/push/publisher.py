@@ -42,9 +42,9 @@ from tidemill.weightstore.push.push import CUDA_HANDLES, HOST_HANDLES, Push, Pus
 from tidemill.weightstore.push.push_groups import GroupRules, PushGroup, PushGroups, open_groups
 from tidemill.weightstore.store.registry import VersionRegistry
 from tidemill.weightstore.store.snapshot_server import SnapshotServer
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.nccl import own_end
 from tidemill.weightstore.transport.parts import Division, RemotePart
+from tidemill.weightstore.transport.port import Deadlines
 from tidemill.weightstore.transport.staging import StagedModel, StagingPool, staging_memory
 
 _log = logging.getLogger(__name__)

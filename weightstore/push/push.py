@@ -111,8 +111,7 @@ class Throughput:
             self._seconds[transport] = max(self._seconds.get(transport, 0.0), seconds)
 
     def gb_per_s(self, num_bytes: int) -> Mapping[str, float]:
-        """Return 10^9 bytes a second by transport, for weights of ``num_bytes``; none for a transport without
-        engines."""
+        """Return 10^9 bytes a second by transport, for weights of ``num_bytes``; none for one without engines."""
         rates = (
             (transport, count * num_bytes / 1e9, self._seconds[transport]) for transport, count in self._engines.items()
         )
@@ -239,9 +238,7 @@ class Push:
             return {member: error}
 
     async def _transfer(self, group: PushGroup, members: list[Member], *, serve: bool) -> dict[Member, float | None]:
-        """Send all buckets to all members. Returns the pauses of members that serve them. Raises _GroupBroken,
-        Fenced.
-        """
+        """Send all buckets to all members. Returns the pauses of those that serve them. Raises _GroupBroken, Fenced."""
         if not group.is_open_for(members):
             await _open(group, members)
         if all(member.single_request for member in members):

@@ -31,14 +31,12 @@ from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PeerLost, ReceiverFailed
 from tidemill.weightstore.push.member import Member
 from tidemill.weightstore.store.registry import VersionRegistry
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.handles import StagingMemory
 from tidemill.weightstore.transport.http_receiver import HttpReceiver
 from tidemill.weightstore.transport.nccl import DeviceEnd, no_nccl, share
 from tidemill.weightstore.transport.parts import Payload, RemoteBucket, RemotePart, RemoteSender
-from tidemill.weightstore.transport.port import Identity, OpenReceiver, Rendezvous, WeightReceiver, identity
-from tidemill.weightstore.transport.sender_process import START_S
-from tidemill.weightstore.transport.senders import APART, Sender
+from tidemill.weightstore.transport.port import Deadlines, Identity, OpenReceiver, Rendezvous, WeightReceiver, identity
+from tidemill.weightstore.transport.senders import APART, START_S, Sender
 
 _log = logging.getLogger(__name__)
 
@@ -72,8 +70,7 @@ class GroupRules:
     """Parts of the weights that other ranks send."""
 
     def backend_of(self, row: LiveRow) -> tuple[str, str]:
-        """Return the backend to an engine (empty: it is refused), and why it is not NCCL: one backend for all ranks
-        that send."""
+        """Return the backend to an engine (empty: refused), and why it is not NCCL: one for all ranks that send."""
         ends = () if self.backend == "gloo" else (self.end, *(part.place.end for part in self.parts))
         reason = next(filter(None, (no_nccl(end, row.capabilities) for end in ends)), "")
         if self.backend == "gloo" or (reason and self.backend == "auto"):
@@ -225,9 +222,7 @@ class PushGroups:
         """``evicted`` as recorded on the bus; None = as an earlier learner recorded it."""
 
     async def reconcile(self) -> list[PushGroup]:
-        """Drop engines that have gone, add new ones (which join at their first update). Returns the groups;
-        BusUnavailable.
-        """
+        """Drop engines that have gone, and add new ones. Returns the groups. Raises BusUnavailable."""
         alive = {row.id: row for row in await self._view.alive("engine")}
         rows = {row.id: row for row in alive.values() if row.phase in PHASES and row.address}
         failed_ids = {engine_id for engine_id, *_ in {identity(row) for row in rows.values()} & self._backoffs.keys()}

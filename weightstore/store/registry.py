@@ -4,7 +4,7 @@
     head      the newest published version, moved by compare-and-set; its ``fence`` is the newest learner's epoch
     snapshot  the row of the newest version that has a snapshot
     evicted   the live engines that were left out of the last push, and why: {"engines": {id: reason}}
-    want      the oldest version whose snapshot an engine needs (``tidemill.weightstore.catchup.sources``)
+    want      the oldest version whose snapshot an engine needs (``tidemill.weightstore.catch_up``)
 
 A number is reserved by creating its row, so it is never used twice, even if the push fails or the learner dies. Rows
 that were lost (the bucket was emptied) are restored from the other records that name them: a publisher's memory, the
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import Fenced, NotFound, RowConflict, WireError
 from tidemill.bus.streams.bus import Bus, current_epoch
-from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.rows import VersionRow, row_of
 from tidemill.bus.wire.subjects import natural

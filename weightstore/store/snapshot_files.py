@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tidemill.bus.system.files import sync
 from tidemill.weightstore.errors import SnapshotBroken
+from tidemill.weightstore.format.checksums import beside
 from tidemill.weightstore.format.manifest import ITEM_BYTES, Manifest, TensorSpec
-from tidemill.weightstore.side_stream import beside
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tidemill.bus.system.foreign import settle
+from tidemill.bus.system.functions import settle
 from tidemill.weightstore.errors import PeerLost
 
 
@@ -60,9 +60,7 @@ class DoubleBuffer:
         """The message that has been copied before it is sent."""
 
     def message(self, flat: Tensor, following: Tensor | None = None) -> Tensor:
-        """Return ``flat`` on the device, and queue the copy of ``following``, whose bytes may not change until it is
-        sent.
-        """
+        """Return ``flat`` on the device, and queue the copy of ``following``, which may not change until it is sent."""
         slot, ahead = 1 - self._sent, self._ahead
         if ahead != _Ahead(slot, flat.data_ptr(), flat.numel()):
             self._buffers.copy(slot, flat)

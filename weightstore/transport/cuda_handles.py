@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.weightstore.errors import BadManifest
+from tidemill.weightstore.format.checksums import beside
 from tidemill.weightstore.format.manifest import count_of
-from tidemill.weightstore.side_stream import beside
 
 SHARE = 7
 """Items of a share: handle, bytes and offset of the storage; handle and offset of a counter; an event, and its wait."""

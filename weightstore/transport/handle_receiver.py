@@ -21,12 +21,11 @@ from tidemill.bus.wire.rows import LiveRow
 from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.handles import StagingMemory, shared_memory_domain
 from tidemill.weightstore.transport.http_receiver import NOT_SUPPORTED, STALE_EPOCH, newer_epoch, stall_of
 from tidemill.weightstore.transport.nccl import no_cuda_handles
 from tidemill.weightstore.transport.parts import Buckets, Payload, RemotePart
-from tidemill.weightstore.transport.port import Identity, OpenReceiver, Rendezvous, WeightReceiver, identity
+from tidemill.weightstore.transport.port import Deadlines, Identity, OpenReceiver, Rendezvous, WeightReceiver, identity
 
 _log = logging.getLogger(__name__)
 

@@ -1,5 +1,4 @@
-"""An engine over HTTP, with SGLang's paths and bodies; ``epoch`` and ``timeout_s`` are additions that SGLang
-ignores."""
+"""An engine over HTTP, with SGLang's paths and bodies; SGLang ignores the additions ``epoch`` and ``timeout_s``."""
 
 import asyncio
 import json
@@ -14,9 +13,8 @@ from tidemill.bus.http.client import ApiClient, CallFailed, Failure
 from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.format.manifest import TensorSpec
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.parts import Buckets, Payload, RemoteBucket
-from tidemill.weightstore.transport.port import Rendezvous
+from tidemill.weightstore.transport.port import Deadlines, Rendezvous
 
 STALE_EPOCH = 409
 """Status of an engine that has seen a newer learner; the ``epoch`` of that one is in the answer."""
@@ -61,9 +59,7 @@ class HttpReceiver:
         await self._post("begin_weight_update", {"weight_version": str(version)}, phase="begin")
 
     async def bucket(self, specs: Sequence[TensorSpec], flat: Payload) -> None:
-        """POST /update_weights_from_distributed with the specs; the bytes come over the group of the rank that has
-        them.
-        """
+        """POST /update_weights_from_distributed with the specs; bytes come over the group of the rank that has them."""
         group = self._groups[flat.part.number if isinstance(flat, RemoteBucket) else 0]
         body = {
             "group_name": group,

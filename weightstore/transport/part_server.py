@@ -29,10 +29,9 @@ from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import Keys, RunKeys
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PeerLost, PublisherClosed
-from tidemill.weightstore.format.checksums import ChecksumReport
+from tidemill.weightstore.format.checksums import ChecksumReport, beside
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.loop_thread import LoopThread
-from tidemill.weightstore.side_stream import beside
 from tidemill.weightstore.transport.handles import shared_memory_domain
 from tidemill.weightstore.transport.nccl import own_end
 from tidemill.weightstore.transport.parts import PartPlace, staged
@@ -91,9 +90,7 @@ class PartServer:
         )
 
     def stage(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill the copy of this number, which rank 0 has found free. Raises BadManifest; PublisherClosed without the
-        thread.
-        """
+        """Fill the copy of this number, which rank 0 has found free. Raises BadManifest, PublisherClosed."""
         if not self._thread.is_alive:
             raise PublisherClosed(f"the server of this rank's weights has ended: {self._thread.failure!r}")
         copy = self._pool.at(number)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tidemill.bus.http.client import ApiClient, CallFailed
 from tidemill.bus.liveness.keys import Keys
-from tidemill.bus.system.proxies import direct_opener
+from tidemill.bus.system.processes import direct_opener
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.weightstore.errors import PartLost, PeerLost
 from tidemill.weightstore.format.checksums import ChecksumReport
@@ -281,9 +281,7 @@ def leave(place: PartPlace) -> None:
 
 
 def release(place: PartPlace, name: str, within_s: float = RELEASE_S) -> None:
-    """Release a set of tensors in another rank, which waits for it; repeated for ``within_s``. Blocking; raises
-    OSError.
-    """
+    """Release a set of tensors in another rank, which waits; repeated for ``within_s``. Blocking; raises OSError."""
     deadline = time.monotonic() + within_s
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The process behind ``tidemill.weightstore.transport.sender_process``: one process group, which sends the memory that
+"""The process behind ``tidemill.weightstore.transport.senders``: one process group, which sends the memory that
 it gets handles of.
 
 python -m tidemill.weightstore.transport.sender_child DESCRIPTOR PARENT

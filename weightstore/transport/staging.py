@@ -17,10 +17,10 @@ from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import BadManifest
 from tidemill.weightstore.format.checksums import ChecksumReport, TensorChecksum, differences, sum_of
 from tidemill.weightstore.format.manifest import Bucket, Manifest, joined, spec_of, unflatten
-from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.handles import PAGE, HostMemory, StagingMemory
 from tidemill.weightstore.transport.nccl import DeviceEnd
 from tidemill.weightstore.transport.parts import PartTensors, Payload, RemotePart, staged
+from tidemill.weightstore.transport.port import Deadlines
 
 _ONCE = "every tensor of the manifest once"
 

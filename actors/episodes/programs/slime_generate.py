@@ -27,7 +27,7 @@ TRIES, PAUSE_S = 5, 0.5
 """Tries of a request with a failing connection, and the pause between them."""
 
 
-class Status(enum.Enum):
+class SlimeStatus(enum.Enum):
     """End of a response."""
 
     PENDING = "pending"
@@ -38,7 +38,7 @@ class Status(enum.Enum):
 
 
 @dataclass
-class Sample:
+class SlimeSample:
     """The fields of slime's sample that generate functions read and set."""
 
     group_index: int | None = None
@@ -52,7 +52,7 @@ class Sample:
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
-    status: Status = Status.PENDING
+    status: SlimeStatus = SlimeStatus.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     train_metadata: dict[str, Any] | None = None
     remove_sample: bool = False
@@ -81,10 +81,12 @@ class Sample:
         self.rollout_log_probs = [*(self.rollout_log_probs or []), *(log_probs or [0.0] * len(tokens))]
         kind = ((meta_info or {}).get("finish_reason") or {}).get("type")
         if update_terminal_info and kind is not None:
-            self.status = {"length": Status.TRUNCATED, "abort": Status.ABORTED}.get(kind, Status.COMPLETED)
+            self.status = {"length": SlimeStatus.TRUNCATED, "abort": SlimeStatus.ABORTED}.get(
+                kind, SlimeStatus.COMPLETED
+            )
 
 
-Sample.Status = Status  # type: ignore[attr-defined]  # as slime has it
+SlimeSample.Status = SlimeStatus  # type: ignore[attr-defined]  # as slime has it
 
 
 async def post(
@@ -178,7 +180,7 @@ class Slime:
             status = getattr(sample.status, "value", sample.status)
             if status in ("aborted", "failed"):
                 raise RuntimeError(f"the generate function returned a sample with status {status}")
-            if status == Status.TRUNCATED.value:
+            if status == SlimeStatus.TRUNCATED.value:
                 headers = {"Authorization": f"Bearer {api_key}"}
                 await post(base_url.removesuffix("/v1") + "/truncated", {"limit": "generate_function"}, headers=headers)
         rewards = [sample.reward for sample in samples if sample.reward is not None]
@@ -196,7 +198,7 @@ def provide_names() -> None:
     names: dict[str, dict[str, object]] = {
         "slime": {},
         "slime.utils": {},
-        "slime.utils.types": {"Sample": Sample},
+        "slime.utils.types": {"Sample": SlimeSample},
         "slime.utils.http_utils": {"post": post},
         "slime.rollout": {},
         "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},

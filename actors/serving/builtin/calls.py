@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from tidemill.actors.serving.port import Result
-from tidemill.bus.system.foreign import settle
+from tidemill.bus.system.functions import settle
 
 Call = tuple[Callable[[], Any], "Future[Any]"]
 

@@ -36,7 +36,7 @@ from tidemill.actors.serving.builtin.weights import (
 from tidemill.actors.serving.command_bodies import BucketBody, UpdateBody
 from tidemill.actors.serving.port import COMMAND_S, Body
 from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS, Updates
-from tidemill.bus.system.foreign import errors_as
+from tidemill.bus.system.functions import errors_as
 from tidemill.weightstore.errors import WeightstoreError
 from tidemill.weightstore.format.checksums import ChecksumReport, report_checksums, sha256
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec

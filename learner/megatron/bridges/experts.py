@@ -66,7 +66,8 @@ class Experts(LocalLayers):
         """Return the fields that the choice of kernels sets. With experts, ``selective`` has another name for its
         part.
         """
-        arguments = super()._kernel_arguments()
+        # One field for all layers, and the MLP of an expert has no module for its activation.
+        arguments = super()._kernel_arguments() | {"use_te_activation_func": False}
         if self.kernels.recompute == "selective":
             arguments["recompute_modules"] = [*arguments["recompute_modules"], "moe"]
         return arguments

@@ -1,4 +1,5 @@
-"""Layers that differ from Megatron's own: the router of experts, sublayers with a norm behind them. Knows no family."""
+"""Layers that differ from Megatron's own: the router of experts, the activation of an MLP, sublayers with a norm
+behind them. Knows no family."""
 
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class Norm(torch.nn.RMSNorm):
@@ -147,6 +149,44 @@ class ScoreRouter(Router):
         scores_TX = logits.view(-1, logits.shape[-1]).float().sigmoid()
         total_T1 = torch.where(sent_TX, scores_TX, 0.0).sum(-1, keepdim=True)
         return probs_TX * total_T1.type_as(probs_TX), sent_TX
+
+
+class GatedSilu(torch.nn.Module):
+    """SiLU of the first half of the input times the second half. It keeps the input alone for the backward pass;
+    Megatron's operations keep as much again.
+    """
+
+    def __init__(self, config: Any) -> None:
+        """``config``: Megatron's, which passes it to every module."""
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., I] for [..., 2 I]."""
+        gated: Tensor = _GatedSilu.apply(x)
+        return gated
+
+    def sharded_state_dict(self, *place: Any, **named: Any) -> dict[str, Any]:
+        """Return no entries of a checkpoint, for Megatron's MLP, which asks each of its parts for them."""
+        return {}
+
+
+class _GatedSilu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        [x] = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+        torch.mul(grad, torch.nn.functional.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward(grad * up, gate, grad_input=grad_gate)
+        return grad_x
 
 
 class NormedAttention(SelfAttention):  # type: ignore[misc]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.sizes import rope_arguments
-from tidemill.learner.megatron.bridges.layers import FusedHeadNorm, Norm
+from tidemill.learner.megatron.bridges.layers import FusedHeadNorm, GatedSilu, Norm
 from tidemill.learner.megatron.layers.attention import CORE_ATTENTION, FusedRotary, PackedRotary, SDPACoreAttention
 from tidemill.learner.megatron.layers.kernels import CUDNN, SDPA, VARLEN, Arguments, Kernels, Wanted, chosen
 from tidemill.learner.megatron.layers.lora import is_adapter
@@ -154,7 +154,8 @@ class LocalLayers:
         return ()
 
     def _kernel_arguments(self) -> Arguments:
-        return self.kernels.arguments()
+        # Megatron's name of an MLP whose activation is a module: here ``GatedSilu``, where no kernel computes both.
+        return {"use_te_activation_func": not self.kernels.fused_activation, **self.kernels.arguments()}
 
     # ---- the model
 
@@ -203,6 +204,8 @@ class LocalLayers:
         for layer in spec.layer_specs:  # several layers share one object, so a change must bear repetition
             parts, attention = layer.submodules, layer.submodules.self_attention.submodules
             parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+            if self.config.use_te_activation_func:
+                parts.mlp.submodules.activation_func = GatedSilu
             attention.core_attention = CORE_ATTENTION[self.kernels.attention]
             if self.config.qk_layernorm:
                 for name in _NORM_NAMES:

@@ -31,10 +31,12 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from safetensors import safe_open
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import stages
 from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.layers.frozen import FrozenColumn, FrozenRow
 from tidemill.learner.settings.lora import WEIGHTS, LoraConfig
 from tidemill.weightstore.format.checksums import sum64
 
@@ -104,17 +106,9 @@ class _LoraLayer(torch.nn.Module):
         matrices = [getattr(self, f"lora_A_{part.target}") for part in self._trained()]
         return x @ (matrices[0] if len(matrices) == 1 else torch.cat(matrices)).t()
 
-    def _outer(self, inner: Tensor) -> Tensor:
-        """Return scale * B (A x), in the order of the layer's output; 0 in parts without an adapter."""
-        inners = iter(inner.split(inner.shape[-1] // len(self._trained()), dim=-1))
-        outs = []
-        for part in self.lora_parts:
-            if part.trained:
-                out = next(inners) @ getattr(self, f"lora_B_{part.target}").t()
-            else:
-                out = inner.new_zeros(*inner.shape[:-1], part.width * self.lora_groups)
-            outs.append(out.unflatten(-1, (self.lora_groups, part.width)))
-        return self.lora_scale * (outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)).flatten(-2)
+    def _outers(self) -> list[Tensor]:
+        """Return B of each part that has an adapter."""
+        return [getattr(self, f"lora_B_{part.target}") for part in self._trained()]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return the layer's checkpoint entries with those of the adapters, which Megatron's own class takes for
@@ -131,7 +125,44 @@ class _LoraLayer(torch.nn.Module):
         )
 
 
-class LoraColumn(_LoraLayer, ColumnParallelLinear):  # type: ignore[misc]
+class _Added(torch.autograd.Function):
+    """``out + B inner`` in place, part by part: a tensor of the output's size more costs as much as the products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, inner: Tensor, parts: tuple[_Part, ...], groups: int, *matrices: Tensor
+    ) -> Tensor:
+        """Return ``out``. ``matrices``: B of the trained parts, [part.width * groups, r]."""
+        ctx.save_for_backward(inner, *matrices)
+        ctx.parts, ctx.groups = parts, groups
+        for place, inner_TR, b_OR in _each(out, inner, parts, groups, matrices):
+            place += (inner_TR @ b_OR.t()).view(place.shape)
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of out, inner and matrices."""
+        inner, *matrices = ctx.saved_tensors
+        grads_inner, grads_b = [], []
+        for place, inner_TR, b_OR in _each(grad, inner, ctx.parts, ctx.groups, matrices):
+            grad_TO = place.flatten(1)
+            grads_inner.append(grad_TO @ b_OR)
+            grads_b.append(grad_TO.t() @ inner_TR)
+        return grad, torch.cat(grads_inner, dim=1).view(inner.shape), None, None, *grads_b
+
+
+def _each(
+    out: Tensor, inner: Tensor, parts: tuple[_Part, ...], groups: int, matrices: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield for each trained part its place in ``out``, [T, groups, width], its columns of ``inner``, [T, r], and B."""
+    places_TGW = out.flatten(0, -2).unflatten(-1, (groups, -1)).split([part.width for part in parts], dim=-1)
+    trained = [place for place, part in zip(places_TGW, parts, strict=True) if part.trained]
+    yield from zip(trained, inner.flatten(0, -2).chunk(len(trained), dim=-1), matrices, strict=True)
+
+
+class LoraColumn(_LoraLayer, FrozenColumn):
     """A column-parallel layer with adapters."""
 
     _SPLIT: ClassVar[Mapping[str, int]] = {"lora_B_": 0}
@@ -144,10 +175,11 @@ class LoraColumn(_LoraLayer, ColumnParallelLinear):  # type: ignore[misc]
             inner = gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True)
         else:
             inner = copy_to_tensor_model_parallel_region(inner)
-        return out + self._outer(inner), bias
+        added: Tensor = _Added.apply(out, self.lora_scale * inner, self.lora_parts, self.lora_groups, *self._outers())
+        return added, bias
 
 
-class LoraRow(_LoraLayer, RowParallelLinear):  # type: ignore[misc]
+class LoraRow(_LoraLayer, FrozenRow):
     """A row-parallel layer with adapters."""
 
     _SPLIT: ClassVar[Mapping[str, int]] = {"lora_A_": 1}
@@ -159,7 +191,8 @@ class LoraRow(_LoraLayer, RowParallelLinear):  # type: ignore[misc]
         reduce = (
             reduce_scatter_to_sequence_parallel_region if self._own_tokens else reduce_from_tensor_model_parallel_region
         )
-        return out + self._outer(reduce(inner)), bias
+        [b_OR] = self._outers()
+        return torch.add(out, reduce(inner) @ b_OR.t(), alpha=self.lora_scale), bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,193 @@
 """Settings of the section ``data``: files and columns of prompts, templates, the curriculum and filters."""
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Annotated
+import difflib
+import json
+import re
+import typing
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, Strict
+from pydantic.json_schema import SkipJsonSchema
 
-from tidemill.bus.section import BASIC, NotNegative, OneOf, Positive, Share, ShortNamed, refusal, section
+from tidemill.bus.config import SINGLE_TURN
+from tidemill.bus.section import (
+    BASIC,
+    NotNegative,
+    OneOf,
+    Positive,
+    PositiveFloat,
+    Share,
+    ShortNamed,
+    refusal,
+    section,
+    short,
+)
 from tidemill.bus.wire.episode_limits import OF_TEMPLATE
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.learner.data.filter_settings import Filters
-from tidemill.learner.data.source import Source, SourceConfig, rollout_named
+from tidemill.learner.errors import PromptError
+
+SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>[^:\[\]]*):(?P<stop>[^:\[\]]*)\]")
+BOUND = re.compile(r"\s*(-?\d{1,18})?\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Rows of one file or directory, and how often a pass has them."""
+
+    path: Path
+    start: int | None = None
+    """First row of the slice, as in Python; None = from the beginning."""
+    stop: int | None = None
+    """Row behind the slice, as in Python; None = to the end."""
+    weight: float = 1.0
+    """Times that a pass has each row: 2 = every row twice, 0.5 = half of the rows, the other half in the next pass."""
+    keys: tuple[str, str, str] = ("prompt", "label", "")
+    """Columns of prompt, label and metadata (``formats.value_at``); an empty label or metadata key is not read."""
+    template: str = ""
+    system_prompt: str = ""
+    reward: str = ""
+    """Name of the reward of rows that name none, in their metadata; empty = none."""
+    reward_key: str = ""
+    """Column with that name; empty = none."""
+    sampling_key: str = ""
+    """Column with limits of sampling; empty = none."""
+    tools_key: str = ""
+    """Column with tools for the chat template; empty = none."""
+    rollout: str = ""
+    """Rollout of rows that name none; empty = single turns."""
+    rollout_key: str = ""
+    """Column with the name of a row's rollout; empty = none."""
+    responses_key: str = ""
+    """Column with recorded responses, for rollouts of them; empty = they are in the prompt's chat messages."""
+
+    @classmethod
+    def at(cls, path: str, **values: typing.Any) -> "Source":
+        """Return the source of a path that may end with a slice, ``train.jsonl@[0:1000]``. Raises PromptError."""
+        sliced = SLICE.fullmatch(path)
+        if sliced is None:
+            return cls(path=Path(path), **values)
+        bounds = [_bound(path, sliced[name]) for name in ("start", "stop")]
+        return cls(path=Path(sliced["path"]), start=bounds[0], stop=bounds[1], **values)
+
+    @property
+    def plain(self) -> bool:
+        """True for a whole file, as every source was before there were several."""
+        return replace(self, keys=("", "", ""), template="", rollout="") == Source(path=self.path, keys=("", "", ""))
+
+    def __str__(self) -> str:
+        if self.start is None and self.stop is None:
+            return str(self.path)
+        return f"{self.path}@[{'' if self.start is None else self.start}:{'' if self.stop is None else self.stop}]"
+
+
+@section
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One entry of ``data.sources``. A field that is None is as in ``data``."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """File or directory of prompts, as in ``data.path``."""
+    weight: PositiveFloat = 1.0
+    """Times that a pass has each row: 2 = every row twice, 0.5 = half of the rows, the other half in the next pass."""
+    prompt_key: str | None = None
+    """Overrides ``data.prompt_key`` for this source."""
+    label_key: str | None = None
+    """Overrides ``data.label_key`` for this source."""
+    metadata_key: str | None = None
+    """Overrides ``data.metadata_key`` for this source."""
+    template: str | None = None
+    """Overrides ``data.template`` for this source."""
+    system_prompt: str | None = None
+    """Overrides ``data.system_prompt`` for this source."""
+    reward: str | None = None
+    """Overrides ``data.reward`` for this source."""
+    reward_key: str | None = None
+    """Overrides ``data.reward_key`` for this source."""
+    sampling_key: str | None = None
+    """Overrides ``data.sampling_key`` for this source."""
+    tools_key: str | None = None
+    """Overrides ``data.tools_key`` for this source."""
+    rollout: str | None = None
+    """Overrides ``data.rollout`` for this source."""
+    rollout_key: str | None = None
+    """Overrides ``data.rollout_key`` for this source."""
+    responses_key: str | None = None
+    """Overrides ``data.responses_key`` for this source."""
+
+    def __post_init__(self) -> None:
+        Source.at(self.path)
+
+
+def rollout_named(name: str) -> str:
+    """Return the name of a rollout as tasks have it: empty for single turns."""
+    return "" if name == SINGLE_TURN else name
+
+
+def _bound(path: str, text: str) -> int | None:
+    bound = BOUND.fullmatch(text)
+    if bound is None:
+        raise PromptError(
+            path, "a slice path@[a:b] of whole numbers, either of which may be left out", f"{text!r} in it"
+        )
+    return None if bound[1] is None else int(bound[1])
+
+
+BUILT_IN = ("equal_rewards", "gibberish", "length", "mean_reward", "repetition", "truncated")
+"""Names of the filters that ship (``learner/filters/filters.py``)."""
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def _known(use: str) -> str:
+    if use in BUILT_IN or _PATH.fullmatch(use):
+        return use
+    near = difflib.get_close_matches(use, BUILT_IN, n=1)
+    hint = f" (nearest: {near[0]!r})" if near else ""
+    raise refusal(f"{', '.join(BUILT_IN)}, or an import path module:function{hint}")
+
+
+@section
+@dataclass(frozen=True, kw_only=True)
+class FilterConfig:
+    """One filter, an entry of ``data.filters``."""
+
+    name: SkipJsonSchema[str] = field(default="", init=False)
+    use: Annotated[str, AfterValidator(_known)]
+    """Name of a built-in filter, or import path ``module:function``."""
+    options: JsonObject = field(default_factory=dict)
+    """Passed to every call."""
+    scope: Literal["group", "buffer"] = "group"
+    """``group``: called with each complete group; ``buffer``: with all of them, before a step is planned."""
+    count_only: bool = False
+    """True: decisions are counted and have no effect."""
+    timeout_s: PositiveFloat = 30.0
+    """Seconds for one call of a filter by import path; the group is dropped after it."""
+    workers: Annotated[int, Field(ge=1, le=256)] = 4
+    """Child processes of a filter by import path, each with one call at a time."""
+
+    def __post_init__(self) -> None:
+        if self.scope == "buffer" and self.use in BUILT_IN:
+            raise ValueError(f"scope: want group with the filter {self.use}, which decides on one group, got buffer")
+
+
+Filters = ShortNamed[Annotated[FilterConfig, short("use", FilterConfig)]]
+"""The filters by name, in their order; one that is a text alone is what it uses. Names are parts of reasons, metrics
+and messages.
+"""
+
+
+def identity_of(filters: Iterable[FilterConfig]) -> str:
+    """Return what the content of a step depends on, as JSON; empty without filters, ``[]`` where they only count."""
+    filters = list(filters)
+    deciding = [
+        [config.name, config.use, config.options, *(["buffer"] if config.scope == "buffer" else [])]
+        for config in filters
+        if not config.count_only
+    ]
+    return json.dumps(deciding, sort_keys=True, default=str) if filters else ""
+
 
 SKIP, REFUSE = "skip", "refuse"
 POLICIES = (SKIP, REFUSE)

@@ -1,1 +1,0 @@
-"""Catch-up of an engine that missed pushes: the sources of the current version."""
