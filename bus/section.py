@@ -74,8 +74,18 @@ ShortName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
 def section(cls: type[Section]) -> type[Section]:
     """Check the values of a keyword-only dataclass when it is made. Raises ValueError naming each wrong field."""
     cls.__pydantic_config__ = _CONFIG  # type: ignore[attr-defined]
+    unchecked = typing.cast(Any, cls.__init__)
+    has_defaults = all(
+        field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING or not field.init
+        for field in dataclasses.fields(typing.cast(Any, cls))
+    )
 
     def init(self: Any, /, **values: object) -> None:
+        if has_defaults and not values:
+            # Defaults are not checked either way, and each section that is made by its default would need a validator:
+            # half of the time in which a process reads its settings.
+            unchecked(self)
+            return
         try:
             _adapter(typing.cast(Any, cls)).validator.validate_python(ArgsKwargs((), values), self_instance=self)
         except ValidationError as refused:

@@ -34,7 +34,9 @@ async def opened(
     """
     limits = limits or ProcessLimits()
     if (name in TABLE and not is_unbounded(name, options)) or IN_THREAD in (options or {}):
-        yield _within(load(name, options), limits.timeout_s)
+        scorer = load(name, options)
+        # A function in the event loop cannot be ended, and a timer for each call costs as much as a short one.
+        yield _within(scorer, limits.timeout_s) if IN_THREAD in (options or {}) else scorer
         return
     if ":" not in name and name not in TABLE:
         load(name, options)  # raises UnknownReward

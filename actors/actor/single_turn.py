@@ -3,7 +3,6 @@
 Knows responses and the shape of a sample; not where tasks come from or where samples go.
 """
 
-import functools
 from dataclasses import replace
 
 import numpy as np
@@ -46,16 +45,24 @@ class SingleTurn:
         if partial is not None and continued:
             timings = Timings(queued_s=partial.timings.queued_s, generating_s=partial.timings.generating_s)
             prompt = replace(prompt, begun=_begun(partial), timings=timings)
-        sample_of = functools.partial(_sample_of, task, index, attempt)
+        accepted: Sample | None = None
+
+        def accept(response: EngineResponse) -> None:
+            nonlocal accepted
+            sample = _sample_of(task, index, attempt, response)
+            check_sample(sample)
+            accepted = sample
+
         try:
-            response = await self._responses.generate(prompt, lambda response: check_sample(sample_of(response)))
+            await self._responses.generate(prompt, accept)
         except BadRequest as error:
             raise GenerationFailed(str(error)) from error
         except Interrupted as error:
             begun = error.begun
             unfinished = None if begun is None else _partial(task, index, attempt, begun, error.timings)
             raise Unfinished(error.reason, unfinished) from error
-        return Made(sample=sample_of(response), continued=continued)
+        assert accepted is not None, "a response that was not accepted is not returned"
+        return Made(sample=accepted, continued=continued)
 
     def interrupt(self) -> None:
         """Do nothing: a single turn ends with its request."""

@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcontext, suppress
+from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -221,13 +221,10 @@ class Responses:
         if attempts.last and left_s <= 0:
             reason = f"not done within {self._timeout_s:g} s, the last attempt: {attempts.last}"
             raise GenerationFailed(reason, outside=True)
-        async with AsyncExitStack() as stack:
-            prefer = "" if attempts.last else prompt.prefer
-            acquired = self._engines.acquire(
-                min_version=prompt.min_version, timeout_s=left_s, avoid=attempts.avoid, prefer=prefer
-            )
-            with attempts.waiting():
-                name, engine = await stack.enter_async_context(acquired)
+        prefer = "" if attempts.last else prompt.prefer
+        with attempts.waiting():
+            entry = await self._engines.wait(prompt.min_version, left_s, attempts.avoid, prefer)
+        with self._engines.using(entry) as (name, engine):
             attempts.avoid = name
             sent_s = time.monotonic()
             attempts.queued_s += sent_s - begin

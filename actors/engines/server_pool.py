@@ -8,8 +8,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypedDict, TypeVar
 
@@ -161,7 +161,13 @@ class ServerPool(Generic[Client]):
         A ServerFault that leaves the block puts the server into quarantine (not when only its version is too old).
         Raises NoServer when there is none within ``timeout_s``, or none at once after ``give_up``.
         """
-        entry = await self._wait(min_version, timeout_s, avoid, prefer)
+        entry = await self.wait(min_version, timeout_s, avoid, prefer)
+        with self.using(entry) as acquired:
+            yield acquired
+
+    @contextmanager
+    def using(self, entry: Pooled[Client]) -> Iterator[tuple[str, Client]]:
+        """Yield (id, client) of a server that ``wait`` has just returned, and count the request; as ``acquire``."""
         entry.in_flight += 1
         entry.chosen = next(self._choices)
         try:
@@ -207,7 +213,8 @@ class ServerPool(Generic[Client]):
         waited_s = time.monotonic() - since
         return f"{self._describe(min_version)}, for {waited_s:.0f} s ({len(self._waiting)} samples wait)"
 
-    async def _wait(self, min_version: int, timeout_s: float, avoid: str, prefer: str) -> Pooled[Client]:
+    async def wait(self, min_version: int, timeout_s: float, avoid: str, prefer: str) -> Pooled[Client]:
+        """Return a server as ``acquire`` does. Use it at once: until then it may be chosen again, or be closed."""
         begin = time.monotonic()
         ticket = next(self._tickets)
         try:

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from tidemill.bus.errors import BusError, DetailedError
 
@@ -137,7 +138,7 @@ class ApiClient:
         async with self.open(method, path, body, timeout_s=timeout_s) as response:
             raw = await self._content(path, response)
         try:
-            return json.loads(raw) if response.content_type == "application/json" else None
+            return _value(raw) if response.content_type == "application/json" else None
         except (ValueError, RecursionError) as error:
             failed = CallFailed(self.url, path, Failure.UNREADABLE, f"want JSON: {error}", status=200)
             raise self._translate(failed) from error
@@ -206,6 +207,14 @@ class ApiClient:
             return CallFailed(self.url, path, Failure.NO_ANSWER, f"no answer within {timeout_s or 0.0:g} s")
         failure = Failure.NOT_CONNECTED if isinstance(error, aiohttp.ClientConnectorError) else Failure.BROKEN
         return CallFailed(self.url, path, failure, f"{type(error).__name__}: {error}")
+
+
+def _value(raw: bytes) -> Any:
+    """Return the value of an answer's JSON. Raises ValueError, RecursionError."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError:  # NaN, halves of surrogate pairs and other encodings are left to Python's reader
+        return json.loads(raw)
 
 
 def refusal(url: str, path: str, status: int, raw: bytes) -> CallFailed:

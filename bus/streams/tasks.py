@@ -94,16 +94,25 @@ class Lease:
     @asynccontextmanager
     async def kept(self) -> AsyncIterator["Lease"]:
         """Renew every ``lease_s / 3`` while the block runs."""
-        renewing = asyncio.create_task(self._renew_for_ever(), name=f"lease {self.task.id}")
+        # A timer: a task that sleeps, and its end, are three tasks for each lease, most of which are never renewed.
+        loop, renewing = asyncio.get_running_loop(), set[asyncio.Task[bool]]()
+        timer: asyncio.TimerHandle
+
+        def renew() -> None:
+            nonlocal timer
+            if not renewing:
+                task = loop.create_task(self.renew(), name=f"lease {self.task.id}")
+                renewing.add(task)
+                task.add_done_callback(renewing.discard)
+            timer = loop.call_later(self._lease_s / 3, renew)
+
+        timer = loop.call_later(self._lease_s / 3, renew)
         try:
             yield self
         finally:
-            await to_the_end(ended(renewing))
-
-    async def _renew_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(self._lease_s / 3)
-            await self.renew()
+            timer.cancel()
+            for task in list(renewing):
+                await to_the_end(ended(task))
 
     async def _answer(self, payload: bytes) -> bool:
         return await self._queue.jet.connection.try_send(self._reply, payload)

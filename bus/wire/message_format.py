@@ -110,11 +110,6 @@ class _Conversion(NamedTuple):
     unpack: Convert
     may_be_nil: bool
 
-    def replace(self, wire: Any, convert: Convert) -> None:
-        """Replace the field's value in a struct by its conversion. Raises WireError."""
-        if (value := getattr(wire, self.name)) is not None or not self.may_be_nil:
-            setattr(wire, self.name, _converted(self.name, convert, value))
-
 
 class _Layout:
     """The fields of a dataclass as msgspec reads and writes them: a struct of its annotations, with arrays as bytes."""
@@ -155,14 +150,22 @@ class _Layout:
 
     def pack(self, wire: Any) -> Any:
         """Replace arrays by their bytes, and return the struct. Raises WireError."""
-        for field in self._conversions:
-            field.replace(wire, field.pack)
+        for name, convert, _, may_be_nil in self._conversions:
+            if (value := getattr(wire, name)) is not None or not may_be_nil:
+                try:  # not in a function of its own: both loops run for each sample
+                    setattr(wire, name, convert(value))
+                except UNFIT as error:
+                    raise _named(error, name, value) from None
         return wire
 
     def unpack(self, wire: Any) -> Any:
         """Replace bytes by arrays, and return the struct. Raises WireError."""
-        for field in self._conversions:
-            field.replace(wire, field.unpack)
+        for name, _, convert, may_be_nil in self._conversions:
+            if (value := getattr(wire, name)) is not None or not may_be_nil:
+                try:
+                    setattr(wire, name, convert(value))
+                except UNFIT as error:
+                    raise _named(error, name, value) from None
         return wire
 
     def unchecked(self, value: object) -> JsonObject:

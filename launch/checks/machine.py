@@ -325,9 +325,10 @@ def check_memory(
         if config.engine.kv_tokens:
             needed += engines * kv_bytes
     if needed > total:
-        blocks = ", keys and values" if has_blocks and config.engine.kv_tokens else ""
+        blocks, cure = "", "train a smaller model, lower up.engines or learner.data_parallel, or use a larger machine"
+        if has_blocks and config.engine.kv_tokens:
+            blocks, cure = ", keys and values", f"lower engine.kv_tokens, or set it to 0; {cure}"
         want = f"{_gb(needed)} of memory for the weights{blocks} of {ranks} rank(s) and {engines} engine(s)"
-        cure = "train a smaller model, lower up.engines or learner.data_parallel, or use a larger machine"
         where = "engine.kv_tokens" if blocks else "model.path"
         report.error("memory", report.at(where), want=want, got=f"{_gb(total)}", cure=cure)
     else:

@@ -33,10 +33,13 @@ if TYPE_CHECKING:
 
 
 def loaded_config(args: argparse.Namespace) -> Loaded:
-    """Return the run's configuration and where its values come from; secrets of a ``.env`` beside it, or here for one
-    of the package, come into the environment. Raises SettingsError.
+    """Return the run's configuration and where its values come from. Raises SettingsError.
+
+    Secrets of ``.env`` beside it come into the environment; without a file, and for one of the package, of the working
+    directory.
     """
-    read_secrets(args, dict.fromkeys(Path() if file.parent == CONFIGS else file.parent for file in args.config))
+    beside = dict.fromkeys(Path() if file.parent == CONFIGS else file.parent for file in args.config)
+    read_secrets(args, beside or [Path()])
     return load(args.config, args.set, os.environ)
 
 

@@ -2,10 +2,11 @@
 
 import argparse
 import asyncio
+from pathlib import Path
 
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import read_until_drained
-from tidemill.launch.cli.inputs import given_options
+from tidemill.launch.cli.inputs import given_options, read_secrets
 from tidemill.launch.metrics.export import export, open_sink
 from tidemill.launch.run.access import VIEWER
 
@@ -21,6 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Give the metrics of a run to a sink until drained. Returns and raises as ``archive``."""
+    read_secrets(args, [Path()])
     sink = open_sink(args.to, given_options(args.option))
 
     async def exported(url: str, run: str, draining: asyncio.Event) -> None:

@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import sys
+from pathlib import Path
 
 from tidemill.bus import exit_codes
 from tidemill.launch.cli.arguments import add_allow, add_bus, add_config, add_listening, command_of
-from tidemill.launch.cli.inputs import bus_address, process_id, unprinted_config
+from tidemill.launch.cli.inputs import bus_address, process_id, read_secrets, unprinted_config
 from tidemill.launch.run.access import allowed
 from tidemill.launch.settings.config_loader import changes
 from tidemill.launch.settings.extras import require
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         config = unprinted_config(args)
         if config is None:
             return 0
+    else:
+        read_secrets(args, [Path()])
     require("actor" if role == "scorer" else role)
     from tidemill.bus.errors import BusUnavailable
     from tidemill.launch.run import process, workers

@@ -14,7 +14,6 @@ from tidemill.launch.hub.selection import CARD, model_files
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.hub_names import COMMIT, MODEL, HubName, names_in, parse
 from tidemill.launch.settings.run_config import CONFIG_FILE
-from tidemill.weightstore.store.snapshot_files import MANIFEST
 
 FINAL, SUMMARY = "final", "summary.json"
 PACKAGES = ("tidemill", "torch", "transformers", "megatron-core")
@@ -36,6 +35,8 @@ def push(root: Path, repo: str, *, public: bool) -> str:
     chosen = model_files(str(final), name, files, weights=True, tokenizer=False)
     text = card(yaml_file.read(root / CONFIG_FILE)[0], json.loads((root / SUMMARY).read_text()))
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
+
+    from tidemill.weightstore.store.snapshot_files import MANIFEST
 
     token = get_token()
     if not token:

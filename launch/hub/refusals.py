@@ -54,9 +54,13 @@ def explained(where: str, repo: str, kind: str) -> Iterator[None]:
         raise HubUnreachable(where, what, got, WAY_OUT) from None
     except errors.HfHubHTTPError as error:
         _raise_status(where, what, repo, error.response.status_code if error.response is not None else 0)
-    except (RequestException, errors.FileMetadataError) as error:
+    # hf_xet, which transfers large files of huggingface.co, raises RuntimeError where a connection fails.
+    except (RequestException, errors.FileMetadataError, RuntimeError) as error:
         got = f"{repo}, which is no path here, and no answer of {endpoint()} ({type(error).__name__})"
         raise HubUnreachable(where, what, got, WAY_OUT) from None
+    except OSError as error:
+        got = f"{error.filename or cache()}: {error.strerror or error}"
+        raise HubRefused(where, f"a cache that can be written for {repo}", got, "set HF_HOME") from None
 
 
 def endpoint() -> str:

@@ -207,9 +207,10 @@ def _all_recorded(rollouts: object, rollout: object, sources: object, key: objec
 def _sections() -> Mapping[str, bool]:
     """Return the path of every section, and whether it may be left out by ``null``."""
     kinds: dict[str, Any] = {"": RunConfig}
+    hints_of = functools.cache(typing.get_type_hints)
     for path in _paths(RunConfig, ""):
         above, _, name = path.rpartition(".")
-        kinds[path] = typing.get_type_hints(section_of(kinds[above]))[name]  # type: ignore[arg-type]
+        kinds[path] = hints_of(section_of(kinds[above]))[name]  # type: ignore[arg-type]
     return {path: type(None) in typing.get_args(kind) for path, kind in kinds.items() if section_of(kind) is not None}
 
 

@@ -48,12 +48,10 @@ def role(process: psutil.Process) -> str:
     return "up" if "up" in words[1:3] else Path(words[0]).name
 
 
-def run(directory: Path, steps: int, *, bytecode: bool = True) -> Costs:
+def run(directory: Path, steps: int) -> Costs:
     """Run the main job of a checkout. Raises SystemExit with its last lines when it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    if not bytecode:
-        environment["PYTHONDONTWRITEBYTECODE"] = "1"
     with tempfile.TemporaryDirectory() as run_directory, tempfile.TemporaryFile("w+") as log:
         settings = (f"directory={run_directory}/run", f"learner.steps={steps}", "up.require_reward=0")
         command = [str(directory / ".venv/bin/tidemill"), "up", "launch/configs/digits.yaml", "--fresh"]
@@ -113,7 +111,6 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="another checkout with its .venv")
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-bytecode", action="store_true", help="with PYTHONDONTWRITEBYTECODE=1")
     args = parser.parse_args()
     checkouts = [ROOT] + ([args.against.resolve()] if args.against else [])
     runs: dict[Path, list[Costs]] = {directory: [] for directory in checkouts}
@@ -121,7 +118,7 @@ def main() -> None:
         for directory in checkouts[:: 1 if number % 2 else -1]:
             if not number:
                 run(directory, 1)
-            runs[directory].append(run(directory, args.steps, bytecode=not args.no_bytecode))
+            runs[directory].append(run(directory, args.steps))
     tables = [medians(runs[directory], args.steps) for directory in checkouts]
     report(tables, args)
 

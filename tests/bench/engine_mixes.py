@@ -22,11 +22,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128}
 SMALL = {
-    "num_hidden_layers": 6,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
     "head_dim": 64,
 }
 Ask = Callable[[np.ndarray, int, int], Awaitable[np.ndarray]]

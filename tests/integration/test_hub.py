@@ -1,8 +1,10 @@
 """Names of a hub: what is fetched into the cache, at which commit, and how each trouble is named."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +37,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with hub_kit.serving() as served:
         monkeypatch.setenv("HF_ENDPOINT", served.url)
         monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setenv("HF_TOKEN", "")  # so that one which a command sets is removed after the test
+        monkeypatch.delenv("HF_TOKEN")
         yield served
 
 
@@ -228,3 +231,16 @@ def test_a_commit_needs_no_hub_once_it_is_here(
     assert fetch(pinned).name == pinned
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert fetch(pinned).is_offline
+
+
+def test_a_cache_without_room_or_rights_is_named(
+    hub: Hub, files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repo("org/tiny").commit(files)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    assert "bytes free in" in (text := refused(model("org/tiny"))) and "got 10; free some" in text
+    monkeypatch.undo()
+    (tmp_path / "file").write_text("")
+    for name, value in (("HF_ENDPOINT", hub.url), ("HF_HUB_CACHE", str(tmp_path / "file/cache"))):
+        monkeypatch.setenv(name, value)
+    assert "want a cache that can be written for org/tiny" in (text := refused(model("org/tiny"))), text

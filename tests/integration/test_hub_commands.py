@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tidemill.bus.streams.bus import connect
 from tidemill.launch.checks.findings import CheckFailed
 from tidemill.launch.cli import main as cli
 from tidemill.launch.cli.inputs import loaded_config, with_commits_of_run, with_fetched
+from tidemill.launch.hub.publication import card
 from tidemill.launch.hub.repository import RECORD
 from tidemill.launch.run.workers import model_here, tokenizer_here
 from tidemill.launch.settings.config_loader import to_map
@@ -32,7 +34,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setenv("HF_ENDPOINT", served.url)
         monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
-        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setenv("HF_TOKEN", "")  # so that one which a command sets is removed after the test
+        monkeypatch.delenv("HF_TOKEN")
         monkeypatch.chdir(tmp_path)
         served.repo("org/tiny").commit(hub_kit.content(write_model(tmp_path / "source")))
         rows = write_prompts(tmp_path / "rows.jsonl").read_bytes()
@@ -184,16 +187,24 @@ def test_a_finished_model_is_pushed_with_a_card(
     assert f"{hub.url}/me/trained/commit/" in output.out and "hf_secret" not in output.out + output.err
     repo = hub.repo("me/trained")
     files = repo.commits[repo.refs["main"]]
-    card = files.pop("README.md").decode()
+    text_of_card = files.pop("README.md").decode()
     assert repo.private is True
     assert files == {name: data for name, data in hub_kit.content(root / "final").items() if name in files}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
     assert not {MANIFEST, "optimizer.pt"} & files.keys()
-    head = yaml.safe_load(card.split("---")[1])
+    head = yaml.safe_load(text_of_card.split("---")[1])
     assert (head["base_model"], head["datasets"]) == ("org/tiny", ["org/sums"])
     shown = ("| steps | 4,", "| mean reward of the first step | 0.250 |", "| held-out | 4 | 0.500 | 0.250 to 0.750 |")
-    assert all(text in card for text in (*shown, f"`org/tiny` at `{commit_of(hub, 'org/tiny')[:12]}`"))
-    assert str(tmp_path) not in card
+    assert all(text in text_of_card for text in (*shown, f"`org/tiny` at `{commit_of(hub, 'org/tiny')[:12]}`"))
+    assert str(tmp_path) not in text_of_card
+
+
+def test_a_card_has_no_path_of_this_machine(config: Path, tmp_path: Path) -> None:
+    root = finished_run(config)
+    values = yaml.safe_load((root / CONFIG_FILE).read_text())
+    values["model"]["path"] = values["data"]["sources"]["sums"]["path"] = f"{tmp_path}/mine"
+    text = card(values, json.loads((root / "summary.json").read_text()))
+    assert text.count("`mine`, of no hub") == 2 and str(tmp_path) not in text and "base_model" not in text
 
 
 def test_a_run_without_a_model_is_not_pushed(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,6 +227,7 @@ def test_secrets_are_in_no_output_and_no_record(
     output = capsys.readouterr()
     assert "hf_secret" not in output.out + output.err
     assert output.err.count("chmod 600") == 1
+    assert os.environ["WANDB_API_KEY"] == "of the environment"
     tokens = {headers.get("Authorization") for _, path, headers in hub.requests if path.startswith("/api/")}
     assert tokens == {"Bearer hf_secret"}
     assert "hf_secret" not in json.dumps(to_map(loaded_config(args).config), default=str)

@@ -246,6 +246,14 @@ async def test_the_reason_is_of_the_last_start(tmp_path: Path) -> None:
     assert child.last_lines().startswith("tidemill config: /no/such.yaml: want a YAML file or one of arithmetic, ")
 
 
+def test_children_keep_their_bytecode_where_this_process_does_not(tmp_path: Path) -> None:
+    child = launched("config", [], tmp_path / "log")
+    code = [sys.executable, "-c", "import sys; print(sys.dont_write_bytecode)"]
+    for environment, printed in (({}, "True"), (child.environment, "False")):
+        values = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment}
+        assert subprocess.run(code, env=values, capture_output=True, text=True, check=True).stdout.strip() == printed
+
+
 async def test_a_good_end_is_no_failure_and_kill_is(tmp_path: Path) -> None:
     supervisor = Supervisor(tmp_path, restarts=3, window_s=60, on_event=lambda text: None)
     await supervisor.keep("config", ["config", "launch/configs/smoke.yaml"], finishes=True)

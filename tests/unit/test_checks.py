@@ -86,6 +86,13 @@ def test_the_disk_has_room_for_checkpoints_and_samples(
     assert [text in one.text for one in found if one.topic == "disk"] == [True], report.findings
 
 
+def test_the_memory_has_room_for_keys_and_values(tmp_path: Path) -> None:
+    settings = ("learner.device=cpu", "engine.dtype=float32")
+    assert "tokens, engine.kv_tokens)" in checked(tmp_path, *settings).on("memory")[0]
+    (refusal,) = texts(checked(tmp_path, *settings, "engine.kv_tokens=100000000000").errors)
+    assert "engine.kv_tokens: want" in refusal and "lower engine.kv_tokens" in refusal
+
+
 def test_a_directory_of_megatron_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     report = checked(tmp_path, f"learner.megatron={{config_logger_dir: {tmp_path}/prompts.jsonl/log}}")
     (error,) = report.errors

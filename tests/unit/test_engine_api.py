@@ -2,6 +2,8 @@
 
 import json
 import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import aiohttp
@@ -106,6 +108,39 @@ def test_no_answer_becomes_the_error_of_each_client(failure: Failure, client: ty
     assert isinstance(error, ReceiverFailed) and (error.phase, error.answered) == ("begin_weight_update", False)
 
 
+@asynccontextmanager
+async def client_of(answer: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[ApiClient]:
+    """Yield a client of a server with this answer at ``PATH``."""
+    app = web.Application()
+    app.router.add_post(PATH, answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    client = ApiClient(f"http://127.0.0.1:{runner.addresses[0][1]}", lambda failed: failed)
+    try:
+        yield client
+    finally:
+        await client.close()
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"a": [1, -0.0, 1e-320, 0.1], "a": 12345678901234567890123, "b": "\xc3\xa4"}',
+        b'{"log_prob": [NaN, -Infinity]}',
+        b'"half \\ud800"',
+        '{"text": "\u00e4"}'.encode("utf-16"),
+    ],
+)
+async def test_an_answer_has_the_values_that_pythons_reader_gives(raw: bytes) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=raw, content_type="application/json")
+
+    async with client_of(answer) as client:
+        assert repr(await client.call("POST", PATH, {})) == repr(json.loads(raw))
+
+
 @pytest.mark.parametrize(
     ("status", "failure"), [(200, Failure.UNREADABLE), (400, Failure.REFUSED), (503, Failure.UNAVAILABLE)]
 )
@@ -121,19 +156,9 @@ async def test_a_compressed_answer_takes_no_memory(status: int, failure: Failure
             status=status, body=bomb, headers={"Content-Encoding": "gzip"}, content_type="application/json"
         )
 
-    app = web.Application()
-    app.router.add_post(PATH, answer)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    client = ApiClient(f"http://127.0.0.1:{runner.addresses[0][1]}", lambda failed: failed)
-    try:
+    async with client_of(answer) as client:
         before = psutil.Process().memory_info().rss
         with pytest.raises(CallFailed) as failed:
             await client.call("POST", PATH, {})
         assert (failed.value.failure, asked) == (failure, ["identity"])
         assert psutil.Process().memory_info().rss - before < 64 << 20
-    finally:
-        await client.close()
-        await runner.cleanup()

@@ -32,6 +32,15 @@ def test_what_is_written_passes_every_check(kind: str, tmp_path: Path, capsys: p
     assert Path(CONFIG).read_text().count("#") > 5, "a comment at each setting that matters"
 
 
+def test_secrets_and_runs_stay_out_of_a_repository(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["init", "gsm8k"]) == 0
+    assert Path(".gitignore").read_text().splitlines() == [".env", "runs/"]
+    Path(CONFIG).unlink()
+    Path(".gitignore").write_text("mine")
+    assert cli.main(["init", "gsm8k"]) == 0
+    assert Path(".gitignore").read_text() == "mine"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_overwritten(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     *_, last = (*(file.name for file in KINDS[kind]), CONFIG)

@@ -307,3 +307,16 @@ def test_experts_are_spread_and_not_split() -> None:
     dense = parameters(shape) - 8 * of_one
     norms = sum(size[0] for name, size in shape.tensors().items() if "norm" in name)
     assert rank_parameters(shape, 2, expert_parallel=2) == (dense - norms - routers) // 2 + norms + routers + 4 * of_one
+
+
+def test_keys_and_values_of_an_engine_are_its_blocks_in_a_quarter_of_its_memory() -> None:
+    token = 2 * 36 * 8 * 128 * 2
+
+    def blocks(*settings: str, engine_memory: int = 0) -> int:
+        config = load([], ("engine.dtype=bfloat16", *settings)).config
+        table = memory_rows(SHAPE, config, cuda=True, engine_memory=engine_memory)
+        return next(row.bytes for row in table if row.part.startswith("keys and values"))
+
+    assert blocks("engine.max_running=3") == 3 * SHAPE.max_positions * token
+    assert blocks("engine.max_running=3", engine_memory=4000 * token + 99) == 992 * token
+    assert blocks("engine.kv_tokens=4096", engine_memory=4000 * token) == 4096 * token

@@ -39,7 +39,7 @@ SHAPE = ModelShape.of(
 )
 MODEL = Model(eos_ids=frozenset(), max_context=CONTEXT, text=None)
 TEXTS = np.random.default_rng(0).integers(0, VOCABULARY, (3, 80)).astype(np.int32)
-TEXTS[1, :40] = TEXTS[0, :40]
+TEXTS[1, :40], TEXTS[1, 48:] = TEXTS[0, :40], TEXTS[0, 48:]
 
 
 def make_weights(seed: int) -> Weights:
@@ -221,18 +221,26 @@ def test_a_turn_computes_what_is_new_alone() -> None:
 
 def test_no_new_prompt_uses_blocks_of_older_weights() -> None:
     played = Played(40)
-    played.submit(TEXTS[0, :64], max_new_tokens=30)
+    (first,) = played.submit(TEXTS[0, :64], max_new_tokens=30)
     played.step()
     played.push()
-    for _ in range(16):  # a block is full that has keys and values of both versions
+    for _ in range(20):  # a block is full that the new weights have computed behind blocks of the old ones
         played.step()
     (later,) = played.submit(TEXTS[0, :64], max_new_tokens=3)
     played.finish()
-    played.submit(TEXTS[0, :64], max_new_tokens=3)
+    (turn,) = played.submit(first.context(), max_new_tokens=3)
     played.finish()
     played.check()
-    assert later.cached_tokens == 0
-    assert played.sequences[-1].cached_tokens == 48, "those of the new weights it does"
+    assert (later.cached_tokens, turn.cached_tokens) == (0, 64), "of the later one, not of the first"
+
+
+def test_a_block_is_found_behind_the_same_beginning_alone() -> None:
+    played = Played(40)
+    for text in (0, 1, 1):
+        (last,) = played.submit(TEXTS[text, :70], max_new_tokens=3)
+        played.finish()
+    played.check()
+    assert last.cached_tokens == 64
 
 
 def test_the_youngest_is_preempted_and_keeps_its_tokens() -> None:

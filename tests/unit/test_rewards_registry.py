@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from tidemill.bus.system.functions import find_object
 from tidemill.bus.wire.invariants import MAX_REWARD
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from tidemill.rewards.port import RewardRequest
-from tidemill.rewards.registry import load
+from tidemill.rewards.registry import TABLE, UNBOUNDED, load
 
 HERE = __name__
 REQUEST = RewardRequest(prompt="p", response="12", label="12", status=Status.COMPLETED)
@@ -183,3 +184,10 @@ async def test_a_reward_that_hangs_in_its_thread_blocks_no_other_call() -> None:
         release.set()
     assert await asyncio.gather(*hanging) == [0.0] * 255
     assert await score(REQUEST) == 0.0
+
+
+@pytest.mark.parametrize("name", sorted(TABLE.keys() - UNBOUNDED))
+def test_rewards_of_the_event_loop_are_plain_functions(name: str) -> None:
+    """They have no time limit, which could not end them; one that waits would need it."""
+    function = find_object(TABLE[name])
+    assert inspect.isfunction(function) and not inspect.iscoroutinefunction(function)

