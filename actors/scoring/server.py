@@ -280,9 +280,7 @@ async def run_scorer(
     BadRewardOption, RewardFailed, ValueError for an address that cannot be advertised, OSError for one that is not
     free.
 
-    Consumes requests over HTTP; produces their answers, and a live row with its address, by which actors find it. Waits
-    for requests, and while it drains for the end of the accepted ones. Keeps no state: another scorer scores samples
-    of a dead one.
+    Keeps no state: another scorer scores the samples of a dead one.
     """
     scorer_id, place = scorer_id or default_id(), place or ScorerPlace()
     async with AsyncExitStack() as stack:

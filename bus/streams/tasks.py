@@ -94,7 +94,7 @@ class Lease:
     @asynccontextmanager
     async def kept(self) -> AsyncIterator["Lease"]:
         """Renew every ``lease_s / 3`` while the block runs."""
-        # A timer, because a task that sleeps costs a short response as much as its answer from the engine.
+        # A timer: a task that sleeps, and its end, are three tasks for each lease, most of which are never renewed.
         loop, renewing = asyncio.get_running_loop(), set[asyncio.Task[bool]]()
         timer: asyncio.TimerHandle
 

@@ -310,10 +310,7 @@ class Evaluations:
 
 
 class BestCheckpoint:
-    """Knows which checkpoints have the best score, or may get it. Without ``eval.best`` there are none.
-
-    plan of step k --> wants(k): version due? --> checkpoint k --> evaluated --> best --> spared from removal
-    """
+    """Knows which checkpoints have the best score, or may get it. Without ``eval.best`` there are none."""
 
     def __init__(
         self, bus: Bus, root: Path, evaluations: Evaluations, *, epoch: int, head: tuple[int, int] | None
