@@ -9,6 +9,7 @@ the last one that predicts a trainable token are not computed. Knows numpy, no t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,17 @@ class Tree:
     """Tokens of each segment: those of a sequence behind its prefix. Segments lie one behind the other."""
     prefixes: tuple[Runs, ...]
     """Computed tokens before each segment, which its tokens attend to; empty = it begins a sequence."""
+
+
+def any_common(rows: Sequence[MicroBatch]) -> bool:
+    """Return whether any two sequences of the rows begin with the same tokens: a fast look before a tree is made."""
+    begins = [
+        row.tokens_T[start : start + SHARED_FROM].tobytes()
+        for row in rows
+        for start, end in pairwise(row.cu_seqlens.tolist())
+        if end - start >= SHARED_FROM and row.sample_T[start] >= 0
+    ]
+    return len(set(begins)) < len(begins)
 
 
 def num_needed(sequence: MicroBatch) -> int:

@@ -32,6 +32,7 @@ from tidemill.learner.algorithms.ratios import log_ratio, sequence_sums
 from tidemill.learner.algorithms.shaping import Supervised
 from tidemill.learner.algorithms.token_advantages import with_token_advantages
 from tidemill.learner.batch.batch import StepBatch, without_truncated
+from tidemill.learner.batch.prefixes import any_common
 from tidemill.learner.batch.repacking import packings, repacked
 from tidemill.learner.debug import collector
 from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
@@ -218,8 +219,9 @@ class Trainer:
         step = step_of(batch, constant=self._algorithm.loss_constant)
         advantages = self._advantages(step) if self._algorithm.by_advantage else None
         skipped_N = self._without_gradient(step, advantages if batch.step > REPORTED_STEPS else None)
-        batch, counts = self._repacked(batch, skipped_N)
-        rows = rows_of(batch, self._policy.parallel, self._policy.routing, shared=not self._obstacle)
+        shared = not self._obstacle and any_common(batch.micro_batches)
+        batch, counts = self._repacked(batch, skipped_N, shared=shared)
+        rows = rows_of(batch, self._policy.parallel, self._policy.routing, shared=shared)
         self.spans = tuple(span for row in rows for span in row.packed.spans)
         with megatron_device():
             if self._collector is not None:
@@ -291,19 +293,25 @@ class Trainer:
         moved_N = torch.zeros_like(idle_N).index_fill(0, samples[advantages != 0], True)
         return idle_N | ~(moved_N | step.demonstration_N)
 
-    def _repacked(self, batch: StepBatch, skipped_N: Tensor) -> tuple[StepBatch, list[int]]:
-        """Return the batch without the samples, and the number of rows of each minibatch. Collective.
+    def _repacked(self, batch: StepBatch, skipped_N: Tensor, *, shared: bool) -> tuple[StepBatch, list[int]]:
+        """Return the batch without the samples, and the number of rows of each minibatch. ``shared``: this rank has
+        prompts to share. Collective.
 
         All ranks have as many rows, at least one, because all take part in the collectives of each.
         """
         ranks = self._policy.parallel
-        if self._obstacle and not skipped_N.any():
-            return batch, [len(batch.micro_batches) // batch.num_minibatches] * batch.num_minibatches
-        minibatches = packings(batch, skipped_N.numpy(), by_prompt=not self._obstacle)
-        counts = torch.tensor([max(1, len(packing)) for packing in minibatches], device=ranks.device)
-        if ranks.dp_size > 1:
+        minibatches, rows = None, [len(batch.micro_batches) // batch.num_minibatches] * batch.num_minibatches
+        if shared or skipped_N.any():
+            minibatches = packings(batch, skipped_N.numpy(), by_prompt=shared)
+            rows = [max(1, len(packing)) for packing in minibatches]
+        if ranks.dp_size > 1 and not (self._obstacle and not skipped_N.any()):
+            counts = torch.tensor(rows, device=ranks.device)
             dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=ranks.dp_group)
-        rows = [int(count) for count in counts]
+            if minibatches is None and rows != counts.tolist():
+                minibatches = packings(batch, skipped_N.numpy())
+            rows = counts.tolist()
+        if minibatches is None:
+            return batch, rows
         return repacked(batch, minibatches, rows, pad_to=ranks.tp_size * ranks.cp_size), rows
 
     def _with_log_probs(self, rows: list[Row], batch: StepBatch) -> list[Row]:
