@@ -11,7 +11,8 @@ from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin.shape import FAMILIES as DECODED
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.routed_experts import EXPERTS_OF, ROPE_KEYS, RoutedShape, as_older
+from tidemill.bus.wire.model_values import EXPERTS_OF, ROPE_KEYS, as_older
+from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.weights import check_megatron, check_tuning
 from tidemill.launch.devices.demand import ModelSize

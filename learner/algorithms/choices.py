@@ -34,7 +34,20 @@ BOUNDED = ("ppo", "clip_cov", "cispo", "gspo", "gspo_token", "gmpo", "dppo_tv", 
 ANCHORED = (*BOUNDED, "kl_cov", "topr", "sapo", "vespo", "dro")
 """Losses that compare the new policy with an anchor."""
 LOSSES = (*ANCHORED, "reinforce", "sft")
-OF_ADVANTAGE = (*(name for name in BOUNDED if name != "clip_cov"), "topr", "sapo", "vespo", "reinforce")
+OF_ADVANTAGE = (
+    "ppo",
+    "cispo",
+    "gspo",
+    "gspo_token",
+    "gmpo",
+    "dppo_tv",
+    "dppo_kl",
+    "ipo",
+    "topr",
+    "sapo",
+    "vespo",
+    "reinforce",
+)
 """Losses of a token that are its advantage times a factor (those of ``DPPO`` without their penalty): 0, with a gradient
 of 0, where the advantage is 0. That of clip_cov is, too, but its choice of tokens depends on all of them.
 """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.bus.wire.routed_experts import num_experts, sparse_layers
+from tidemill.bus.wire.model_values import num_experts, sparse_layers
 
 PER_PRODUCT = 2
 """Operations of one multiplication and addition."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.bus.wire.routed_experts import EXPERTS_OF, as_older, num_experts
+from tidemill.bus.wire.model_values import EXPERTS_OF, as_older, num_experts
 from tidemill.learner.errors import ConfigRefused
 
 FAMILIES = (

@@ -135,7 +135,7 @@ async def test_half_a_surrogate_pair_is_replaced(place: Place, model_dir: Path) 
             found, same = (json.loads(text) for text in (answer, other))
             if status == 200:
                 prompts = [
-                    each["usage"] if "usage" in each else each["meta_info"]["prompt_tokens"] for each in (found, same)
+                    (each["usage"] if "usage" in each else each["meta_info"])["prompt_tokens"] for each in (found, same)
                 ]
                 assert prompts[0] == prompts[1]
 

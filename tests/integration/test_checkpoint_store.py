@@ -276,7 +276,7 @@ async def test_another_checkpoint_of_the_same_name_is_uploaded(
         shutil.copytree(old / NEWEST, new / NEWEST)
         shutil.copy(new / "other" / "__0_0.distcp", new / NEWEST)
         files = disk.digest(new / NEWEST, list(disk.held(old / NEWEST)))
-        disk.write_manifest(new / NEWEST, manifests.Manifest(files=files, extra={}).encode())
+        disk.write_manifest(new / NEWEST, manifests.CheckpointManifest(files=files, extra={}).encode())
         waits, uploading = copies(bus, new), uploads(bus, new)
         assert "to be uploaded" in await waits.lacks(new / NEWEST)
         flaky.fails = staticmethod(lambda verb, path: verb == "upload" and path.endswith(".metadata"))

@@ -291,7 +291,7 @@ async def test_unread_snapshots_are_removed_and_their_number_is_bounded(tmp_path
         lending: PeerSnapshotServer = served.engine.peer_snapshots
         kept = []
         for version in (1, 2, 3):
-            served.engine.scheduler.version = version
+            served.engine.scheduler.batch.flip(version)
             try:
                 kept.append((await lending.file(f"v{version}-{digest}", "manifest.json")).parent)
             except Exception as error:

@@ -18,6 +18,7 @@ OPEN = {
     "actor.teachers": "addresses it asks; the directory is used by `tidemill up` alone",
     "actor.reward_options": "values for a reward that is allowed",
     "actor.group_reward_options": "values for a reward that is allowed",
+    "actor.max_samples_in_flight": "auto, or a number",
     "actor.group_reward_when": "values that are compared with metadata",
     "actor.gateway": "its parts, each by itself",
     "actor.gateway.host": "an address it listens at, where every request needs the key of an episode",

@@ -10,7 +10,7 @@ import pytest
 
 from tests.check_kit import write_run
 from tests.tiny_models import DENSE, EXPERTS, tiny_config
-from tidemill.bus.wire.routed_experts import sparse_layers
+from tidemill.bus.wire.model_values import sparse_layers
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.layout.flops import StepFlops

@@ -51,7 +51,7 @@ FULL = "standard output cannot be written: No space left on device"
         (SHOW, "| head -c 10 > /dev/null", 0, ""),
         (SHOW, ">&-", 0, ""),
         (SHOW, "> /dev/full 2> /dev/full", 1, ""),
-        (BAD, "> /dev/full", 78, "cannot be read"),
+        (BAD, "> /dev/full", 78, "/no/such.yaml"),
         (BAD, "2> /dev/full", 78, ""),
         (BAD, "2>&-", 78, ""),
         (BAD, ">&- 2>&-", 78, ""),

@@ -171,7 +171,7 @@ def test_the_check_names_patterns_that_freeze_nothing_or_everything(capsys: pyte
 
 
 def test_the_check_names_adapters_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--set", "learner.lora.rank=4", "--set", "learner.lora.adapter=no/such"]
+    words = ["--set", "learner.lora.rank=4", "--set", "learner.lora.adapter=/no/such"]
     assert main(["config", "launch/configs/digits.yaml", *words]) == 78
     assert "learner.lora.adapter: want a directory with PEFT's adapter_config.json" in capsys.readouterr().err
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from tidemill.bus.wire.routed_experts import sparse_layers
+from tidemill.bus.wire.model_values import sparse_layers
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.megatron.bridges.layers import Router, ScoreRouter
 from tidemill.learner.megatron.bridges.local_layers import LocalLayers

@@ -10,7 +10,7 @@ from mbridge.core.llm_bridge import LLMBridge
 from transformers import AutoConfig
 
 from tidemill.bus.system.functions import find_function
-from tidemill.bus.wire.routed_experts import in_older_keys
+from tidemill.bus.wire.model_values import in_older_keys
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.sizes import FAMILIES, refusals

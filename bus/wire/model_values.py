@@ -1,0 +1,75 @@
+"""Values of a model's config.json, read without numpy: processes that only check settings start sooner.
+
+Their keys are those of transformers 4, which the learner has. Version 5 writes rotary positions into
+``rope_parameters``, and the number of experts of Qwen3-MoE as ``num_local_experts``. Version 4 reads neither and takes
+its defaults: the model would be trained with wrong positions.
+"""
+
+from collections.abc import Mapping
+
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+
+# The learner has transformers 4. Version 5 writes rotary positions into ``rope_parameters``, and the number of experts
+# of Qwen3-MoE as ``num_local_experts``; version 4 reads neither and takes its defaults: positions would be wrong.
+ROPE, BASE, SCALING, SHARE = "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"
+ROPE_KEYS = (BASE, SCALING, SHARE)
+EXPERTS, LOCAL_EXPERTS = "num_experts", "num_local_experts"
+RENAMED = ("qwen3_moe",)
+"""Families for which transformers 5 has another key for the number of experts."""
+
+
+EXPERTS_OF = {
+    "deepseek_v3": "n_routed_experts",
+    "glm4_moe": "n_routed_experts",
+    "mixtral": "num_local_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_moe": "num_experts",
+}
+"""The key of config.json with the number of routed experts, by family."""
+
+
+def in_older_keys(values: JsonMapping) -> JsonObject:
+    """Return the values of a config.json that transformers 4 has under other keys, under these; none for its own files.
+
+    ``rope_scaling`` is None for plain positions. Raises ValueError for rotary positions by kind of layer, which no
+    family here has.
+    """
+    renamed = _rope(values.get(ROPE))
+    if values.get("model_type") in RENAMED and EXPERTS not in values and LOCAL_EXPERTS in values:
+        renamed[EXPERTS] = values[LOCAL_EXPERTS]
+    return renamed
+
+
+def as_older(values: JsonMapping) -> JsonObject:
+    """Return all values, and the values of ``in_older_keys``. Raises ValueError."""
+    return {**values, **in_older_keys(values)}
+
+
+def _rope(settings: object) -> JsonObject:
+    if not isinstance(settings, Mapping) or not settings:
+        return {}
+    if by_layer := [str(name) for name, value in settings.items() if isinstance(value, Mapping)]:
+        raise ValueError(f"{ROPE}: want one set for all layers, got some for {', '.join(by_layer)}")
+    scaling = {name: value for name, value in settings.items() if name not in (BASE, SHARE)}
+    is_plain = scaling.get("rope_type", scaling.get("type", "default")) == "default"
+    alone = {name: settings[name] for name in (BASE, SHARE) if name in settings}
+    return {**alone, SCALING: None if is_plain else scaling}
+
+
+def num_experts(values: JsonMapping) -> int:
+    """Return the number of routed experts of a layer, by config.json; 0 for a dense model."""
+    family = str(values.get("model_type"))
+    count = values.get(EXPERTS_OF.get(family, ""))
+    if count is None and family in RENAMED:
+        count = values.get(LOCAL_EXPERTS)
+    return count if isinstance(count, int) else 0
+
+
+def sparse_layers(values: JsonMapping) -> list[bool]:
+    """Return for each layer whether it has routed experts instead of one MLP, by config.json."""
+    layers = range(values["num_hidden_layers"])
+    if not num_experts(values):
+        return [False for _ in layers]
+    dense, every = values.get("mlp_only_layers") or (), values.get("decoder_sparse_step") or 1
+    first = values.get("first_k_dense_replace") or 0
+    return [at not in dense and (at + 1) % every == 0 and at >= first for at in layers]
