@@ -236,7 +236,7 @@ def test_a_family_that_only_sglang_serves_needs_sglang(tmp_path: Path) -> None:
 def test_a_bridge_of_ones_own_is_looked_for_and_takes_another_family(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without a base of Megatron's, which takes ten seconds to load: the check looks for a class, the ranks at its bases.
+    # Without Megatron's base, which takes ten seconds to load: the check looks for a class, the ranks at its bases.
     (tmp_path / "pond_bridge.py").write_text("class Pond: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     bridge, sglang = "learner.bridge=pond_bridge:", "engine.kind=sglang"
