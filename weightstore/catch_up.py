@@ -30,6 +30,8 @@ from tidemill.weightstore.errors import CatchUpTimeout, SnapshotBroken, Snapshot
 from tidemill.weightstore.store.registry import HEAD, SNAPSHOT, VersionRegistry
 from tidemill.weightstore.store.snapshot_files import ASIDE, MANIFEST, SnapshotInfo, rename_into_place
 
+_log = logging.getLogger(__name__)
+
 _CHUNK_BYTES = 1 << 20
 _MAX_MANIFEST_BYTES = 64 << 20
 """Bytes that are received, or hashed, at a time."""
@@ -117,8 +119,6 @@ def _check(url: str, response: Any) -> None:
     if response.status not in (200, 206):
         raise SnapshotUnavailable(url, f"HTTP {response.status}")
 
-
-_log = logging.getLogger(__name__)
 
 Load = Callable[[Path, int, int], Awaitable[None]]
 """(directory, version, epoch): load a directory's weights, whole or not at all; it is removed afterwards."""

@@ -100,7 +100,7 @@ class Actor:
         """``rollouts``: by name; the empty name makes samples of tasks without one. Other tasks are not leased."""
         self._bus, self._actor_id, self._config, self._activity = bus, actor_id, config, activity
         self._responses, self._rollouts, self._scorers = responses, dict(rollouts), scorers
-        self._scorer = SampleScorer(config, scorers, activity, self._note_outage, actor_id=actor_id)
+        self._scorer = SampleScorer(config, scorers, activity, self._note_outage)
         self._repeated = FailureLog(logger)
         self._limit = SampleLimit(config.max_samples_in_flight)
         self._in_flight_of: Counter[str] = Counter()
@@ -343,8 +343,7 @@ class Actor:
             return Made(sample=failed_sample(task, index, lease.attempt, f"invalid sample: {error}"))
 
     async def _publish(self, task: Task, sample: Sample) -> RolloutOutcome:
-        if not sample.actor:
-            sample = replace(sample, actor=self._actor_id, created_s=time.time())
+        sample = replace(sample, actor=self._actor_id, created_s=time.time())
         seq = await self._bus.samples.publish(sample)
         self._activity.counters.samples_published += 1
         if sample.status is not Status.FAILED:

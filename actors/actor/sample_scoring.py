@@ -47,17 +47,10 @@ class SampleScorer:
     """Scores samples of tasks: a sample whose reward or teacher fails is returned as FAILED. Raises NoServer."""
 
     def __init__(
-        self,
-        config: ActorConfig,
-        scorers: Scorers,
-        activity: Activity,
-        note_outage: Callable[[Task], None],
-        *,
-        actor_id: str,
+        self, config: ActorConfig, scorers: Scorers, activity: Activity, note_outage: Callable[[Task], None]
     ) -> None:
-        """``note_outage``: called for a task whose score fails for a cause outside of its row. ``actor_id``: the actor
-        of the samples that get a reward here."""
-        self._config, self._activity, self._note_outage, self._actor_id = config, activity, note_outage, actor_id
+        """``note_outage``: called for a task whose score fails for a cause outside of its row."""
+        self._config, self._activity, self._note_outage = config, activity, note_outage
         self._score, self._group_score, self._teachers = scorers.score, scorers.group_score, scorers.teachers
         self._repeated = FailureLog(logger)
         self.running = 0
@@ -116,9 +109,7 @@ class SampleScorer:
             return failed(sample, f"reward {self._config.reward or 'reward_parts'!r}: {reason}")
         finally:
             self.running -= 1
-        # In one copy with the fields of a finished sample: a copy costs as much as the bytes of a short sample.
-        timings = replace(sample.timings, reward_s=time.monotonic() - begin)
-        return replace(sample, reward=reward, timings=timings, actor=self._actor_id, created_s=time.time())
+        return replace(sample, reward=reward, timings=replace(sample.timings, reward_s=time.monotonic() - begin))
 
     async def _teach(self, teachers: Teachers, task: Task, sample: Sample) -> Sample:
         try:

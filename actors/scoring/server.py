@@ -40,6 +40,8 @@ from tidemill.rewards.port import RewardRequest, Scorer, to_request
 from tidemill.rewards.registry import MAX_THREADS, checked
 from tidemill.rewards.scorers import GroupScorer, opened, opened_group, opened_parts
 
+log = logging.getLogger(__name__)
+
 SCORE, SCORE_GROUP = "/score", "/score_group"
 MAX_WAITING = 4096
 """Calls at a time; a further one is answered by 503, which clients repeat later."""
@@ -240,8 +242,6 @@ async def open_rewards(stack: AsyncExitStack, config: ActorConfig) -> tuple[Scor
         )
     return score, group_score
 
-
-log = logging.getLogger(__name__)
 
 NOT_ASKED = "actor.scorers.enabled: true; the actors of this run compute their rewards themselves"
 """Reason for waiting of a scorer in a run without scorers."""

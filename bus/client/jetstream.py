@@ -18,6 +18,8 @@ from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
 
+_log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _MAX_KNOWN = 4096
@@ -74,8 +76,6 @@ def _short(text: str) -> str:
     plain = "".join(letter if letter.isprintable() else "?" for letter in text[:_MAX_TEXT])
     return plain if len(text) <= _MAX_TEXT else f"{plain}..."
 
-
-_log = logging.getLogger(__name__)
 
 _ANSWER_S = 2.0
 """Deadline of one attempt."""

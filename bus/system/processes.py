@@ -20,6 +20,8 @@ from pathlib import Path
 
 from tidemill.bus import exit_codes
 
+log = logging.getLogger(__name__)
+
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Names of this machine. Only urllib wants brackets around IPv6; with them httpx fails ("Invalid port")."""
 _VARIABLES = ("no_proxy", "NO_PROXY")
@@ -107,8 +109,6 @@ def _text(file: Path) -> str:
     except OSError:
         return ""
 
-
-log = logging.getLogger(__name__)
 
 LAST_LINES = 20
 LAST_BYTES = 1 << 16

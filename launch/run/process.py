@@ -20,6 +20,8 @@ from tidemill.bus.exit_codes import DONE, NOT_IN_TIME
 from tidemill.bus.system.coroutines import beside, cancellable, first_error, new_event_loop
 from tidemill.bus.system.processes import Child
 
+log = logging.getLogger(__name__)
+
 LOOK_EVERY_S = 2.0
 CHILD = "a child of "
 STOPPED = "T"
@@ -85,8 +87,6 @@ def _state(pid: int) -> str:
         return file.read().rpartition(")")[2].split(None, 1)[0]
     return ""
 
-
-log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_SIGNAL_S = 1.0

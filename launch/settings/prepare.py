@@ -18,6 +18,8 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.settings.datasets import gsm8k_texts, prompts, write_prompts
 from tidemill.launch.settings.prepare_config import PrepareConfig
 
+logger = logging.getLogger(__name__)
+
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
 
@@ -83,8 +85,6 @@ def _save_weights(directory: Path, config: PrepareConfig, vocab_size: int) -> No
         model = Qwen3ForCausalLM(shape)
     model.save_pretrained(directory, safe_serialization=True)
 
-
-logger = logging.getLogger(__name__)
 
 RECORD = "prepared.json"
 

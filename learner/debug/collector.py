@@ -26,6 +26,8 @@ from tidemill.learner.debug import train_file
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.stages import is_last, of_all
 
+log = logging.getLogger(__name__)
+
 Fields = Mapping[str, Tensor]
 """Values of a micro-batch by name, [T, ...]."""
 
@@ -79,8 +81,6 @@ def of_critic(tokens: Tokens, values_T: Tensor) -> Fields:
 def _present(values: Mapping[str, Tensor | None]) -> Fields:
     return {name: value_T for name, value_T in values.items() if value_T is not None}
 
-
-log = logging.getLogger(__name__)
 
 LOGITS_POSITIONS = 4
 """Trainable tokens of each micro-batch whose logits are saved."""

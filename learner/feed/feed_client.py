@@ -30,6 +30,8 @@ from tidemill.learner.errors import FeederFailed, FeederLost, FeedError
 from tidemill.learner.feed.feed_keys import FeedKeys, admit_by
 from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Last, pack, unpack
 
+log = logging.getLogger(__name__)
+
 _STEP, _SIGTERM = b".", bytes([signal.SIGTERM])
 
 
@@ -78,8 +80,6 @@ def progress_noted(on_step: Callable[[], None], on_sigterm: Callable[[], None]) 
         os.close(reading)
         os.close(writing)
 
-
-log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 SILENCE_S = 50.0

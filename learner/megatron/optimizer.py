@@ -36,6 +36,8 @@ from tidemill.learner.megatron.optimizer_pieces import (
 )
 from tidemill.learner.settings.schedule import OptimizerConfig, learning_rate
 
+log = logging.getLogger(__name__)
+
 NAMES: tuple[tuple[ModuleType, str, object], ...] = (
     (optimizer, "Adam", torch.optim.AdamW),
     (optimizer, "SGD", torch.optim.SGD),
@@ -57,8 +59,6 @@ def torch_optimizers() -> Iterator[None]:
         for module, name, value in before:
             setattr(module, name, value)
 
-
-log = logging.getLogger(__name__)
 
 PIECES = "optimizer_pieces"
 """Place of the optimizer's state in the content of a checkpoint, where it is in pieces."""

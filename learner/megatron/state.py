@@ -49,6 +49,8 @@ from tidemill.learner.megatron.layers.lora import is_adapter
 from tidemill.learner.megatron.model import Policy, WeightBackup
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 
+log = logging.getLogger(__name__)
+
 
 class _PeerFiles(FileSystem):
     """The files of a checkpoint as ``FileSystemReader`` opens them."""
@@ -113,8 +115,6 @@ def _raise_corrupt(error: CheckpointException) -> None:
         if isinstance(reason, CheckpointCorrupt):
             raise reason from None
 
-
-log = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the content of a checkpoint."""

@@ -213,9 +213,7 @@ class Trainer:
         self._want_scores(batch)
         if self._algorithm.mask_truncated:
             batch = without_truncated(batch)
-        before, self._trained_tokens = self._trained_tokens, self._trained_tokens + batch.num_tokens
-        for optimizer in self._optimizers:
-            optimizer.tokens = (before, self._trained_tokens)
+        self._count_tokens(batch.num_tokens)
         step = step_of(batch, constant=self._algorithm.loss_constant)
         advantages = self._advantages(step) if self._algorithm.by_advantage else None
         skipped_N = self._without_gradient(step, advantages if batch.step > REPORTED_STEPS else None)
@@ -225,22 +223,16 @@ class Trainer:
         self.spans = tuple(span for row in rows for span in row.packed.spans)
         with megatron_device():
             if self._collector is not None:
-                with self._policy.routing.given():
-                    first_pass = self._forward_only(rows)
-                passed = [{"log_probs": scores.log_probs_T, "entropy": scores.entropy_T} for scores in first_pass]
-                self._collector.begin(batch, passed, _routed(rows))
+                self._record_first_pass(self._collector, batch, rows)
             rows = self._with_log_probs(rows, batch)
             rows = self._with_advantages(rows, step, advantages)
             left = iter(rows)
-            minibatches = [
-                (list(itertools.islice(left, count)), self._denominators(step, number))
-                for number, count in enumerate(counts)
-            ]
+            parts = [list(itertools.islice(left, count)) for count in counts]
+            minibatches = [(part, self._denominators(step, number)) for number, part in enumerate(parts)]
             taught = {}
             if self._critic is not None:
-                taught = self._critic.train(
-                    [(part, terms[0]) for part, terms in minibatches], batch, summed=self._summed
-                )
+                targets = [(part, terms[0]) for part, terms in minibatches]
+                taught = self._critic.train(targets, batch, summed=self._summed)
             updates = [
                 self._minibatch(part, step, terms, batch, number) for number, (part, terms) in enumerate(minibatches)
             ]
@@ -270,6 +262,17 @@ class Trainer:
             return [scores.log_probs_T for scores in self._forward_only(rows)]
 
     # ---- parts of a step
+
+    def _count_tokens(self, num_tokens: int) -> None:
+        before, self._trained_tokens = self._trained_tokens, self._trained_tokens + num_tokens
+        for optimizer in self._optimizers:
+            optimizer.tokens = (before, self._trained_tokens)
+
+    def _record_first_pass(self, record: Collector, batch: StepBatch, rows: list[Row]) -> None:
+        with self._policy.routing.given():
+            first_pass = self._forward_only(rows)
+        passed = [{"log_probs": scores.log_probs_T, "entropy": scores.entropy_T} for scores in first_pass]
+        record.begin(batch, passed, _routed(rows))
 
     def _want_scores(self, batch: StepBatch) -> None:
         """Raise ConfigRefused for samples without the scores of a teacher that the algorithm needs."""
@@ -639,14 +642,9 @@ class Trainer:
             listed_TK=listed_TK,
         )
         if self._collector is not None:
-            self._collector.row(
-                collector.of_policy(tokens, log_probs_T, entropy_T, loss, anchor=str(self._algorithm.anchor))
-            )
-            at_K = tokens.mask_T.nonzero()[:LOGITS_POSITIONS, 0]
-            if len(at_K):
-                weight_VH = output_weight(self._policy.chunks[-1])
-                logits_KV = logits_at(hidden_TH, weight_VH, at_K, self._policy.parallel, temperature=row.temperature)
-                self._collector.logits(logits_KV, at_K)
+            anchor = str(self._algorithm.anchor)
+            self._collector.row(collector.of_policy(tokens, log_probs_T, entropy_T, loss, anchor=anchor))
+            self._record_logits(self._collector, row, hidden_TH, tokens)
         sums = diagnostics.token_sums(
             tokens,
             log_probs_T=log_probs_T,
@@ -670,6 +668,13 @@ class Trainer:
         if self._algorithm.ess_lr:
             totals["ess"] = sequence_weight_sums(log_probs_T, tokens)
         return total, Sums(totals={**sums.totals, **totals}, maxima=sums.maxima)
+
+    def _record_logits(self, record: Collector, row: Row, hidden_TH: Tensor, tokens: Tokens) -> None:
+        at_K = tokens.mask_T.nonzero()[:LOGITS_POSITIONS, 0]
+        if len(at_K):
+            weight_VH = output_weight(self._policy.chunks[-1])
+            logits_KV = logits_at(hidden_TH, weight_VH, at_K, self._policy.parallel, temperature=row.temperature)
+            record.logits(logits_KV, at_K)
 
 
 def _referred(row: Row, scores: _Scores) -> Row:

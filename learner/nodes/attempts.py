@@ -18,6 +18,8 @@ from tidemill.learner.nodes.rendezvous import refuse_unlike
 from tidemill.learner.nodes.view import ATTEMPT_KEY, READ_S, View, cut, row_value
 from tidemill.learner.ranks.process import NodePart
 
+log = logging.getLogger(__name__)
+
 
 class Work(Protocol):
     """The ranks of one node."""
@@ -42,8 +44,6 @@ class Work(Protocol):
         """Run the processes until they succeed, or have drained; a cancellation ends them. Raises ChildFailed."""
         raise NotImplementedError
 
-
-log = logging.getLogger(__name__)
 
 _OVER = (State.ENDING, State.FAILED, State.DONE)
 

@@ -21,6 +21,8 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.rows import MAX_TEXT, Attempt, NodeRow, row_of
 from tidemill.learner.nodes.rendezvous import Seen
 
+log = logging.getLogger(__name__)
+
 NODE_KEY = "node"
 """Rows ``node.<R>``."""
 ATTEMPT_KEY = "attempt"
@@ -90,8 +92,6 @@ class Silences:
         self._stamps, self._silent = dict(stamps), silent
         return dict(silent)
 
-
-log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 READ_S = 5.0

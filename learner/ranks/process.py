@@ -28,6 +28,8 @@ from tidemill.learner.errors import LearnerError
 from tidemill.learner.feed.feed_client import progress_noted
 from tidemill.learner.feed.feed_keys import FeedKeys
 
+log = logging.getLogger(__name__)
+
 IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 INTERFACES = Path("/sys/class/net")
 UP, LOOPBACK = 0x1, 0x8
@@ -53,8 +55,6 @@ def _flags(interface: Path) -> int:
     except (OSError, ValueError):
         return 0
 
-
-log = logging.getLogger(__name__)
 
 STOP_S = 2.0
 """Between SIGTERM and SIGKILL for the children of a failed learner: a feeder would wait for a dead rank, and ranks for

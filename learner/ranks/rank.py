@@ -60,6 +60,8 @@ from tidemill.learner.settings.step_settings import StepSettings
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.push.publisher import Publisher
 
+log = logging.getLogger(__name__)
+
 
 def agreed(request: ProfileRequest | None, parallel: Parallel) -> ProfileRequest | None:
     """Return the request that rank 0 has read. Collective over all ranks."""
@@ -70,8 +72,6 @@ def agreed(request: ProfileRequest | None, parallel: Parallel) -> ProfileRequest
     steps, memory, rank = numbers.tolist()
     return ProfileRequest(steps=steps, memory=bool(memory), rank=rank) if steps else None
 
-
-log = logging.getLogger(__name__)
 
 LONG_ROW_TOKENS = 2048
 """Maximum tokens for attention in float32 on CUDA, which keeps a score for every pair, in every head and layer."""

@@ -17,7 +17,6 @@ WALL = {
 """Functions, by the module or class on which they are called."""
 READ_FOR = {
     "actors/actor/loop.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
-    "actors/actor/sample_scoring.py": "created_s of a scored sample, as above",
     "learner/feed/recorded_responses.py": "created_s of a sample that a row has recorded, as above",
     "launch/samples/search.py": (
         "times of samples as a person reads them, and `--since 10:00`: where an onlooker begins, nothing else"
@@ -32,7 +31,7 @@ ONLOOKERS = ("bus/streams/history.py", "launch/samples/", "launch/cli/")
 them.
 """
 STAMPS = {
-    "created_s": {"actors/actor/loop.py", "actors/actor/sample_scoring.py", "bus/wire/invariants.py"},
+    "created_s": {"actors/actor/loop.py", "bus/wire/invariants.py"},
     "stored_s": {"bus/client/jetstream.py", "bus/client/pull.py", "bus/client/rows.py", "bus/streams/samples.py"},
 }
 """Wall-clock stamps that travel (the writer's, the server's), and the only files that may touch them: to set, bound,

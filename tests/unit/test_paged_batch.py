@@ -286,6 +286,28 @@ def test_blocks_with_numbers_that_are_not_finite_are_wiped() -> None:
     played.check()
 
 
+def test_a_sequence_whose_numbers_are_not_finite_spoils_no_other_one() -> None:
+    """It has the first block of the pool, and the other one is shorter behind a known beginning."""
+    played, broken = Played(20), make_weights(0)
+    text = TEXTS[0, :72]
+    unknown = next(token for token in range(VOCABULARY) if token not in text)
+    (name,) = (name for name in broken.named if "embed" in name)
+    broken.named[name][unknown] = torch.nan
+    played.runner.weights = broken
+    (holder,) = played.submit(TEXTS[2, :5], max_new_tokens=10)
+    played.step()
+    assert holder.table is not None and holder.table.blocks == [0]
+    played.submit(text[:33], max_new_tokens=1)
+    played.step()
+    played.batch.abort(lambda sequence: sequence is holder, "Aborted")
+    (failed,) = played.submit(np.full(90, unknown, np.int32), max_new_tokens=5)
+    (behind,) = played.submit(text, max_new_tokens=5)
+    played.batch.admit()
+    assert failed.error is not None and behind.error is None and behind.cached_tokens == 32
+    played.sequences = [behind]
+    played.finish()
+
+
 def test_the_budget_is_all_rows_or_a_quarter_of_the_memory() -> None:
     size = block_bytes(SHAPE, 4)
     assert size == 2 * 2 * 2 * 8 * BLOCK * 4

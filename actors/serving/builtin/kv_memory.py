@@ -10,7 +10,6 @@ two: keys and values.
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -137,8 +136,12 @@ class Chunk:
 
 
 def padded(tables: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-    """Return the blocks of rows, [N, blocks]; block 0 behind those of a row, where it is masked."""
-    return np.array(list(zip_longest(*tables, fillvalue=0)), np.int64).reshape(-1, len(tables)).T
+    """Return the blocks of rows, [N, blocks]; behind those of a row again its first one, where it is masked.
+
+    A block of another row might have numbers that are not finite, which a mask does not keep out.
+    """
+    longest = max(map(len, tables))
+    return np.array([[*table, *(table[0] for _ in range(longest - len(table)))] for table in tables], np.int64)
 
 
 class DecodePlan:

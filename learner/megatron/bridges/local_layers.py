@@ -29,6 +29,8 @@ from tidemill.learner.megatron.layers.lora import is_adapter
 from tidemill.learner.megatron.layers.mixture import Mixture
 from tidemill.learner.megatron.layers.output_layer import OutputLayer
 
+log = logging.getLogger(__name__)
+
 INDEX = "model.safetensors.index.json"
 
 
@@ -68,8 +70,6 @@ class ModelFiles:
             self._opened[file] = safe_open(self._directory / file, framework="pt", device="cpu")
         return self._opened[file]
 
-
-log = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EDGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
