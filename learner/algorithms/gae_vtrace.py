@@ -212,8 +212,8 @@ def _estimate(row: Tokens, rewards_T: Tensor, config: AlgorithmConfig) -> tuple[
         return gae(rewards_T, values_T, *place, gamma=config.gamma, lam=config.lam)
     assert row.old_T is not None, "V-trace weighs by pi_proximal / mu"
     ratio_T = log_ratio(row.old_T, row.rollout_T, row.mask_T)
-    bounds = {"lam": config.lam, "rho": config.vtrace.rho, "c": config.vtrace.c}
-    targets_T = vtrace(ratio_T, rewards_T, values_T, *place, gamma=config.gamma, **bounds)
+    gamma, lam, (rho, c) = config.gamma, config.lam, (config.vtrace.rho, config.vtrace.c)
+    targets_T = vtrace(ratio_T, rewards_T, values_T, *place, gamma=gamma, lam=lam, rho=rho, c=c)
     # r + gamma v_next - V, without the weight of the policy gradient, which the loss applies (``algorithm.weight``).
     ahead_T = gae(rewards_T, targets_T, *place, gamma=config.gamma, lam=0.0)[0]
     return ahead_T + torch.where(row.mask_T, targets_T - values_T, 0.0), targets_T
