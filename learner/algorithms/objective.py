@@ -221,7 +221,7 @@ class Objective:
         self._own_rejects: dict[str, rejection.RejectFunction] = {
             path: _own(path, "reject.rules") for path in config.reject.functions
         }
-        self._loss = LOSS_FUNCTIONS.get(config.loss) or _own(config.loss, "loss")
+        self.loss = LOSS_FUNCTIONS.get(config.loss) or _own(config.loss, "loss")
         self._estimator = ADVANTAGES.get(config.advantage)
         self.asks: frozenset[str] = frozenset()
         """Arguments of ``OFFERED`` that the estimator gets: those that one by import path asks for; the metadata, if it
@@ -547,7 +547,7 @@ class Objective:
             tokens = replace(
                 tokens, chosen_T=policy_losses.chosen(value_T, _draws(tokens), tokens.mask_T, coupled.covariance)
             )
-        made = self._loss(log_probs_T, anchor_T, tokens, self.config)
+        made = self.loss(log_probs_T, anchor_T, tokens, self.config)
         for name, value_T in made.metrics.items():
             if value_T.shape != log_probs_T.shape:
                 raise ValueError(

@@ -107,7 +107,7 @@ def made(objective: Objective, log_probs_T: Tensor, tokens: Tokens) -> PolicyLos
     """Compute the loss by itself, without weights."""
     anchor_T = tokens.old_T if objective.config.anchor == "proximal" else tokens.rollout_T
     assert anchor_T is not None
-    return objective._loss(log_probs_T, anchor_T, tokens, objective.config)
+    return objective.loss(log_probs_T, anchor_T, tokens, objective.config)
 
 
 def gradient(objective: Objective, log_probs_T: Tensor, tokens: Tokens) -> Tensor:
@@ -450,8 +450,8 @@ def test_a_metric_of_another_shape_is_refused() -> None:
         objective.total(log_probs_T, log_probs_T, tokens, step, Coupled())[1].metrics["moved"].shape
         == log_probs_T.shape
     )
-    made = objective._loss(log_probs_T, tokens.rollout_T, tokens, objective.config)
-    objective._loss = lambda *_: replace(made, metrics={"moved": torch.zeros(())})
+    made = objective.loss(log_probs_T, tokens.rollout_T, tokens, objective.config)
+    objective.loss = lambda *_: replace(made, metrics={"moved": torch.zeros(())})
     with pytest.raises(ValueError, match=r"one_sided: metrics.moved: want shape \[20\], got \[\]"):
         objective.total(log_probs_T, log_probs_T, tokens, step, Coupled())
 

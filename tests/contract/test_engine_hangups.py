@@ -54,7 +54,7 @@ async def hang_up_on(served: Served, path: str, body: object) -> None:
     writer.write(head.encode() + content)
     await until(lambda: served.engine.scheduler._calls.qsize() > asked)
     writer.close()
-    await until(lambda: not served.engine._server.listener._runner.server.connections)
+    await until(lambda: not served.engine.server.listener._runner.server.connections)
 
 
 async def until(reached: object) -> None:

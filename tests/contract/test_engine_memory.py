@@ -31,10 +31,10 @@ def models() -> list[Any]:
 def storages(served: Served) -> dict[str, set[tuple[int, int]]]:
     """Return address and bytes of the storages of weights, and of keys and values."""
     updates, scheduler = served.engine.updates, served.engine.scheduler
-    weights = [each for each in (updates._served, updates._standby) if each is not None]
+    weights = [each for each in (updates.weights, updates.standby) if each is not None]
     return {
         "weights": {place(tensor) for each in weights for tensor in each.named.values()},
-        "kv_cache": {place(tensor) for layer in scheduler._runner.memory.layers for tensor in layer},
+        "kv_cache": {place(tensor) for layer in scheduler.runner.memory.layers for tensor in layer},
     }
 
 

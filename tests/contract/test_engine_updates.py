@@ -116,7 +116,7 @@ async def test_what_its_sender_leaves_open_is_discarded_by_handles_too(
             learner = await asyncio.create_subprocess_exec("sleep", "60")
             await push.ask("join", pid=learner.pid)
             await push.begin(3)
-            assert served.engine.updates._open is not None
+            assert served.engine.updates.open_update is not None
             learner.kill()
             await learner.wait()
             async with asyncio.timeout(DEADLINE_S):
@@ -346,7 +346,7 @@ async def test_a_push_that_breaks_off_leaves_the_served_weights(directories: lis
         async with joined(served) as push:  # the same name again
             await push.begin(1)
             asked = asyncio.create_task(push.bucket(tensors, send=False, timeout_s=20))
-            await served.until(lambda: any(each.receiving for each in served.engine.updates._groups.values()))
+            await served.until(lambda: any(each.receiving for each in served.engine.updates.groups.values()))
             push.group.close()  # the learner dies
             status, answer = await asked
             assert (status, "lost" in answer["message"]) == (400, True)
@@ -367,7 +367,7 @@ async def test_a_client_that_hangs_up_does_not_tear_the_standby_copy(
     async with serving(directories[0]) as served, joined(served) as push:
         await push.begin(1)
         asked = asyncio.create_task(push.bucket(tensors, send=False))
-        await served.until(lambda: any(each.receiving for each in served.engine.updates._groups.values()))
+        await served.until(lambda: any(each.receiving for each in served.engine.updates.groups.values()))
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         await push.begin(2)  # discards version 1; its message still arrives
@@ -413,7 +413,7 @@ async def test_a_bucket_of_a_discarded_push_that_comes_late_is_not_written(
     async with serving(directories[0]) as served, joined(served, "old") as before, joined(served, "new") as push:
         await before.begin(1)
         asked = asyncio.create_task(before.bucket(old, send=False))
-        await served.until(lambda: any(each.receiving for each in served.engine.updates._groups.values()))
+        await served.until(lambda: any(each.receiving for each in served.engine.updates.groups.values()))
         await push.begin(2)
         await push.bucket(named(models[2]))
         message = torch.cat([tensor.detach().flatten().view(torch.uint8) for _, tensor in old])
@@ -554,11 +554,11 @@ async def test_what_a_broken_push_brings_late_is_written_nowhere(directories: li
         for version in range(1, 4):
             await old.whole(models[0], version)
         updates = served.engine.updates
-        assert updates._standby is not None and updates._standby.order == updates._order != ()
+        assert updates.standby is not None and updates.standby.order == updates._order != ()
         await old.begin(4)
         tensors = list(named(models[2]))
         asked = asyncio.create_task(old.bucket(tensors, send=False))
-        await served.until(lambda: any(each.receiving for each in updates._groups.values()))
+        await served.until(lambda: any(each.receiving for each in updates.groups.values()))
         async with joined(served) as push:
             await push.whole(models[1], 4)
             await asyncio.to_thread(old.group.send, flat(tensors), DEADLINE_S)

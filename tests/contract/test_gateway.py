@@ -557,9 +557,9 @@ async def test_the_clock_stands_still_while_an_engine_is_waited_for(model_dir: P
         running = asyncio.create_task(
             scene.rollout.sample(replace(task(budget=Budget(seconds=60.0)), min_version=1), 0, "n")
         )
-        while not scene.gateway._episodes:
+        while not scene.gateway.open_episodes:
             await asyncio.sleep(0)
-        (open,) = scene.gateway._episodes.values()
+        (open,) = scene.gateway.open_episodes.values()
         clock = open.episode.clock
         while not clock._stops:
             assert not running.done(), "it has not stopped"
@@ -602,11 +602,11 @@ async def test_a_client_that_comes_again_is_given_the_same_answer(model_dir: Pat
     async def program(client: Client) -> float:
         body = chat(USER, max_tokens=12)
         asked = asyncio.create_task(client.post("/v1/chat/completions", body))
-        while not any(open.running for open in scene.gateway._episodes.values()):
+        while not any(open.running for open in scene.gateway.open_episodes.values()):
             await asyncio.sleep(0.001)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        while not any(open.abandoned for open in scene.gateway._episodes.values()):
+        while not any(open.abandoned for open in scene.gateway.open_episodes.values()):
             await asyncio.sleep(0.001)
         status, _ = await client.post("/v1/chat/completions", body)
         assert status == 200
@@ -616,7 +616,7 @@ async def test_a_client_that_comes_again_is_given_the_same_answer(model_dir: Pat
         await scene.served.post("/pause_generation", {"mode": "in_place"})
 
         async def resumed() -> None:
-            while not any(open.abandoned for open in scene.gateway._episodes.values()):
+            while not any(open.abandoned for open in scene.gateway.open_episodes.values()):
                 await asyncio.sleep(0.001)
             await scene.served.post("/continue_generation", {})
 

@@ -112,7 +112,7 @@ async def test_steps_of_ranks_reach_the_parent() -> None:
     stepped = asyncio.Event()
     code = "import os, sys; os.write(int(sys.argv[sys.argv.index('--progress') + 1]), b'.')"
     with progress_noted(stepped.set, pytest.fail) as descriptor:
-        child = await process._start("rank 0", [sys.executable, "-c", code], {}, KEYS, descriptor)
+        child = await process.start_child("rank 0", [sys.executable, "-c", code], {}, KEYS, descriptor)
         async with asyncio.timeout(WITHIN_S):
             await stepped.wait()
             assert await child.wait() == 0
@@ -132,7 +132,7 @@ async def test_a_sigterm_reaches_the_parent_while_the_rank_computes() -> None:
         "    lock(mutex), note_step(progress), lock(mutex)\n"
     )
     with progress_noted(begun.set, notified.set) as descriptor:
-        child = await process._start("rank 0", [sys.executable, "-c", code], {}, KEYS, descriptor)
+        child = await process.start_child("rank 0", [sys.executable, "-c", code], {}, KEYS, descriptor)
         async with asyncio.timeout(WITHIN_S):
             await begun.wait()
             child.send(signal.SIGTERM)

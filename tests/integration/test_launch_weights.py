@@ -49,7 +49,7 @@ async def test_engines_that_differ_are_named(
         code, differs, silent = await asked()
         assert (code, set(map(tuple, differs.values()))) == (0, {()})
         assert [id for id, why in silent.items() if why] == ["gone"]
-        engines[0].engine.updates._served.named[LOST].view(-1).view(torch.uint8)[7] ^= 16
+        engines[0].engine.updates.weights.named[LOST].view(-1).view(torch.uint8)[7] ^= 16
         code, differs, _ = await asked()
         assert code == 1
         assert differs["e0"] == [LOST] and differs["e1"] == ([LOST] if count == 2 else [])

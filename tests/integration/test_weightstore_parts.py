@@ -97,8 +97,8 @@ def learning(
         )
         stack.callback(publisher.close, drain=False)
         publisher.start()
-        assert publisher._connected is not None
-        publisher._connected.view._dead_after_s = DEADLINE_S
+        assert publisher.connected is not None
+        publisher.connected.view._dead_after_s = DEADLINE_S
         yield Learner(publisher, servers)
 
 
@@ -236,7 +236,7 @@ def test_no_engine_is_evicted_where_the_rank_of_a_part_is_gone(
         assert state(engines["a"][0])["digest"] == digest(tiny_tensors(1)), "it serves the version before"
         head = learner.publisher.latest()
         assert head is not None and head.version == 1
-        assert learner.publisher._connected is not None and not learner.publisher._connected.groups.evicted
+        assert learner.publisher.connected is not None and not learner.publisher.connected.groups.evicted
         assert look(bus_url, run_id, "evicted") == {}
 
 

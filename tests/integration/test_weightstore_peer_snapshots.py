@@ -193,7 +193,7 @@ class Lossy(BuiltinEngine):
 
     def load(self) -> None:
         super().load()
-        self._updates = LossyUpdates(self.updates._served, self.scheduler, on_update=self._updated)
+        self._updates = LossyUpdates(self.updates.weights, self.scheduler, on_update=self._updated)
 
 
 async def test_an_engine_that_differs_goes_on_with_what_it_served_and_rejoins_by_snapshot(
@@ -227,7 +227,7 @@ async def test_a_lent_snapshot_is_a_model_directory_of_its_version_alone(tmp_pat
     directory = write_tiny_model(tmp_path / "model", tied=tied)
     async with serving(directory, version=7) as served:
         sent = weights(0, tied=tied)
-        assert ("lm_head.weight" in sent) and ("lm_head.weight" in served.engine.updates._served.named) != tied
+        assert ("lm_head.weight" in sent) and ("lm_head.weight" in served.engine.updates.weights.named) != tied
         url = f"{served.engine.url}/snapshots"
         info = await fetch(f"{url}/v7-{digest_of(sent)}", tmp_path / "got")
         assert (info.version, info.digest) == (7, digest_of(sent))
@@ -263,7 +263,7 @@ async def test_pushes_are_not_delayed_and_torn_snapshots_are_not_lent(tmp_path: 
         if way == "push":  # until both copies are laid out like a push
             for _ in range(3):
                 await push.whole(tiny_model(seed=0), 0)
-        served.engine.peer_snapshots = PeerSnapshotServer(served.engine.updates.served, directories[0], write=slowly)
+        served.engine.peer_snapshots = PeerSnapshotServer(served.engine.updates.weights, directories[0], write=slowly)
         asked = asyncio.create_task(
             fetch(f"{served.engine.url}/snapshots/v0-{digest_of(weights(0))}", tmp_path / "got")
         )

@@ -75,8 +75,8 @@ def publishing(
     publisher = Publisher(config, bus_url=bus_url, run=run, epoch=epoch, directory=directory, model_dir=model_dir)
     try:
         publisher.start()
-        assert publisher._connected is not None
-        publisher._connected.view._dead_after_s = dead_after_s
+        assert publisher.connected is not None
+        publisher.connected.view._dead_after_s = dead_after_s
         yield publisher
     finally:
         publisher.close(drain=False)
@@ -440,8 +440,8 @@ def test_an_engine_that_pushes_pass_by_notices_and_catches_up(bus_url: str, run_
 def test_the_copy_that_a_snapshot_is_written_from_is_not_overwritten(bus_url: str, run_id: str, tmp_path: Path) -> None:
     with publishing(bus_url, run_id, tmp_path) as publisher:
         publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
-        assert publisher._connected is not None and publisher._connected.head.copy is not None
-        held = publisher._connected.head.copy.hold()  # as the writer of a snapshot does
+        assert publisher.connected is not None and publisher.connected.head.copy is not None
+        held = publisher.connected.head.copy.hold()  # as the writer of a snapshot does
         publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0)
         third = threading.Thread(target=lambda: publisher.publish(3, tiny_tensors(3).items(), wait=True))
         third.start()

@@ -296,7 +296,7 @@ async def test_who_waits_for_a_version_can_be_aborted(python: str, server: str, 
         early, other = (
             asyncio.create_task(served.post("/generate", {**body, **more})) for more in ({}, {"rid": "b", **SHORT})
         )
-        await until(lambda: len(served.engine._server._backend._aborts._watches) == 2)
+        await until(lambda: len(served.engine.server._backend._aborts._watches) == 2)
         assert (await served.post("/abort_request", {"rid": "early"}))[0] == 200
         await served.engine.load_snapshot(directories[1], 1)
         status, answer = await early

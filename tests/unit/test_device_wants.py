@@ -196,9 +196,9 @@ def test_live_rows_have_the_version_of_nccl(four: Node, monkeypatch: pytest.Monk
             module, "nccl_of", lambda program=sys.executable: "2.30.4" if program == "/sglang/python" else "2.29.7"
         )
     assert place_ranks(RunConfig())[1].nccl == "2.29.7"
-    assert learner_nodes._capabilities(four.devices[:2]).nccl == "2.29.7"
-    assert learner_nodes._versions(RunConfig(), four.devices[:2])["NCCL"] == "2.29.7"
-    assert "NCCL" not in learner_nodes._versions(RunConfig(), ())
+    assert learner_nodes.capabilities_of(four.devices[:2]).nccl == "2.29.7"
+    assert learner_nodes.library_versions(RunConfig(), four.devices[:2])["NCCL"] == "2.29.7"
+    assert "NCCL" not in learner_nodes.library_versions(RunConfig(), ())
     _, held = take_devices(RunConfig())
     assert held.nccl == "2.29.7" and held.stated_in(Capabilities()).nccl == "2.29.7"
     config = EngineConfig(kind="sglang", sglang=SglangConfig(python="/sglang/python"))
