@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -114,15 +114,6 @@ async def take(stream: AsyncIterator[T], count: int, timeout_s: float = 60.0) ->
     """Return the next ``count`` items; the stream stays open."""
     async with asyncio.timeout(timeout_s):
         return [await anext(stream) for _ in range(count)]
-
-
-async def until(met: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Wait for a condition that another task of this process, or the server, makes true."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            if met():
-                return
-            await asyncio.sleep(0.01)
 
 
 class Proxy:

@@ -125,9 +125,8 @@ async def _struck(run: Parts, blow: Blow, name: str, survivor: Part, told: Path)
     victim = run.start("actor", name=name, instant=blow.instant, how=blow.how)
     mark = run.directory / f"{name}.died"
     async with asyncio.timeout(PATIENCE_S):
-        while not mark.exists():
-            assert victim.process.returncode is None or mark.exists(), f"{blow}: {victim.log[-3000:]}"
-            await asyncio.sleep(0.02)
+        await until(lambda: mark.exists() or victim.process.returncode is not None)
+        assert mark.exists(), f"{blow}: {victim.log[-3000:]}"
     sample = mark.read_text()
     frozen = await victim.frozen() if blow.how == "STOP" else []
     if blow.how == "KILL":

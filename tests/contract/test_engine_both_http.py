@@ -14,6 +14,7 @@ from tests.engine_kinds import Kind
 from tests.engine_serving import LIMIT_S, Served, greedy, told_log_probs
 from tests.engine_watch import Watched, watching
 from tests.tiny_models import tiny_model, write_tiny_model
+from tests.waits import until
 from tidemill.actors.errors import EngineUnavailable
 from tidemill.bus.wire.messages import Sampling
 
@@ -147,8 +148,7 @@ async def test_draining_finishes_what_there_is_and_takes_nothing_new(kind: Kind,
     async with kind.serving(first_model) as served, running(kind, served) as one:
         await one.beyond(5)
         drained = asyncio.create_task(served.engine.drain(LIMIT_S))
-        while served.engine.phase != "draining":  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: served.engine.phase == "draining")
         assert (await served.post("/generate", {"input_ids": PROMPT}))[0] == 503
         assert not drained.done()
         one.gate.open()

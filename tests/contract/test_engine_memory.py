@@ -13,6 +13,7 @@ import torch
 from tests.engine_push import DEADLINE_S, flat, joined
 from tests.engine_serving import Gate, Served, greedy, prompts, serving
 from tests.tiny_models import tiny_model, write_tiny_model
+from tests.waits import until
 
 CONTEXT, LONG = 4096, 1000
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
@@ -202,8 +203,7 @@ async def test_a_release_while_it_takes_a_directory_by_itself_comes_behind_it(di
         updates = served.engine.updates
         assert await ask(served, RELEASE) == 200
         load = asyncio.create_task(served.engine.load_snapshot(directory, 5))
-        while not updates._writing.locked():  # noqa: ASYNC110 - it sets no event
-            await asyncio.sleep(0)
+        await until(lambda: updates._writing.locked(), every_s=0)  # it sets no event
         release = asyncio.create_task(updates.run_shielded(updates.release(frozenset({"weights", "kv_cache"}))))
         await asyncio.gather(load, release)
         assert served.engine.version == 5

@@ -17,6 +17,7 @@ from tests.engine_push import DEADLINE_S, flat, joined, named, serves
 from tests.engine_serving import greedy, log_probs_of, prompts, scores, scores_across, serving, told_log_probs
 from tests.handle_push import joined_by_handles
 from tests.tiny_models import SERVED, tiny_model, write_tiny_model
+from tests.waits import turn
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.serving.authority import Authority
 from tidemill.bus.wire.messages import Sampling
@@ -73,7 +74,7 @@ async def test_a_push_that_begins_while_a_load_waits_is_not_discarded(
         async with updates._writing:
             catching_up = asyncio.create_task(served.engine.load_snapshot(directories[1], 1))
             for _ in range(10):
-                await asyncio.sleep(0)  # it finds no open push, and waits
+                await turn()  # it finds no open push, and waits
             begins = asyncio.create_task(push.begin(2))
             await served.until(lambda: updates.begun == 1)
         assert (await begins)[0] == 200
@@ -397,7 +398,7 @@ async def test_a_verb_outlives_its_caller(directories: list[Path]) -> None:
         ends.set()
 
     caller = asyncio.create_task(engine.updates.run_shielded(verb()))
-    await asyncio.sleep(0)
+    await turn()
     caller.cancel()
     await asyncio.gather(caller, return_exceptions=True)
     assert caller.cancelled()

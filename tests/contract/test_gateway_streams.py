@@ -1,7 +1,5 @@
 """Streams of the gateway: sent token by token, and recorded as they were sent."""
 
-# ruff: noqa: ASYNC110 - the awaited state is inside the gateway
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -12,6 +10,7 @@ import pytest
 
 from tests.episode_kit import Client, Stage, chat, stage, task
 from tests.tiny_models import write_tiny_model
+from tests.waits import until
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Sample, Status
@@ -123,8 +122,7 @@ async def test_a_client_that_goes_before_the_first_token_leaves_no_turn(model_di
         await scene.served.post("/pause_generation", {"mode": "in_place"})
         asked = asyncio.ensure_future(client.session.post(client.root + "/v1/chat/completions", json=ASKED))
         async with asyncio.timeout(60):
-            while not open.streams:
-                await asyncio.sleep(0)
+            await until(lambda: open.streams, every_s=0)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         await asyncio.gather(*open.streams, return_exceptions=True)

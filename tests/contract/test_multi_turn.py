@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import Client, stage, task
 from tests.tiny_models import write_tiny_model
+from tests.waits import turn
 from tidemill.actors.episodes.children import Children
 from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
 from tidemill.actors.episodes.programs.multi_turn import MultiTurn, Played
@@ -128,7 +129,7 @@ async def test_the_close_of_an_environment_is_not_cut_short() -> None:
         playing = asyncio.create_task(rollout.run({"prompt": "hello"}, url + "/v1", "key"))
         await events["closing"].wait()
         playing.cancel()
-        await asyncio.sleep(0)
+        await turn()
         events["go_on"].set()
         await asyncio.wait({playing})
         assert playing.cancelled() and events["closed"].is_set()

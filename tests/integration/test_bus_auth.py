@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.bus_kit import make_sample, make_task, take
+from tests.waits import until
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, Denied, Forbidden, ServerFailed
@@ -251,8 +252,7 @@ async def test_an_answer_goes_only_to_its_requester(as_user: As, user: str) -> N
     async with as_user("learner") as learner, as_user(user) as bus, learner.reporting_full(lambda: '{"epoch": 9}'):
         revision = await learner.rows("run").put("epoch", {"epoch": 1})
         streams = {name: (await learner.jet.state(f"TM_r_{name}")).last_seq for name in ("TASKS", "PLAN")}
-        while not await bus.full():  # noqa: ASYNC110 - the subscription of another connection is no event here
-            await asyncio.sleep(0.02)
+        await until(lambda: bus.full())  # the subscription of another connection is no event here
         for place in ("$KV.TM_r_run.epoch", "tm.r.task.train", "tm.r.plan.plan"):
             await bus.nc.publish("$JS.API.STREAM.MSG.GET.KV_TM_r_run", b'{"seq":1}', reply=place)
             await bus.nc.publish("tm.r.sample.train.1.actor-0", b"", reply=place)

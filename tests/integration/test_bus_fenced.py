@@ -9,6 +9,7 @@ import pytest
 
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_task, take
+from tests.waits import turn
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced, WireError
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -179,7 +180,7 @@ async def test_appends_over_kills_of_the_server_are_each_stored_once(
         for step in range(1, 41):
             appending = asyncio.create_task(bus.plans.append(done(step)))
             if step in kills:
-                await asyncio.sleep(0)
+                await turn()
                 nats_server.kill()
                 nats_server.start()
             await appending

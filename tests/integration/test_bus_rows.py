@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.bus_fixtures import BusOpener
-from tests.bus_kit import Proxy, take, until
+from tests.bus_kit import Proxy, take
+from tests.waits import turn, until
 from tidemill.bus.client.rows import Row, Value
 from tidemill.bus.errors import NotFound, RowConflict, UnreadableRow, WireError
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView, processes
@@ -54,7 +55,7 @@ async def test_rows_are_there_after_a_kill_of_the_server(nats_server: EmbeddedSe
         revision = await bus.rows("run").put("epoch", {"epoch": 3})
         nats_server.kill()
         reading = asyncio.create_task(bus.rows("run").get("epoch"))
-        await asyncio.sleep(0)
+        await turn()
         nats_server.start()
         assert await reading == ({"epoch": 3}, revision)
 
@@ -83,7 +84,7 @@ async def test_a_watcher_sees_every_state_it_wakes_to(nats_server: EmbeddedServe
         watching = rows.watch("mine", every_s=30)
         assert (await take(watching, 1)) == [None]
         coming = asyncio.create_task(take(watching, 1))
-        await asyncio.sleep(0)
+        await turn()
         revision = await rows.put("mine", {"version": 1})
         assert await coming == [({"version": 1}, revision)], "a write wakes it"
         nats_server.kill()
@@ -178,8 +179,7 @@ async def test_rows_do_not_age_while_the_bus_is_full(open_bus: BusOpener) -> Non
         while await view.alive():  # noqa: ASYNC110 - an age is no event
             await asyncio.sleep(0.02)
         async with bus.reporting_full(lambda: "no room"):
-            while not await other.full():  # noqa: ASYNC110 - the subscription of another connection is none, either
-                await asyncio.sleep(0.02)
+            await until(lambda: other.full())  # the subscription of another connection is none, either
             for _ in range(5):
                 assert [alive.id for alive in await view.alive()] == ["a1"]
                 await asyncio.sleep(0.05)

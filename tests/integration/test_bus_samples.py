@@ -13,7 +13,8 @@ import pytest
 from nats.aio.msg import Msg
 
 from tests.bus_fixtures import BusOpener
-from tests.bus_kit import Proxy, make_sample, take, until
+from tests.bus_kit import Proxy, make_sample, take
+from tests.waits import until
 from tidemill.bus.client import outbox
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusUnavailable, NotFound, StreamReplaced, StreamTrimmed, WireError

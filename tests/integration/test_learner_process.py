@@ -24,7 +24,12 @@ signal.signal(signal.SIGTERM, end)
 print("late", flush=True)
 signal.pause()
 """
-DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+DEAF = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+signal.pause()
+"""
 
 
 def _children() -> set[int]:

@@ -230,7 +230,7 @@ def test_values_come_to_predict_the_reward(here: parallel.Parallel, model_dir: P
     assert explained[0] == 0 and explained[-1] > 0.8
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_resumed_run_ends_with_the_same_bits(
     here: parallel.Parallel, model_dir: Path, tmp_path: Path, dtype: str
 ) -> None:
@@ -363,7 +363,7 @@ def test_a_checkpoint_of_other_roles_is_refused(
         state.load(tmp_path, policy=other.policy, optimizer=other.optimizer, beside=beside)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_reference_follows_the_policy(here: parallel.Parallel, model_dir: Path, dtype: str) -> None:
     """Every two steps it is the policy, so the divergence of the next step is 0; a moving average is that of a loop in
     float32.

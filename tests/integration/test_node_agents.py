@@ -250,8 +250,7 @@ async def test_a_call_that_another_process_answers_reaches_nobody(monkeypatch: p
 async def test_a_second_agent_of_a_node_rank_is_refused_while_the_first_lives(open_bus: BusOpener) -> None:
     async with open_bus(name="0") as one, open_bus(name="1") as two, node(one, 1) as first:
         async with asyncio.timeout(WITHIN_S):
-            while not await two.rows("run").keys("node"):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await until(lambda: two.rows("run").keys("node"))
         async with node(two, 1, place="elsewhere") as second:
             with pytest.raises(NodeRefused, match=f"node rank 1 has an agent on h, pid {os.getpid()}"):
                 await second.ended()

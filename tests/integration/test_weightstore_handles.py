@@ -27,6 +27,7 @@ from tests.handle_push import joined_by_handles
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, publishing, state
 from tests.receiver_app import Behaviour, ByHandles, Engine, digest, receivers, staged, tiny_tensors
 from tests.tiny_models import tiny_model, write_tiny_model
+from tests.waits import poll, until
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.handles import HandleListener
@@ -49,13 +50,6 @@ MEMFD = "memfd:tidemill-staging"
 def maps_of(pid: int) -> int:
     """Count the mappings of any learner's memory in a process."""
     return Path(f"/proc/{pid}/maps").read_text().count(MEMFD)
-
-
-def until(reached: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not reached():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 # -- whole pushes
@@ -165,7 +159,7 @@ def test_a_killed_learner_leaves_no_memory_behind(bus_url: str, run_id: str, tmp
                 assert "/dev/shm/" not in Path(f"/proc/{learner.pid}/maps").read_text(), "a file there would outlive it"
             finally:
                 learner.kill()
-        until(lambda: [maps_of(pid) for pid in pids] == [0, 0], "the engines still map a dead learner's memory")
+        poll(lambda: [maps_of(pid) for pid in pids] == [0, 0])  # no engine maps a dead learner's memory
         with publishing(bus_url, run_id, tmp_path, epoch=2, transport="handles") as publisher:
             assert publisher.publish(9, tiny_tensors(9, scale=20).items(), wait=True).result(0).engines == ("a", "b")
             assert [state(url)["digest"] for url, _ in engines.values()] == [digest(tiny_tensors(9, scale=20))] * 2
@@ -632,9 +626,7 @@ async def test_a_copy_that_outlasts_its_deadline_is_not_written_into_what_is_ser
             await push.whole(model, 2)
         finally:
             late.come.set()
-        async with asyncio.timeout(LIMIT_S):
-            while late.read() is not None:  # noqa: ASYNC110 - the thread that copies it lets go of it last
-                await asyncio.sleep(0.01)
+        await until(lambda: late.read() is None)  # the thread that copies it lets go of it last
         made = await served.generate(prompt, temperature=0, max_new_tokens=8)
     assert made["output_ids"] == await greedy(model, prompt, 8)
 

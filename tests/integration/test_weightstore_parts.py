@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.bus_kit import until
 from tests.forked import Forked, piped
 from tests.integration.test_weightstore_broadcast import FAR_S, hang_before_receiving
 from tests.integration.test_weightstore_publisher import BUCKET_BYTES, DEADLINE_S, SOME_HUNG_S, bus_url, look, state
 from tests.receiver_app import START_S, Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from tests.receiver_app import staged as staged_here
+from tests.waits import until
 from tidemill.bus.client.addresses import HERE
 from tidemill.bus.config import BusConfig
 from tidemill.weightstore.config import WeightsConfig

@@ -4,7 +4,7 @@ failures.
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tests.engine_push import joined
 from tests.engine_serving import serving
 from tests.integration.test_weightstore_publisher import catch_up, look, publishing
 from tests.tiny_models import tiny_model, write_tiny_model
+from tests.waits import until
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
@@ -71,12 +72,6 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
 async def same(served: Any, sent: dict[str, torch.Tensor]) -> bool:
     _, told = await served.updates.checksum_report(of_update=False)
     return differences(ChecksumReport.parse(told.to_json()), sent, lambda part: sum_of("sum64", part, sent)) == []
-
-
-async def until(reached: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not await reached():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
 
 
 @asynccontextmanager

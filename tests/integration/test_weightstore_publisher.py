@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.receiver_app import START_S, Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
+from tests.waits import poll, until
 from tidemill.bus.client.addresses import HERE
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced
@@ -362,10 +363,8 @@ def test_a_late_engine_gets_a_snapshot_of_the_head_while_the_learner_waits(
             assert (loader.version, head.step, loader.loaded) == (step, step, digest(tiny_tensors(step)))
             assert not begun.exists(), "what was begun of an older version"
         assert any("a snapshot of version 1" in text for text in loader.said) and loader.said[-1] == ""
-        until = time.monotonic() + SLACK_S
-        while sorted(path.name for path in (tmp_path / "snapshots").iterdir()) != ["v3", "v4"]:
-            assert time.monotonic() < until, "the oldest are removed after the newest is served"
-            time.sleep(0.05)
+        # The oldest are removed after the newest is served.
+        poll(lambda: sorted(path.name for path in (tmp_path / "snapshots").iterdir()) == ["v3", "v4"])
         assert list((tmp_path / "late").iterdir()) == []
     assert look(bus_url, run_id, "row", 2).snapshot == ""
     assert look(bus_url, run_id, "head").snapshot.endswith("/v4")
@@ -374,11 +373,8 @@ def test_a_late_engine_gets_a_snapshot_of_the_head_while_the_learner_waits(
         """Catch up until the learner is asked for another snapshot than the one that could not be had."""
         loader.said.clear()
         asking = asyncio.create_task(caught_up(bus_url, run_id, tmp_path / "late", loader, SLACK_S))
-        async with asyncio.timeout(SLACK_S):
-            while not any(  # noqa: ASYNC110
-                text.startswith("a snapshot of version 4 from the learner (last failure: ") for text in loader.said
-            ):
-                await asyncio.sleep(0.01)
+        in_vain = "a snapshot of version 4 from the learner (last failure: "
+        await until(lambda: any(text.startswith(in_vain) for text in loader.said))
         asking.cancel()
         await asyncio.wait({asking})
         assert asking.cancelled()

@@ -195,8 +195,7 @@ async def test_the_plain_view_prints_an_evaluation_once(monkeypatch: pytest.Monk
     showing = asyncio.create_task(show_plain(watch, console))
     for step, wanted in ((2, "step 2/10"), (3, "step 3/10")):
         watch.outcomes[step] = replace(watch.outcomes[1], step=step)
-        while wanted not in console.file.getvalue():  # type: ignore[attr-defined]  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda wanted=wanted: wanted in console.file.getvalue())  # type: ignore[attr-defined]
     showing.cancel()
     await asyncio.gather(showing, return_exceptions=True)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -209,8 +208,7 @@ async def test_the_plain_view_names_what_a_run_waits_for_when_no_step_comes(monk
     watch, console = watch_of([0.5], steps=10), Console(file=io.StringIO(), width=200)
     watch.rows = [(LiveRow(role="actor", id="actor-0", host="h", pid=1, phase="waiting", waits_for="an engine"), 0.0)]
     showing = asyncio.create_task(show_plain(watch, console))
-    while console.file.getvalue().count("behind step 1: actor waiting (an engine)") < 2:  # type: ignore[attr-defined]  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: console.file.getvalue().count("behind step 1: actor waiting (an engine)") >= 2)  # type: ignore[attr-defined]
     showing.cancel()
     await asyncio.gather(showing, return_exceptions=True)
     assert console.file.getvalue().count("step 1/10") == 1  # type: ignore[attr-defined]
@@ -338,8 +336,7 @@ async def test_the_beginning_and_the_end_of_a_silence_of_the_bus_are_events(monk
     watching = asyncio.create_task(watch.await_answers())
     for answered_s, text in ((-7.0, "the bus has not answered for 7 s"), (0.0, "the bus answers again (")):
         watch.answered_s = time.monotonic() + answered_s
-        while not any(text in event for event in watch.events):  # noqa: ASYNC110 - a list
-            await asyncio.sleep(0.01)
+        await until(lambda text=text: any(text in event for event in watch.events))
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
     assert len(watch.events) == 2

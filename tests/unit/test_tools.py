@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.waits import turn, until
 from tidemill.actors.episodes.programs.call_threads import CallThreads, ProcessUnusable
 from tidemill.actors.episodes.programs.tools import MAX_OUTPUT_BYTES, MAX_RESULT, calculator, tools_of
 
@@ -33,7 +34,7 @@ def weather(city: str, days: int = 1, unit: str = "C") -> dict[str, Any]:
 
 
 async def later(word: str) -> str:
-    await asyncio.sleep(0)
+    await turn()
     return word * 2
 
 
@@ -181,8 +182,7 @@ async def test_calls_that_hang_delay_no_other() -> None:
     assert await called("calculator", {"expression": "6*7"}, seconds=60.0, threads=threads) == "42"
     RELEASED.set()
     async with asyncio.timeout(60):
-        while threads.hung:  # noqa: ASYNC110 - a call that ends at last is hung no longer
-            await asyncio.sleep(0)
+        await until(lambda: not threads.hung, every_s=0)  # a call that ends at last is hung no longer
 
 
 @pytest.mark.usefixtures("released")
@@ -319,7 +319,7 @@ async def test_a_call_that_ends_in_the_instant_of_its_cancellation_does_not_hang
     threads = CallThreads()
     release = threading.Event()
     call = asyncio.create_task(threads.run(release.wait))
-    await asyncio.sleep(0)
+    await turn()
     call._fut_waiter.set_result(1)  # type: ignore[attr-defined]  # as its thread does
     call.cancel()
     with pytest.raises(asyncio.CancelledError):

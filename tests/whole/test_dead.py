@@ -66,6 +66,7 @@ async def test_poisoned_prompts(tmp_path: Path) -> None:
         assert verdict.dropped["failed"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_in_which_every_task_fails_ends_with_the_reason(tmp_path: Path) -> None:
     """The dead tasks can be listed afterwards, and so can an evaluation's."""
     failing = (
