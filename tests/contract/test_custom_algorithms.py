@@ -6,6 +6,7 @@ pytest tests/contract/test_custom_algorithms.py --loss my_package.losses:mine --
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.algorithm_settings import algorithm_of
+from tests.refusals import refusal
 from tidemill.bus.system.functions import find_function
 from tidemill.learner.algorithms.aggregation import Denominators, Reducer, coefficients
 from tidemill.learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, LOSSES
@@ -318,7 +320,7 @@ def test_an_estimator_that_cannot_be_called_is_refused_with_what_it_may_ask_for(
         by_path(misspelt)
     with pytest.raises(ValueError, match=offered + "too many positional"):
         by_path(of_rewards_alone)
-    with pytest.raises(ValueError, match=r"of_one: want a tensor of shape \[10\], got \[\]"):
+    with refusal(ValueError, place=re.compile(r"of_one$"), got="[]"):
         advantages(by_path(of_one), REWARDS, GROUPS, RESPONSES)
 
 
@@ -395,9 +397,7 @@ def no_mask(delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: 
 
 def test_a_rule_of_ones_own_joins_the_others_and_returns_a_mask() -> None:
     delta_T, mask_T, sequence_T = deltas()
-    with pytest.raises(
-        ValueError, match=r"reject\.rules .*:no_mask: want a bool tensor of shape \[20\], got torch.float64 of \[20\]"
-    ):
+    with refusal(ValueError, place=re.compile(r"no_mask$"), got="torch.float64 of [20]"):
         rejected(
             Objective(algorithm_of(correction="bypass", reject={"rules": (f"{__name__}:no_mask",)})),
             delta_T,
@@ -452,12 +452,12 @@ def test_a_metric_of_another_shape_is_refused() -> None:
     )
     made = objective.loss(log_probs_T, tokens.rollout_T, tokens, objective.config)
     objective.loss = lambda *_: replace(made, metrics={"moved": torch.zeros(())})
-    with pytest.raises(ValueError, match=r"one_sided: metrics.moved: want shape \[20\], got \[\]"):
+    with refusal(ValueError, place=re.compile(r"one_sided: metrics\.moved$"), got="[]"):
         objective.total(log_probs_T, log_probs_T, tokens, step, Coupled())
 
 
 def test_a_rule_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"reject\.rules: want module:function, got 'no_such_module:f'"):
+    with refusal(ValueError, path="no_such_module:f", defect="module", setting="reject.rules"):
         Objective(algorithm_of(reject={"rules": ("no_such_module:f",)}))
     with pytest.raises(ValueError, match=r"reject\.rules: want 'METRIC SPAN HIGH' .*, or module:function, got 'mine'"):
         algorithm_of(reject={"rules": ("mine",)})

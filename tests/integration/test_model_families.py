@@ -3,6 +3,7 @@ survive the way back.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples
+from tests.refusals import refusal
 from tests.same_model import assert_converts, assert_log_probs, assert_weights, of_transformers, scored_rows, vocabulary
 from tests.tiny_models import DENSE, EXPERTS, as_pond, as_transformers_5, write_tiny_model, write_tiny_pond
 from tidemill.learner.algorithms.config import AlgorithmConfig
@@ -278,7 +280,7 @@ def test_weights_of_another_shape_are_refused(here: Any, tmp_path: Path) -> None
         write_tiny_model(tmp_path / "b", "mixtral", intermediate_size=48),
     )
     policy = build_policy(directory, dtype="float32", parallel=here)
-    with pytest.raises(ConfigRefused, match=r"experts\.0\.w1\.weight.*want the shape \(128, 32\), got \(96, 32\)"):
+    with refusal(ConfigRefused, field=re.compile("weight$")):
         policy.bridge.load(policy.chunks, other)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from tests.bus_fixtures import BusOpener
+from tests.refusals import refusal
 from tests.waits import until
 from tidemill.bus import exit_codes
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -298,7 +299,7 @@ async def test_an_agent_whose_row_was_taken_over_ends_its_ranks(open_bus: BusOpe
         await one.rows("run").put(
             "node.1", row_value(replace(ROW, node=1, nonce="3" * 12, agent="successor", host="other", pid=7))
         )
-        with pytest.raises(NodeReplaced, match="node 1: another agent has this node rank now: other pid 7"):
+        with refusal(NodeReplaced, node=1, by="other pid 7"):
             await other.ended()
         async with asyncio.timeout(WITHIN_S):
             await until(lambda: not leader.ranks.alive)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.examples import examples
+from tests.refusals import refusal
 from tidemill.learner.algorithms.aggregation import Denominators, aggregate, coefficients
 from tidemill.learner.algorithms.choices import AGGREGATIONS
 from tidemill.learner.algorithms.policy_losses import Clip, ppo
@@ -230,10 +231,10 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="token_mean"):
         step.number("mean")
     none = replace(step, denominators=replace(step.denominators, constant=0.0))
-    with pytest.raises(ValueError, match="constant: want > 0"):
+    with refusal(ValueError, place="constant"):
         none.number("constant")
     assert math.isfinite(float(none.number("token_mean")))
-    with pytest.raises(ValueError, match="groups_N: prompt_mean"):
+    with refusal(ValueError, place="groups_N"):
         replace(step, denominators=replace(step.denominators, groups_N=None)).number("prompt_mean")
 
 

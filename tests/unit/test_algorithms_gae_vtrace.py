@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.enumerated import MASK_T, PREFIXES, RESPONSES, SAMPLE_T, STEPS, VOCABULARY, Policy, per_token
+from tests.refusals import refusal
 from tidemill.learner.algorithms.advantages import returns_to_go
 from tidemill.learner.algorithms.gae_vtrace import (
     Bars,
@@ -375,5 +376,5 @@ def test_a_masked_value_has_no_loss_and_no_gradient(broken: float) -> None:
 
 def test_a_clip_of_nothing_is_refused() -> None:
     one = torch.ones(1)
-    with pytest.raises(ValueError, match="clip"):
+    with refusal(ValueError, place="clip"):
         value_loss(one, one, one, torch.ones(1, dtype=torch.bool), clip=0.0)

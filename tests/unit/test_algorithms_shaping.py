@@ -22,6 +22,7 @@ from tests.enumerated import (
     objective_gradient,
     per_token,
 )
+from tests.refusals import refusal
 from tidemill.learner.algorithms.advantages import returns_to_go
 from tidemill.learner.algorithms.shaping import (
     distillation_advantages,
@@ -51,7 +52,7 @@ def test_the_overlong_penalty_is_a_line_between_nothing_and_one(max_tokens: int,
 
 @pytest.mark.parametrize("buffer", [0, -1, 11])
 def test_a_buffer_outside_the_response_is_refused(buffer: int) -> None:
-    with pytest.raises(ValueError, match="buffer"):
+    with refusal(ValueError, place="buffer"):
         overlong_penalty(torch.tensor([5]), max_tokens=10, buffer=buffer)
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data_kit import sample, task
+from tests.refusals import refusal
 from tidemill.bus.wire.messages import Plan, Sample, Status
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.batch.batching import build_batches
@@ -268,7 +269,7 @@ def test_missing_and_cut_frames_are_refused() -> None:
 
 def test_a_header_that_is_none_is_refused() -> None:
     for frame in (b"", b"\xc1", b"\x01", b"\x80"):
-        with pytest.raises(FeedError, match="somewhere"):
+        with refusal(FeedError, where="somewhere"):
             unpack(frame, where="somewhere")
 
 
