@@ -258,7 +258,7 @@ async def test_pushes_are_not_delayed_and_torn_snapshots_are_not_lent(tmp_path: 
         if way == "push":  # until both copies are laid out like a push
             for _ in range(3):
                 await push.whole(tiny_model(seed=0), 0)
-        served.engine.peer_snapshots = PeerSnapshotServer(served.engine.updates.weights, directories[0], write=slowly)
+        served.engine.peer_snapshots = PeerSnapshotServer(served.engine.updates.served, directories[0], write=slowly)
         asked = asyncio.create_task(
             fetch(f"{served.engine.url}/snapshots/v0-{digest_of(weights(0))}", tmp_path / "got")
         )
