@@ -310,7 +310,7 @@ def test_a_function_with_other_parameters_is_refused(setting: str) -> None:
     path = f"{__name__}:of_rewards_alone"
     name, _, key = setting.partition(".")
     value = {key: (path,) if key == "rules" else path} if key else path
-    with pytest.raises(ValueError, match=rf"{setting}: want a function \(.*, .*\), got '{path}': too many positional"):
+    with refusal(ValueError, path=path, setting=setting):
         Objective(algorithm_of(**{name: value}))
 
 
@@ -466,7 +466,7 @@ def test_a_rule_that_does_not_exist_is_refused() -> None:
 @pytest.mark.parametrize("setting", ["weight.level", "aggregation"])
 def test_other_functions_that_do_not_exist_are_refused(setting: str) -> None:
     name, _, key = setting.partition(".")
-    with pytest.raises(ValueError, match=rf"{setting}: want .*no_such_module"):
+    with refusal(ValueError, defect="module", setting=setting):
         Objective(algorithm_of(**{name: {key: "no_such_module:f"} if key else "no_such_module:f"}))
     with pytest.raises(ValueError, match=rf"{setting}: want .*token.* got 'tokens'"):
         algorithm_of(**{name: {key: "tokens"} if key else "tokens"})

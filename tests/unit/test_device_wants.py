@@ -172,7 +172,7 @@ def test_segments_that_a_colocated_process_cannot_release_are_refused(
     take_devices(replace(colocated, engine=EngineConfig(colocated=True)))
     monkeypatch.delenv(name)
     server = SglangConfig(environment={name: value})
-    with pytest.raises(PlacementRefused, match=rf"engine\.sglang\.environment\.{name}: want no expandable_segments"):
+    with refusal(PlacementRefused, where=f"engine.sglang.environment.{name}"):
         take_devices(replace(colocated, engine=EngineConfig(kind="sglang", colocated=True, sglang=server)))
     take_devices(RunConfig(engine=EngineConfig(kind="sglang", sglang=server)))
 

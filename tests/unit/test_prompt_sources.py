@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -267,7 +268,7 @@ def test_a_bad_row_and_a_bad_file_are_named_with_their_shard(tmp_path: Path) -> 
     )
     tables = shards(tmp_path / "tables", ".parquet", [2, 2])
     tables[1].write_bytes(b"none")
-    with pytest.raises(PromptError, match=rf"{tables[1].name}: want a parquet file"):
+    with refusal(PromptError, where=re.compile(re.escape(tables[1].name) + "$")):
         list(read_rows(Source.at(str(tmp_path / "tables"))))
 
 
