@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from tests.waits import until
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.codec import Joining, PartsManifest
 from tidemill.bus.wire.messages import Partial, Sample, Sampling, SequenceSize, Span, Status, Task, Turns
@@ -167,5 +168,8 @@ class Proxy:
 
 async def until_backlog(bus: Bus, waiting: int, leased: int, rollout: str | None = None) -> None:
     """Wait until the queue has these numbers: the server counts a stored task for its consumers a moment later."""
-    while await bus.tasks.backlog(rollout=rollout) != (waiting, leased):  # noqa: ASYNC110 - the server sends no event
-        await asyncio.sleep(0.01)
+
+    async def counted() -> bool:
+        return await bus.tasks.backlog(rollout=rollout) == (waiting, leased)
+
+    await until(counted)

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Callable
+from typing import Any
 
 LIMIT_S = 300.0
 """Seconds that no wait of a test takes on any machine, if it ends as it should."""
@@ -15,12 +16,22 @@ async def until(
     alive: Callable[[], object] = lambda: True,
     every_s: float = 0.02,
     timeout_s: float = LIMIT_S,
-) -> None:
-    """Return when ``holds`` is true, or is a coroutine with a true result. ``alive``: false = it never will be."""
+) -> Any:
+    """Return the first true result of ``holds``, or of the coroutine that it gives. ``alive``: false = it never is."""
     async with asyncio.timeout(timeout_s):
-        while not await _result(holds):
+        while not (result := await _result(holds)):
             assert alive(), "what is waited for has ended"
             await asyncio.sleep(every_s)
+        return result
+
+
+async def until_gone(found: Callable[[], object]) -> None:
+    """Return when the result of ``found``, or of the coroutine that it gives, is empty."""
+
+    async def gone() -> bool:
+        return not await _result(found)
+
+    await until(gone)
 
 
 async def turn() -> None:

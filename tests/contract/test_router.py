@@ -24,6 +24,7 @@ from tests.engine_serving import Served, serving
 from tests.refusals import refusal
 from tests.router_kit import Door, engine_process, faulty, routing
 from tests.tiny_models import write_tiny_model
+from tests.waits import until
 from tidemill.actors.router.config import RouterConfig
 from tidemill.actors.router.exchange import Answer, Handler, Middleware, Request
 from tidemill.actors.router.forward import Sessions
@@ -538,7 +539,8 @@ async def test_a_draining_router_finishes_its_requests_and_takes_no_more(model_d
 
 
 async def refused(door: Door) -> None:
-    async with asyncio.timeout(60):
-        while (await door.get("/health"))[0] != 503:  # noqa: ASYNC110 - the router sends no event
-            await asyncio.sleep(0.01)
+    async def unhealthy() -> bool:
+        return (await door.get("/health"))[0] == 503
+
+    await until(unhealthy)
     assert (await door.generate())[0] == 503

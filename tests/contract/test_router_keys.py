@@ -11,6 +11,7 @@ import pytest
 from tests.refusals import refusal
 from tests.router_kit import Door, faulty, routing
 from tests.tiny_models import write_tiny_model
+from tests.waits import until
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
@@ -89,6 +90,7 @@ async def test_clients_on_other_machines_need_a_key() -> None:
 
 
 async def _until_healthy(door: Door) -> None:
-    async with asyncio.timeout(20):
-        while (await door.get("/health"))[0] != 200:  # noqa: ASYNC110 - it is another machine, as it were
-            await asyncio.sleep(0.02)
+    async def healthy() -> bool:
+        return (await door.get("/health"))[0] == 200
+
+    await until(healthy)

@@ -19,7 +19,7 @@ import pytest
 
 from tests.bus_kit import make_sample, make_task, take
 from tests.refusals import refusal
-from tests.waits import until
+from tests.waits import until, until_gone
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, Denied, Forbidden, ServerFailed
@@ -108,8 +108,11 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
                 LiveView(actor).on_change("scorer", lambda: None),
                 LiveView(router).on_change("engine", lambda: None),
             ):
-                while len(await LiveView(router).alive()) < 5:  # noqa: ASYNC110 - no event for other roles
-                    await asyncio.sleep(0.02)
+
+                async def all_seen() -> bool:
+                    return len(await LiveView(router).alive()) >= 5
+
+                await until(all_seen)  # other roles have no event
             watching = engine.rows("weights").watch("head")
             assert await take(watching, 1) == [({"version": 0, "step": 0, "epoch": 1}, 1)]
             await watching.aclose()  # type: ignore[attr-defined]
@@ -180,12 +183,10 @@ async def test_every_role_gets_the_reason_for_which_nothing_is_stored(as_user: A
     async with as_user("learner") as keeper, as_user(user) as bus:
         for reason in ("no room", "no room still"):
             async with keeper.reporting_full(lambda reason=reason: reason), asyncio.timeout(AT_ONCE_S):  # type: ignore[misc]
-                while not (got := await bus.full()):  # noqa: ASYNC110 - the subscription of another connection is no event here
-                    await asyncio.sleep(0.02)
-                assert got == reason
+                # The subscription of another connection is no event here.
+                assert await until(bus.full) == reason
             async with asyncio.timeout(AT_ONCE_S):
-                while await bus.full():  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
+                await until_gone(bus.full)
 
 
 @pytest.mark.parametrize("what", FORBIDDEN)
@@ -493,11 +494,16 @@ async def test_a_host_gives_each_process_a_user_of_its_own_and_has_no_more_of_th
         host = await asyncio.create_subprocess_exec(*command, "--users", str(auth_dir), cwd=ROOT, env=environment)
         try:
             view = LiveView(learner)
-            while [one.id for one in await view.alive("actor")] != ["actor-0", "actor-1"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-            while not (rows := await view.alive("host")) or not rows[0].waits_for:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-            assert (rows[0].id, rows[0].waits_for) == ("host-1", "5 actors wanted, credentials for 2 of them here")
+
+            async def both_run() -> bool:
+                return [one.id for one in await view.alive("actor")] == ["actor-0", "actor-1"]
+
+            async def waiting() -> list[LiveRow]:
+                return [row for row in await view.alive("host") if row.waits_for]
+
+            await until(both_run)
+            [row] = await until(waiting)
+            assert (row.id, row.waits_for) == ("host-1", "5 actors wanted, credentials for 2 of them here")
         finally:
             host.terminate()
             assert await host.wait() == 0

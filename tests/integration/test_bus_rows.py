@@ -9,7 +9,7 @@ import pytest
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, take
 from tests.refusals import refusal
-from tests.waits import turn, until
+from tests.waits import turn, until, until_gone
 from tidemill.bus.client.rows import Row, Value
 from tidemill.bus.errors import NotFound, RowConflict, UnreadableRow, WireError
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView, processes
@@ -154,8 +154,7 @@ async def test_a_row_that_stands_still_grows_old(open_bus: BusOpener) -> None:
                 await until(lambda: heartbeat.written_s > 0)
                 raise RuntimeError("killed")
         assert [found.id for found in await view.alive()] == ["a1"], "seen for the first time counts as just changed"
-        await asyncio.sleep(0.25)
-        assert await view.alive() == []
+        await until_gone(view.alive)
         assert (await view.refresh())[0][1] > 0.2
 
 
@@ -177,15 +176,13 @@ async def test_rows_do_not_age_while_the_bus_is_full(open_bus: BusOpener) -> Non
     async with open_bus() as bus, open_bus(run=bus.run, layout=False) as other, asyncio.timeout(60):
         await bus.rows("live").put("actor.a1", dataclasses.asdict(row("a1")))
         view = LiveView(other, dead_after_s=0.1)
-        while await view.alive():  # noqa: ASYNC110 - an age is no event
-            await asyncio.sleep(0.02)
+        await until_gone(view.alive)
         async with bus.reporting_full(lambda: "no room"):
             await until(lambda: other.full())  # the subscription of another connection is none, either
             for _ in range(5):
                 assert [alive.id for alive in await view.alive()] == ["a1"]
                 await asyncio.sleep(0.05)
-        while await view.alive():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+        await until_gone(view.alive)
 
 
 async def test_a_bus_is_one_run(open_bus: BusOpener) -> None:

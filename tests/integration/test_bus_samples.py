@@ -15,7 +15,7 @@ from nats.aio.msg import Msg
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_sample, take
 from tests.refusals import refusal
-from tests.waits import until
+from tests.waits import until, until_gone
 from tidemill.bus.client import outbox
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusUnavailable, NotFound, StreamReplaced, StreamTrimmed, WireError
@@ -148,9 +148,12 @@ async def test_a_consumer_whose_creation_was_answered_too_late_is_removed(
         assert [place(received)[0] for received in await take(stream, 1)] == [1]
         await stream.aclose()  # type: ignore[attr-defined]
         assert late
+
+        async def consumers() -> Any:
+            return (await call(f"CONSUMER.NAMES.TM_{bus.run}_SAMPLES"))["consumers"]
+
         async with asyncio.timeout(30):  # by itself the server would remove it after a minute
-            while (await call(f"CONSUMER.NAMES.TM_{bus.run}_SAMPLES"))["consumers"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await until_gone(consumers)
 
 
 async def test_a_full_stream_makes_publishers_wait_until_it_is_trimmed(open_bus: BusOpener) -> None:

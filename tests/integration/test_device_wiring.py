@@ -287,12 +287,15 @@ async def test_a_host_starts_no_engine_without_memory(
             ]
             process = machine.start(*words)
             try:
-                found = ""
-                while not machine.children() and "not started" not in found:
-                    assert process.poll() is None, machine.log
-                    found = " ".join([row.waits_for for row in await LiveView(bus).alive("host")])
-                    await asyncio.sleep(0.05)
-                assert re.search(why, found), found
+
+                async def decided() -> bool:
+                    return bool(machine.children() or "not started" in await waits_for())
+
+                async def waits_for() -> str:
+                    return " ".join([row.waits_for for row in await LiveView(bus).alive("host")])
+
+                await until(decided, alive=lambda: process.poll() is None)
+                assert re.search(why, found := await waits_for()), found
             finally:
                 process.terminate()
                 await asyncio.to_thread(process.wait, 60)
@@ -303,9 +306,9 @@ async def _row(
     view: LiveView, role: str, process: "subprocess.Popen[bytes]", right: Callable[[LiveRow], bool]
 ) -> LiveRow:
     """Return the first live row of a role that is ``right``."""
-    while True:
-        assert process.poll() is None, "the process has ended"
-        for row in await view.alive(role):
-            if right(row):
-                return row
-        await asyncio.sleep(0.05)
+
+    async def those() -> list[LiveRow]:
+        return [row for row in await view.alive(role) if right(row)]
+
+    row: LiveRow = (await until(those, alive=lambda: process.poll() is None))[0]
+    return row

@@ -321,10 +321,12 @@ async def test_a_file_that_is_being_sent_is_in_use_however_long_that_takes(tmp_p
             unused(lending)
             assert there.exists(), "one of two readers has gone"
             await answer.content.readexactly(size - 1)
-        async with asyncio.timeout(LIMIT_S):
-            while there.exists():
-                unused(lending)
-                await asyncio.sleep(0.01)
+
+        def removed() -> bool:
+            unused(lending)
+            return not there.exists()
+
+        await until(removed)
 
 
 async def test_a_colocated_engine_lends_nothing(tmp_path: Path) -> None:
