@@ -15,6 +15,7 @@ from tests.metric_names import undocumented
 from tests.refusals import refusal
 from tidemill.learner.algorithms import objective
 from tidemill.learner.algorithms.aggregation import TokenLoss
+from tidemill.learner.algorithms.correction import ImportanceWeights
 from tidemill.learner.algorithms.diagnostics import (
     POSITIONS,
     PROBABILITIES,
@@ -26,7 +27,6 @@ from tidemill.learner.algorithms.diagnostics import (
     sample_metrics,
     token_sums,
 )
-from tidemill.learner.algorithms.importance_weights import ImportanceWeights
 
 LENGTHS = (9, 3, 14, 1, 20, 6)
 MAX_LAG = 2
