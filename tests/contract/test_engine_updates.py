@@ -15,6 +15,7 @@ import torch
 
 from tests.engine_push import DEADLINE_S, flat, joined, named, serves
 from tests.engine_serving import greedy, log_probs_of, prompts, scores, scores_across, serving, told_log_probs
+from tests.examples import rarely
 from tests.handle_push import joined_by_handles
 from tests.tiny_models import SERVED, tiny_model, write_tiny_model
 from tests.waits import turn
@@ -26,7 +27,10 @@ CONTEXT = 4096
 over_both = pytest.mark.parametrize("joined", [joined, joined_by_handles], ids=["broadcast", "handles"])
 
 
-@pytest.fixture(scope="module", params=SERVED)
+@pytest.fixture(
+    scope="module",
+    params=["qwen2", "qwen3_moe", *rarely(family for family in SERVED if family not in ("qwen2", "qwen3_moe"))],
+)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.algorithm_settings import algorithm_of
 from tests.cuda_kernels import RaisingOnCuda
-from tests.examples import rarely
+from tests.examples import rarely, some
 from tests.integration import megatron_ranks
 from tests.integration.megatron_ranks import OPTIMIZER, STEPS, VOCAB
 from tests.learner_steps import make_batches, make_samples, run_ranks
@@ -581,7 +581,7 @@ def test_the_peak_of_a_device(name: str, peak: float | None) -> None:
     assert peak_tflops(name) == peak
 
 
-@pytest.mark.parametrize("correction", PRESETS)
+@pytest.mark.parametrize("correction", some(PRESETS, 5))
 def test_every_correction_trains_and_names_its_metrics(make: Any, correction: str) -> None:
     metrics = _train(make(correction=correction, with_proximal=False)[0])[-1]
     assert ("offpolicy/tis_weight_mean" in metrics) == (AlgorithmConfig(correction=correction).weight.level != "none")

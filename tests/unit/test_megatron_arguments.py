@@ -16,13 +16,13 @@ def test_every_argument_of_megatron_is_passed_on_or_refused_with_a_reason() -> N
     assert not OURS.keys() & TRIED.keys()
 
 
-@pytest.mark.parametrize("name", sorted({*annotations(), "nothing_of_megatron"} - TRIED.keys()))
-def test_all_but_those_with_a_known_effect_are_refused(name: str) -> None:
-    if name not in OURS:
-        assert refusals({name: True})
-        return
-    with refusal(ValueError, place=f"megatron.{name}"):
-        LearnerConfig(megatron={name: True})
+def test_all_but_those_with_a_known_effect_are_refused() -> None:
+    for name in sorted({*annotations(), "nothing_of_megatron"} - TRIED.keys()):
+        if name not in OURS:
+            assert refusals({name: True}), name
+        else:
+            with refusal(ValueError, place=f"megatron.{name}"):
+                LearnerConfig(megatron={name: True})
 
 
 def test_a_new_argument_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
