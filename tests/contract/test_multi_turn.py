@@ -438,7 +438,5 @@ def test_it_is_a_rollout_by_name() -> None:
         ].python
         == "/usr/bin/python3"
     )
-    with pytest.raises(
-        ValueError, match=r"rollouts.a.use: want multi_turn, dataset, agent:.* or openenv:URL, got 'multiturn'"
-    ):
+    with refusal(ValueError, place="rollouts.a.use", got="'multiturn'"):
         read(Sections[RolloutConfig], {"a": {"use": "multiturn"}}, "rollouts")

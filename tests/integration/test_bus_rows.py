@@ -101,7 +101,7 @@ async def test_a_watcher_sees_every_state_it_wakes_to(nats_server: EmbeddedServe
 @pytest.mark.parametrize("key", ["", "a b", "a.", ".a", "a..b", "a*", "ä"])
 async def test_a_bad_key_is_refused(open_bus: BusOpener, key: str) -> None:
     async with open_bus() as bus:
-        with pytest.raises(ValueError, match="want a key of"):
+        with refusal(ValueError, place="run"):
             await bus.rows("run").put(key, {})
 
 

@@ -1,6 +1,7 @@
 """A GGUF file as a model directory: the weights, the tokenizer and the ends of the model it was made from."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -169,5 +170,5 @@ def test_a_file_that_is_cut_is_refused(
 ) -> None:
     file = write(tmp_path / "model.gguf", model, tokenizer)
     file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(ValueError, match="want a whole GGUF file, got one that cannot be read"):
+    with refusal(ValueError, place=re.compile(r"model\.gguf$")):
         to_directory(file, tmp_path / "hf")

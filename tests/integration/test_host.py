@@ -18,6 +18,7 @@ from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tests.forked import Forked
 from tests.launched import tidemill
+from tests.refusals import refusal
 from tests.waits import until
 from tests.whole.prepared import put_prepared
 from tests.whole.running import SMOKE
@@ -346,7 +347,7 @@ def test_a_node_that_a_host_cannot_run_is_refused(
 
 def test_credentials_of_the_learner_are_wanted_beside_those_of_the_hosts_processes(tmp_path: Path) -> None:
     config = from_map({"run": "r"}, "test")
-    with pytest.raises(ValueError, match=r"want learner\.env in .* with --learner-node"):
+    with refusal(ValueError, place="--users", got="none"):
         HostLearner(config=config, rank=0, arguments=(), users=tmp_path)
     credentials_file(tmp_path, "learner").touch()
     HostLearner(config=config, rank=0, arguments=(), users=tmp_path)

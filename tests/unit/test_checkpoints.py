@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,7 @@ def test_prune_spares_what_is_kept_for_its_score(tmp_path: Path) -> None:
 
 
 def test_a_strange_name_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="step-20-epoch-1"):
+    with refusal(ValueError, place=re.compile(r"final$")):
         disk.named(tmp_path / "final")
 
 

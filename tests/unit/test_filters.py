@@ -168,7 +168,7 @@ def test_gibberish_wants_a_rare_token_of_low_probability() -> None:
     assert decide("gibberish", group(episode), vocab_size=1000, rare_from=500).masked == ()
     rare = replace(episode, log_probs=np.array([-1.0, -1.0, bound - 1, -1.0], np.float32))
     assert decide("gibberish", group(rare), vocab_size=1000, rare_from=500).masked == (0,)
-    with pytest.raises(BadRewardOption, match=r"options.vocab_size: missing.*filter 'gibberish'"):
+    with refusal(BadRewardOption, reward="gibberish", option="vocab_size"):
         bind("gibberish", {}, FILTER)
 
 

@@ -80,7 +80,7 @@ def test_devices_that_do_not_suffice_are_refused(
     "learner", [{"nodes": 2}, {"data_parallel": 3, "nodes": 2}, {"data_parallel": 2, "nodes": 2, "colocated": True}]
 )
 def test_settings_that_do_not_divide_are_refused(tmp_path: Path, learner: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"learner\.nodes"):
+    with refusal(ValueError, place="test: learner.nodes", got="2"):
         config(tmp_path, **learner)
 
 

@@ -191,7 +191,7 @@ def test_a_directory_of_datasets_is_read_in_the_order_of_its_files(tmp_path: Pat
         (row["prompt"], str(n)) for n, row in list(enumerate(rows))[1:4]
     ]
     (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    with pytest.raises(PromptError, match=r"want the directory of one split, got .* name one of them: .*/set/train"):
+    with refusal(PromptError, where=re.compile(r"set$")):
         list(read_rows(Source.at(str(tmp_path / "set"))))
 
 

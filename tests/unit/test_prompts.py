@@ -99,9 +99,7 @@ def test_the_only_short_prompt_is_found_from_every_position(tmp_path: Path) -> N
 
 def test_only_too_long_prompts_are_an_error_not_an_endless_search(tmp_path: Path) -> None:
     file = open_file(write(tmp_path, [{"prompt": "x" * 30, "label": 0}] * 3))
-    with pytest.raises(
-        PromptError, match=r":\d: want <= 20 tokens .*, got 30; none of the 3 rows of .*prompts.jsonl can be used"
-    ):
+    with refusal(PromptError, where=re.compile(r"prompts\.jsonl:2$")):
         file.after(0, 2)
 
 
@@ -192,7 +190,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with refusal(PromptError, got="no such file"):
         open_file(tmp_path / "nothing.jsonl")
     (tmp_path / "prompts.csv").write_text("a,b\n")
-    with pytest.raises(PromptError, match=r"\.jsonl or \.parquet"):
+    with refusal(PromptError, where=re.compile(r"prompts\.csv$"), got="suffix '.csv'"):
         open_file(tmp_path / "prompts.csv")
     (tmp_path / "prompts.parquet").write_text("no parquet")
     with refusal(PromptError, where=re.compile("parquet$")):
