@@ -25,10 +25,9 @@ from tidemill.bus import exit_codes
 from tidemill.bus.exit_codes import CRASHED
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.batch.batch import StepBatch
-from tidemill.learner.batch.frames import Frame, decode
 from tidemill.learner.errors import FeederFailed, FeederLost, FeedError
 from tidemill.learner.feed.feed_keys import FeedKeys, admit_by
-from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Last, pack, unpack
+from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Frame, Last, decode, pack, unpack
 
 log = logging.getLogger(__name__)
 

@@ -29,23 +29,21 @@ from tidemill.bus.wire.messages import Plan, Requeue, Sample, Settle
 from tidemill.bus.wire.subjects import EPOCH_KEY
 from tidemill.learner.algorithms.alarms import Context
 from tidemill.learner.batch.batching import build_batches
-from tidemill.learner.batch.frames import encode, encode_metadata
 from tidemill.learner.buffer.ledger import ROWS
-from tidemill.learner.buffer.selection import Waits
+from tidemill.learner.buffer.plans import Waits
 from tidemill.learner.debug.rollout_file import DumpedRollout, save_rollout
 from tidemill.learner.evaluation.evaluations import BestCheckpoint, Evaluations
 from tidemill.learner.feed.data_metrics import EpisodeAge, episode_metrics, facts_of
-from tidemill.learner.feed.feed_messages import FeedStart
+from tidemill.learner.feed.feed_messages import FeedStart, encode_batch, encode_metadata
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.feeder_row import BEAT_S, FeederRow, Parts
 from tidemill.learner.feed.feeder_settings import FeederSettings
 from tidemill.learner.feed.filtering import Filtering, OpenFilter
 from tidemill.learner.feed.intake import Intake, LostTasks
-from tidemill.learner.feed.issuing import TaskIssuer
+from tidemill.learner.feed.issuing import Curriculum, TaskIssuer
 from tidemill.learner.feed.outcomes import EarlyEnd, KeptCheckpoints, Outcomes
 from tidemill.learner.feed.recorded_responses import RecordedResponses
 from tidemill.learner.feed.restart import Restored, peers_of, verified
-from tidemill.learner.prompts.curriculum import Curriculum
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.checkpoint_store import MOST_PENDING
 from tidemill.weightstore.store.registry import HEAD, VersionRegistry
@@ -87,6 +85,7 @@ class Feeder:
         self._bus, self._settings, self._prompts, self._server, self._row = bus, settings, prompts, server, row
         self._restored, self._source, self._recorded = restored, resumed.source, resumed.recorded
         self._epoch, rules = restored.epoch, resumed.source.rules
+        context = Context(max_lag=rules.staleness.max_lag, gate=rules.staleness.gate)
         self._decide = server.waiter
         self._replayed = asyncio.Event()
         self._states: dict[int, bytes] = {}
@@ -108,7 +107,7 @@ class Feeder:
             resumed,
             epoch=self._epoch,
             steps=rules.steps,
-            age=EpisodeAge(settings.learner.algorithm.alarms, Context(max_lag=rules.max_lag, gate=rules.gate)),
+            age=EpisodeAge(settings.learner.algorithm.alarms, context),
             kept=KeptCheckpoints(root, settings.learner.keep_checkpoints, row.copies, self._best),
             on_published=self._published,
         )
@@ -317,7 +316,7 @@ class Feeder:
         elif isinstance(record, Settle):
             log.info("settled reason=%s tasks=%s before_step=%d", record.reason, record.tasks.tolist(), record.step)
             if left_out := source.accounting().given_up - given_up:
-                log.warning("prompts given up count=%d issued_again=%d", left_out, source.rules.max_reissues)
+                log.warning("prompts given up count=%d issued_again=%d", left_out, source.rules.staleness.max_reissues)
         else:
             log.info("requeued task=%d before_step=%d", record.task, record.step)
 
@@ -351,7 +350,7 @@ class Feeder:
         metadata = b""
         if learner.algorithm.may_need_metadata and self._server.wants_metadata:
             metadata = await asyncio.to_thread(encode_metadata, samples)
-        await self._server.offer(plan.step, [encode(batch) for batch in batches], metadata)
+        await self._server.offer(plan.step, [encode_batch(batch) for batch in batches], metadata)
         self._log_plan(plan, recorded=recorded)
 
     def _log_plan(self, plan: Plan, *, recorded: bool) -> None:

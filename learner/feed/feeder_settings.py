@@ -1,7 +1,7 @@
 """Settings of the feeder: sections of the run's configuration, and values that follow from several of them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,11 +153,12 @@ class FeederSettings:
 
     def data_rules(self, prompts: PromptFile) -> DataRules:
         """Return the rules of the DataSource, whose digest is recorded with every plan."""
-        values = {name: getattr(self.learner, name) for name in _OF_THE_LEARNER} | asdict(self.staleness)
+        staleness = self.staleness
         if self.debug.rollout_only:  # version 0 makes all samples, and none is too old
-            values["max_lag"] = self.learner.steps
+            staleness = replace(staleness, max_lag=self.learner.steps)
         return DataRules(
             run=self.places.run,
+            staleness=staleness,
             max_context=self.model.max_context,
             push_every=self.push_every,
             temperature=self.sampling.temperature,
@@ -172,7 +173,7 @@ class FeederSettings:
             demonstrations=self.learner.algorithm.demonstration_coef > 0,
             teacher=self.learner.algorithm.needs_teacher,
             teacher_top_k=self.learner.algorithm.listed_by_engine,
-            **values,
+            **{name: getattr(self.learner, name) for name in _OF_THE_LEARNER},
         )
 
 

@@ -24,8 +24,7 @@ from tidemill.learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, Replay
 from tidemill.learner.evaluation.rounds import Rounds
 from tidemill.learner.feed.copies import Copies
 from tidemill.learner.feed.feeder_settings import FeederSettings
-from tidemill.learner.prompts.planned_rows import PlannedRows
-from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.prompts.prompt_file import PlannedRows, PromptFile
 from tidemill.learner.settings.step_settings import refuse_built_in
 from tidemill.weightstore.store.registry import VersionRegistry
 

@@ -33,8 +33,7 @@ from tidemill.learner.algorithms.policy_losses import Supervised
 from tidemill.learner.algorithms.ratios import log_ratio, sequence_sums
 from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import StepBatch, without_truncated
-from tidemill.learner.batch.prefixes import any_common
-from tidemill.learner.batch.repacking import packings, repacked
+from tidemill.learner.batch.repacking import any_common, packings, repacked
 from tidemill.learner.debug import collector
 from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
 from tidemill.learner.debug.report import REPORTED_STEPS

@@ -51,8 +51,7 @@ from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.outcomes import KeptCheckpoints, Outcomes
 from tidemill.learner.feed.restart import CHECKPOINT_KEY, resume
-from tidemill.learner.prompts.planned_rows import PlannedRows
-from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.prompts.prompt_file import PlannedRows, PromptFile
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
 from tidemill.weightstore.store.registry import HEAD, VersionRegistry

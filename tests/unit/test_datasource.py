@@ -16,9 +16,8 @@ from tidemill.bus.wire.messages import Dead, Plan, Requeue, Settle, Status, Task
 from tidemill.learner.buffer.arrivals import EARLY_SAMPLES, Arrival, Disposition
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import BufferedSample, SampleGroup, Verdict
-from tidemill.learner.buffer.plans import plan_bytes, settle_bytes
+from tidemill.learner.buffer.plans import Waits, fit_groups, plan_bytes, settle_bytes
 from tidemill.learner.buffer.rules import DataRules
-from tidemill.learner.buffer.selection import Waits, fit_groups
 from tidemill.learner.errors import ConfigRefused, ReplayMismatch
 from tidemill.learner.settings.config import StalenessConfig
 
