@@ -27,7 +27,7 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.errors import FeederFailed, FeederLost, FeedError
 from tidemill.learner.feed.feed_keys import FeedKeys, admit_by
-from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Frame, Last, decode, pack, unpack
+from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Frame, Last, decode_batch, pack, unpack
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class FeedClient:
                 raise FeedError(self._url, f"step {step - 1} as the last", header["step"])
             self.draining = self.draining or header["drained"]
             return Last(step=header["step"], state=header["state"], drained=header["drained"])
-        batch = decode(header, frames, with_metadata=self._metadata)
+        batch = decode_batch(header, frames, with_metadata=self._metadata)
         if (batch.step, batch.dp_rank) != (step, self._dp_rank):
             raise FeedError(self._url, f"batch {step} for dp rank {self._dp_rank}", (batch.step, batch.dp_rank))
         return batch

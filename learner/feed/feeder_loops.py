@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tidemill.bus.errors import Fenced
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.wire.json_object import JsonObject
@@ -41,7 +40,7 @@ from tidemill.learner.feed.feeder_settings import FeederSettings
 from tidemill.learner.feed.filtering import Filtering, OpenFilter
 from tidemill.learner.feed.intake import Intake, LostTasks
 from tidemill.learner.feed.issuing import Curriculum, TaskIssuer
-from tidemill.learner.feed.outcomes import EarlyEnd, KeptCheckpoints, Outcomes
+from tidemill.learner.feed.outcomes import EarlyEnd, KeptCheckpoints, Outcomes, refuse_newer
 from tidemill.learner.feed.recorded_responses import RecordedResponses
 from tidemill.learner.feed.restart import Restored, peers_of, verified
 from tidemill.learner.prompts.prompt_file import PromptFile
@@ -60,12 +59,6 @@ EARLY_CHECKPOINT_FULL = 0.7
 """Share of the stream SAMPLES in use at which a step is checkpointed early, so that it can be trimmed."""
 
 Loop = Callable[[], Coroutine[Any, Any, None]]
-
-
-def refuse_newer(newest: int, epoch: int) -> None:
-    """Raise Fenced if a later epoch than this start's was raised. ``epoch``: 0 = this start has none yet."""
-    if newest > epoch > 0:
-        raise Fenced(f"run.{EPOCH_KEY}", epoch, newest) from None
 
 
 class Feeder:
@@ -335,10 +328,8 @@ class Feeder:
             samples,
             recorded=recorded,
             state=snapshot if is_checkpointed else b"",
-            pad_to=learner.row_multiple,
-            eos_ids=self._settings.model.eos_ids,
             token_limits=limits,
-            routed=self._settings.replayed_routing,
+            **self._settings.packing,
         )
         if self._settings.debug.save_rollout:
             file = Path(self._settings.debug.save_rollout.format(step=plan.step))

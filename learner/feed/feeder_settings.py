@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tidemill.bus.config import BusConfig
 from tidemill.bus.wire.episode_limits import Budget
@@ -150,6 +150,11 @@ class FeederSettings:
     def step_settings(self) -> JsonObject:
         """Record of the settings that decide the result of a step; empty = no step trains."""
         return {} if self.debug.rollout_only else record_of(self.learner, push_every=self.push_every)
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """Arguments of ``build_batches`` that are the same for all steps."""
+        return {"pad_to": self.learner.row_multiple, "eos_ids": self.model.eos_ids, "routed": self.replayed_routing}
 
     def data_rules(self, prompts: PromptFile) -> DataRules:
         """Return the rules of the DataSource, whose digest is recorded with every plan."""

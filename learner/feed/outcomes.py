@@ -15,7 +15,7 @@ from tidemill.bus.streams.bus import Bus, current_epoch
 from tidemill.bus.streams.cursors import Cursors
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Done, Plan
-from tidemill.bus.wire.subjects import END_KEY
+from tidemill.bus.wire.subjects import END_KEY, EPOCH_KEY
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.ledger import read_state
 from tidemill.learner.checkpoints import disk
@@ -203,14 +203,14 @@ class Outcomes:
 
         def committed(stored: Value | None) -> Value:
             """Return the row. Raises Fenced if a newer learner has written the row."""
-            _refuse_newer(int((stored or {}).get("epoch", 0)), self._epoch)
+            refuse_newer(int((stored or {}).get("epoch", 0)), self._epoch, key=CHECKPOINT_KEY)
             return row
 
         await self._bus.rows("run").change(CHECKPOINT_KEY, committed, replace_unreadable=True)
 
     async def _refuse_if_replaced(self) -> None:
         """Raises Fenced."""
-        _refuse_newer(await current_epoch(self._bus), self._epoch)
+        refuse_newer(await current_epoch(self._bus), self._epoch)
 
     async def _trim(self, latest: Checkpoint, state: JsonMapping, spared: Collection[str]) -> None:
         """Trim checkpoints and streams to the oldest kept checkpoint, less the window of history."""
@@ -263,10 +263,10 @@ async def record_done(
         log.info("metrics unsent error=%s", error)
 
 
-def _refuse_newer(newest: int, epoch: int) -> None:
-    """Raises Fenced."""
-    if newest > epoch:
-        raise Fenced(f"run.{CHECKPOINT_KEY}", epoch, newest)
+def refuse_newer(newest: int, epoch: int, *, key: str = EPOCH_KEY) -> None:
+    """Raise Fenced if a later epoch than this start's was raised. ``epoch``: 0 = this start has none yet."""
+    if newest > epoch > 0:
+        raise Fenced(f"run.{key}", epoch, newest) from None
 
 
 class EarlyEnd:

@@ -120,14 +120,7 @@ class RecordedFeeder:
             minibatches=learner.minibatches,
         )
         plan = planned_again(rollout, step, packing, chain=self._chain)
-        batches = build_batches(
-            plan,
-            rollout.samples,
-            pad_to=learner.row_multiple,
-            eos_ids=self._settings.model.eos_ids,
-            token_limits=rollout.token_limits,
-            routed=self._settings.replayed_routing,
-        )
+        batches = build_batches(plan, rollout.samples, token_limits=rollout.token_limits, **self._settings.packing)
         self._facts[step] = facts_of(plan, batches)
         self._chain, self._step = plan.chain, step
         text = "loaded step=%d run=%s recorded_step=%d samples=%d"

@@ -21,7 +21,7 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from tidemill.learner.algorithms import diagnostics
-from tidemill.learner.algorithms.aggregation import Denominators
+from tidemill.learner.algorithms.aggregation import Denominators, Supervised
 from tidemill.learner.algorithms.choices import RUNNING
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.correction import rate_factor
@@ -29,7 +29,6 @@ from tidemill.learner.algorithms.diagnostics import Sums
 from tidemill.learner.algorithms.gae_vtrace import with_token_advantages
 from tidemill.learner.algorithms.kl import EntropyBonus, counted_samples, next_coefficient
 from tidemill.learner.algorithms.objective import Coupled, Objective, sequence_weight_sums
-from tidemill.learner.algorithms.policy_losses import Supervised
 from tidemill.learner.algorithms.ratios import log_ratio, sequence_sums
 from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import StepBatch, without_truncated
