@@ -285,9 +285,7 @@ def test_only_filters_that_decide_are_part_of_the_rules() -> None:
         == '[["a", "m:f", {}, "buffer"]]'
         != identity_of(tuple(read(Filters, {"a": "m:f"}, "filters").values()))
     )
-    assert (
-        rules().digest == replace(rules(), filters="", over_sampling=0.0).digest != replace(rules(), filters="x").digest
-    )
+    assert rules().digest == rules(filters="", over_sampling=0.0).digest != replace(rules(), filters="x").digest
 
 
 # ---- groups that are dropped, masked and ordered
