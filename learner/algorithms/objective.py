@@ -232,6 +232,7 @@ class Objective:
         """
         config, sums, cut, floor, covariance = self.config, None, math.inf, -math.inf, None
         by_covariance = config.loss in BY_COVARIANCE
+        # Which tokens are harmful, or have a large covariance, depends on the advantages that the loss will see.
         rows = [self.advised(row, given(row.old_T)) for row in rows] if config.m2.limit or by_covariance else rows
         if config.weight.self_normalise:
             level = str(config.weight.level)

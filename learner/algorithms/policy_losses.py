@@ -42,6 +42,7 @@ def _advantages(tokens: Tokens) -> Tensor:
 
 def _score(log_probs_T: Tensor, mask_T: Tensor) -> Tensor:
     """Return 1 with the gradient of log pi_theta, [T]."""
+    # The value 1 and not log pi: then the first step has loss -mean A with every loss.
     return log_ratio(log_probs_T, log_probs_T.detach(), mask_T).exp()
 
 
@@ -100,6 +101,7 @@ def cispo(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Algorit
     Source: CISPO, MiniMax-M1 2506.13585 (TRL's epsilon_high is the cap itself, here it is cap - 1).
     """
     low, high = config.clip.bounds
+    # Ratios are positive, so a low of 1 or more bounds nothing.
     ratio_T = log_ratio(log_probs_T, anchor_T, tokens.mask_T).exp().clamp(max(0.0, 1 - low), 1 + high)
     return _weighted(ratio_T.detach(), log_probs_T, tokens)
 
@@ -124,6 +126,7 @@ def gspo_token(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Al
     """
     delta_T = log_ratio(log_probs_T, anchor_T, tokens.mask_T)
     means_T = spread(sequence_means(delta_T, tokens.mask_T, *tokens.by_sequence).detach(), tokens.by_sequence[0])
+    # The ratio of the sequence is a constant: each token has the gradient of its own log-prob alone.
     ratio_T = torch.where(tokens.mask_T, means_T, 0.0).exp() * _score(log_probs_T, tokens.mask_T)
     return _clipped(ratio_T, tokens, config)
 
@@ -210,6 +213,7 @@ def gmpo(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Algorith
     (low, high), advantages_T = config.clip.bounds, _advantages(tokens)
     delta_T = log_ratio(log_probs_T, anchor_T.detach(), tokens.mask_T)
     over_T = ((advantages_T > 0) & (delta_T > high)) | ((advantages_T < 0) & (delta_T < -low))
+    # A token beyond its bound has no gradient, and still counts in the mean of its sequence.
     held_T = torch.where(over_T, delta_T.detach().clamp(-low, high), delta_T)
     ratio_T = spread(sequence_means(held_T, tokens.mask_T, *tokens.by_sequence), tokens.by_sequence[0]).exp()
     return _made(-ratio_T * advantages_T, over_T, tokens.mask_T)

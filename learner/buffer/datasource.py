@@ -195,6 +195,7 @@ class DataSource:
 
     def plan(self, now: float) -> Plan | Settle | Requeue | Waits:
         """Return the next record to write, a Settle first, or a description of what the next step waits for."""
+        # Groups that are dropped give their places back before a step is chosen among the others.
         if settle := self.settlement():
             return settle
         step, groups = self.step + 1, self._groups.values()
@@ -252,6 +253,7 @@ class DataSource:
             self._apply_settle(record)
         elif isinstance(record, Requeue):
             self._admission.schedule_requeue(self._requeues.apply(record), self._open_tasks())
+        # Last: a record that is refused leaves the place in the log as it was.
         self.plan_seq = seq
 
     def _apply_plan(self, plan: Plan) -> None:

@@ -145,6 +145,7 @@ def _assign(
 def _level(order: Sequence[int], work: Sequence[int], count: int) -> list[list[int]]:
     """Distribute the rows of ``order`` (longest first), each to the part with the least work so far."""
     parts: list[list[int]] = [[] for _ in range(count)]
+    # Equal loads are ordered by the number of the part, so the result depends on the arguments alone.
     heap = [(0, number) for number in range(count)]
     for row in order:
         load, number = heap[0]

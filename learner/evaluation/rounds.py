@@ -106,6 +106,7 @@ class Rounds:
         """Open the round of ``version``, if it is due and its weights have had none, or let it wait for an open one."""
         if self._open is not None and step == self._open.step:
             self._open.newest_copy = max(version, self._open.newest_copy)
+        # By step as well: a start publishes the weights that it begins with once more, as a later version.
         newest_step = self._newest_step if self._next is None else self._next[1]
         if not self.due(version, step) or version <= self._newest or step <= newest_step:
             return

@@ -111,6 +111,7 @@ class FeedClient:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 2_000)
+        # Before the connection: ZMQ takes the keys that the socket has when it connects.
         admit_by(self._socket, keys)
         self._socket.setsockopt(zmq.IPV6, int("[" in url))
         self._socket.connect(url)

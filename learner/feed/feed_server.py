@@ -86,6 +86,7 @@ class FeedServer:
         self._socket.setsockopt(zmq.IPV6, int("[" in listen))
         self._gate = Gate(self._context, self._socket, keys)
         self._socket.bind(listen)
+        # With the port that the system has chosen, where ``listen`` names none.
         self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.outcomes: asyncio.Queue[RankReport] = asyncio.Queue()
         self.waiter = Waiter()

@@ -26,13 +26,12 @@ from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Plan, Requeue, Sample, Settle
 from tidemill.bus.wire.subjects import EPOCH_KEY
-from tidemill.learner.algorithms.alarms import Context
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.ledger import ROWS
 from tidemill.learner.buffer.plans import Waits
 from tidemill.learner.debug.rollout_file import DumpedRollout, save_rollout
 from tidemill.learner.evaluation.evaluations import BestCheckpoint, Evaluations
-from tidemill.learner.feed.data_metrics import EpisodeAge, episode_metrics, facts_of
+from tidemill.learner.feed.data_metrics import episode_metrics, facts_of
 from tidemill.learner.feed.feed_messages import FeedStart, encode_batch, encode_metadata
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.feeder_row import BEAT_S, FeederRow, Parts
@@ -40,7 +39,7 @@ from tidemill.learner.feed.feeder_settings import FeederSettings
 from tidemill.learner.feed.filtering import Filtering, OpenFilter
 from tidemill.learner.feed.intake import Intake, LostTasks
 from tidemill.learner.feed.issuing import Curriculum, TaskIssuer
-from tidemill.learner.feed.outcomes import EarlyEnd, KeptCheckpoints, Outcomes, refuse_newer
+from tidemill.learner.feed.outcomes import EarlyEnd, Outcomes, refuse_newer
 from tidemill.learner.feed.recorded_responses import RecordedResponses
 from tidemill.learner.feed.restart import Restored, peers_of, verified
 from tidemill.learner.prompts.prompt_file import PromptFile
@@ -77,9 +76,7 @@ class Feeder:
         resumed = restored.resumed
         self._bus, self._settings, self._prompts, self._server, self._row = bus, settings, prompts, server, row
         self._restored, self._source, self._recorded = restored, resumed.source, resumed.recorded
-        self._epoch, rules = restored.epoch, resumed.source.rules
-        context = Context(max_lag=rules.staleness.max_lag, gate=rules.staleness.gate)
-        self._decide = server.waiter
+        self._epoch, self._decide = restored.epoch, server.waiter
         self._replayed = asyncio.Event()
         self._states: dict[int, bytes] = {}
         """State of the data after each of the last two steps; empty = its checkpoint is ordered with the batch."""
@@ -90,19 +87,19 @@ class Feeder:
         self._evaluations = Evaluations(
             bus, settings.evaluation, restored.rounds, epoch=self._epoch, store=self._issuer.store
         )
-        root = settings.places.checkpoints
-        self._best = BestCheckpoint(bus, root, self._evaluations, epoch=self._epoch, head=self._source.head)
+        place = (settings.places.checkpoints, self._evaluations)
+        self._best = BestCheckpoint(bus, *place, epoch=self._epoch, head=self._source.head)
         self._evaluations.on_scores = self._best.note
         self._early_end = EarlyEnd(bus, self._source, self._evaluations, epoch=self._epoch)
         self._outcomes = Outcomes(
             bus,
             server,
             resumed,
+            settings,
             epoch=self._epoch,
-            steps=rules.steps,
-            age=EpisodeAge(settings.learner.algorithm.alarms, context),
-            kept=KeptCheckpoints(root, settings.learner.keep_checkpoints, row.copies, self._best),
             on_published=self._published,
+            copies=row.copies,
+            best=self._best,
         )
         self._filtering = Filtering(filters, self._source, may_plan=self._may_plan, decide=self._decide.wake)
         self._intake = Intake(

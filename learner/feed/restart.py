@@ -231,6 +231,7 @@ async def recorded_settings(bus: Bus, resumed: Resumed, now: JsonObject, *, epoc
                 "step %d is executed again with the settings of this start: no row run/%s.%d", step, SETTINGS_KEY, first
             )
             then = now
+        # A setting that is built into the models cannot be changed for the repeated steps alone.
         refuse_built_in(then, now, step)
         record = {} if then == now else then
         if settings and settings[-1][1] == record:

@@ -144,6 +144,7 @@ def record_of(learner: LearnerConfig, *, push_every: int) -> JsonObject:
     """Return the record of a start's settings, plain values."""
     names = {field.name for field in dataclasses.fields(StepSettings)} | {path.partition(".")[0] for path in BUILT_IN}
     values = dataclasses.asdict(learner)
+    # Through JSON: a record that is read from the bus has lists where the settings have tuples.
     record: JsonObject = json.loads(json.dumps({name: values[name] for name in sorted(names)}))
     return {"learner": record, "weights": {"push_every": push_every}}
 
