@@ -171,12 +171,12 @@ class LossyUpdates(BuiltinUpdates):
 
     lost = False
 
-    async def checksum_report(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
-        if of_update and not self.lost:
+    async def checksum_report(self, *, of: str) -> tuple[int | None, ChecksumReport]:
+        if of == "update" and not self.lost:
             self.lost = True
             assert self._standby is not None
             self._standby.named["model.norm.weight"].view(torch.uint8)[2] ^= 8
-        return await super().checksum_report(of_update=of_update)
+        return await super().checksum_report(of=of)
 
 
 class Lossy(BuiltinEngine):
