@@ -69,7 +69,7 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
 
 
 async def same(served: Any, sent: dict[str, torch.Tensor]) -> bool:
-    _, told = await served.updates.checksum_report(of_update=False)
+    _, told = await served.updates.checksum_report(of="served")
     return differences(ChecksumReport.parse(told.to_json()), sent, lambda part: sum_of("sum64", part, sent)) == []
 
 
