@@ -23,7 +23,7 @@ from tidemill.actors.body_decoder import decode, need
 from tidemill.actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, UpdateRefused
 from tidemill.actors.scratch import Scratch
 from tidemill.actors.serving.authority import Authority
-from tidemill.actors.serving.command_bodies import ChecksumBody, UpdateBody
+from tidemill.actors.serving.command_bodies import UpdateBody
 from tidemill.actors.serving.updates import Updates
 from tidemill.bus.errors import DetailedError
 from tidemill.bus.wire.json_object import JsonMapping
@@ -185,8 +185,7 @@ class HandleListener:
         return offered
 
     async def _checksums(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
-        of = decode(body, ChecksumBody).of if "of" in body else "update"
-        _, report = await self._updates.run_shielded(self._updates.checksum_report(of=of))
+        _, report = await self._updates.run_shielded(self._updates.checksum_report(of="update"))
         return report.to_json()
 
     async def _end(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Bytes and seconds of a push of adapters, against a push of the merged weights of the same version: same run, in turns.
+"""Bytes and seconds of a push of adapters, against merged weights of the same version: same run, in turns.
 
 ``python -m tests.bench.adapter_push`` pushes versions of a random model, with adapters of ``--rank`` on all linear
 layers, to two built-in engines in processes of their own: one receives adapters, the other one merged weights. It

@@ -125,7 +125,7 @@ async def test_engines_receive_the_adapter_alone_and_others_merged_weights(
                     assert (report.version, report.engines, report.evicted) == (step, ("adds", "whole"), {})
                     assert report.adapter_engines == ("adds",)
                     assert report.verified == (("adds", "whole") if step == 1 else ())
-                    told = await asyncio.to_thread(state, processes["whole"])
+                    told = await asyncio.to_thread(state, processes["whole"][0])
                     assert (told["version"], told["digest"]) == (step, digest(merged(base, step)))
                     assert adds[0].version == step and await same(adds[0], merged(base, step))
                     await assert_exact(adds[0], base, step, model_dir)
@@ -215,7 +215,7 @@ async def opened(bus: str, run: str, model_dir: Path) -> AsyncIterator[BuiltinEn
         yield adds[0]
 
 
-async def test_an_adapter_of_other_weights_and_an_incomplete_one_are_refused(
+async def test_an_adapter_of_other_weights_is_refused(
     bus_url: str,  # noqa: F811
     run_id: str,
     tmp_path: Path,

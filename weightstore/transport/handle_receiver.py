@@ -111,7 +111,9 @@ class HandleReceiver:
 
     async def checksums(self, of: str = "update") -> ChecksumReport | None:
         """Return the engine's report; None for the status of an engine without checksums."""
-        answer = await self._request("checksums", of=of)
+        if of != "update" and self._control is not None:  # no part of a push: the engine need not have joined
+            return await self._control.checksums(of)
+        answer = await self._request("checksums")
         if answer["status"] in NOT_SUPPORTED:
             return None
         try:

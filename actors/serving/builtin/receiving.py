@@ -142,15 +142,18 @@ class Update:
 
     def adapter_of(self, bucket: Bucket) -> IncomingAdapter | None:
         """Return the adapter if the bucket belongs to it; None for a bucket of weights."""
-        return self.adapter if self.adapter is not None and _is_adapter(bucket.specs) else None
+        # A bucket has matrices of an adapter alone, or none.
+        return self.adapter if bucket.specs and module_of(bucket.specs[0].name) is not None else None
 
     def check_new(self, specs: Sequence[TensorSpec], sizes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise UpdateRefused unless these tensors have names and shapes of the model (``sizes``) or of its adapter,
         and are new.
         """
-        if self.adapter is not None and (_is_adapter(specs) or not self.has_weights):
-            self.adapter.check_new(specs, self.announced)
-            return
+        if self.adapter is not None:
+            of_weights = [spec for spec in specs if self.has_weights and module_of(spec.name) is None]
+            matrices = [spec for spec in specs if not self.has_weights or module_of(spec.name) is not None]
+            self.adapter.check_new(matrices, self.announced)
+            specs = of_weights
         require_new((spec.name for spec in specs), sizes, self.announced)
         for spec in specs:
             if spec.shape != sizes[spec.name]:
@@ -175,11 +178,6 @@ class Update:
             raise UpdateRefused("weight_version: want the version of these weights, got none")
         if self.version < served:
             raise UpdateRefused(f"weight_version: want >= {served}, which is served, got {self.version}")
-
-
-def _is_adapter(specs: Sequence[TensorSpec]) -> bool:
-    """Return whether a bucket has matrices of an adapter: it has these alone, or none."""
-    return bool(specs) and module_of(specs[0].name) is not None
 
 
 def bucket_of(specs: Sequence[TensorSpec]) -> Bucket:

@@ -506,7 +506,9 @@ class BuiltinUpdates(Updates):
         old, stall_s = await asyncio.wrap_future(self._scheduler.flip(new, update.version, adapter))
         self._scheduler.updating = self._open is not None  # another update may have begun during the flip
         self._adapter = adapter
-        if update.has_weights:
+        if not update.has_weights:
+            self._standby = None  # adapters need no second copy of the weights
+        else:
             self._served, self._standby, self._base = new, old, ""
             if update.announced:
                 self._order = tuple(name for name in update.received if name in self._sizes)
