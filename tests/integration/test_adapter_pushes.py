@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from tests.adapters import adapter, settings, weights_of, with_adapter
 from tests.integration.test_weightstore_peer_snapshots import bus_url, engine, rows, until  # noqa: F401
@@ -92,17 +93,21 @@ async def generate(served: BuiltinEngine) -> dict[str, Any]:
 
 
 async def assert_exact(served: BuiltinEngine, base: Mapping[str, Tensor], step: int, model_dir: Path) -> None:
-    """The log-probs of a response are those of transformers with the merged weights, and its version is named."""
-    from transformers import AutoModelForCausalLM
-
+    """The log-probs of a response are those of transformers with the merged weights."""
     answer = await generate(served)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    model.load_state_dict(with_adapter(base, adapter(base, step), settings().scale), strict=False)
-    tokens = torch.tensor(PROMPT + answer["output_ids"])
-    with torch.no_grad():
-        want = model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[len(PROMPT) - 1 :, 0]
+    merged_weights = with_adapter(base, adapter(base, step), settings().scale)
+    want = await asyncio.to_thread(log_probs, model_dir, merged_weights, torch.tensor(PROMPT + answer["output_ids"]))
     got = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got, want[len(PROMPT) - 1 :], atol=1e-5, rtol=1e-5)
+    assert answer["meta_info"]["weight_version"] == str(served.version)
+
+
+@torch.no_grad()
+def log_probs(model_dir: Path, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    """Return transformers' log-probs of the tokens behind the first."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model.load_state_dict(weights, strict=False)
+    return model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "handles"])
