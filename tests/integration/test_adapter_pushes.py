@@ -110,6 +110,7 @@ def log_probs(model_dir: Path, weights: Mapping[str, Tensor], tokens: Tensor) ->
     return model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
 
 
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("transport", ["broadcast", "handles"])
 async def test_engines_receive_the_adapter_alone_and_others_merged_weights(
     bus_url: str,  # noqa: F811
