@@ -135,7 +135,7 @@ async def test_engines_receive_the_adapter_alone_and_others_merged_weights(
                     assert (told["version"], told["digest"]) == (step, digest(merged(base, step)))
                     assert adds[0].version == step and await same(adds[0], merged(base, step))
                     await assert_exact(adds[0], base, step, model_dir)
-                assert adds[0].updates._standby is None, "an adapter needs no second copy of the weights"
+                assert adds[0].updates.standby is None, "an adapter needs no second copy of the weights"
 
 
 async def test_an_adapter_has_a_part_of_the_bytes(bus_url: str, run_id: str, tmp_path: Path) -> None:  # noqa: F811
