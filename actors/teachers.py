@@ -16,10 +16,9 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.actors.config import ActorConfig
+from tidemill.actors.config import ActorConfig, TeacherConfig, chosen
 from tidemill.actors.engines.engine_client import error_of_call
 from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
-from tidemill.actors.teacher_settings import TeacherConfig, chosen
 from tidemill.bus.errors import DetailedError
 from tidemill.bus.http.client import ApiClient
 from tidemill.bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
@@ -144,7 +143,6 @@ class Teachers:
         return _with_scores(sample, await asyncio.gather(*scorings), self._config.teacher_top_k)
 
     async def close(self) -> None:
-        """Close the connections."""
         for server in self._servers.values():
             await server.close()
 

@@ -72,7 +72,6 @@ class BusDiscovery:
         ]
 
     def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-        """Call ``wake`` when a live row of the role changes."""
         return self._view.on_change(self._role, wake)
 
     async def close(self) -> None:
@@ -94,7 +93,6 @@ class UrlDiscovery:
         return nullcontext()
 
     async def close(self) -> None:
-        """Close the clients of the health checks."""
         for engine in self._engines.values():
             await engine.close()
 

@@ -38,7 +38,6 @@ class StoredTurn:
     record: TurnRecord
 
     def output(self, turn_id: str) -> TurnOutput:
-        """Return its answer, under the name of the turn."""
         record = self.record
         return TurnOutput(
             tokens=record.tokens,

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
+from tidemill.actors.config import RouterConfig
 from tidemill.actors.engines.server_discovery import BusDiscovery, ServerStatus
 from tidemill.actors.errors import EngineError, EngineUnavailable
-from tidemill.actors.router.config import RouterConfig
 from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.heartbeats import LiveView
 

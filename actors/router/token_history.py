@@ -20,15 +20,14 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 
+from tidemill.actors.config import RouterConfig
 from tidemill.actors.errors import BadRequest, EngineError
 from tidemill.actors.openai import openai_api
 from tidemill.actors.openai.openai_answers import ResponseBuilder
 from tidemill.actors.router.chats import AskedChat, Chats, TemplateChats
-from tidemill.actors.router.config import RouterConfig
 from tidemill.actors.router.dialects import DIALECTS
-from tidemill.actors.router.exchange import Answer, Handler, Request
-from tidemill.actors.router.state_streams import SentStates, sampled_piece, state_in, states_in
-from tidemill.actors.router.tree import TokenPiece, TokenTree, columns, ids_of
+from tidemill.actors.router.exchange import Answer, Handler, Request, SentStates, state_in, states_in
+from tidemill.actors.router.tree import TokenPiece, TokenTree, columns, ids_of, sampled_piece
 from tidemill.actors.text.text import Text
 from tidemill.actors.text.tool_calls import ChatTemplate
 from tidemill.bus.wire.json_object import JsonMapping
@@ -358,7 +357,6 @@ class _Owners:
 
     @property
     def count(self) -> int:
-        """Number of responses."""
         return self._ends[-1]
 
     def prompt(self, place: int) -> list[TokenPiece] | None:

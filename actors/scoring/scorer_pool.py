@@ -80,7 +80,6 @@ class ScorerClient:
             raise ScorerLost(self._url, f"want JSON, got {content[:_SHOWN]!r}: {error}") from None
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 

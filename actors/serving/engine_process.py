@@ -217,7 +217,6 @@ class _Served:
         asyncio.get_running_loop().call_later(ROW_AFTER_S, self.update_row)
 
     def update_row(self) -> None:
-        """Update the live row."""
         engine = self.engine
         if engine is not None:
             self._heartbeat.update(

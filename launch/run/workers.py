@@ -21,8 +21,7 @@ from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
 from tidemill.launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from tidemill.actors.config import EngineConfig
-    from tidemill.actors.router.config import RouterConfig
+    from tidemill.actors.config import EngineConfig, RouterConfig
     from tidemill.actors.serving.engine_process import HeldDevices
     from tidemill.bus.processes.limits import ProcessLimits
     from tidemill.launch.settings.config_loader import Setting

@@ -19,8 +19,7 @@ from tests.garbage import freeze_again
 from tests.hostile import Hostile
 from tests.launched import run_tidemill
 from tidemill.actors.actor.process import run_actor
-from tidemill.actors.config import ActorConfig, EngineConfig
-from tidemill.actors.router.config import RouterConfig
+from tidemill.actors.config import ActorConfig, EngineConfig, RouterConfig
 from tidemill.actors.router.server import run_router
 from tidemill.actors.scoring.server import run_scorer
 from tidemill.actors.serving.builtin.engine import BuiltinEngine

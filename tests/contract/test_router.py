@@ -23,7 +23,7 @@ from tests.bus_fixtures import BusOpener
 from tests.engine_serving import Served, serving
 from tests.router_kit import Door, engine_process, faulty, routing
 from tests.tiny_models import write_tiny_model
-from tidemill.actors.router.config import RouterConfig
+from tidemill.actors.config import RouterConfig
 from tidemill.actors.router.exchange import Answer, Handler, Middleware, Request
 from tidemill.actors.router.forward import Sessions
 from tidemill.actors.router.server import load_middleware

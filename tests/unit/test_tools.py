@@ -18,8 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.actors.episodes.programs.call_threads import CallThreads, ProcessUnusable
-from tidemill.actors.episodes.programs.tools import MAX_OUTPUT_BYTES, MAX_RESULT, calculator, tools_of
+from tidemill.actors.episodes.programs.tools import (
+    MAX_OUTPUT_BYTES,
+    MAX_RESULT,
+    CallThreads,
+    ProcessUnusable,
+    calculator,
+    tools_of,
+)
 
 HERE = "tests.unit.test_tools"
 

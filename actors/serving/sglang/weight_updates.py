@@ -210,7 +210,6 @@ class SglangUpdates(Updates):
         return stall_s
 
     async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
-        """Pause, and open an update."""
         if version is None:
             raise UpdateRefused("begin: want weight_version")
         self._require_weight_memory()
