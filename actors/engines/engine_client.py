@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.actors.engines.engine_answers import decode_event, read_answer, read_version
-from tidemill.actors.engines.port import EngineInfo, Generation
+from tidemill.actors.engines.port import Generation
 from tidemill.actors.errors import (
     BadRequest,
     EngineError,
@@ -196,19 +196,9 @@ class HttpEngine:
             return False
         return True
 
-    async def info(self) -> EngineInfo:
-        """Return the contents of /model_info and /server_info. Raises EngineFailed for a version that is no number."""
-        model = await self._call("GET", "/model_info")
-        server = await self._call("GET", "/server_info")
-        return EngineInfo(
-            engine=self.url,
-            version=read_version(self.url, model.get("weight_version")),
-            model_path=str(model.get("model_path", "")),
-            model_type=str(model.get("model_type", "")),
-            max_context=int(server.get("context_length") or server.get("max_total_tokens") or 0),
-            vocab_size=int(model.get("vocab_size") or 0),
-            details={**server, **model},
-        )
+    async def version(self) -> int:
+        """Return the version in /model_info. Raises EngineFailed for one that is no number."""
+        return read_version(self.url, (await self._call("GET", "/model_info")).get("weight_version"))
 
     async def close(self) -> None:
         """Cancel the batches in flight, then close the connections."""

@@ -99,8 +99,8 @@ class UrlDiscovery:
     async def _check(self, url: str, engine: Engine) -> ServerStatus:
         try:
             async with asyncio.timeout(ANSWER_S):
-                serving, info = await engine.healthy(), await engine.info()
+                serving, version = await engine.healthy(), await engine.version()
         except (EngineError, TimeoutError) as error:
             return ServerStatus(url=url, id=url, serving=False, version=-1, remark=str(error) or "no answer")
         remark = "" if serving else "not healthy"
-        return ServerStatus(url=url, id=url, serving=serving, version=info.version, remark=remark)
+        return ServerStatus(url=url, id=url, serving=serving, version=version, remark=remark)
