@@ -21,10 +21,10 @@ from tidemill.actors.config import RouterConfig, check_url
 from tidemill.actors.engines.address_checks import AddressChecker
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.engines.membership import connected, default_id, first_row
+from tidemill.actors.engines.server_discovery import WorkerDiscovery
 from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.actors.errors import BadRequest, EngineError
 from tidemill.actors.http_api import BODIES_BYTES, body_of, translate
-from tidemill.actors.router.discovery import WorkerDiscovery
 from tidemill.actors.router.exchange import (
     SESSION_FIELD,
     SESSION_HEADERS,
