@@ -228,6 +228,12 @@ def prompt_ids(parsed: ParsedRequest, text: Text | None, template: ChatTemplate 
     return prompts
 
 
+def models(name: str, max_context: int) -> JsonObject:
+    """Return the answer of /v1/models with the one model. ``max_context``: tokens of prompt and response."""
+    model = {"id": name, "object": "model", "created": 0, "owned_by": "tidemill", "max_model_len": max_context}
+    return {"object": "list", "data": [model]}
+
+
 def error(message: str, status: int) -> JsonObject:
     """Return an error in OpenAI's format. Of status 400 a field at the beginning of ``message`` is the ``param``."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"

@@ -207,10 +207,6 @@ def _json(info: Callable[[], Awaitable[Body]]) -> Handler:
     return respond
 
 
-if TYPE_CHECKING:
-    from tidemill.actors.serving.host import EngineHost
-
-
 class OpenAiRoutes:
     """OpenAI's paths of one engine."""
 
@@ -228,19 +224,12 @@ class OpenAiRoutes:
         }
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {
-            "id": self._model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "tidemill",
-            "max_model_len": self._engine.limits.max_context,
-        }
-        return web.json_response({"object": "list", "data": [model]})
+        return web.json_response(openai_api.models(self._model, self._engine.limits.max_context))
 
     async def _respond(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         try:
             return await self._answer(request, chat)
-        except (BadRequest, EngineError) as error:
+        except EngineError as error:
             body = _error_of(error)
             return web.json_response(body, status=body["error"]["code"])
 
@@ -279,7 +268,7 @@ class OpenAiRoutes:
             await _write_state(response, first, builder)
             async for state in states:
                 await _write_state(response, state, builder)
-        except (BadRequest, EngineError) as error:
+        except EngineError as error:
             await response.write(event(_error_of(error)))
             return response
         for part in builder.last():
