@@ -91,6 +91,7 @@ def scores_in(answer: object, response: NDArray[np.int32], *, temperature: float
 
 def _require_temperature(meta: JsonMapping, temperature: float, url: str) -> None:
     """Raise EngineFailed for scores at another temperature. SGLang names none, and scores input at 1 (0.5.23)."""
+    # A KL between distributions at two temperatures is none between the models (decision 042).
     scored_at = float(meta.get("input_logprobs_temperature", 1.0))
     if scored_at != temperature:
         raise EngineFailed(

@@ -268,6 +268,7 @@ class Actor:
         """Store unfinished responses, and the places of finished samples, while this actor has the lease."""
         if self._config.partials:
             partials = [outcome.partial for outcome in outcomes if outcome.partial is not None]
+            # Subjects of samples do not name their tasks, so SAMPLES cannot be searched for them (decision 009).
             partials += [_place_of(lease, index, outcome.seq) for index, outcome in enumerate(outcomes) if outcome.seq]
             await asyncio.gather(*(self._store_partial(replace(partial, actor=self._actor_id)) for partial in partials))
 

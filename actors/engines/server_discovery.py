@@ -213,6 +213,7 @@ class WorkerDiscovery:
         before = self._serves(health)
         try:
             async with asyncio.timeout(self._config.health_timeout_s):
+                # Another process may have the address of a row by now: nothing is sent to one with another nonce.
                 row = self._rows.get(url)
                 health.version = await self._ask(url, "" if row is None else row.nonce)
             health.failures, health.reason = 0, ""

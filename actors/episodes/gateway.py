@@ -352,6 +352,7 @@ def _cut(streaming: asyncio.Task[web.StreamResponse]) -> None:
 async def _deliver(episode: Episode, answer: _WholeAnswer, body: bytes, path: str) -> None:
     """Store and record the turns of an answer, right before it is sent. Raises Superseded, NotStored."""
     episode.refused = ""
+    # Not later: an environment may act on the answer, and the next attempt must find the same one (decision 034).
     for call in answer.calls.outputs:
         await episode.record(call.prompt, call.output, call.response, call.stored)
     if answer.calls.outputs and answer.calls.answers_for(episode):

@@ -134,6 +134,7 @@ class TurnLog:
 
     def take_stored(self, prompt: NDArray[np.int32], *, at_most: int, trained: bool) -> StoredTurn | None:
         """Take the stored answer to a prompt, [P], of at most so many tokens, once; None = there is none."""
+        # By the ids alone, in any order: a program may make its calls in parallel (decision 034).
         waiting = self._pending.get(digest(prompt))
         if waiting and len(waiting[0].record.tokens) <= at_most and waiting[0].record.trained is trained:
             return waiting.popleft()

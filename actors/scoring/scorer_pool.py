@@ -129,6 +129,7 @@ class RemoteScoring:
                 async with self._pool.acquire(min_version=-1, timeout_s=math.inf, avoid=avoid) as (scorer, client):
                     avoid = scorer
                     return _read(scorer, contract, field, await self._call(scorer, client, path, body))
+            # A reward is a function without a state: another scorer computes it again (decision 045).
             except ScorerLost as error:
                 num_lost += 1
                 if num_lost >= MAX_LOST:

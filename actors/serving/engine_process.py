@@ -252,6 +252,8 @@ class _Follower:
         gc.collect()
         # The loaded objects stay: a full collection would walk them all, and hold up decoding for a tenth of a second.
         gc.freeze()
+        # Before any process has verified its address: an engine that starts while the learner is away would wait for it
+        # (decision 021).
         engine.phase = "serving"
         self._served.update_row()
         log.info("serving version=%d url=%s", engine.version, engine.url)
