@@ -50,7 +50,7 @@ def relative_length(request: GroupRequest, *, weight: float = 1.0, right_at: flo
 
 TABLE = {
     "relative_length": "tidemill.rewards.group:relative_length",
-    "remote": "tidemill.rewards.http.remote:RemoteGroupReward",
+    "remote": "tidemill.rewards.remote:RemoteGroupReward",
 }
 ASKING = frozenset({"remote"})
 """They ask a server, so an actor runs them in a child process, and a configuration from elsewhere is not trusted."""

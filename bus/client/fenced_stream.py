@@ -17,7 +17,6 @@ from tidemill.bus.client import pull
 from tidemill.bus.client.connection import before_retry, retry
 from tidemill.bus.client.jetstream import JetStream, Message
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
-from tidemill.bus.client.pull import Delivered
 from tidemill.bus.errors import BusUnavailable, Fenced, Refused, WireError
 from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import encode_record
@@ -42,18 +41,18 @@ class FencedStream(Generic[R]):
     short: str
     """Short name of the stream: PLAN or TASKS."""
     fence_subject: str
-    decode: Callable[[Message | Delivered], R]
+    decode: Callable[[Message], R]
 
     @property
     def name(self) -> str:
         """Whole name of the stream, with the run's name."""
         return subjects.stream(self.jet.run, self.short)
 
-    def read(self, message: Message | Delivered) -> R | None:
+    def read(self, message: Message) -> R | None:
         """Return the record in a message; None, counted as a refusal, for a message of no learner."""
         return self.jet.refusals.read(self.short, message.seq, partial(self.checked, message))
 
-    def checked(self, message: Message | Delivered) -> R:
+    def checked(self, message: Message) -> R:
         """Return the record in a message. Raises WireError for a message of no learner."""
         decoded = self.decode(message)
         if epoch_of(message.headers) != decoded.epoch:
@@ -61,7 +60,7 @@ class FencedStream(Generic[R]):
             raise WireError(subjects.EPOCH_HEADER, f"{decoded.epoch}, the epoch in the message", got)
         return decoded
 
-    def epoch(self, message: Message | Delivered) -> int:
+    def epoch(self, message: Message) -> int:
         """Return the epoch of the learner that wrote the message; -1 for a message of no learner."""
         record = self.read(message)
         return _NO_EPOCH if record is None else record.epoch
@@ -205,7 +204,7 @@ class Fences(Generic[R]):
         return max((epoch for fence, epoch in self._known if fence < seq), default=_NO_EPOCH)
 
 
-async def valid(stream: FencedStream[R], start: int, *, follow: bool) -> AsyncIterator[tuple[Delivered, R]]:
+async def valid(stream: FencedStream[R], start: int, *, follow: bool) -> AsyncIterator[tuple[Message, R]]:
     """Yield the messages from ``start`` that no fence voids, fences included; to the present end, or for ever."""
     fences = Fences(stream)
     await fences.refresh()

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tidemill.bus.client.connection import Connection, retry
 from tidemill.bus.client.outbox import Outbox, answered
@@ -85,16 +85,23 @@ _NOT_FOUND = {10014: "consumer", 10037: "message", 10059: "stream"}
 _STARTING = (10008, 10074)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Message(NamedTuple):
     """A stored message."""
 
     seq: int
     subject: str
     headers: dict[str, str]
     data: bytes
+    """Empty where a consumer delivers headers only."""
     stored_s: float
-    """Unix time."""
+    """Unix time by the server's clock."""
+    pending: int = 0
+    """Number of messages after this one when a consumer delivered it."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the data, which the server puts into a header where it delivers headers only."""
+        return len(self.data) or subjects.natural(self.headers.get("Nats-Msg-Size", "")) or 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

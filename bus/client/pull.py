@@ -6,13 +6,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import NamedTuple, Self, overload
+from typing import Self, overload
 
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from tidemill.bus.client.connection import FOREIGN, RETRY_S, before_retry
-from tidemill.bus.client.jetstream import JetStream, StreamState
+from tidemill.bus.client.jetstream import JetStream, Message, StreamState
 from tidemill.bus.errors import BusUnavailable, NotFound
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.subjects import delivery, natural
@@ -30,18 +30,6 @@ _EXPIRES_S = 30.0
 _INACTIVE_S = 60.0
 """Seconds without requests after which the server removes a consumer."""
 _NS = 1_000_000_000
-
-
-class Delivered(NamedTuple):
-    """A message of a stream, as a consumer delivered it."""
-
-    seq: int
-    subject: str
-    headers: dict[str, str]
-    data: bytes
-    pending: int
-    """Number of messages after this one."""
-    stored_s: float
 
 
 class OrderedPull:
@@ -87,14 +75,14 @@ class OrderedPull:
     def __aiter__(self) -> Self:
         return self
 
-    def __anext__(self) -> Awaitable[Delivered]:
+    def __anext__(self) -> Awaitable[Message]:
         return self.next()
 
     @overload
-    async def next(self) -> Delivered: ...
+    async def next(self) -> Message: ...
     @overload
-    async def next(self, timeout_s: float) -> Delivered | None: ...
-    async def next(self, timeout_s: float | None = None) -> Delivered | None:
+    async def next(self, timeout_s: float) -> Message | None: ...
+    async def next(self, timeout_s: float | None = None) -> Message | None:
         """Return the next message, or None after ``timeout_s`` without one; waits for the bus as long as necessary.
 
         Raises the errors of ``on_open``, NotFound when the stream is gone, BusUnavailable when the connection was
@@ -124,7 +112,7 @@ class OrderedPull:
         self._stop_listening()
         await self._drop()
 
-    def _take(self, message: Msg) -> Delivered | None:
+    def _take(self, message: Msg) -> Message | None:
         headers, numbers = message.headers or {}, delivery(message.reply)
         if numbers is None:
             self._status(headers)
@@ -136,7 +124,7 @@ class OrderedPull:
         self._consumer_seq = numbers.consumer_seq
         self._requested -= 1
         self.position = numbers.seq + 1
-        return Delivered(numbers.seq, message.subject, headers, message.data, numbers.pending, numbers.stored_ns / _NS)
+        return Message(numbers.seq, message.subject, headers, message.data, numbers.stored_ns / _NS, numbers.pending)
 
     def _status(self, headers: dict[str, str]) -> None:
         """Handle a status: 100 heartbeat, 408 expired, 409 limit reached or consumer deleted, 503 no responders."""
@@ -246,7 +234,7 @@ def _unsent(headers: dict[str, str], otherwise: int) -> int:
 
 async def present(
     jet: JetStream, stream: str, start: int, *, filters: Sequence[str] = (), headers_only: bool = False
-) -> AsyncIterator[Delivered]:
+) -> AsyncIterator[Message]:
     """Yield the messages from ``start`` to the present end of the stream. Raises NotFound without such a stream."""
     last = (await jet.state(stream)).last_seq
     async with OrderedPull(jet, stream, max(1, start), filters=filters, headers_only=headers_only) as pull:
@@ -269,7 +257,7 @@ async def present(
 
 async def follow(
     jet: JetStream, stream: str, start: int, *, filters: Sequence[str] = (), headers_only: bool = False
-) -> AsyncIterator[Delivered]:
+) -> AsyncIterator[Message]:
     """Yield the messages from ``start`` on, for ever."""
     async with OrderedPull(jet, stream, max(1, start), filters=filters, headers_only=headers_only) as pull:
         async for delivered in pull:

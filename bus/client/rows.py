@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 from tidemill.bus.client.connection import RETRY_S, retry
 from tidemill.bus.client.jetstream import RETRY_FOR_S, JetStream, Message
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
-from tidemill.bus.client.pull import Delivered, present
+from tidemill.bus.client.pull import present
 from tidemill.bus.errors import (
     BusFull,
     BusUnavailable,
@@ -176,7 +176,7 @@ class Rows:
                     last_revision = revision
                 await waiter.wait(every_s)
 
-    async def written(self, keys: str, start: int) -> AsyncIterator[tuple[Value, Delivered]]:
+    async def written(self, keys: str, start: int) -> AsyncIterator[tuple[Value, Message]]:
         """Yield (value, message) of the present rows with these keys (``v.*``) and a revision >= ``start``."""
         prefix = subjects.row(self._jet.run, self.bucket, "")
         async for delivered in present(self._jet, self._stream, start, filters=[f"{prefix}{keys}"]):
@@ -251,7 +251,7 @@ class Rows:
         message = await self._jet.last(self._stream, self._subject(key))
         return (None, 0, None) if message is None else self._decoded(key, message)
 
-    def _decoded(self, key: str, message: Message | Delivered) -> tuple[Value | None, int, WireError | None]:
+    def _decoded(self, key: str, message: Message) -> tuple[Value | None, int, WireError | None]:
         if _OPERATION in message.headers:
             return None, message.seq, None
         try:

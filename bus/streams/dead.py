@@ -6,9 +6,9 @@ from functools import partial
 
 import msgspec
 
-from tidemill.bus.client.jetstream import JetStream
+from tidemill.bus.client.jetstream import JetStream, Message
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
-from tidemill.bus.client.pull import Delivered, OrderedPull, present
+from tidemill.bus.client.pull import OrderedPull, present
 from tidemill.bus.errors import NotFound, Refused, WireError
 from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire import subjects
@@ -94,11 +94,11 @@ class DeadLetters:
                 if record is not None:
                     yield delivered.seq, record
 
-    def _read(self, delivered: Delivered) -> Dead | DeadLetterDecision | None:
+    def _read(self, delivered: Message) -> Dead | DeadLetterDecision | None:
         return self._jet.refusals.read(subjects.DEAD, delivered.seq, partial(_decode, delivered))
 
 
-def _decode(delivered: Delivered) -> Dead | DeadLetterDecision:
+def _decode(delivered: Message) -> Dead | DeadLetterDecision:
     """Return the record in a message. Raises WireError, also for another task than its subject's."""
     *_, kind, named = delivered.subject.split(".")
     letter = decode_decision(delivered.data) if kind == "word" else decode_dead(delivered.data)

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 
 from tidemill.bus.client.fenced_stream import FencedStream, FencedWriter, valid
 from tidemill.bus.client.jetstream import JetStream, Message
-from tidemill.bus.client.pull import Delivered
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import decode_record, encode_record, record_name
@@ -61,7 +60,7 @@ class PlanLog:
             await self._jet.purge(self._stream, below, subject=subjects.plan(self._jet.run, kind))
 
 
-def _decode(message: Message | Delivered) -> PlanRecord:
+def _decode(message: Message) -> PlanRecord:
     """Return the record in a message. Raises WireError, also for a record on the subject of another kind."""
     record = decode_record(message.data)
     if not message.subject.endswith(f".{record_name(record)}"):

@@ -12,7 +12,7 @@ from nats.aio.msg import Msg
 from tidemill.bus.client.connection import retry
 from tidemill.bus.client.fenced_stream import FencedStream, FencedWriter, Fences, epoch_of, valid
 from tidemill.bus.client.jetstream import JetStream, Message
-from tidemill.bus.client.pull import ACK, NAK, PROGRESS, Delivered, FetchSlots
+from tidemill.bus.client.pull import ACK, NAK, PROGRESS, FetchSlots
 from tidemill.bus.client.rows import Rows, Value
 from tidemill.bus.errors import BusUnavailable, NotFound, WireError
 from tidemill.bus.streams.dead import DeadLetters
@@ -290,7 +290,7 @@ class TaskQueue:
             self._refreshed_s = began_s
 
 
-def _decode(message: Message | Delivered) -> Task | Fence:
+def _decode(message: Message) -> Task | Fence:
     """Return the record in a message. Raises WireError, also for a task on the subject of another kind or rollout."""
     if not message.subject.endswith(".fence"):
         task = decode_task(message.data, message.seq)

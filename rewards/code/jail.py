@@ -22,33 +22,25 @@ ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """AUDIT_ARCH_* and the column of ``CALLS`` by machine."""
 CALLS = {
     # Numbers on x86_64 and aarch64; None where there is no such call.
-    "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "pwrite64": (18, 68),
-    "close": (3, 57), "close_range": (436, 436), "fstat": (5, 80), "stat": (4, None), "lstat": (6, None),
-    "newfstatat": (262, 79),
-    "statx": (332, 291), "statfs": (137, 43), "fstatfs": (138, 44), "lseek": (8, 62), "fadvise64": (221, 223),
-    "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "readlink": (89, None),
-    "readlinkat": (267, 78),
-    "getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49), "dup": (32, 23), "dup2": (33, None),
-    "dup3": (292, 24),
-    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "mremap": (25, 216), "madvise": (28, 233),
-    "brk": (12, 214),
-    "mincore": (27, 232), "membarrier": (324, 283),
-    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
-    "restart_syscall": (219, 128), "pipe": (22, None), "pipe2": (293, 59), "select": (23, None),
-    "pselect6": (270, 72), "poll": (7, None),
-    "ppoll": (271, 73), "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None),
-    "epoll_pwait": (281, 22),
+    "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
+    "pwrite64": (18, 68), "close": (3, 57), "close_range": (436, 436), "fstat": (5, 80), "stat": (4, None),
+    "lstat": (6, None), "newfstatat": (262, 79), "statx": (332, 291), "statfs": (137, 43), "fstatfs": (138, 44),
+    "lseek": (8, 62), "fadvise64": (221, 223), "access": (21, None), "faccessat": (269, 48),
+    "faccessat2": (439, 439), "readlink": (89, None), "readlinkat": (267, 78), "getdents64": (217, 61),
+    "getcwd": (79, 17), "chdir": (80, 49), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24), "mmap": (9, 222),
+    "mprotect": (10, 226), "munmap": (11, 215), "mremap": (25, 216), "madvise": (28, 233), "brk": (12, 214),
+    "mincore": (27, 232), "membarrier": (324, 283), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139), "sigaltstack": (131, 132), "restart_syscall": (219, 128), "pipe": (22, None),
+    "pipe2": (293, 59), "select": (23, None), "pselect6": (270, 72), "poll": (7, None), "ppoll": (271, 73),
+    "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
     "eventfd2": (290, 19), "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "getcpu": (309, 168),
     "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114),
-    "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153), "getrusage": (98, 165), "getrlimit": (97, 163),
-    "sysinfo": (99, 179), "uname": (63, 160), "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173),
-    "getuid": (102, 174),
-    "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getresuid": (118, 148),
-    "getresgid": (120, 150),
-    "getpgid": (121, 155), "getsid": (124, 156), "getgroups": (115, 158), "futex": (202, 98),
-    "set_robust_list": (273, 99),
-    "get_robust_list": (274, 100), "set_tid_address": (218, 96), "rseq": (334, 293), "arch_prctl": (158, None),
-    "getrandom": (318, 278),
+    "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153), "getrusage": (98, 165),
+    "getrlimit": (97, 163), "sysinfo": (99, 179), "uname": (63, 160), "getpid": (39, 172), "gettid": (186, 178),
+    "getppid": (110, 173), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
+    "getresuid": (118, 148), "getresgid": (120, 150), "getpgid": (121, 155), "getsid": (124, 156),
+    "getgroups": (115, 158), "futex": (202, 98), "set_robust_list": (273, 99), "get_robust_list": (274, 100),
+    "set_tid_address": (218, 96), "rseq": (334, 293), "arch_prctl": (158, None), "getrandom": (318, 278),
     "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
 """System calls that are allowed with any argument."""
@@ -66,9 +58,8 @@ CONFINED = b"+"
 AST_ONLY = 0x400
 """Flag of ``compile``: ast.PyCF_ONLY_AST, without importing that module."""
 MODULES = (
-    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
-    "functools",
-    "operator", "io", "sys", "json", "typing",
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
+    "itertools", "functools", "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
 """Modules whose public names need no import; of two with a name, the later one's is used.
 

@@ -34,7 +34,7 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.streams.history import History
+from tidemill.bus.streams.readers import History
 from tidemill.bus.wire.codec import encode_task
 from tidemill.bus.wire.messages import Dead, Sample, Sampling, Status, Task
 from tidemill.rewards.builtin.text import exact

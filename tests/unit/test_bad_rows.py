@@ -33,7 +33,7 @@ from tidemill.learner.prompts.planned_rows import PlannedRows
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.prompts.rows import RowRules, RowTokens
 from tidemill.learner.prompts.tokenizer import PromptTokenizer
-from tidemill.rewards.model_text.message_template import MessageTemplate
+from tidemill.rewards.model_text import MessageTemplate
 
 TEMPLATE = MessageTemplate(
     "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no role ' ~ "

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tests.examples import examples
 from tidemill.learner.errors import PromptError
 from tidemill.learner.prompts.responses import RecordedResponse, RecordedRow, Recordings
-from tidemill.rewards.model_text.message_template import MessageTemplate
+from tidemill.rewards.model_text import MessageTemplate
 
 SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>")
 END = 2

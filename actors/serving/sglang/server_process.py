@@ -19,7 +19,7 @@ from tidemill.actors.serving.sglang.api import Api
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.system.processes import Child
-from tidemill.rewards.model_text.end_tokens import EndTokens
+from tidemill.rewards.model_text import EndTokens
 
 log = logging.getLogger(__name__)
 
