@@ -140,11 +140,11 @@ class UnknownSchema(WireError):
     """The message was written by a program with another schema number."""
 
 
+# Cures of rows whose values no process can restore from other records; the learner restores all others
 _ROW_CURES = {
     "run.epoch": 'end every learner of the run, then store {"epoch": N} with N above every epoch it had',
     "run.checkpoint": 'store {"directory": PATH, "step": N} of its newest checkpoint',
 }
-"""Cures of rows whose values no process can restore from other records; the learner restores all others."""
 
 
 class UnreadableRow(WireError):

@@ -31,8 +31,7 @@ Response:
 Explain in one or two sentences how good the response is. Then end with a line "Score: N", where N is a number from \
 {low} to {high}."""
 PATTERN = r"Score:\s*(-?\d+(?:\.\d+)?)"
-MAX_PART = 200_000
-"""Characters of a prompt, label or response that are put in front of the judge."""
+MAX_PART = 200_000  # Characters of a prompt, label or response that are put in front of the judge
 
 
 @dataclass(eq=False, kw_only=True)

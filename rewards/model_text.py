@@ -15,8 +15,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tidemill.bus.wire.json_object import JsonMapping
 
+# Names of a model's templates: for chats without tools, and for chats with some
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of a model's templates: for chats without tools, and for chats with some."""
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Errors that a template can cause with the messages of a client.
 _REJECTIONS = (TemplateError, TypeError, LookupError, ValueError, ArithmeticError, AttributeError, RecursionError)
@@ -51,8 +51,7 @@ class MessageTemplate:
         self._template = environment.from_string(source)
         self._tool_template = environment.from_string(tool_use) if tool_use else self._template
         self._call_forms: dict[jinja2.Template, CallForm | None] = {}
-        self._renders_tools = False
-        """True once a text with tools differed from the text without them."""
+        self._renders_tools = False  # True once a text with tools differed from the text without them
 
     @classmethod
     def read(cls, model_dir: Path) -> Self | None:
@@ -163,18 +162,18 @@ class CallForm:
         return {**message, "content": message.get("content") or self.empty, "tool_calls": calls}
 
 
+# Forms in order of trial. Templates of DeepSeek write calls only of messages without content, and join texts.
 CALL_FORMS = (CallForm(False, ""), CallForm(False, None), CallForm(True, ""), CallForm(True, None))
-"""Forms in order of trial. Templates of DeepSeek write calls only of messages without content, and join texts."""
 TRIED_CALL = {
     "id": "triedcall",
     "type": "function",
     "function": {"name": "tried_name", "arguments": {"tried_key": "tried_value"}},
 }
+# With ``TRIED_CALL``, a chat that shows how a template reads calls. Templates of Mistral want ids of nine letters.
 TRIED_QUESTION = {"role": "user", "content": "tried_question"}
-"""With ``TRIED_CALL``, a chat that shows how a template reads calls. Templates of Mistral want ids of nine letters."""
 TRIED_PARTS = ("tried_name", "tried_key", "tried_value")
+# Beginnings of arguments that were written as Python has them, or as JSON of JSON text
 MISREAD_PARTS = ("{'tried_key'", '\\"tried_key')
-"""Beginnings of arguments that were written as Python has them, or as JSON of JSON text."""
 NO_TOOLS = (
     "tools: the model's chat template writes none, which the model would not see; "
     "leave them out, or use another template"
@@ -210,8 +209,7 @@ def _now(form: str) -> str:
 
 # ---- the tokens that end a response
 
-_ANSWER = "tried_answer"
-"""Content of the message behind which the end of turn is found."""
+_ANSWER = "tried_answer"  # Content of the message behind which the end of turn is found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,12 +78,13 @@ def _trl(request: RewardRequest, options: Mapping[str, object]) -> Call:
     return (), {**{name: [value] for name, value in {**columns, **named}.items()}, **keywords}
 
 
+# Systems by the first word of a name, each with the function that returns the arguments
 SYSTEMS: Mapping[str, Callable[[RewardRequest, Mapping[str, object]], Call]] = {
     "slime": _slime,
     "verl": _verl,
     "trl": _trl,
 }
-"""Systems by the first word of a name, each with the function that returns the arguments."""
+# First parameters by which a function of a system is known
 SIGNATURES: Mapping[tuple[str, ...], str] = {
     ("args", "sample"): "slime",
     ("args", "samples"): "slime",
@@ -91,7 +92,6 @@ SIGNATURES: Mapping[tuple[str, ...], str] = {
     ("prompts", "completions"): "trl",
     ("completions",): "trl",
 }
-"""First parameters by which a function of a system is known."""
 
 
 class PeerReward:

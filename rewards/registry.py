@@ -20,6 +20,7 @@ from tidemill.rewards.other_systems import AsyncPeerReward, PeerReward, path_in,
 from tidemill.rewards.part_settings import BY_ROLLOUT
 from tidemill.rewards.port import Contract, Parts, RewardRequest, Scorer, from_request, to_request
 
+# Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop.
 TABLE = {
     "by_rollout": "tidemill.rewards.registry:by_rollout",
     "code": "tidemill.rewards.code.tests_passed:code",
@@ -44,39 +45,32 @@ TABLE = {
     "reward_model": "tidemill.rewards.judge:RewardModel",
     "sentence": "tidemill.rewards.builtin.text:sentence",
 }
-"""Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop."""
 
+# Built-in rewards that can take long, and run in child processes.
+#
+# ``ifeval`` is linear for each instruction, but the data decides how many a prompt has: ten, with a response of 400,000
+# characters, took 2 s.
 UNBOUNDED = frozenset({"code", "ifeval", "judge", "math_verify", "regex", "remote", "reward_model"})
-"""Built-in rewards that can take long, and run in child processes.
-
-``ifeval`` is linear for each instruction, but the data decides how many a prompt has: ten, with a response of 400,000
-characters, took 2 s.
-"""
 
 UNBOUNDED_WITH = {"math": "rest"}
 
-ASKING = frozenset({"judge", "remote", "reward_model"})
-"""Built-in rewards that ask a server."""
+ASKING = frozenset({"judge", "remote", "reward_model"})  # Built-in rewards that ask a server
+# They name servers, variables, files or programs: a configuration from elsewhere is not trusted with them
 NAMING = ASKING | {"code", "sentence"}
-"""They name servers, variables, files or programs: a configuration from elsewhere is not trusted with them."""
+# They run programs in a sandbox; ``obstacle()`` of their modules returns why this machine has none
 SANDBOXED = frozenset({"code"})
-"""They run programs in a sandbox; ``obstacle()`` of their modules returns why this machine has none."""
+# They compare the response with the label, which must be text or a number
 COMPARING = frozenset(
     {"dapo", "deepscaler", "digits", "exact", "f1", "gpqa", "gsm8k", "math", "math_answer", "math_verify"}
 )
-"""They compare the response with the label, which must be text or a number."""
-SEVERAL = frozenset({"deepscaler", "exact", "f1", "math", "math_verify"})
-"""They take a list of labels, too."""
+SEVERAL = frozenset({"deepscaler", "exact", "f1", "math", "math_verify"})  # They take a list of labels, too
 
-IN_THREAD = "in_thread"
-"""Option of plain (not async) rewards: run in a thread. Default: true for import paths."""
+IN_THREAD = "in_thread"  # Option of plain (not async) rewards: run in a thread. Default: true for import paths.
 
 _KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
-MAX_PARTS = 256
-"""Limit of the named numbers of a reward."""
-MAX_THREADS = 256
-"""Limit of threads per reward: a thread cannot be stopped, so calls that hang would accumulate."""
+MAX_PARTS = 256  # Limit of the named numbers of a reward
+MAX_THREADS = 256  # Limit of threads per reward: a thread cannot be stopped, so calls that hang would accumulate
 
 
 def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
@@ -264,6 +258,7 @@ def _number(name: str, value: Any) -> float:
         raise RewardFailed(name, f"want a number, got {value!r}") from None
 
 
+# The contract of rewards: a RewardRequest in, a number or named numbers out
 REWARD = Contract(
     word="reward",
     options="reward_options",
@@ -274,7 +269,6 @@ REWARD = Contract(
     decode=to_request,
     checked=checked,
 )
-"""The contract of rewards: a RewardRequest in, a number or named numbers out."""
 
 
 def by_rollout(request: RewardRequest) -> float:

@@ -23,16 +23,12 @@ from tidemill.rewards.group import GROUP, GroupRequest, group_fields
 from tidemill.rewards.port import Parts, RewardRequest, fields_of
 
 AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-OF_THE_BODY = frozenset({400, 413, 422})
-"""Statuses that refuse the content of one call, not all calls."""
-MAX_ANSWER_BYTES = 4 << 20
-"""Size of the largest answer that is read, unpacked."""
+OF_THE_BODY = frozenset({400, 413, 422})  # Statuses that refuse the content of one call, not all calls
+MAX_ANSWER_BYTES = 4 << 20  # Size of the largest answer that is read, unpacked
+# Bounds of the pause before a repeated call; it doubles, and its length is random between the half and the whole
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 10.0
-"""Bounds of the pause before a repeated call; it doubles, and its length is random between the half and the whole."""
-OPEN_AFTER = 8
-"""Calls in a row without an answer, after which the server is left alone."""
-OPEN_S = 5.0
-"""Seconds for which it is left alone; then one call tries it, and the others wait for its end."""
+OPEN_AFTER = 8  # Calls in a row without an answer, after which the server is left alone
+OPEN_S = 5.0  # Seconds for which it is left alone; then one call tries it, and the others wait for its end
 
 
 class Calls:
@@ -51,8 +47,7 @@ class Calls:
         self._timeout_s, self._retries, self._connections = timeout_s, retries, connections
         self._session: aiohttp.ClientSession | None = None
         self._failures, self._open_until_s = 0, 0.0
-        self._trying = asyncio.Lock()
-        """Held by the one call that tries a server which is left alone."""
+        self._trying = asyncio.Lock()  # Held by the one call that tries a server which is left alone
 
     async def post(self, body: object, read: Callable[[Any], Any]) -> Any:
         """Return ``read`` of the answer's JSON.

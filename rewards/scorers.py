@@ -99,8 +99,8 @@ async def _named(part: RewardPart, scorer: Scorer, request: RewardRequest) -> fl
         raise RewardFailed(part.name, f"{part.name}: no result in time") from None
 
 
+# A reward of groups as an actor calls it: one checked reward for each sample. Raises RewardFailed, TimeoutError.
 GroupScorer = Callable[[GroupRequest], Awaitable[list[Reward]]]
-"""A reward of groups as an actor calls it: one checked reward for each sample. Raises RewardFailed, TimeoutError."""
 
 
 @asynccontextmanager

@@ -32,15 +32,12 @@ from tidemill.weightstore.store.snapshot_files import ASIDE, MANIFEST, SnapshotI
 
 _log = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 1 << 20
-"""Bytes that are received, or hashed, at a time."""
+_CHUNK_BYTES = 1 << 20  # Bytes that are received, or hashed, at a time
 _MAX_MANIFEST_BYTES = 64 << 20
-_READ_S = 30.0
-"""Deadline for the next bytes of a server."""
+_READ_S = 30.0  # Deadline for the next bytes of a server
+# Deadline of a connection: a new one gets through at once when a network is back, while TCP's repeats get rare
 _CONNECT_S = 5.0
-"""Deadline of a connection: a new one gets through at once when a network is back, while TCP's repeats get rare."""
-_TRIES = 3
-"""Downloads of a file with a wrong digest. An interrupted one is continued by the next ``fetch``."""
+_TRIES = 3  # Downloads of a file with a wrong digest. An interrupted one is continued by the next ``fetch``.
 
 
 async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = None) -> SnapshotInfo:
@@ -120,15 +117,14 @@ def _check(url: str, response: Any) -> None:
         raise SnapshotUnavailable(url, f"HTTP {response.status}")
 
 
+# (directory, version, epoch): load a directory's weights, whole or not at all; it is removed afterwards
 Load = Callable[[Path, int, int], Awaitable[None]]
-"""(directory, version, epoch): load a directory's weights, whole or not at all; it is removed afterwards."""
+# Called with a description of the thing that the engine waits for; "" = nothing any more
 OnWait = Callable[[str], None]
-"""Called with a description of the thing that the engine waits for; "" = nothing any more."""
 
+# A request is repeated after this time: the learner does not retry a snapshot that it failed to write
 _REQUEST_AGAIN_S = 2.0
-"""A request is repeated after this time: the learner does not retry a snapshot that it failed to write."""
-_POLL_S = 0.5
-"""Interval of reading the row of the newest snapshot, besides the wake-ups."""
+_POLL_S = 0.5  # Interval of reading the row of the newest snapshot, besides the wake-ups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +147,7 @@ class _CatchUp:
     def __init__(self, bus: Bus, joiner: Joiner) -> None:
         self._joiner, self._keys, self._view = joiner, api_keys(bus), LiveView(bus)
         self._registry, self._rows = VersionRegistry(bus), bus.rows("weights")
-        self._refused: set[str] = set()
-        """URLs and directories that had no usable snapshot."""
+        self._refused: set[str] = set()  # URLs and directories that had no usable snapshot
         self._waits_for, self._failure = "the bus", ""
 
     @property
@@ -269,14 +264,12 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+# Returns whether the engine may take memory for weights now: one that shares the learner's accelerator only at certain
+# times.
 Allowed = Callable[[], Awaitable[bool]]
-"""Returns whether the engine may take memory for weights now: one that shares the learner's accelerator only at certain
-times."""
 
-_FETCH_S = 600.0
-"""Deadline of one attempt of ``fetch_model``, which logs the reason and begins another one."""
-GRACE_S = 10.0
-"""A push that is under way, or the next one, usually brings the engine to the head within this time."""
+_FETCH_S = 600.0  # Deadline of one attempt of ``fetch_model``, which logs the reason and begins another one
+GRACE_S = 10.0  # A push that is under way, or the next one, usually brings the engine to the head within this time
 
 
 async def catch_up(bus: Bus, joiner: Joiner, *, deadline_s: float) -> VersionRow | None:

@@ -28,27 +28,23 @@ from tidemill.bus.wire.subjects import inbox_prefix
 _log = logging.getLogger(__name__)
 
 RETRY_S = 0.1
-AFTER_FULL_S = 15.0
-"""Seconds left for a request after the bus was full: its server is started again when it has room."""
+AFTER_FULL_S = 15.0  # Seconds left for a request after the bus was full: its server is started again when it has room
 T = TypeVar("T")
 _RECONNECT_S = 0.2
-_PING_S = 5.0
-"""Seconds between two pings; a silently cut network is detected after three."""
+_PING_S = 5.0  # Seconds between two pings; a silently cut network is detected after three
 _LOG_EVERY_S = 5.0
-_FLUSH_S, _CLOSE_S = 1.0, 1.0
-"""Deadlines at a close: for messages that are not sent yet, and for the close itself."""
+_FLUSH_S, _CLOSE_S = 1.0, 1.0  # Deadlines at a close: for messages that are not sent yet, and for the close itself
 _NEVER_S = 1e6
-_FORBIDDEN_S = 10.0
-"""Seconds for which a forbidden subject is not tried again; permissions may have changed afterwards."""
+_FORBIDDEN_S = 10.0  # Seconds for which a forbidden subject is not tried again; permissions may have changed afterwards
+# The server's error for a forbidden subject, which has no code
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
-"""The server's error for a forbidden subject, which has no code."""
+# Prefix of requests that may be refused: the server removes idle consumers by itself, too
 _CLEANUP = "$js.api.consumer.delete."
-"""Prefix of requests that may be refused: the server removes idle consumers by itself, too."""
+# Parts of the server's errors for a wrong user or password, in lower case
 _LOGIN_ERRORS = ("authorization violation", "authentication", "user credentials")
-"""Parts of the server's errors for a wrong user or password, in lower case."""
 
+# Errors that the client library raises for causes outside of this process
 FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)
-"""Errors that the client library raises for causes outside of this process."""
 
 
 class _Client(Client):
@@ -74,13 +70,12 @@ class Connection:
 
     def __init__(self) -> None:
         self.nc: Client = _Client()
-        self.connected = False
-        """True while the connection is up."""
+        self.connected = False  # True while the connection is up
         self._changed = Waiter()
         self._listeners: set[Callable[[], None]] = set()
         self._forbidden_listeners: set[Callable[[Forbidden], bool]] = set()
+        # Recent refusals with their time, by subject in lower case, as the client library reports it
         self._forbidden: dict[str, tuple[Forbidden, float]] = {}
-        """Recent refusals with their time, by subject in lower case, as the client library reports it."""
         self.user = ""
         self._opening: Address | None = None
         self.last_error = ""

@@ -26,8 +26,7 @@ from tidemill.bus.wire.subjects import natural, nonce
 _log = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 5.0
-_NO_EPOCH = -1
-"""Epoch of a message that names none: older than all."""
+_NO_EPOCH = -1  # Epoch of a message that names none: older than all
 
 
 R = TypeVar("R", bound=Task | PlanRecord)

@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Number of places remembered, so that a message read again, or a row read every second, is counted once
 _MAX_KNOWN = 4096
-"""Number of places remembered, so that a message read again, or a row read every second, is counted once."""
 _MAX_TEXT = 160
 
 
@@ -34,8 +34,7 @@ class Refusals:
     """
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        """Refusals by stream (``DEAD``) or bucket (``live``)."""
+        self.counts: Counter[str] = Counter()  # Refusals by stream (``DEAD``) or bucket (``live``)
         self.newest = ""
         self._known: dict[tuple[str, str], None] = {}
         self._repeated = FailureLog(_log)
@@ -77,10 +76,8 @@ def _short(text: str) -> str:
     return plain if len(text) <= _MAX_TEXT else f"{plain}..."
 
 
-_ANSWER_S = 2.0
-"""Deadline of one attempt."""
-RETRY_FOR_S = 15.0
-"""Seconds for which a request is repeated: a killed server is back within a second or so."""
+_ANSWER_S = 2.0  # Deadline of one attempt
+RETRY_FOR_S = 15.0  # Seconds for which a request is repeated: a killed server is back within a second or so
 _NOT_FOUND = {10014: "consumer", 10037: "message", 10059: "stream"}
 _STARTING = (10008, 10074)
 

@@ -19,16 +19,15 @@ from tidemill.bus.wire.json_object import JsonObject
 _log = logging.getLogger(__name__)
 
 STREAM_FULL = 10077
+# Error codes of a full disk, or full share of it. Treated like an outage: space may be freed.
 _NO_ROOM = frozenset({10023, 10047})
-"""Error codes of a full disk, or full share of it. Treated like an outage: space may be freed."""
+# Error codes of a message with another expected last sequence than its stream or subject has
 WRONG_LAST_SEQUENCE = (10071, 10164)
-"""Error codes of a message with another expected last sequence than its stream or subject has."""
 _ANSWER_S = 5.0
-_FULL_S = 3.0
-"""Seconds to wait for the reason of a full bus; without one the server itself answers at once."""
+_FULL_S = 3.0  # Seconds to wait for the reason of a full bus; without one the server itself answers at once
 _FULL_WAIT_S = (0.02, 0.2)
+# Range of the random pause before a try, so that many publishers do not come back at the same moment
 _RETRY_WAIT_S = (0.05, 0.3)
-"""Range of the random pause before a try, so that many publishers do not come back at the same moment."""
 
 
 class PublishAck(NamedTuple):
@@ -49,8 +48,8 @@ class Outbox:
     def __init__(self, connection: Connection, full_subject: str) -> None:
         """``full_subject``: requests on it are answered with the reason while the bus stores nothing."""
         self._connection, self._full_subject = connection, full_subject
+        # Answer, its deadline and the subject, by reply subject, oldest first
         self._waiting: dict[str, tuple[asyncio.Future[Msg | None], float, str]] = {}
-        """Answer, its deadline and the subject, by reply subject, oldest first."""
         self._sweeping: asyncio.TimerHandle | None = None
         self._inbox = ""
         self._count = 0
@@ -185,12 +184,12 @@ class Outbox:
             self._settle(token, None)
 
 
+# Error codes that no retry cures: a message larger than the stream allows, or a taken expected place
 _INCURABLE = frozenset({10054, *WRONG_LAST_SEQUENCE})
-"""Error codes that no retry cures: a message larger than the stream allows, or a taken expected place."""
 
 
+# Error codes of a cluster between two leaders, or still working on the same message
 _NOT_NOW = frozenset({10008, 10158})
-"""Error codes of a cluster between two leaders, or still working on the same message."""
 _UNAVAILABLE = 503
 
 

@@ -19,16 +19,13 @@ from tidemill.bus.wire.subjects import delivery, natural
 
 _log = logging.getLogger(__name__)
 
-_CREDIT = 64
-"""Messages requested at once; more are requested when half of them have arrived."""
+_CREDIT = 64  # Messages requested at once; more are requested when half of them have arrived
+# Bytes requested at once, however few messages they are: it limits the memory of messages that have arrived
 _CREDIT_BYTES = 32_000_000
-"""Bytes requested at once, however few messages they are: it limits the memory of messages that have arrived."""
 _HEARTBEAT_S = 0.5
-_MISSED_S = 2.5 * _HEARTBEAT_S
-"""Silence after which the consumer is replaced: two heartbeats may be late."""
+_MISSED_S = 2.5 * _HEARTBEAT_S  # Silence after which the consumer is replaced: two heartbeats may be late
 _EXPIRES_S = 30.0
-_INACTIVE_S = 60.0
-"""Seconds without requests after which the server removes a consumer."""
+_INACTIVE_S = 60.0  # Seconds without requests after which the server removes a consumer
 _NS = 1_000_000_000
 
 
@@ -51,8 +48,7 @@ class OrderedPull:
         headers_only: bool = False,
         on_open: Callable[[StreamState, int], None] | None = None,
     ) -> None:
-        self.position = start
-        """Smallest sequence that the next message can have."""
+        self.position = start  # Smallest sequence that the next message can have
         self.reopened = 0
         self._jet, self._stream, self._filters, self._headers_only = jet, stream, list(filters), headers_only
         self._on_open = on_open
@@ -270,13 +266,12 @@ async def _any(jet: JetStream, stream: str, first: int, last: int, filters: Sequ
     return any(message is not None and message.seq <= last for message in messages)
 
 
+# Acknowledgements (JetStream's protocol): deliver again, done, and still at work, which renews the lease
 NAK, ACK, PROGRESS = b"-NAK", b"+ACK", b"+WPI"
-"""Acknowledgements (JetStream's protocol): deliver again, done, and still at work, which renews the lease."""
 
+# Seconds for which a request lives at the server, and the most that a request lost with the server costs
 _REQUEST_S = 2.0
-"""Seconds for which a request lives at the server, and the most that a request lost with the server costs."""
-_GRACE_S = 0.5
-"""Time that the answer to an expired request has to arrive."""
+_GRACE_S = 0.5  # Time that the answer to an expired request has to arrive
 
 
 class FetchSlots:

@@ -35,16 +35,13 @@ from tidemill.bus.wire.subjects import new_id
 
 _log = logging.getLogger(__name__)
 
-_KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
-"""Keys that every NATS tool accepts in a bucket."""
-_OPERATION = "KV-Operation"
-"""Header of a message that replaces a deleted row."""
+_KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")  # Keys that every NATS tool accepts in a bucket
+_OPERATION = "KV-Operation"  # Header of a message that replaces a deleted row
 _LOG_EVERY_S = 15.0
 _AT_ONCE = 16
 
 Value = JsonObject
-Row = tuple[Value, int]
-"""(value, revision)"""
+Row = tuple[Value, int]  # (value, revision)
 After = TypeVar("After", Value, Value | None)
 
 

@@ -19,10 +19,8 @@ from tidemill.bus.wire.subjects import token
 _log = logging.getLogger(__name__)
 
 _BUCKET = "live"
-_WAITING_UPDATE_S, _WAITING_LOG_S = 1.0, 30.0
-"""Intervals in which ``Waiting`` writes its row, and its log line."""
-_PERIODS = 5
-"""Heartbeat periods after which a write that is not acknowledged is made again."""
+_WAITING_UPDATE_S, _WAITING_LOG_S = 1.0, 30.0  # Intervals in which ``Waiting`` writes its row, and its log line
+_PERIODS = 5  # Heartbeat periods after which a write that is not acknowledged is made again
 
 
 class HeartbeatPublisher:
@@ -33,16 +31,14 @@ class HeartbeatPublisher:
 
     def __init__(self, bus: Bus, row: LiveRow, every_s: float = 1.0) -> None:
         self.row = row
-        self.last_error = ""
-        """Empty = the last write succeeded."""
-        self.written_s = float("-inf")
-        """Monotonic time of the last write that succeeded."""
+        self.last_error = ""  # Empty = the last write succeeded
+        self.written_s = float("-inf")  # Monotonic time of the last write that succeeded
         self._bus, self._rows, self._every_s = bus, bus.rows(_BUCKET), every_s
         self._waiter = Waiter()
         self._beating: asyncio.Task[None] | None = None
         self._ending = False
+        # States of the row so far, and the number of them at the state that was stored last
         self._changes, self._stored = 1, 0
-        """States of the row so far, and the number of them at the state that was stored last."""
         self._written = Waiter()
 
     def update(self, **changes: Any) -> None:

@@ -22,10 +22,8 @@ from typing import Any
 from tidemill.bus.errors import DetailedError
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
-START_S = 120.0
-"""Seconds for the import of a user's module, with the packages that it needs."""
-LAST_WORDS_S = 1.0
-"""Seconds for reading the output of an ended process: one below it may keep its connection open."""
+START_S = 120.0  # Seconds for the import of a user's module, with the packages that it needs
+LAST_WORDS_S = 1.0  # Seconds for reading the output of an ended process: one below it may keep its connection open
 MAX_TEXT = 2000
 
 
@@ -56,8 +54,7 @@ class ChildConnection:
         ``freed``: a call has ended.
         """
         self.number, self._kill, self._closed, self._note, self._freed = number, kill, closed, note, freed
-        self.ended = ""
-        """Why it takes no more calls; empty while it does."""
+        self.ended = ""  # Why it takes no more calls; empty while it does
         self._calls: dict[int, asyncio.Future[object]] = {}
         self._ids = itertools.count(1)
         self._up: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -31,8 +31,8 @@ class EmbeddedBus:
         self._auth_dir = auth_dir or directory / "auth"
         users = make_users(self._auth_dir, run, config) if config.auth else viewer_alone(viewer, run, config)
         on_this_machine = config.cluster if config.cluster > 1 and not config.server_name else 0
+        # Ports of the routes, reserved until ``stop``: each server needs all of them before the others listen
         self._routes = [KeptPort() for _ in range(on_this_machine)]
-        """Ports of the routes, reserved until ``stop``: each server needs all of them before the others listen."""
         self.servers = [self._server(number, users) for number in range(config.cluster)]
 
     @property

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import IO
 
 FILE = "reader"
-_FLOCK = "hhqqi"
-"""struct flock of Linux on 64 bits: l_type, l_whence, l_start, l_len, l_pid."""
+_FLOCK = "hhqqi"  # struct flock of Linux on 64 bits: l_type, l_whence, l_start, l_len, l_pid
 
 
 class ReaderLock:

@@ -25,10 +25,9 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 _log = logging.getLogger(__name__)
 
 CHECK_S = 1.0
+# Seconds between two restarts after write errors: doubled with each, anew after the longest without any
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Seconds between two restarts after write errors: doubled with each, anew after the longest without any."""
-_MESSAGES = 4
-"""Number of the largest messages for which a disk must have room before a server is started on it."""
+_MESSAGES = 4  # Number of the largest messages for which a disk must have room before a server is started on it
 _TRIAL_BYTES = 1 << 16
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -72,14 +71,14 @@ class StoreKeeper:
         self, servers: Sequence[EmbeddedServer], need_bytes: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._servers, self._need_bytes, self._clock = servers, need_bytes, clock
+        # Servers that store nothing, with their errors, until they are started again
         self._faults: dict[EmbeddedServer, str] = {}
-        """Servers that store nothing, with their errors, until they are started again."""
         self._checked_s = self._restarted_s = float("-inf")
         self._pause_s = FIRST_PAUSE_S
+        # Number of restarts of servers that had ended, and the sentence on the last one
         self.restarts, self.last_restart = 0, ""
-        """Number of restarts of servers that had ended, and the sentence on the last one."""
+        # Reason for which messages are not stored at present, with the missing room; empty when they are stored
         self.reason = ""
-        """Reason for which messages are not stored at present, with the missing room; empty when they are stored."""
 
     def look(self) -> None:
         """Start every server again that ended or stopped storing, once its disk has room. Raises ServerFailed."""

@@ -46,8 +46,7 @@ class Bus:
         self.run, self.name, self.config = run, name, config
         self._connection = connection
         self.jet = JetStream(connection, run, config)
-        self.refusals = self.jet.refusals
-        """Messages and rows that this process has passed over."""
+        self.refusals = self.jet.refusals  # Messages and rows that this process has passed over
         self.dead = DeadLetters(self.jet)
         self.tasks = TaskQueue(self.jet, self.dead)
         self.samples = SampleStream(self.jet)

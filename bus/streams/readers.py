@@ -120,8 +120,8 @@ class History:
         return StoredSample(seq=seq, subject=subject, headers=headers, data=data, stored_s=message.stored_s)
 
 
+# Policies: trimming waits for the reader (until the stream is too full), or goes on without it
 WAIT, LEAVE = "wait", "leave"
-"""Policies: trimming waits for the reader (until the stream is too full), or goes on without it."""
 _PREFIX = "cursor"
 
 

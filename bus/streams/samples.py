@@ -15,12 +15,10 @@ from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
 from tidemill.bus.wire.messages import Cursor, Kind, Sample
 from tidemill.bus.wire.routed_experts import RoutedShape
 
+# Header with all fields for readers that do not read the payload (docs/decisions/011-one-header-for-onlookers.md)
 SAMPLE_HEADER = "Tm-Sample"
-"""Header with all fields for readers that do not read the payload (docs/decisions/011-one-header-for-onlookers.md)."""
-PARTS_HEADER = "Tm-Parts"
-"""Header with the number of parts; only on a manifest."""
-_HEADER_VALUE = re.compile(r"[!-~]{1,200}")
-"""Printable ASCII without a space: spaces separate the fields of the header."""
+PARTS_HEADER = "Tm-Parts"  # Header with the number of parts; only on a manifest
+_HEADER_VALUE = re.compile(r"[!-~]{1,200}")  # Printable ASCII without a space: spaces separate the fields of the header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +191,7 @@ class SampleStream:
         return min(oldest, *seqs)
 
 
-_NO_CHECK = -1
-"""Value of ``vocab_size`` that disables the check of invariants."""
+_NO_CHECK = -1  # Value of ``vocab_size`` that disables the check of invariants
 
 
 class _Reading:

@@ -26,8 +26,8 @@ from tidemill.bus.wire.subjects import nonce
 
 _log = logging.getLogger(__name__)
 
+# Deliveries after which a task is dead even without a report: it ends its actors before they can report
 MAX_DELIVERIES = 50
-"""Deliveries after which a task is dead even without a report: it ends its actors before they can report."""
 _REFRESH_EVERY_S = 2.0
 _CONFIRM_S = 2.0
 _OVER = (ACK, b"+NXT", b"+TERM")
@@ -42,10 +42,8 @@ class Lease:
 
     def __init__(self, queue: "TaskQueue", task: Task, message: Msg, deliveries: int) -> None:
         self.task = task
-        self.attempt = nonce()
-        """``Sample.attempt`` of every sample made under this lease."""
-        self.deliveries = deliveries
-        """Number of this delivery, from 1."""
+        self.attempt = nonce()  # ``Sample.attempt`` of every sample made under this lease
+        self.deliveries = deliveries  # Number of this delivery, from 1
         self._queue, self._reply = queue, message.reply
         self._lease_s = queue.lease_s
 

@@ -14,10 +14,10 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 ROPE, BASE, SCALING, SHARE = "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"
 ROPE_KEYS = (BASE, SCALING, SHARE)
 EXPERTS, LOCAL_EXPERTS = "num_experts", "num_local_experts"
-RENAMED = ("qwen3_moe",)
-"""Families for which transformers 5 has another key for the number of experts."""
+RENAMED = ("qwen3_moe",)  # Families for which transformers 5 has another key for the number of experts
 
 
+# The key of config.json with the number of routed experts, by family
 EXPERTS_OF = {
     "deepseek_v3": "n_routed_experts",
     "glm4_moe": "n_routed_experts",
@@ -25,7 +25,6 @@ EXPERTS_OF = {
     "qwen2_moe": "num_experts",
     "qwen3_moe": "num_experts",
 }
-"""The key of config.json with the number of routed experts, by family."""
 
 
 def in_older_keys(values: JsonMapping) -> JsonObject:

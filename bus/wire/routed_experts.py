@@ -17,11 +17,9 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.model_values import num_experts, sparse_layers
 
-RoutedExperts = NDArray[np.uint8 | np.uint16]
-"""[L, E, K]."""
+RoutedExperts = NDArray[np.uint8 | np.uint16]  # [L, E, K]
 _DTYPES: Mapping[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2")}
-_MAX_SIZE = 1 << 12
-"""Maximum number of layers, and of experts of a token."""
+_MAX_SIZE = 1 << 12  # Maximum number of layers, and of experts of a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,30 +13,22 @@ BUCKETS = ("weights", "run", "live", "wanted", "keys")
 SECRET_BUCKETS = ("keys",)
 CONSUMERS = {Kind.TRAIN: "rollout", Kind.EVAL: "eval"}
 
-EPOCH_KEY = "epoch"
-"""Row of the bucket ``run``: ``{"epoch": n}``."""
-FLOOR_KEY = "task_floor"
-"""Row of the bucket ``run``: ``{"floor": n}``, all tasks with ids up to n are settled."""
-END_KEY = "end"
-"""Row of the bucket ``run``: last step and reason of a run that ends before ``learner.steps``."""
-BEST_KEY = "best"
-"""Row of the bucket ``run``: the best version by ``eval.best`` that has a checkpoint."""
+EPOCH_KEY = "epoch"  # Row of the bucket ``run``: ``{"epoch": n}``
+FLOOR_KEY = "task_floor"  # Row of the bucket ``run``: ``{"floor": n}``, all tasks with ids up to n are settled
+END_KEY = "end"  # Row of the bucket ``run``: last step and reason of a run that ends before ``learner.steps``
+BEST_KEY = "best"  # Row of the bucket ``run``: the best version by ``eval.best`` that has a checkpoint
+# Rows ``settings.<epoch>`` of the bucket ``run``: ``tidemill.learner.settings.step_settings``
 SETTINGS_KEY = "settings"
-"""Rows ``settings.<epoch>`` of the bucket ``run``: ``tidemill.learner.settings.step_settings``."""
-REFUSED_KEY = "refused"
-"""Rows ``refused.<actor>`` of the bucket ``run``: ``tidemill.learner.buffer.senders.Refusal``."""
+REFUSED_KEY = "refused"  # Rows ``refused.<actor>`` of the bucket ``run``: ``tidemill.learner.buffer.senders.Refusal``
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Sequence"
 EXPECTED_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
 EPOCH_HEADER = "Tm-Epoch"
 
-_LIMIT = 2**63
-"""Sequences are signed 64-bit numbers in the columns of plans."""
-_MAX_DIGITS = 19
-"""Digits of 2**63. A longer text is not converted: that takes quadratic time."""
-_ACK_TOKENS = 9
-"""Tokens of an acknowledgement subject without a JetStream domain."""
+_LIMIT = 2**63  # Sequences are signed 64-bit numbers in the columns of plans
+_MAX_DIGITS = 19  # Digits of 2**63. A longer text is not converted: that takes quadratic time.
+_ACK_TOKENS = 9  # Tokens of an acknowledgement subject without a JetStream domain
 _LONGEST_NAME = 64
 _NOT_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 

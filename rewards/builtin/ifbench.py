@@ -43,6 +43,7 @@ PRONOUNS = _set(
     "whoever whomever whatever whichever anybody anyone anything everybody everyone everything nobody nothing "
     "somebody someone something each either neither both all some any none"
 )
+# nltk's English stop words that are whole words for ``\w+``
 STOP_WORDS = _set(
     "i me my myself we our ours ourselves you your yours yourself yourselves he him his himself she her hers herself "
     "it its itself they them their theirs themselves what which who whom this that these those am is are was were be "
@@ -52,7 +53,6 @@ STOP_WORDS = _set(
     "only own same so than too very s t can will just don should now d ll m o re ve y ain aren couldn didn doesn hadn "
     "hasn haven isn ma mightn mustn needn shan shouldn wasn weren won wouldn"
 )
-"""nltk's English stop words that are whole words for ``\\w+``."""
 NAMES = _set(
     "Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia Benjamin "
     "Harper Leo Zoe Daniel Chloe Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett Nathan Victoria "
@@ -63,12 +63,9 @@ _NORTH_TO_SOUTH = (
     "Reykjavik Helsinki Oslo Tallinn Stockholm Riga Moscow Copenhagen Vilnius Minsk Dublin Berlin Amsterdam Warsaw "
     "London Brussels Prague Luxembourg Paris Vienna Bratislava Budapest Vaduz Chisinau Bern Ljubljana Zagreb"
 )
-CAPITALS = _NORTH_TO_SOUTH.split()
-"""European capitals north of 45 degrees, from north to south, as IFBench has them."""
-_MAX_ROWS = 16
-"""One more than any table has that is asked for."""
-NUM_AFRICAN_COUNTRIES = 52
-"""Lines that a list of them has at least: sources differ."""
+CAPITALS = _NORTH_TO_SOUTH.split()  # European capitals north of 45 degrees, from north to south, as IFBench has them
+_MAX_ROWS = 16  # One more than any table has that is asked for
+NUM_AFRICAN_COUNTRIES = 52  # Lines that a list of them has at least: sources differ
 
 
 def sentences(text: str) -> Iterator[str]:

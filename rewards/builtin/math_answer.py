@@ -33,11 +33,10 @@ _UNIT = re.compile(
     r"|(?P<words>[\s~]+[A-Za-z]{2,}(?:[\s-]+[A-Za-z]{2,})*)(?:\^\{?[23]\}?)?|\s*\^\{?\\circ\}?|\s*\\degree)\s*$"
 )
 _MULTIPLES = re.compile(r"\b(?:hundred|thousand|million|billion|trillion|dozen)", re.IGNORECASE)
+# Blanks that may be left out: all but those between two numbers
 BLANKS = re.compile(r"(?<!\s)\s++(?![0-9])|(?<![0-9\s])\s++")
-"""Blanks that may be left out: all but those between two numbers."""
 _BRACE = re.compile(r"(\\boxed\s{0,3})?\{|\}")
-_MAX_DIGITS = 1000
-"""A longer "number" is compared as text, because Python refuses to convert more than 4300 digits."""
+_MAX_DIGITS = 1000  # A longer "number" is compared as text, because Python refuses to convert more than 4300 digits
 
 
 def math_answer(request: RewardRequest, *, correct_weight: float = 1.0, format_weight: float = 0.1) -> dict[str, float]:

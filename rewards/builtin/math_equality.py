@@ -183,8 +183,8 @@ def _token(match: re.Match[str]) -> str:
     return str(number or letter or sign or "").strip()
 
 
+# Values for the first four letters of two expressions that are compared
 _POINTS = ((1.37, 0.61, -0.83, 2.29), (0.47, -1.93, 1.61, 0.71), (2.71, 1.13, 0.37, -1.49))
-"""Values for the first four letters of two expressions that are compared."""
 _TOLERANCE = 1e-9
 _DROPPED = re.compile(r"\^\{?\\circ\}?|\\degree|\\?[$%]")
 _UNITS = re.compile(

@@ -18,8 +18,9 @@ import struct
 import sys
 from typing import Any, cast
 
+# AUDIT_ARCH_* and the column of ``CALLS`` by machine
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""AUDIT_ARCH_* and the column of ``CALLS`` by machine."""
+# System calls that are allowed with any argument
 CALLS = {
     # Numbers on x86_64 and aarch64; None where there is no such call.
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
@@ -43,29 +44,25 @@ CALLS = {
     "set_tid_address": (218, 96), "rseq": (334, 293), "arch_prctl": (158, None), "getrandom": (318, 278),
     "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
-"""System calls that are allowed with any argument."""
 OPEN, OPENAT, CLONE, CLONE3 = (2, None), (257, 56), (56, 220), (435, 435)
 IOCTL, PRLIMIT, KILL, TGKILL, FCNTL = (16, 29), (302, 261), (62, 129), (234, 131), (72, 25)
 F_SETFL, F_DUPFD_CLOEXEC = 4, 1030
 CLONE_THREAD = 0x10000
+# Flags of open(2) with which a file is written or made: O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_TMPFILE
 WRITING = 0o3 | 0o100 | 0o1000 | 0o20000000
-"""Flags of open(2) with which a file is written or made: O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_TMPFILE."""
 EPERM, EACCES, ENOTTY, ENOSYS = 1, 13, 25, 38
 
-CONFINED = b"+"
-"""First byte of a result whose process is confined; without it a result is the reason why it is not."""
+CONFINED = b"+"  # First byte of a result whose process is confined; without it a result is the reason why it is not
 
-AST_ONLY = 0x400
-"""Flag of ``compile``: ast.PyCF_ONLY_AST, without importing that module."""
+AST_ONLY = 0x400  # Flag of ``compile``: ast.PyCF_ONLY_AST, without importing that module
+# Modules whose public names need no import; of two with a name, the later one's is used.
+#
+# Source: the imports that LiveCodeBench (lcb_runner/evaluation/testing_util.py at 28fef95e) puts before each program,
+# as APPS and verl do.
 MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
     "itertools", "functools", "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""Modules whose public names need no import; of two with a name, the later one's is used.
-
-Source: the imports that LiveCodeBench (lcb_runner/evaluation/testing_util.py at 28fef95e) puts before each program, as
-APPS and verl do.
-"""
 
 _LOAD, _EQUAL, _GREATER, _SET, _AND, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000

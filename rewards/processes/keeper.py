@@ -29,14 +29,12 @@ from tidemill.rewards.port import contract_at
 from tidemill.rewards.processes import worker
 from tidemill.rewards.registry import Bound, bind
 
+# Program of a new interpreter: it finds modules where its parent does, without PYTHONPATH, which is inherited further.
+#
+# Its arguments are the descriptor of its socket, that path, and the module with its ``main``. Settings are on stdin:
+# all users of a machine can read a command line.
 BOOT = "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[2]); importlib.import_module(sys.argv[3]).main()"
-"""Program of a new interpreter: it finds modules where its parent does, without PYTHONPATH, which is inherited further.
-
-Its arguments are the descriptor of its socket, that path, and the module with its ``main``. Settings are on stdin: all
-users of a machine can read a command line.
-"""
-MAX_REASON = 10_000
-"""Characters of a refusal, which must fit into one packet."""
+MAX_REASON = 10_000  # Characters of a refusal, which must fit into one packet
 
 
 def command(module: str, descriptor: int) -> list[str]:
@@ -88,8 +86,7 @@ class _ForkServer:
     def __init__(self, control: socket.socket, function: Bound, start: JsonObject, *, forks: bool) -> None:
         self._control, self._function, self._start, self._forks = control, function, start, forks
         self._limits = limits.ProcessLimits(**start["limits"])
-        self._workers: dict[int, int] = {}
-        """Number of each worker, by process id."""
+        self._workers: dict[int, int] = {}  # Number of each worker, by process id
         # Servers that the module has started at its import belong to the reward.
         self._servers = limits.children_of({os.getpid()})
         self._waker, self._woken = socket.socketpair()

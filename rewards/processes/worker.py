@@ -24,8 +24,7 @@ from tidemill.rewards.errors import RewardFailed, is_outside
 from tidemill.rewards.port import contract_at
 from tidemill.rewards.registry import Bound, bind
 
-MAX_REASON = 2000
-"""Characters of the text of an error that are sent."""
+MAX_REASON = 2000  # Characters of the text of an error that are sent
 
 
 def main() -> None:

@@ -23,8 +23,7 @@ from tidemill.weightstore.transport.staging import StagedModel
 _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"v(\d+)")
-_SHUTDOWN_S = 1.0
-"""Time that downloads have to end; an engine resumes an interrupted one later."""
+_SHUTDOWN_S = 1.0  # Time that downloads have to end; an engine resumes an interrupted one later
 
 
 class SnapshotServer:
@@ -46,8 +45,8 @@ class SnapshotServer:
         self._keep, self._model_dir = keep, model_dir
         self._listener: Listener | None = None
         self._writing = asyncio.Lock()
+        # Versions of this registry with a complete directory. A directory of another run may have the same name.
         self._present: set[int] = set()
-        """Versions of this registry with a complete directory. A directory of another run may have the same name."""
 
     async def open(self) -> None:
         """Start to serve. The newest snapshot of an earlier process is served again if it is complete; otherwise its

@@ -17,8 +17,8 @@ from tidemill.weightstore.errors import BadManifest
 from tidemill.weightstore.format.checksums import beside
 from tidemill.weightstore.format.manifest import count_of
 
+# Items of a share: handle, bytes and offset of the storage; handle and offset of a counter; an event, and its wait
 SHARE = 7
-"""Items of a share: handle, bytes and offset of the storage; handle and offset of a counter; an event, and its wait."""
 Share = list[object]
 
 

@@ -24,10 +24,8 @@ from tidemill.weightstore.transport.handles import StagingMemory
 _log = logging.getLogger(__name__)
 
 CHILD = f"{__package__}.sender_child"
-START_S = 60.0
-"""The process imports torch and makes a CUDA context before its first answer."""
-GRACE_S = 1.0
-"""A call has its own deadline in the process. Past it and this, the process is killed."""
+START_S = 60.0  # The process imports torch and makes a CUDA context before its first answer
+GRACE_S = 1.0  # A call has its own deadline in the process. Past it and this, the process is killed.
 
 
 class SenderProcess:
@@ -158,14 +156,14 @@ class SenderProcess:
         return f"signal {-code}" if code < 0 else f"status {code}"
 
 
+# Backends with the learner's end in a process of its own. NCCL may end its process, or wait in it without end, when a
+# peer dies. Gloo does neither, so its groups spare the process.
 APART = ("nccl",)
-"""Backends with the learner's end in a process of its own. NCCL may end its process, or wait in it without end, when a
-peer dies. Gloo does neither, so its groups spare the process."""
 T = TypeVar("T")
 
 
+# Rank 0 of a group. All calls block, and raise PeerLost; ``close`` may be called from any thread, at any time.
 GroupEnd = BroadcastGroup | SenderProcess
-"""Rank 0 of a group. All calls block, and raise PeerLost; ``close`` may be called from any thread, at any time."""
 
 
 def host(
