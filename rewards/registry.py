@@ -16,7 +16,7 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.system.functions import Defect, FunctionRefused, described, errors_as, find_function, nearest, repr_at
 from tidemill.bus.wire.invariants import check_reward
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward, is_outside
-from tidemill.rewards.other_systems import AsyncPeerReward, PeerReward, path_in, system_of
+from tidemill.rewards.other_systems import path_in, peer_reward, system_of
 from tidemill.rewards.part_settings import BY_ROLLOUT
 from tidemill.rewards.port import Contract, Parts, RewardRequest, Scorer, from_request, to_request
 
@@ -144,8 +144,8 @@ def bind(name: str, options: Mapping[str, object] | None = None, contract: Contr
     own_options = {option: value for option, value in (options or {}).items() if option != IN_THREAD}
     if contract is REWARD and (path := path_in(name)):
         function = _find(path, contract)
-        kind = AsyncPeerReward if _is_async(function) else PeerReward
-        return Bound(name, kind(name, function, own_options), {}, contract)
+        reward = peer_reward(name, function, own_options, is_async=_is_async(function))
+        return Bound(name, reward, {}, contract)
     function = _find(name, contract)
     if contract is REWARD and name not in TABLE and not inspect.isclass(function) and (system := system_of(function)):
         reason = f"its parameters are those of a reward of {system}; want {system}:{name}, which calls it so"

@@ -139,19 +139,22 @@ class AskingReward:
 
 
 @dataclass(eq=False)
-class RemoteGroupReward(AskingReward):
-    """A reward of groups: asks ``tidemill reward-server NAME --group``, or any server of ``{samples, rewards}``.
-
-    The answer is a list with a reward for each sample, or a map with this under ``rewards``, or ``failed`` with a
-    reason.
-    """
-
+class _RemoteReward(AskingReward):
     timeout_s: float = 20.0
     token_env: str = ""
     """Environment variable with a bearer token."""
 
     def __post_init__(self) -> None:
         self._calls = self.calls("remote", "", self.token_env)
+
+
+@dataclass(eq=False)
+class RemoteGroupReward(_RemoteReward):
+    """A reward of groups: asks ``tidemill reward-server NAME --group``, or any server of ``{samples, rewards}``.
+
+    The answer is a list with a reward for each sample, or a map with this under ``rewards``, or ``failed`` with a
+    reason.
+    """
 
     async def __call__(self, request: GroupRequest) -> list[Parts]:
         answer: list[Parts] = await self._calls.post(group_fields(request), self._read)
@@ -166,20 +169,14 @@ class RemoteGroupReward(AskingReward):
 
 
 @dataclass(eq=False)
-class Remote(AskingReward):
+class Remote(_RemoteReward):
     """Asks ``tidemill reward-server``, or any server of ``{prompt, response, label, ...}``, such as slime's remote_rm.
 
     The answer is a number, a map of numbers, or a map with ``reward``, or ``failed`` with a reason.
     """
 
-    timeout_s: float = 20.0
-    token_env: str = ""
-    """Environment variable with a bearer token."""
     key: str = ""
     """Member of the answer with the reward."""
-
-    def __post_init__(self) -> None:
-        self._calls = self.calls("remote", "", self.token_env)
 
     async def __call__(self, request: RewardRequest) -> Parts:
         answer: Parts = await self._calls.post(fields_of(request), self._read)

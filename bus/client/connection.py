@@ -9,14 +9,15 @@ import math
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 import nats
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from tidemill.bus.client.addresses import Address, parse
 from tidemill.bus.config import OLDEST_SERVER
@@ -45,6 +46,19 @@ _LOGIN_ERRORS = ("authorization violation", "authentication", "user credentials"
 
 # Errors that the client library raises for causes outside of this process
 FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)
+
+
+@contextmanager
+def translated(where: str) -> Iterator[None]:
+    """Raise BusUnavailable for errors of the client library in the block."""
+    try:
+        yield
+    except FOREIGN as error:
+        raise _unavailable(where, error) from None
+
+
+def _unavailable(where: str, error: BaseException) -> BusUnavailable:
+    return BusUnavailable(where, str(error) or type(error).__name__)
 
 
 class _Client(Client):
@@ -162,18 +176,16 @@ class Connection:
                         remove()
         except FOREIGN as error:
             self.check_allowed(subject)
-            raise self.unavailable(subject, error) from None
+            raise _unavailable(subject, error) from None
 
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
         """Publish without an answer. Raises Forbidden; BusUnavailable when not connected."""
         self.check_allowed(subject)
         if not self.connected:  # the client library would send it later, too late
             raise BusUnavailable(subject, "not connected")
-        try:
+        with translated(subject):
             # With more than 2 MiB unsent it waits for them, and swallows a cancellation.
             await heard(self.nc.publish(subject, payload, reply=reply))
-        except FOREIGN as error:
-            raise self.unavailable(subject, error) from None
 
     async def try_send(self, subject: str, payload: bytes) -> bool:
         """Publish a message that may be lost. Returns False when the bus is away."""
@@ -187,19 +199,21 @@ class Connection:
     @asynccontextmanager
     async def subscribed(self, subject: str, on_message: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
         """While entered, call ``on_message`` with every message on a subject that arrives while connected."""
-        try:
+        with translated(subject):
             sub = await self.nc.subscribe(subject, cb=on_message)
-        except FOREIGN as error:
-            raise self.unavailable(subject, error) from None
         try:
             yield
         finally:
             if not self.closed:
                 await sub.unsubscribe()
 
-    def unavailable(self, where: str, error: BaseException) -> BusUnavailable:
-        """Return an error of the client library as BusUnavailable."""
-        return BusUnavailable(where, str(error) or type(error).__name__)
+    async def subscribe(self, subject: str, on_message: Callable[[Msg], Awaitable[None]], where: str) -> Subscription:
+        """Subscribe to a reply subject, without the limits beyond which the library drops messages.
+
+        An answer that is dropped is a message sent twice.
+        """
+        with translated(where):
+            return await self.nc.subscribe(subject, cb=on_message, pending_msgs_limit=-1, pending_bytes_limit=-1)
 
     async def open(self, url: str, name: str, wait_s: float) -> None:
         """Connect to ``url`` within ``wait_s``. Raises BusUnavailable, ValueError; Denied at once."""

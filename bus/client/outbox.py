@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 from nats.aio.msg import Msg
 
-from tidemill.bus.client.connection import FOREIGN, Connection
+from tidemill.bus.client.connection import Connection, translated
 from tidemill.bus.errors import BusFull, BusUnavailable, Forbidden, Refused
 from tidemill.bus.system.coroutines import heard
 from tidemill.bus.wire.json_object import JsonObject
@@ -75,10 +75,9 @@ class Outbox:
         if self._sweeping is None:
             self._sweeping = loop.call_later(_ANSWER_S, self._sweep, loop)
         try:
-            await heard(self._connection.nc.publish(subject, payload, reply=token, headers=headers))
-            answer = await future
-        except FOREIGN as error:
-            raise self._connection.unavailable(subject, error) from None
+            with translated(subject):
+                await heard(self._connection.nc.publish(subject, payload, reply=token, headers=headers))
+                answer = await future
         finally:
             self._waiting.pop(token, None)
         try:
@@ -144,14 +143,7 @@ class Outbox:
             if self._inbox:
                 return
             inbox = f"{self._connection.nc.new_inbox()}."
-            try:
-                # Without limits, beyond which the library drops messages: an answer that is dropped is a message sent
-                # twice.
-                await self._connection.nc.subscribe(
-                    f"{inbox}*", cb=self._answered, pending_msgs_limit=-1, pending_bytes_limit=-1
-                )
-            except FOREIGN as error:
-                raise self._connection.unavailable("outbox", error) from None
+            await self._connection.subscribe(f"{inbox}*", self._answered, "outbox")
             self._inbox = inbox
 
     async def _answered(self, message: Msg) -> None:

@@ -162,12 +162,7 @@ class OrderedPull:
         """Subscribe, then create the consumer, then request: no message can arrive before the subscription."""
         self._lost = False
         inbox = self._jet.connection.nc.new_inbox()
-        try:
-            self._sub = await self._jet.connection.nc.subscribe(
-                inbox, cb=self._on_message, pending_msgs_limit=-1, pending_bytes_limit=-1
-            )
-        except FOREIGN as error:
-            raise self._jet.connection.unavailable(self._stream, error) from None
+        self._sub = await self._jet.connection.subscribe(inbox, self._on_message, self._stream)
         name = f"read-{inbox.rsplit('.', 1)[1]}"
         # In the memory of one server, because nothing is lost with it: the position is here, and a new consumer
         # continues from it.
@@ -343,11 +338,8 @@ class _Slot:
 
     async def _send(self, expires_s: float) -> None:
         if self._sub is None:
-            try:
-                inbox = self._jet.connection.nc.new_inbox()
-                self._sub = await self._jet.connection.nc.subscribe(inbox, cb=self._on_message)
-            except FOREIGN as error:
-                raise self._jet.connection.unavailable(self._subject, error) from None
+            inbox = self._jet.connection.nc.new_inbox()
+            self._sub = await self._jet.connection.subscribe(inbox, self._on_message, self._subject)
         self._requested_until_s = time.monotonic() + expires_s + _GRACE_S
         request = {"batch": 1, "expires": int(expires_s * _NS)}
         await self._jet.connection.send(self._subject, json.dumps(request).encode(), reply=self._sub.subject)

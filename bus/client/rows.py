@@ -31,7 +31,7 @@ from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.row_reader import read_row
-from tidemill.bus.wire.subjects import new_id
+from tidemill.bus.wire.subjects import nonce
 
 _log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Rows:
         try:
             await self._jet.purge_subject(self._stream, self._subject(key))
         except Forbidden:
-            headers = {subjects.MESSAGE_ID: new_id("row"), _OPERATION: "DEL"}
+            headers = {subjects.MESSAGE_ID: f"row.{nonce()}", _OPERATION: "DEL"}
             await self._jet.outbox.store(self._subject(key), b"", headers)
 
     async def keep(self, key: str, value: Value, *, every_s: float = 5.0) -> None:
@@ -198,7 +198,7 @@ class Rows:
     async def _write(self, key: str, value: Value, expected: int | None) -> int:
         """Write with the same message id at every try, so that a write with a lost answer is recognised."""
         subject, payload = self._subject(key), self._bytes(key, value)
-        headers = {subjects.MESSAGE_ID: new_id("row")}
+        headers = {subjects.MESSAGE_ID: f"row.{nonce()}"}
         if expected is not None:
             headers[subjects.EXPECTED_LAST_ON_SUBJECT] = str(expected)
         deadline, log_failure = time.monotonic() + RETRY_FOR_S, FailureLog(_log, every_s=_LOG_EVERY_S)

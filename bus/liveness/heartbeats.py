@@ -12,7 +12,7 @@ from typing import Any, Self
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusError, WireError
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.system.coroutines import Waiter, beside
 from tidemill.bus.wire.rows import LiveRow, row_of
 from tidemill.bus.wire.subjects import token
 
@@ -165,8 +165,7 @@ class Waiting:
 
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self._heartbeat)
-        updating = asyncio.create_task(self._update_for_ever(), name=f"waiting {self._heartbeat.row.id}")
-        self._stack.push_async_callback(_ended, updating)
+        await self._stack.enter_async_context(beside(self._update_for_ever()))
         return self
 
     async def __aexit__(self, exc_type: object, *exc: object) -> None:
@@ -183,8 +182,3 @@ class Waiting:
                 logged_s = time.monotonic()
                 _log.info("waiting for %s", self._heartbeat.row.waits_for)
             await asyncio.sleep(_WAITING_UPDATE_S)
-
-
-async def _ended(task: "asyncio.Task[None]") -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

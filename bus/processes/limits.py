@@ -49,15 +49,8 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends; end at once if that has happened."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def outlive_parent() -> None:
-    """Take back ``end_with_parent``: this process notices the end of its parent by itself."""
+    """Take back ``die_with_parent``: this process notices the end of its parent by itself."""
     _prctl(_PR_SET_PDEATHSIG, 0)
 
 

@@ -99,8 +99,8 @@ class _Rights:
             *([subjects.turn(self._run)] if self._rollouts else []),
             *(_api(f"STREAM.{verb}.{subjects.stream(self._run, subjects.PARTIALS)}") for verb in ("INFO", "MSG.GET")),
             *([_api(f"STREAM.MSG.GET.{subjects.stream(self._run, subjects.TURNS)}")] if self._rollouts else []),
-            subjects.dead_report(self._run, "*"),
-            subjects.dead_task(self._run, "*"),
+            subjects.dead(self._run, "report"),
+            subjects.dead(self._run, "task"),
             _api(f"STREAM.INFO.{subjects.stream(self._run, subjects.DEAD)}"),
             _api(f"STREAM.MSG.GET.{self._tasks}"),
             _api(f"DIRECT.GET.{self._tasks}"),
@@ -143,7 +143,7 @@ class _Rights:
     def operator(self) -> _Lists:
         """Reads everything, sets the desired numbers of processes, decides on dead tasks, and registers readers."""
         publish, subscribe, denied = self.viewer()
-        cursors, decisions = subjects.row(self._run, "run", "cursor.*"), subjects.dead_decision(self._run, "*")
+        cursors, decisions = subjects.row(self._run, "run", "cursor.*"), subjects.dead(self._run, "word")
         publish = [self._rows_of["wanted"], cursors, decisions, *publish]
         written = (self._rows_of["wanted"], self._rows_of["run"])
         return publish, [subject for subject in subscribe if subject not in written], denied

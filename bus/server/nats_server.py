@@ -20,8 +20,7 @@ from tidemill.bus.client.addresses import in_url
 from tidemill.bus.config import STORE_SHARE, BusConfig, quoted
 from tidemill.bus.errors import ServerFailed
 from tidemill.bus.server.ports import KeptPort
-from tidemill.bus.server.readonly import ReaderLock, ask_to_end, holder
-from tidemill.bus.system.files import write_whole
+from tidemill.bus.system.files import ReaderLock, ask_to_end, holder, write_whole
 from tidemill.bus.system.processes import die_with_parent, tail
 from tidemill.bus.wire.json_object import JsonObject
 

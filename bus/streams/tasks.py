@@ -162,14 +162,14 @@ class TaskQueue:
         """Return one task. Raises NotFound."""
         return decode_task((await self.jet.message(self._stream, task_id)).data, task_id)
 
-    async def backlog(self, kind: Kind = Kind.TRAIN, rollout: str | None = None) -> tuple[int, int]:
-        """Return (waiting, leased) of one queue, or of all of a kind. A nak'ed task that waits counts as leased."""
+    async def backlog(self, rollout: str | None = None) -> tuple[int, int]:
+        """Return (waiting, leased) training tasks, of one rollout or all. A nak'ed task that waits counts as leased."""
         rollouts = {rollout or ""}
-        if rollout is None and kind is Kind.TRAIN:
+        if rollout is None:
             # From the subjects, too: the settings of an onlooker's process name no rollouts.
             counts = await self.jet.subjects(self._stream, subjects.task(self.jet.run, "*"))
             rollouts.update(self.jet.config.rollouts, map(subjects.rollout_of, filter(subjects.trains, counts)))
-        infos = [await self._info(kind, name) for name in sorted(rollouts)]
+        infos = [await self._info(Kind.TRAIN, name) for name in sorted(rollouts)]
         return sum(int(info["num_pending"]) for info in infos), sum(int(info["num_ack_pending"]) for info in infos)
 
     async def _info(self, kind: Kind, rollout: str) -> JsonObject:

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -166,7 +165,6 @@ class Child:
         self.name, self.command, self.log_file = name, tuple(command), log_file
         self.environment, self._keeper = dict(environment or {}), keeper
         self.process: asyncio.subprocess.Process | None = None
-        self.started_s = 0.0
         self._log_began = 0  # Size of the log when the process was started: the lines before are of an earlier process
         self._passed_on: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self._last_look = Look()
@@ -203,7 +201,6 @@ class Child:
                 self._reason_file = exit_codes.ReasonFile()
                 pass_fds = (*pass_fds, *self._reason_file.inherited)
             self.process = await self.spawn(output, error, pass_fds)
-        self.started_s = time.monotonic()
 
     async def spawn(self, stdout: int, stderr: int, pass_fds: Sequence[int]) -> asyncio.subprocess.Process:
         """Execute ``command`` with these descriptors, or constants of ``asyncio.subprocess``. (Tests fork instead.)"""

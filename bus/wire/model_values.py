@@ -9,8 +9,6 @@ from collections.abc import Mapping
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
-# The learner has transformers 4. Version 5 writes rotary positions into ``rope_parameters``, and the number of experts
-# of Qwen3-MoE as ``num_local_experts``; version 4 reads neither and takes its defaults: positions would be wrong.
 ROPE, BASE, SCALING, SHARE = "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"
 ROPE_KEYS = (BASE, SCALING, SHARE)
 EXPERTS, LOCAL_EXPERTS = "num_experts", "num_local_experts"

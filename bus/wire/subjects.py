@@ -216,24 +216,9 @@ def delivery(reply: str) -> Delivery | None:
     return parsed if max(parsed) < _LIMIT else None
 
 
-def dead(run: str) -> str:
-    """Return the filter of everything in stream DEAD."""
-    return f"tm.{run}.dead.>"
-
-
-def dead_task(run: str, task: int | str) -> str:
-    """Return the subject of a dead letter; the task ``*`` = the filter of all."""
-    return f"tm.{run}.dead.task.{task}"
-
-
-def dead_report(run: str, task: int | str) -> str:
-    """Return the subject of the reports of failures of a task."""
-    return f"tm.{run}.dead.report.{task}"
-
-
-def dead_decision(run: str, task: int | str) -> str:
-    """Return the subject of the decision on a dead task; the task ``*`` = the filter of all."""
-    return f"tm.{run}.dead.word.{task}"
+def dead(run: str, kind: str = "", task: int | str = "*") -> str:
+    """Return the subject of a record of DEAD, or the filter of many. ``kind``: task, report or word; empty = all."""
+    return f"tm.{run}.dead.{kind}.{task}" if kind else f"tm.{run}.dead.>"
 
 
 def metric(run: str, source: str = ">") -> str:
@@ -254,8 +239,3 @@ def everything(run: str) -> str:
 def nonce() -> str:
     """Return 12 hexadecimal digits: 48 bits from the operating system."""
     return secrets.token_hex(6)
-
-
-def new_id(kind: str) -> str:
-    """Return the id of a message that is written once: ``<kind>.<nonce>``."""
-    return f"{kind}.{nonce()}"

@@ -23,6 +23,7 @@ import sys
 
 from tidemill.bus.processes import limits
 from tidemill.bus.system.output import lossy_standard_files
+from tidemill.bus.system.processes import die_with_parent
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.rewards.errors import BadRewardOption, UnknownReward
 from tidemill.rewards.port import contract_at
@@ -53,7 +54,7 @@ def settings_file(settings: object) -> int:
 
 def main() -> None:
     """Run the keeper until the actor closes the control socket; its settings are on stdin."""
-    limits.end_with_parent(os.getppid())
+    die_with_parent(os.getppid())()
     control, start = socket.socket(fileno=int(sys.argv[1])), json.load(sys.stdin)
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)

@@ -21,12 +21,13 @@ from tests.launched import ROOT
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError
-from tidemill.bus.server import nats_server, readonly
+from tidemill.bus.server import nats_server
 from tidemill.bus.server.auth import ACCOUNT, credentials_file, read_credentials
 from tidemill.bus.server.cluster import EmbeddedBus
 from tidemill.bus.server.nats_server import in_use
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import connect
+from tidemill.bus.system.files import holder
 from tidemill.launch.run import bus_process
 from tidemill.launch.run.access import AUTH_DIR
 from tidemill.launch.run.directory import directory_of_one
@@ -206,7 +207,7 @@ async def test_a_directory_in_which_up_starts_is_not_read(
     await make_ended(tmp_path)
     look = await looker(tmp_path)
     with directory_of_one(tmp_path, resume=not fresh, fresh=fresh):
-        assert not readonly.holder(tmp_path / "bus")
+        assert not holder(tmp_path / "bus")
         assert (tmp_path / "bus").exists() is not fresh
     _, errors = await look.communicate()
     assert b"repeat the command" in errors
