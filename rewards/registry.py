@@ -23,7 +23,7 @@ from tidemill.rewards.port import Contract, Parts, RewardRequest, Scorer, from_r
 # Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop.
 TABLE = {
     "by_rollout": "tidemill.rewards.registry:by_rollout",
-    "code": "tidemill.rewards.code.tests_passed:code",
+    "code": "tidemill.rewards.builtin.code:code",
     "dapo": "tidemill.rewards.builtin.math_rewards:dapo",
     "deepscaler": "tidemill.rewards.builtin.math_rewards:deepscaler",
     "digits": "tidemill.rewards.builtin.text:digits",

@@ -24,7 +24,7 @@ from tidemill.bus.config import RUN_NAME, BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable
 from tidemill.bus.streams.dead import DeadLetters
 from tidemill.bus.streams.episode_turns import TurnStream
-from tidemill.bus.streams.plans import PlanLog
+from tidemill.bus.streams.fenced import PlanLog
 from tidemill.bus.streams.samples import SampleStream
 from tidemill.bus.streams.tasks import Partials, TaskQueue
 from tidemill.bus.wire import subjects

@@ -10,12 +10,12 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from nats.aio.msg import Msg
 
 from tidemill.bus.client.connection import retry
-from tidemill.bus.client.fenced_stream import FencedStream, FencedWriter, Fences, epoch_of, valid
 from tidemill.bus.client.jetstream import JetStream, Message
 from tidemill.bus.client.pull import ACK, NAK, PROGRESS, FetchSlots
 from tidemill.bus.client.rows import Rows, Value
 from tidemill.bus.errors import BusUnavailable, NotFound, WireError
 from tidemill.bus.streams.dead import DeadLetters
+from tidemill.bus.streams.fenced import FencedStream, FencedWriter, Fences, epoch_of, valid
 from tidemill.bus.system.coroutines import ended, to_the_end
 from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import decode_partial, decode_record, decode_task, encode_partial, encode_task
