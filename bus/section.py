@@ -19,7 +19,6 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    Strict,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
@@ -62,7 +61,6 @@ NotNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Texts = Annotated[tuple[str, ...], Strict(False)]  # Texts of an entry of a map, where pydantic has a list
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ShortName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]  # Name that is a part of metrics and reasons
 

@@ -67,17 +67,15 @@ def find_gold(label: object) -> str:
 
 def is_right(response: str, gold: str) -> bool:
     """Return whether the answer in a response is ``gold``."""
-    answer, is_box = _answer(response)
+    answer, is_box = find_answer(response)
     return same_answer(answer, gold, whole=is_box)
 
 
-def find_answer(response: str) -> str | None:
-    r"""Return the line after the last ``####`` (or a box in it), else the last ``\boxed{}``, else the last number."""
-    return _answer(response)[0]
+def find_answer(response: str) -> tuple[str | None, bool]:
+    r"""Return the answer, and whether it is all of a box.
 
-
-def _answer(response: str) -> tuple[str | None, bool]:
-    """Return the answer, and whether it is all of a box."""
+    It is the line after the last ``####`` (or a box in it), else the last ``\boxed{}``, else the last number.
+    """
     _, marker, tail = response.rpartition(MARKER)
     line = tail.strip().partition("\n")[0].strip() if marker else ""  # empty in a response that was cut off after ####
     boxed = last_boxed(line or response)

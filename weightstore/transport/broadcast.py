@@ -124,7 +124,6 @@ class BroadcastGroup:
             raise ValueError(f"backend: want one of {', '.join(BACKENDS)}, got {backend!r}")
         self.name, self.rank, self.world_size, self.backend = name, rank, world_size, backend
         self.timeout_s = timeout_s  # Deadline of an operation without one of its own
-        self.host_address: str = store.host
         self.port: int = store.port
         self._store: dist.TCPStore | None = store
         # On rank 0, the server of all members' stores. When it closes, waits in those stores fail at once.
