@@ -19,7 +19,6 @@ LINE = "error: "  # Prefix of the last line of a process that ends by an error; 
 
 
 def of(error: BaseException) -> int:
-    """Return the exit code of a process that ends by ``error``."""
     return int(getattr(error, "exit_code", CRASHED))
 
 

@@ -261,7 +261,6 @@ class SectionRefused(DetailedError, ValueError):
 
     @property
     def text(self) -> str:
-        """The problems, one a line."""
         return "\n".join(problem.text for problem in self.problems)
 
 

@@ -66,7 +66,6 @@ def _checked(name: str, result: object) -> list[Reward]:
 
 
 def group_fields(request: GroupRequest) -> JsonObject:
-    """Return the map that a request's JSON is."""
     return {"samples": [fields_of(sample) for sample in request.samples], "rewards": list(request.rewards)}
 
 

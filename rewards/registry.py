@@ -124,7 +124,6 @@ class Bound:
 
     @property
     def is_async(self) -> bool:
-        """True if a call gives an awaitable."""
         return _is_async(self.function)
 
 

@@ -103,7 +103,6 @@ class Calls:
         return json.loads(content)
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.system.coroutines import first_error
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import score_of
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import ASKING as ASKING_OF_GROUPS

@@ -68,7 +68,6 @@ class LoopThread:
     # -- the thread of the loop
 
     def ready(self) -> None:
-        """Let ``start`` return."""
         self._ready.set()
 
     async def closing(self) -> None:

@@ -185,7 +185,6 @@ class JetStream:
         await self.call(f"STREAM.PURGE.{stream}", {"seq": below, **({"filter": subject} if subject else {})})
 
     async def purge_subject(self, stream: str, subject: str) -> None:
-        """Remove every message of a subject."""
         await self.call(f"STREAM.PURGE.{stream}", {"filter": subject})
 
     async def purge_tasks(self, stream: str, subject_of: Callable[[int | str], str], below: int) -> None:

@@ -84,7 +84,6 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
 
 
 def consumer_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
-    """Yield the settings of the durable consumers of TASKS."""
     for (kind, rollout), name in subjects.queues(config.rollouts).items():
         yield {
             "durable_name": name,

@@ -143,7 +143,6 @@ class ApiClient:
     async def read(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None
     ) -> bytes:
-        """Return the body of the answer."""
         async with self.open(method, path, body, timeout_s=timeout_s) as response:
             return await self._content(path, response)
 

@@ -41,7 +41,6 @@ class Keys:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of a request that presents ``bearer``."""
         return {"Authorization": f"Bearer {self.bearer}"} if self.bearer else {}
 
     def admits(self, presented: str, *, admin: bool) -> bool:

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-from tidemill.bus.client.addresses import in_url
+from tidemill.bus.client.addresses import KeptPort, in_url
 from tidemill.bus.config import STORE_SHARE, BusConfig, quoted
 from tidemill.bus.errors import ServerFailed
-from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.system.files import ReaderLock, ask_to_end, holder, write_whole
 from tidemill.bus.system.processes import die_with_parent, tail
 from tidemill.bus.wire.json_object import JsonObject
@@ -141,12 +140,10 @@ class EmbeddedServer:
 
     @property
     def running(self) -> bool:
-        """True while the server runs."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def store(self) -> Path:
-        """Directory of its streams."""
         return self.directory / "store"
 
     def start(self) -> str:

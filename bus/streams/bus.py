@@ -72,7 +72,6 @@ class Bus:
 
     @property
     def connected(self) -> bool:
-        """True while the connection is up."""
         return self._connection.connected
 
     async def wait_connected(self, timeout_s: float) -> None:

@@ -66,7 +66,6 @@ class DeadLetters:
         return True
 
     async def decisions(self) -> dict[int, DeadLetterDecision]:
-        """Return the decisions so far, by task."""
         stored = present(self._jet, self._stream, 1, filters=[self._decisions])
         records = [self._read(delivered) async for delivered in stored]
         return {decision.task: decision for decision in records if isinstance(decision, DeadLetterDecision)}

@@ -44,7 +44,6 @@ class FencedStream(Generic[R]):
 
     @property
     def name(self) -> str:
-        """Whole name of the stream, with the run's name."""
         return subjects.stream(self.jet.run, self.short)
 
     def read(self, message: Message) -> R | None:

@@ -44,7 +44,6 @@ class History:
         self._filters = [subjects.samples(jet.run)]
 
     async def state(self) -> StreamState:
-        """Return identity and extent of SAMPLES."""
         return await self._jet.state(self._stream)
 
     async def now_s(self) -> float:

@@ -115,7 +115,6 @@ class SampleStream:
         return decode_sample(await payload_of(self._jet, message))
 
     async def info(self) -> StreamState:
-        """Return identity and extent of SAMPLES."""
         return await self._jet.state(self._stream)
 
     async def trim(self, below: int) -> None:

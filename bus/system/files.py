@@ -68,7 +68,6 @@ class ReaderLock:
         return True
 
     def release(self) -> None:
-        """Release the lock, if this process holds it."""
         if self._file is not None:
             self._file.close()
             self._file = None

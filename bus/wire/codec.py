@@ -123,7 +123,6 @@ def fits(data: bytes, max_payload: int) -> bool:
 
 
 def describe(data: bytes, seqs: Sequence[int]) -> bytes:
-    """Return the bytes of the manifest."""
     return _MANIFEST.encode(PartsManifest(seqs=tuple(seqs), length=len(data), sha256=hashlib.sha256(data).hexdigest()))
 
 

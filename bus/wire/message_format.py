@@ -134,7 +134,6 @@ class _Layout:
         self.struct = msgspec.defstruct(message.__name__, fields, kw_only=True, gc=False, forbid_unknown_fields=True)
 
     def _struct_kind(self, name: str, kind: Any) -> Any:
-        """Return the type of a field in the struct."""
         if dataclasses.is_dataclass(kind):
             self._nested[name] = layout = _Layout(kind, [field.name for field in dataclasses.fields(kind)])  # type: ignore[arg-type]
             return layout.struct

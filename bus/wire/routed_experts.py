@@ -44,7 +44,6 @@ class RoutedShape:
         return len(self.layers) * self.top_k * self.dtype.itemsize
 
     def unknown(self, num_tokens: int) -> RoutedExperts:
-        """Return rows of unknown experts."""
         return np.full((num_tokens, len(self.layers), self.top_k), np.iinfo(self.dtype).max, self.dtype)
 
     def described(self) -> JsonObject:

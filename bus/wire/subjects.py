@@ -41,7 +41,6 @@ def check_run(run: str) -> str:
 
 
 def token(text: str) -> str:
-    """Return the text as one token of a subject."""
     return _NOT_TOKEN.sub("_", text) or "_"
 
 
@@ -56,12 +55,10 @@ def stream(run: str, name: str) -> str:
 
 
 def bucket_stream(run: str, bucket: str) -> str:
-    """Return the stream behind a key-value bucket."""
     return f"KV_TM_{run}_{bucket}"
 
 
 def row(run: str, bucket: str, key: str) -> str:
-    """Return the subject of a row of a bucket."""
     return f"$KV.TM_{run}_{bucket}.{key}"
 
 
@@ -71,7 +68,6 @@ def task(run: str, kind: str, rollout: str = "") -> str:
 
 
 def consumer(kind: Kind, rollout: str = "") -> str:
-    """Return the durable consumer of TASKS for the tasks of a kind and rollout."""
     return f"{CONSUMERS[kind]}-{rollout}" if rollout else CONSUMERS[kind]
 
 

@@ -7,9 +7,8 @@ from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import replace
 from typing import Protocol
 
-from tidemill.bus.client.addresses import in_url
+from tidemill.bus.client.addresses import KeptPort, in_url
 from tidemill.bus.errors import BusError
-from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import Bus, raise_epoch
 from tidemill.bus.wire.rows import Attempt, NodeRow, State
 from tidemill.bus.wire.subjects import nonce

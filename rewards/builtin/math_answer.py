@@ -66,7 +66,6 @@ def find_gold(label: object) -> str:
 
 
 def is_right(response: str, gold: str) -> bool:
-    """Return whether the answer in a response is ``gold``."""
     answer, is_box = find_answer(response)
     return same_answer(answer, gold, whole=is_box)
 

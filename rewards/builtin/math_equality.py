@@ -79,7 +79,6 @@ class _Parser:
         return self._tokens[self._place] if self._place < len(self._tokens) else ""
 
     def sum(self, depth: int) -> complex:
-        """Take a sum."""
         if depth > MAX_DEPTH:
             raise NoExpression("too deep")
         total = self._product(depth)

@@ -76,7 +76,6 @@ def f1(request: RewardRequest) -> float:
 
 
 def words(text: str) -> list[str]:
-    """Return the words that are compared."""
     return _ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 

@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 
-from tidemill.bus.processes import limits
+from tidemill.bus.system import limits
 from tidemill.bus.system.output import lossy_standard_files
 from tidemill.bus.system.processes import die_with_parent
 from tidemill.bus.wire.json_object import JsonObject

@@ -24,8 +24,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from tidemill.bus.processes.connection import START_S, ChildCallFailed, ChildConnection, encode_frame
-from tidemill.bus.processes.limits import ProcessLimits, environment
+from tidemill.bus.system.child_calls import START_S, ChildCallFailed, ChildConnection, encode_frame
+from tidemill.bus.system.limits import ProcessLimits, environment
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from tidemill.rewards.port import Contract

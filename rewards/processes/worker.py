@@ -15,8 +15,8 @@ import sys
 from collections.abc import Awaitable
 from functools import partial
 
-from tidemill.bus.processes import limits
-from tidemill.bus.processes.connection import MAX_RESULT_BYTES, encode_frame, read_frame, receive_frame
+from tidemill.bus.system import limits
+from tidemill.bus.system.child_calls import MAX_RESULT_BYTES, encode_frame, read_frame, receive_frame
 from tidemill.bus.system.functions import repr_at
 from tidemill.bus.system.output import lossy_standard_files
 from tidemill.bus.system.processes import die_with_parent

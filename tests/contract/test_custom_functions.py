@@ -26,7 +26,7 @@ from tidemill.actors.episodes.programs.call_threads import CallThreads
 from tidemill.actors.episodes.programs.tools import FAILED, TABLE, Tool, tools_of
 from tidemill.actors.episodes.rollouts import ProgramRollout
 from tidemill.actors.rollout_settings import RolloutConfig
-from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import SequenceSize, Status, score_of
 from tidemill.launch.metrics.export import open_sink

@@ -17,7 +17,7 @@ from tests.learner_steps import make_samples
 from tests.tiny_models import tiny_model, write_tiny_model
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.teachers import TeacherFailed, Teachers
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.wire.invariants import check_sample
 from tidemill.bus.wire.messages import Sample, SequenceSize
 

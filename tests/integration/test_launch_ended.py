@@ -18,14 +18,13 @@ import yaml
 from tests import data_kit
 from tests.integration.test_launch_status import make_run, tidemill
 from tests.launched import ROOT
-from tidemill.bus.client.addresses import parse
+from tidemill.bus.client.addresses import KeptPort, parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError
 from tidemill.bus.server import nats_server
 from tidemill.bus.server.auth import ACCOUNT, credentials_file, read_credentials
-from tidemill.bus.server.cluster import EmbeddedBus
+from tidemill.bus.server.embedded_bus import EmbeddedBus
 from tidemill.bus.server.nats_server import in_use
-from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.system.files import holder
 from tidemill.launch.run import bus_process

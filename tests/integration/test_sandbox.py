@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.bus.processes.limits import ProcessLimits, children_of
+from tidemill.bus.system.limits import ProcessLimits, children_of
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.builtin.code import code
 from tidemill.rewards.errors import RewardFailed, UnknownReward

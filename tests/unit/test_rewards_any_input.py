@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tests.examples import examples, rarely
 from tests.unit.test_rewards_house import IFEVAL, LANGUAGE, OPTIONS
 from tests.unit.test_rewards_ifbench import CASES
-from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards import group
 from tidemill.rewards.builtin import ifbench

@@ -16,7 +16,7 @@ from aiohttp import ClientSession, web
 from tests.waits import until
 from tidemill.actors.body_decoder import decode
 from tidemill.actors.scoring.server import RewardServer, ScoreBody, serving
-from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards import remote as calls
 from tidemill.rewards.errors import BadRewardOption, RewardFailed

@@ -269,7 +269,6 @@ class HashingFile:
         self.size, self.digest = 0, hashlib.sha256()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write, count and hash the bytes."""
         self._file.write(data)
         self.digest.update(data)
         self.size += len(data)

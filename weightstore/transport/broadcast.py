@@ -79,7 +79,6 @@ class DeviceBuffers:
         self._copied = [torch.cuda.Event() for _ in range(2)]
 
     def copy(self, slot: int, source: Tensor) -> None:
-        """Queue the copy on the stream of copies, and the event behind it."""
         with torch.cuda.stream(self._copies):
             if self._flats[slot].numel() < source.numel():
                 self._flats[slot] = torch.empty(source.numel(), dtype=torch.uint8, device=self._stream.device)
@@ -87,7 +86,6 @@ class DeviceBuffers:
             self._copied[slot].record(self._copies)
 
     def ready(self, slot: int, num_bytes: int) -> Tensor:
-        """Let the stream wait for the copy, and return the bytes."""
         self._stream.wait_event(self._copied[slot])
         return self._flats[slot][:num_bytes]
 

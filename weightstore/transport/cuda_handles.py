@@ -49,7 +49,6 @@ class CudaMemory:
         self._shared = SharedBlocks()
 
     def empty(self, num_bytes: int) -> Tensor:
-        """Return flat uint8 [num_bytes] of zeros on the current GPU."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
 
     def handle(self, flat: Tensor, ranks: int) -> dict[str, object]:

@@ -99,15 +99,12 @@ class SenderProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the child."""
         return self._process.pid
 
     def meet(self) -> None:
-        """Wait until every rank is connected."""
         self._ask("meet", f"meeting {self.world_size - 1} peers", self.timeout_s, {})
 
     def send(self, flat: Tensor, timeout_s: float | None = None, following: Tensor | None = None) -> None:
-        """Broadcast a part of the staging memory to all; returns when it may be written again."""
         within_s = self.timeout_s if timeout_s is None else timeout_s
         handles = [None if tensor is None else self._memory.handle(tensor, 1) for tensor in (flat, following)]
         request: dict[str, object] = {"handle": handles[0], "following": handles[1], "timeout_s": within_s}
@@ -225,7 +222,6 @@ class Sender:
             raise
 
     async def meet(self) -> None:
-        """Wait until every rank is connected. Raises PeerLost."""
         await self._call("meeting", self._end.meet)
 
     async def send(self, flat: Tensor, following: Tensor | None, timeout_s: float) -> None:

@@ -47,7 +47,6 @@ class Staging:
         self._sums = _FillChecksums(self._views)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield views of the copy, by name."""
         for bucket, flat in self.buckets:
             yield from unflatten(bucket, flat)
 
@@ -210,12 +209,10 @@ class StagedModel:
         ]
 
     def hold(self) -> "StagedModel":
-        """Add a user, and return the copy."""
         self._local.hold()
         return self
 
     def release(self) -> None:
-        """Remove a user. Without any, the copies may be filled again."""
         self._local.release()
 
 
