@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.actors.engines.port import EngineInfo, Generation
+from tests.waits import turn
+from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.server_discovery import ServerStatus
 from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.bus.errors import BusError
@@ -61,7 +62,7 @@ class ScriptedEngine:
         self.asked.append(
             (sampling, {"request_id": request_id, "min_version": min_version, "timeout_s": timeout_s, "begun": begun})
         )
-        await asyncio.sleep(0)
+        await turn()
         if self.hold is not None:
             await self.hold.wait()
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -77,7 +78,7 @@ class ScriptedEngine:
         self.asked.append((sampling, options))
         states = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         for state in states if isinstance(states, tuple) else ():
-            await asyncio.sleep(0)
+            await turn()
             if isinstance(state, Exception):
                 raise state
             yield state
@@ -90,8 +91,8 @@ class ScriptedEngine:
     async def healthy(self) -> bool:
         return True
 
-    async def info(self) -> EngineInfo:
-        return EngineInfo(engine=self.url, version=3, model_path="", model_type="", max_context=64, details={})
+    async def version(self) -> int:
+        return 3
 
     async def close(self) -> None:
         self.closed = True

@@ -1,6 +1,7 @@
 """Catch-up: how an engine reaches the current version when it starts, and after pushes that it missed.
 
-version < head  ->  a peer that serves the head  ->  or a snapshot of the learner  ->  download, verify, load
+version < head  ->  the head's adapter alone, on the weights that the engine holds
+                ->  or a peer that serves the head  ->  or a snapshot of the learner  ->  download, verify, load
                     (a push that arrives meanwhile is as good)
 """
 
@@ -139,6 +140,8 @@ class Joiner:
     """Where snapshots are downloaded to."""
     on_wait: OnWait = lambda text: None
     """Called with the thing that is waited for; "" = nothing."""
+    adapters: bool = False
+    """It can load a version as an adapter on the weights that it holds."""
 
 
 class _CatchUp:
@@ -156,12 +159,22 @@ class _CatchUp:
         return f"{self._waits_for} (last failure: {self._failure})" if self._failure else self._waits_for
 
     async def reach_head(self) -> VersionRow | None:
-        """Load the present head or a later version, from peers first. Returns that head, None before the first."""
+        """Load the head or a later version from the first source that has one. Returns the head; None for none."""
         goal = await self._registry.head()
         while goal is not None and self._joiner.version() < goal.version:
-            if not await self._load_from_peers(goal):
+            if not (await self._load_adapter(goal) or await self._load_from_peers(goal)):
                 await self._load_from_learner(goal)
         return goal
+
+    async def _load_adapter(self, goal: VersionRow) -> bool:
+        """Load the adapter of the head alone. Returns False when there is none, or the engine holds other weights."""
+        row = await self._registry.head() if self._joiner.adapters else None
+        if row is None or row.version < goal.version or not row.adapter or row.adapter in self._refused:
+            return False
+        if await self._load_url(row, row.adapter):
+            return True
+        self._refused.add(row.adapter)
+        return False
 
     async def _load_from_peers(self, goal: VersionRow) -> bool:
         """Load from the engines that serve the goal or a later version; True after the first success."""

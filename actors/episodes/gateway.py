@@ -27,8 +27,7 @@ from tidemill.actors.episodes.calls import INFERENCE_PATH, inference_answer, rem
 from tidemill.actors.episodes.episode import Episode, Spent, messages_of
 from tidemill.actors.episodes.model_calls import ModelCalls
 from tidemill.actors.errors import BadRequest
-from tidemill.actors.events import DATA
-from tidemill.actors.http_api import json_map
+from tidemill.actors.http_api import DATA, json_map
 from tidemill.actors.openai import openai_api
 from tidemill.actors.router.chats import Chats, RenderedChats
 from tidemill.actors.router.dialects import DIALECTS
@@ -86,7 +85,6 @@ class _OpenEpisode:
     streams: set[asyncio.Task[web.StreamResponse]] = field(default_factory=set)
 
     def next_id(self) -> str:
-        """Return an id that no other answer has."""
         self.num_answers += 1
         return f"{self.prefix}{self.num_answers:08x}"
 
@@ -104,7 +102,7 @@ class Gateway:
         """``renderer``: None = the model's chat template. ``untrained_models``: calls for these are context."""
         self._model, self._responses = model, responses
         self._renderer, self._untrained_models = renderer, untrained_models
-        self._episodes: dict[str, _OpenEpisode] = {}
+        self.open_episodes: dict[str, _OpenEpisode] = {}
         """Open episodes by key."""
         self._ended_keys: OrderedDict[str, None] = OrderedDict()
         routes = {"* /{path:.*}": Route.request(self._handle)}
@@ -117,7 +115,6 @@ class Gateway:
         return self.url
 
     async def close(self) -> None:
-        """Stop listening."""
         await self.listener.close()
 
     @asynccontextmanager
@@ -128,11 +125,11 @@ class Gateway:
         episode.restore(lambda ids: self._model.text.decode(ids.tolist(), skip_special=False))
         remember_restored(history, self._model, episode.log.restored)
         open_episode = _OpenEpisode(episode, history, asyncio.Semaphore(max_calls_in_flight))
-        self._episodes[key] = open_episode
+        self.open_episodes[key] = open_episode
         try:
             yield key
         finally:
-            del self._episodes[key]
+            del self.open_episodes[key]
             self._ended_keys[key] = None
             if len(self._ended_keys) > ENDED_KEYS:
                 self._ended_keys.popitem(last=False)
@@ -152,8 +149,8 @@ class Gateway:
     def _admit(self, http_request: web.Request) -> tuple[_OpenEpisode, str]:
         """Return the episode of a request's key, and the path behind it. Raises HTTPUnauthorized, HTTPGone."""
         key, path = _key(http_request)
-        if key in self._episodes:
-            return self._episodes[key], path
+        if key in self.open_episodes:
+            return self.open_episodes[key], path
         if key in self._ended_keys:
             raise _refusal(web.HTTPGone, "this episode has ended")
         raise _refusal(web.HTTPUnauthorized, "want the key of an episode: /e/KEY/... or Authorization: Bearer KEY")
@@ -304,7 +301,6 @@ class _EpisodeKeys:
         self._admit = admit
 
     def key(self, rule: Rule) -> str:
-        """Return the key in words."""
         return "key of an open episode"
 
     async def check(self, request: web.Request, rule: Rule) -> None:
@@ -356,6 +352,7 @@ def _cut(streaming: asyncio.Task[web.StreamResponse]) -> None:
 async def _deliver(episode: Episode, answer: _WholeAnswer, body: bytes, path: str) -> None:
     """Store and record the turns of an answer, right before it is sent. Raises Superseded, NotStored."""
     episode.refused = ""
+    # Not later: an environment may act on the answer, and the next attempt must find the same one (decision 034).
     for call in answer.calls.outputs:
         await episode.record(call.prompt, call.output, call.response, call.stored)
     if answer.calls.outputs and answer.calls.answers_for(episode):

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,16 +14,18 @@ import pytest
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tests.garbage import freeze_again
+from tests.refusals import refusal
 from tests.tiny_models import write_tiny_model
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
-from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
+from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from tidemill.bus.liveness.keys import make_keys
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import cancellable
 from tidemill.bus.wire.messages import Sampling
+from tidemill.bus.wire.rows import Capabilities
 from tidemill.weightstore.store.registry import VersionRegistry
 
 
@@ -33,7 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return one, two
 
 
-HELD = HeldDevices(own=("GPU-a",), visible=("GPU-a", "GPU-b"), nccl="2.29.7", memory_bytes=80)
+HELD = Capabilities(devices=("GPU-a",), visible_devices=("GPU-a", "GPU-b"), nccl="2.29.7", device_memory_bytes=80)
 """Devices of the engine, for its live row; it runs on the CPU here."""
 
 
@@ -169,6 +172,6 @@ async def test_a_model_that_cannot_be_loaded_ends_the_engine_with_the_reason(
     open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     async with open_bus() as bus:
-        with pytest.raises(Exception, match=r"config\.json"):
+        with refusal(Exception, where=re.compile(r"config\.json$")):
             places = EnginePlaces(run=bus.run, bus_url=nats_server.url, bus=bus.config, model_dir=tmp_path, id="e1")
             await run_engine(places, EngineConfig(), asyncio.Event(), factory=BuiltinEngine, limits=EngineLimits())
