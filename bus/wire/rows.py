@@ -194,8 +194,6 @@ class NodeRow:
     """Port under ``address`` at which this agent answers calls of the others; 0 = it does not listen."""
     reached: Annotated[Mapping[_Bounded, _Bounded], Meta(max_length=MAX_RANKS)] = field(default_factory=dict)
     """Results of its calls to the other nodes, by the nonce of their offer: empty = reached, else why not."""
-    checkpoint_url: _Bounded = ""
-    """Where the node serves its checkpoint files; empty = it does not."""
     reason: _Bounded = ""
     """Why its last attempt ended, or why it has given up."""
     exit_code: Natural = 0

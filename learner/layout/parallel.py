@@ -1,12 +1,22 @@
-"""The process groups of the learner's ranks. Knows torch.distributed and Megatron's parallel state; no model."""
+"""Process groups of the learner's ranks, and collectives over them. Knows no model.
+
+Loss, log-probs and diagnostics exist on the last stage of a pipeline. They are broadcast, so the code of a step does
+not depend on its stage. Context parallelism cuts every row of tokens into equal parts. For attention its ranks exchange
+tokens for heads: each has all tokens of the row with its share of the heads, so the work is divided equally whatever
+the lengths of the sequences. Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
+Shape letters: T = tokens of the row, C = tokens of one part, n = heads, d = head size.
+"""
 
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
 
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.errors import ConfigRefused
@@ -224,3 +234,145 @@ def leave() -> None:
     """Destroy the process groups, without waiting for the other ranks."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+T = TypeVar("T")
+
+
+def is_last_stage(ranks: Parallel) -> bool:
+    """Return whether this rank is in the last stage, which has the loss."""
+    return ranks.pp_rank == ranks.pp_size - 1
+
+
+def tensors_of_last_stage(
+    values: Sequence[Tensor] | None, lengths: Sequence[int], width: int, ranks: Parallel
+) -> list[Tensor]:
+    """Return the last stage's float32 tensors [length, width] on all stages. ``values``: those of the last stage; None
+    elsewhere.
+    """
+    assert (values is not None) == is_last_stage(ranks)
+    rows = torch.empty(sum(lengths), width, device=ranks.device) if values is None else torch.cat(list(values))
+    if ranks.pp_size > 1:
+        dist.broadcast(rows, src=ranks.last_stage, group=ranks.pp_group)
+    return list(rows.split(list(lengths)))
+
+
+def of_last_stage(value: T | None, ranks: Parallel) -> T:
+    """Return the last stage's value, without tensors on a device, on all stages. ``value``: that of the last stage;
+    None elsewhere.
+    """
+    values = [value]
+    if ranks.pp_size > 1:
+        dist.broadcast_object_list(values, src=ranks.last_stage, group=ranks.pp_group, device=ranks.device)
+    assert values[0] is not None
+    return values[0]
+
+
+def values_of_stages(value: T, ranks: Parallel) -> list[T]:
+    """Return the values of all stages, without tensors, in their order, on each of them."""
+    values: list[Any] = [value] * ranks.pp_size
+    if ranks.pp_size > 1:
+        dist.all_gather_object(values, value, group=ranks.pp_group)
+    return values
+
+
+def of_all_stages(stage_weights: Iterator[tuple[str, Tensor]], ranks: Parallel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the named tensors of all stages, in the order of the stages, on each of them; collective over the stages.
+
+    Each stage in turn broadcasts its tensors one at a time, so that a rank that keeps none has one tensor of another
+    stage at most. All ranks must run the iterator to its end.
+    """
+    if ranks.pp_size == 1:
+        yield from stage_weights
+        return
+    for stage in range(ranks.pp_size):
+        source = dist.get_global_rank(ranks.pp_group, stage)
+        if stage == ranks.pp_rank:
+            for name, tensor in stage_weights:
+                _announce((name, tuple(tensor.shape), tensor.dtype), source, ranks)
+                dist.broadcast(tensor.contiguous(), src=source, group=ranks.pp_group)
+                yield name, tensor
+            _announce(None, source, ranks)
+            continue
+        while (header := _announce(None, source, ranks)) is not None:
+            name, shape, dtype = header
+            tensor = torch.empty(shape, dtype=dtype, device=ranks.device)
+            dist.broadcast(tensor, src=source, group=ranks.pp_group)
+            yield name, tensor
+
+
+def _announce(header: Any, source: int, ranks: Parallel) -> Any:
+    """Return the header that the rank ``source`` gives, on all stages."""
+    headers = [header]
+    dist.broadcast_object_list(headers, src=source, group=ranks.pp_group, device=ranks.device)
+    return headers[0]
+
+
+def own_part(values_T: Tensor, rank: int, size: int) -> Tensor:
+    """Return part ``rank`` of ``size`` equal parts along the first axis, as a view."""
+    assert len(values_T) % size == 0, f"a row of {len(values_T)} tokens has no {size} equal parts"
+    width = len(values_T) // size
+    return values_T[rank * width : (rank + 1) * width]
+
+
+def gather_parts(values_C: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the concatenation of all ranks' parts, [T, ...]; differentiable.
+
+    The computation on the result must be the same on all ranks: each has the whole gradient then, and takes its part of
+    it.
+    """
+    gathered: Tensor = _Gather.apply(values_C, group)
+    return gathered
+
+
+def heads_for_tokens(values_C: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchange: [C, n, d] of this rank's tokens -> [T, n / ranks, d] of its heads. Differentiable."""
+    ranks = dist.get_world_size(group)
+    tokens, heads, size = values_C.shape
+    by_rank = values_C.view(tokens, ranks, heads // ranks, size).transpose(0, 1).contiguous()
+    exchanged: Tensor = _Exchange.apply(by_rank, group)
+    return exchanged.reshape(ranks * tokens, heads // ranks, size)
+
+
+def tokens_for_heads(values_T: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchange back: [T, m] of this rank's heads -> [C, ranks * m], the heads of all ranks in order. Differentiable."""
+    ranks = dist.get_world_size(group)
+    tokens, width = values_T.shape
+    mine: Tensor = _Exchange.apply(values_T.view(ranks, tokens // ranks, width), group)
+    return mine.transpose(0, 1).reshape(tokens // ranks, ranks * width)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_C: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return all parts."""
+        ctx.group = group
+        gathered = values_C.new_empty(dist.get_world_size(group) * len(values_C), *values_C.shape[1:])
+        dist.all_gather(list(gathered.chunk(dist.get_world_size(group))), values_C.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of this rank's part."""
+        return own_part(grad_T, dist.get_rank(ctx.group), dist.get_world_size(ctx.group)), None
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends slice r of the first axis to rank r. It is its own inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the slices that the ranks have sent to this one, in their order."""
+        ctx.group = group
+        return _exchanged(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the gradients of the slices that were sent."""
+        return _exchanged(grad, ctx.group), None
+
+
+def _exchanged(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    received = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    dist.all_to_all_single(received, values.contiguous(), group=group)
+    return received

@@ -23,11 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tidemill.learner.layout import stages
-from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.layout.parallel import Parallel, gather_parts, of_all_stages, own_part
 from tidemill.learner.megatron.cpu_shim import megatron_device
 from tidemill.learner.megatron.layers.attention import PackedRow, packed_row
-from tidemill.learner.megatron.layers.context import gather_parts, own_part
 from tidemill.learner.megatron.layers.output_layer import output_weight
 from tidemill.learner.megatron.logprobs import log_probs_and_entropy
 from tidemill.learner.megatron.model import Policy
@@ -86,7 +84,7 @@ def module_outputs(
         stage_outputs = _of_stage(policy, tokens, names)
         if not in_first_column:
             continue
-        outputs = dict(stage_outputs if ranks.pp_size == 1 else stages.of_all(iter(stage_outputs), ranks))
+        outputs = dict(of_all_stages(iter(stage_outputs), ranks))
         if ranks.rank == 0:
             for name in sorted(outputs, key=_order):
                 last = len(tokens) - (name == LOG_PROBS)  # the last token has no target

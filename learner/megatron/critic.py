@@ -20,8 +20,7 @@ from tidemill.learner.algorithms.gae_vtrace import value_clipped, value_loss
 from tidemill.learner.algorithms.objective import Tokens
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.collector import Collector, Fields, of_critic
-from tidemill.learner.layout.stages import of_last, tensors_of_last
-from tidemill.learner.megatron.layers.context import gather_parts
+from tidemill.learner.layout.parallel import gather_parts, of_last_stage, tensors_of_last_stage
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
@@ -85,7 +84,7 @@ class Critic:
             return values_T1.sum(), values_T1
 
         results = run_rows(self.model, rows, collect, forward_only=True)
-        values = tensors_of_last(results, [len(row.seen.mask_T) for row in rows], 1, self.model.parallel)
+        values = tensors_of_last_stage(results, [len(row.seen.mask_T) for row in rows], 1, self.model.parallel)
         return [replace(row.seen, values_T=each_T1[:, 0]) for row, each_T1 in zip(rows, values, strict=True)]
 
     def train(
@@ -138,7 +137,7 @@ class Critic:
         self.optimizer.zero_grad()
         parts = run_rows(self.model, rows, partial(self._loss, denominators=denominators))
         ranks = self.model.parallel
-        sums = of_last(None if parts is None else torch.stack(parts).sum(0).cpu(), ranks).to(ranks.device)
+        sums = of_last_stage(None if parts is None else torch.stack(parts).sum(0).cpu(), ranks).to(ranks.device)
         norm, rate = self.optimizer.step(step, loss=float(sums[0]))
         if self._collector is not None:
             loss, clipped, tokens = sums.tolist()

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.layout.parallel import Parallel, gather_parts
 from tidemill.learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE
-from tidemill.learner.megatron.layers.context import gather_parts
 
 
 @torch.no_grad()
@@ -67,7 +66,7 @@ def log_probs_and_entropy(
     ``group``: the ranks with the other parts of the vocabulary, in order, equally long; None or a group of one = this
     rank has all. Its ranks have the same hidden states, and the gradients of these are summed over it here.
 
-    ``fused``: between the products take the kernels of ``layers/fused_log_probs.py``, which have every dtype but
+    ``fused``: between the products take the kernels of ``layers/triton_kernels.py``, which have every dtype but
     float64.
 
     Logits of one chunk (``CHUNK_ELEMENTS``; with ``fused`` ``FUSED_CHUNKS`` times as many) are kept for the backward
@@ -259,7 +258,7 @@ def _add(sums: _Sums, z_TC: Tensor, spare_TC: Tensor) -> _Sums:
 
 def _add_fused(sums: _Sums, picked_TJ: Tensor, z_TC: Tensor, scale: float, start: int, local_TJ: Tensor) -> None:
     """Add an unscaled chunk in place, and write its logits of the ids, scaled, into ``picked_TJ``."""
-    from tidemill.learner.megatron.layers.fused_log_probs import add_statistics
+    from tidemill.learner.megatron.layers.triton_kernels import add_statistics
 
     add_statistics(z_TC, scale, *sums, start=start, ids_TJ=local_TJ, picked_TJ=picked_TJ)
 
@@ -296,7 +295,7 @@ def _gradient(saved: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Ten
 
 def _fused_gradient(saved: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Tensor:
     """Return the same as ``_gradient`` from unscaled logits."""
-    from tidemill.learner.megatron.layers.fused_log_probs import logits_gradient
+    from tidemill.learner.megatron.layers.triton_kernels import logits_gradient
 
     out_TC = torch.empty_like(z_TC) if logits.kept is not None else z_TC
     logits_gradient(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tidemill.learner.layout.flops import StepFlops
+from tidemill.learner.layout.sizes import StepFlops
 from tidemill.learner.megatron.model import Policy
 
 PEAK_TFLOPS = (

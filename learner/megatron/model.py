@@ -20,10 +20,9 @@ from torch import Tensor
 
 from tidemill.bus.system.functions import described
 from tidemill.learner.errors import ConfigRefused, LearnerError
-from tidemill.learner.layout import stages
-from tidemill.learner.layout.parallel import Parallel, Replicas
+from tidemill.learner.layout.parallel import Parallel, Replicas, of_all_stages
 from tidemill.learner.layout.sizes import Dealt
-from tidemill.learner.megatron.bridges.registry import open_bridge
+from tidemill.learner.megatron.bridges.families import open_bridge
 from tidemill.learner.megatron.cpu_shim import megatron_device
 from tidemill.learner.megatron.initial_weights import load_initial
 from tidemill.learner.megatron.layers.kernels import Wanted
@@ -124,8 +123,7 @@ class Policy:
         ones.
         Raises MemoryReleased.
         """
-        stage_weights = self.export_stage()
-        yield from stage_weights if self.parallel.pp_size == 1 else stages.of_all(stage_weights, self.parallel)
+        yield from of_all_stages(self.export_stage(), self.parallel)
 
     def export_stage(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of this stage as ``export`` does; collective over the tensor-parallel ranks alone."""
@@ -146,8 +144,7 @@ class Policy:
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole matrices of all adapters under PEFT's names; collective as ``export``."""
         assert self.adapters is not None, "there are no adapters"
-        stage_weights = self.adapters.export()
-        yield from stage_weights if self.parallel.pp_size == 1 else stages.of_all(stage_weights, self.parallel)
+        yield from of_all_stages(self.adapters.export(), self.parallel)
 
     def help_export_adapters(self) -> None:
         """Take part in the collectives in which rank 0 exports the adapters, if there are any."""

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from tidemill.learner.layout.sizes import OFFLOADED_AT_ONCE
-from tidemill.learner.megatron.clipping import clip_factor, norm_over_ranks
-from tidemill.learner.megatron.optimizer_pieces import MAIN, STATE, OptimizerPiece
+from tidemill.learner.megatron.optimizer_pieces import MAIN, STATE, OptimizerPiece, clip_factor, norm_over_ranks
 
 _SETTINGS = {
     "lr_mult": 1.0,

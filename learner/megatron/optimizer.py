@@ -20,13 +20,13 @@ from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer
 from torch import Tensor
 
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.clipping import clipped
 from tidemill.learner.megatron.cpu_shim import megatron_device
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.offload import OffloadedAdam
 from tidemill.learner.megatron.optimizer_pieces import (
     OptimizerPiece,
     buffers_of,
+    clipped,
     make_leaves,
     own_pieces,
     set_steps,

@@ -6,8 +6,7 @@ stored as at most three rectangles of that matrix, under the names that the plai
 the state of the other, over any number of ranks, and no rank gathers more than its own part.
 
 Megatron's own formats for its DistributedOptimizer are not used: without Apex or Transformer Engine they lose Adam's
-step, and the plain optimizer cannot read them (docs/decisions/022-optimizer-state-in-rectangles.md).
-"""
+step, and the plain optimizer cannot read them (docs/decisions/022-optimizer-state-in-rectangles.md)."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -214,3 +214,46 @@ def set_steps(inner: Any, steps: int) -> None:
     for part in inner.chained_optimizers:
         for state in part.optimizer.state.values():
             state["step"].fill_(steps)
+
+
+SMALL = 1.0e-6
+"""Megatron's addition to the norm in the factor of clipping."""
+
+
+def norm_over_ranks(grads: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the norm of all gradients, float32, of all ranks of ``group``; collective over it. ``device``: that of a
+    rank without any.
+    """
+    norms = torch.stack(torch._foreach_norm(list(grads))) if grads else torch.zeros(1, device=device)
+    square = torch.linalg.vector_norm(norms) ** 2
+    dist.all_reduce(square, group=group)
+    return float(square.item() ** 0.5)
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return the factor for gradients of norm ``norm``: 1 up to ``most``, and above it that which reduces the norm to
+    ``most``.
+    """
+    return min(1.0, max_norm / (norm + SMALL))
+
+
+@torch.no_grad()
+def clipped(inner: Any, max_norm: float, device: torch.device) -> float:
+    """Scale the gradients of Megatron's optimizers, which are ready, where their norm is above ``most``. Returns the
+    norm before that.
+
+    One collective serves all optimizers with gradients over the same ranks. Otherwise (experts) each has one of its
+    own.
+    """
+    shared, optimizers = inner.grads_states_parallel_group_is_shared(), inner.chained_optimizers
+    by_group = [optimizers] if shared else [[each] for each in optimizers]
+    norms = []
+    for several in by_group:
+        grads = [grad for each in several for grad in each.get_main_grads_for_grad_norm()]
+        norms.append(norm_over_ranks(grads, several[0].get_grad_stats_parallel_group(), device))
+    norm = norms[0] if len(norms) == 1 else math.sqrt(sum(each**2 for each in norms))
+    factor = clip_factor(norm, max_norm)
+    grads = [parameter.grad for each in optimizers for parameter in each.get_parameters()]
+    if factor < 1.0 and (present := [grad.detach() for grad in grads if grad is not None]):
+        torch._foreach_mul_(present, factor)
+    return norm

@@ -20,9 +20,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
 
-from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.layout.parallel import Parallel, gather_parts
 from tidemill.learner.megatron.layers.attention import PackedRow
-from tidemill.learner.megatron.layers.context import gather_parts
 
 
 def balanced(scale_loss: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[Tensor], Tensor]:

@@ -18,9 +18,8 @@ from tidemill.learner.algorithms.aggregation import Denominators
 from tidemill.learner.algorithms.objective import RewardParts, Tokens, TurnColumns
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.batch.prefixes import Tree, tree_of
-from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.layout.parallel import Parallel, own_part
 from tidemill.learner.megatron.layers.attention import PackedRow, packed_row
-from tidemill.learner.megatron.layers.context import own_part
 from tidemill.learner.megatron.layers.kernels import SDPA
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.routing import Routing

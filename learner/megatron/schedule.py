@@ -17,10 +17,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from tidemill.learner.layout.stages import is_last
+from tidemill.learner.layout.parallel import is_last_stage, own_part
 from tidemill.learner.megatron.cpu_shim import plain_torch
 from tidemill.learner.megatron.layers.attention import PackedRow, packed_row
-from tidemill.learner.megatron.layers.context import own_part
 from tidemill.learner.megatron.model import Policy
 
 
@@ -135,7 +134,7 @@ def run_rows(
             micro_batch_size=1,
             forward_only=forward_only,
         )
-    return results[: len(rows)] if is_last(policy.parallel) else None
+    return results[: len(rows)] if is_last_stage(policy.parallel) else None
 
 
 def _padding_mask(policy: Policy, packed: PackedRow, model: Any) -> Tensor | None:

@@ -38,11 +38,10 @@ from tidemill.learner.debug import collector
 from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
 from tidemill.learner.debug.report import REPORTED_STEPS
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.layout.stages import of_last, tensors_of_last
+from tidemill.learner.layout.parallel import gather_parts, of_last_stage, tensors_of_last_stage
 from tidemill.learner.megatron.cpu_shim import megatron_device
 from tidemill.learner.megatron.critic import Critic
 from tidemill.learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
-from tidemill.learner.megatron.layers.context import gather_parts
 from tidemill.learner.megatron.layers.output_layer import is_embedding_too, output_weight
 from tidemill.learner.megatron.logprobs import listed_log_probs, log_probs_and_entropy, logits_at, most_probable
 from tidemill.learner.megatron.model import OtherWeights, Policy, WeightBackup
@@ -581,7 +580,8 @@ class Trainer:
 
         results = run_rows(self._policy, rows, collect, forward_only=True)
         lengths = [len(row.seen.mask_T) for row in rows]
-        both_TT2 = tensors_of_last(None if results is None else [both_T2 for both_T2, _ in results], lengths, 2, ranks)
+        scores_of_last = None if results is None else [both_T2 for both_T2, _ in results]
+        both_TT2 = tensors_of_last_stage(scores_of_last, lengths, 2, ranks)
         listed: list[_Listed] = [(None, None)] * len(rows) if results is None else [listed for _, listed in results]
         return [
             _Scores(log_probs_T=both_T2[:, 0], entropy_T=both_T2[:, 1], listed=row_listed)
@@ -596,7 +596,7 @@ class Trainer:
         merged = None if parts is None else diagnostics.merged(parts)
         if merged is not None and ranks.pp_size == 1:
             return merged
-        return of_last(None if merged is None else merged.to("cpu"), ranks).to(ranks.device)
+        return of_last_stage(None if merged is None else merged.to("cpu"), ranks).to(ranks.device)
 
     def _log_probs(self, row: Row, hidden_TH: Tensor, *, listed: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return log-probs, entropies, and with ``listed`` the log-probs of the teacher's tokens, of the whole row on

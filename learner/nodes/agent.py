@@ -27,7 +27,6 @@ from tidemill.bus.wire.rows import Attempt, NodeRow, Phase, State
 from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.errors import LearnerEnded, NodeRefused
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.nodes.attempts import Attempts, Work
 from tidemill.learner.nodes.own_row import OwnRow, Probes, answering
 from tidemill.learner.nodes.rendezvous import (
     LEADER,
@@ -42,7 +41,7 @@ from tidemill.learner.nodes.rendezvous import (
     Wait,
     decide,
 )
-from tidemill.learner.nodes.view import LOOK_S, View, cut
+from tidemill.learner.nodes.rows import LOOK_S, Attempts, View, Work, cut
 from tidemill.learner.ranks.process import ChildFailed, NodePart
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from tidemill.bus.errors import BusError, BusUnavailable, RowConflict, WireError
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.rows import NodeRow, Phase
 from tidemill.learner.errors import NodeRefused, NodeReplaced
-from tidemill.learner.nodes.view import NODE_KEY, cut, node_of, row_value
+from tidemill.learner.nodes.rows import NODE_KEY, cut, node_of, row_value
 
 log = logging.getLogger(__name__)
 

@@ -36,8 +36,8 @@ from tidemill.learner.feed.feed_client import FeedClient, Heartbeats, note_step
 from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Last
 from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.layout import parallel
-from tidemill.learner.layout.flops import StepFlops
 from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.layout.sizes import StepFlops
 from tidemill.learner.megatron import state
 from tidemill.learner.megatron.critic import open_critic
 from tidemill.learner.megatron.layers.kernels import Wanted

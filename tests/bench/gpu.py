@@ -40,7 +40,7 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Sample, Sampling, Span, Status
 from tidemill.learner.batch.batch import StepBatch
-from tidemill.learner.layout.flops import StepFlops
+from tidemill.learner.layout.sizes import StepFlops
 from tidemill.weightstore.transport.nccl import own_end
 
 SHAPES = {

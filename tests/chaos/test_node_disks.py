@@ -21,7 +21,7 @@ from tidemill.bus.wire.rows import State
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.manifest import METADATA
 from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
-from tidemill.learner.nodes.view import ATTEMPT_KEY, attempt_of
+from tidemill.learner.nodes.rows import ATTEMPT_KEY, attempt_of
 
 SETTINGS = (
     "learner.steps=1000000",

@@ -47,7 +47,7 @@ def build(
         return dataclasses.replace(choose(*args, **kwargs), fused_rotary=fused)
 
     monkeypatch.setattr(local_layers, "chosen", chosen)
-    monkeypatch.setitem(sys.modules, "tidemill.learner.megatron.layers.fused_heads", heads_by_formula)
+    monkeypatch.setitem(sys.modules, "tidemill.learner.megatron.layers.triton_kernels", heads_by_formula)
     policy = build_policy(directory, dtype="float32", parallel=rank, kernels=Wanted(recompute=recompute))
     monkeypatch.setattr(local_layers, "chosen", choose)
     return policy

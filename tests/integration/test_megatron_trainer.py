@@ -31,7 +31,7 @@ from tidemill.learner.algorithms.presets import PRESETS
 from tidemill.learner.batch.batch import MicroBatch
 from tidemill.learner.errors import ConfigRefused, HookFailed
 from tidemill.learner.layout import parallel
-from tidemill.learner.layout.flops import StepFlops
+from tidemill.learner.layout.sizes import StepFlops
 from tidemill.learner.megatron import logprobs, state
 from tidemill.learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
 from tidemill.learner.megatron.layers.attention import packed_row

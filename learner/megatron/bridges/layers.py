@@ -49,7 +49,7 @@ class FusedHeadNorm(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of each head."""
-        from tidemill.learner.megatron.layers.fused_heads import head_norm
+        from tidemill.learner.megatron.layers.triton_kernels import head_norm
 
         assert self.eps is not None
         return head_norm(x, self.weight, self.eps)

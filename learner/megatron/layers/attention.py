@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tidemill.learner.megatron.layers.context import heads_for_tokens, tokens_for_heads
+from tidemill.learner.layout.parallel import heads_for_tokens, tokens_for_heads
 from tidemill.learner.megatron.layers.kernels import CUDNN, LONG_SEQUENCE, SDPA, VARLEN, varlen_operator
 from tidemill.learner.megatron.layers.prefixes import Prefix, Runs, attend_behind, cuts_of, prefix_of
 
@@ -398,7 +398,7 @@ def _takes_groups(operator: Callable[..., Any]) -> bool:
 
 
 def _turned(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-    from tidemill.learner.megatron.layers.fused_heads import rotated
+    from tidemill.learner.megatron.layers.triton_kernels import rotated
 
     return rotated(q, k, rotation.cos_TF, rotation.sin_TF, interleaved=rotation.interleaved)
 

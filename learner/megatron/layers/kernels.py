@@ -235,7 +235,7 @@ def choose_own_kernels(setting: str, value: str, site: Site) -> Choice:
     """Return ``fused`` or ``separate`` for ``auto | always | never``, with the reason. Raises ConfigRefused where
     ``always`` cannot work.
 
-    ``setting``: that of the kernels, in Triton, of ``fused_log_probs.py`` or ``fused_heads.py``. They give the same
+    ``setting``: that of the kernels, in Triton, (``triton_kernels.py``). They give the same
     bits for a row each time, so deterministic runs take them too.
     """
     if value == "never":
