@@ -1,13 +1,9 @@
-"""Checkpoint directories: written aside, made durable, renamed into place, verified before use. Knows files, no bus and
-no torch.
+"""Checkpoint directories: written aside, made durable, renamed into place, verified before use. Knows files alone.
 
 ``<root>/step-<k>-epoch-<e>/`` holds the files that the ranks of this node wrote, ``state.msgpack`` (the DataSource as
-of plan k) and ``manifest.json`` (size and SHA-256 of every file, and of itself). A directory without a suffix was
-complete when it was renamed; ``.tmp`` is being written, ``.corrupt`` failed verification and was set aside. A row on
-the bus names the *latest* one.
-
-On several nodes without a shared directory, each node has the files of its own ranks, the metadata and the manifest;
-``held`` names the files that are here, and ``verify`` wants all of them.
+of plan k) and ``manifest.json``. A directory without a suffix was complete when it was renamed; ``.tmp`` is being
+written, ``.corrupt`` failed verification. A row on the bus names the *latest* one. Without a shared directory, each
+node has the files of its own ranks, the metadata and the manifest; ``held`` names them, ``verify`` wants all.
 """
 
 import errno
@@ -31,8 +27,7 @@ from tidemill.learner.errors import CheckpointCorrupt
 
 log = logging.getLogger(__name__)
 
-NO_WEIGHTS = "no_weights"
-"""File in a checkpoint of a run with ``debug.rollout_only``, which has no weights."""
+NO_WEIGHTS = "no_weights"  # file in a checkpoint of a run with ``debug.rollout_only``, which has no weights
 TORCH_DIST = ("metadata.json", ".metadata", "common.pt")
 """Files of every checkpoint with weights in Megatron's format torch_dist, also one of Megatron's own training."""
 _NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
@@ -71,8 +66,7 @@ def staging(root: Path, *, step: int, epoch: int) -> Path:
 def commit(tmp: Path, state: bytes, *, extra: Mapping[str, object] | None = None) -> Path:
     """Add state and manifest, fsync every file, and rename the directory into place. Returns its path.
 
-    ``extra`` goes into the manifest (values of JSON). Raises FileExistsError when the name is taken, OSError when the
-    disk refuses.
+    ``extra``: JSON values for the manifest. Raises FileExistsError when the name is taken, OSError.
     """
     (tmp / STATE).write_bytes(state)
     files = {name: entry.written_by((0,)) for name, entry in digest(tmp, sorted(_files(tmp))).items()}
@@ -119,11 +113,9 @@ def publish(tmp: Path) -> Path:
 
 
 def verify(path: Path, *, partly: bool = False, stored: bool = False) -> JsonObject:
-    """Read every file and compare it with the manifest. Returns ``extra``. Raises CheckpointCorrupt for the first file
-    that differs.
+    """Compare every file with the manifest. Returns ``extra``. Raises CheckpointCorrupt for the first that differs.
 
-    ``partly``: files that other nodes have written may be missing. ``stored``: all but the metadata may, which the
-    store has.
+    ``partly``: other nodes' files may be missing. ``stored``: all but the metadata may, which the store has.
     """
     manifest = manifests.read(path)
     entries = sorted(
@@ -227,10 +219,8 @@ def set_aside_file(path: Path, name: str) -> None:
 def prune(root: Path, *, keep: int, latest: Checkpoint, spared: Collection[str] = ()) -> Sequence[Checkpoint]:
     """Remove all but ``latest`` and the ``keep - 1`` newest before it. Returns these, newest first.
 
-    ``spared``: names of further ones before it that are not removed; the streams are not kept for them.
-    Checkpoints of earlier epochs with a later step than ``latest``, and unfinished ones (``.tmp``), were never
-    committed to the run and are removed too. Checkpoints that its epoch has written since ``latest``, or a newer epoch,
-    are kept.
+    ``spared``: names before it that are not removed; the streams are not kept for them. Later steps of earlier epochs,
+    and unfinished ones (``.tmp``), were never committed and are removed; newer checkpoints are kept.
     """
     present = listed(root)
     kept = set(kept_names([checkpoint.path.name for checkpoint in present], latest, keep=keep, spared=spared))
@@ -250,7 +240,7 @@ def kept_names(
 ) -> list[str]:
     """Return the names that are kept, newest first: newer ones, ``latest``, and ``keep - 1`` before it, or ``spared``.
 
-    All are kept without ``latest``. Names that are no checkpoint's are left out: rows of other nodes are not trusted.
+    All are kept without ``latest``. Other names are left out: rows of other nodes are not trusted.
     """
     parsed = (parse_name(Path(name)) for name in names)
     checkpoints = sorted((checkpoint for checkpoint in parsed if checkpoint is not None), reverse=True)

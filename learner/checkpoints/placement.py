@@ -10,11 +10,8 @@ from tidemill.learner.checkpoints.disk import Checkpoint
 from tidemill.learner.checkpoints.manifest import MANIFEST, FileEntry
 
 CHECKPOINT_KEY = "checkpoint"
-"""Row of the bucket ``run`` with the latest checkpoint: ``directory``, ``step``, ``epoch``, ``chain``, ``manifest``,
-``kept``, ``manifests``.
-"""
-Held = Mapping[int, Mapping[str, Collection[str]]]
-"""node -> checkpoint -> names of the files that it has."""
+"""Row of the bucket ``run`` with the latest checkpoint: directory, step, epoch, chain, manifest, kept, manifests."""
+Held = Mapping[int, Mapping[str, Collection[str]]]  # node -> checkpoint -> names of the files that it has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +47,10 @@ def choose(
     *,
     places: str = "no living node",
 ) -> CheckpointChoice:
-    """Return the first checkpoint of ``order`` that is whole: every file is in a place of ``held`` (a node, the store).
+    """Return the first checkpoint of ``order`` of which every file is in a place of ``held`` (a node, the store).
 
     ``files``: the manifest's files by checkpoint; one without a manifest is passed over. ``seen``: files of all nodes
-    when they were last seen, for the message, which calls the places ``places``; its writers are named for a file that
-    was never seen.
+    when they were last seen, for the message; its writers are named for a file that was never seen.
     """
     lacks: list[Lack] = []
     for name in order:
@@ -80,8 +76,7 @@ def _last_seen(checkpoint: str, file: str, seen: Held) -> tuple[int, ...]:
 def targets(entry: FileEntry, *, num_nodes: int, copies: int) -> frozenset[int]:
     """Return the nodes that should have a file: its writer and the ``copies - 1`` nodes behind it, in a ring.
 
-    A file written by no node of this layout is for the first ones, and one without holders (of an older release) for
-    none.
+    A file of no node of this layout is for the first ones, one without holders (of an older release) for none.
     """
     if not entry.holders:
         return frozenset()

@@ -61,9 +61,7 @@ class Parallel:
 
     @property
     def exports(self) -> bool:
-        """True if this rank takes part in a push: a rank of the first copy of the model, or one that has experts of
-        it.
-        """
+        """True if this rank takes part in a push: it is in the first copy of the model, or has experts of it."""
         return self.export_place < num_senders(self.tp_size, self.ep_size)
 
     @property
@@ -116,12 +114,10 @@ class Replicas:
 
 
 def choose_replicas(learner: LearnerConfig, ranks: Parallel) -> Replicas:
-    """Return the sharing for the settings and this world: none with one copy of the model, overlap only on CUDA unless
-    it is demanded.
+    """Return the sharing for the settings and this world: overlap only on CUDA unless it is demanded.
 
-    Gloo has no stream of its own: an overlapped collective gives the same bits there, and takes cores from the backward
-    pass. With virtual stages there is no overlap: Megatron's interleaved schedule ends with an error where one of its
-    chunks has been reduced early.
+    Gloo has no stream of its own: an overlapped collective takes cores from the backward pass. Megatron's interleaved
+    schedule (virtual stages) ends with an error where one of its chunks has been reduced early.
     """
     if ranks.dp_size * ranks.cp_size == 1:
         return Replicas()
@@ -134,10 +130,7 @@ def choose_replicas(learner: LearnerConfig, ranks: Parallel) -> Replicas:
 
 
 def choose_device(setting: str) -> torch.device:
-    """Return the device of this process for ``auto | cpu | cuda``. LOCAL_RANK selects one of several GPUs.
-
-    Raises ConfigRefused for ``cuda`` where torch has none.
-    """
+    """Return the device for ``auto | cpu | cuda``, by LOCAL_RANK. Raises ConfigRefused where torch lacks CUDA."""
     if setting == "cuda" and not torch.cuda.is_available():
         raise ConfigRefused("learner.device", "auto or cpu where torch finds no GPU", setting)
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
@@ -169,9 +162,8 @@ def join(
 ) -> Parallel:
     """Join the other ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) and form Megatron's groups.
 
-    Returns this rank's place in them. ``edge_layers``: of the first and of the last stage, 0 = as the others. Raises
-    ValueError when the world size is not a multiple of the ranks of one replica, and for the CPU on a machine with
-    CUDA.
+    Returns this rank's place in them. Raises ValueError for a world size that is no multiple of the ranks of one
+    replica, and for the CPU on a machine with CUDA.
     """
     # Where CUDA is present ``cpu_shim`` does nothing, and Megatron would use the GPU.
     if device.type == "cpu" and torch.cuda.is_available():
@@ -247,9 +239,7 @@ def is_last_stage(ranks: Parallel) -> bool:
 def tensors_of_last_stage(
     values: Sequence[Tensor] | None, lengths: Sequence[int], width: int, ranks: Parallel
 ) -> list[Tensor]:
-    """Return the last stage's float32 tensors [length, width] on all stages. ``values``: those of the last stage; None
-    elsewhere.
-    """
+    """Return the last stage's float32 tensors [length, width] on all stages. ``values``: None on the others."""
     assert (values is not None) == is_last_stage(ranks)
     rows = torch.empty(sum(lengths), width, device=ranks.device) if values is None else torch.cat(list(values))
     if ranks.pp_size > 1:
@@ -258,9 +248,7 @@ def tensors_of_last_stage(
 
 
 def of_last_stage(value: T | None, ranks: Parallel) -> T:
-    """Return the last stage's value, without tensors on a device, on all stages. ``value``: that of the last stage;
-    None elsewhere.
-    """
+    """Return the last stage's value, without device tensors, on all stages. ``value``: None on the others."""
     values = [value]
     if ranks.pp_size > 1:
         dist.broadcast_object_list(values, src=ranks.last_stage, group=ranks.pp_group, device=ranks.device)
@@ -277,10 +265,9 @@ def values_of_stages(value: T, ranks: Parallel) -> list[T]:
 
 
 def of_all_stages(stage_weights: Iterator[tuple[str, Tensor]], ranks: Parallel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the named tensors of all stages, in the order of the stages, on each of them; collective over the stages.
+    """Yield the named tensors of all stages, in their order, on each of them. All ranks run the iterator to its end.
 
-    Each stage in turn broadcasts its tensors one at a time, so that a rank that keeps none has one tensor of another
-    stage at most. All ranks must run the iterator to its end.
+    Each stage broadcasts one tensor at a time, so a rank that keeps none has at most one of another stage.
     """
     if ranks.pp_size == 1:
         yield from stage_weights
@@ -318,8 +305,7 @@ def own_part(values_T: Tensor, rank: int, size: int) -> Tensor:
 def gather_parts(values_C: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the concatenation of all ranks' parts, [T, ...]; differentiable.
 
-    The computation on the result must be the same on all ranks: each has the whole gradient then, and takes its part of
-    it.
+    The computation on the result must be the same on all ranks, because each takes its part of its own gradient.
     """
     gathered: Tensor = _Gather.apply(values_C, group)
     return gathered

@@ -28,18 +28,12 @@ FAMILIES = (
     "qwen3_moe",
 )
 """Values of ``model_type`` that have a bridge."""
-WITH_BIAS = ("deepseek_v3", "glm4_moe")
-"""Families with a bias per expert in their routers."""
-LOGITS_AT_ONCE = 1 << 23
-"""Number of logits in memory at once (32 MB in float32); see ``learner/megatron/logprobs.py``."""
-FUSED_CHUNKS = 8
-"""Factor of that number with fused kernels, which need no memory beside the logits."""
+WITH_BIAS = ("deepseek_v3", "glm4_moe")  # families with a bias per expert in their routers
+LOGITS_AT_ONCE = 1 << 23  # number of logits in memory at once (32 MB in float32); see ``learner/megatron/logprobs.py``
+FUSED_CHUNKS = 8  # factor of that number with fused kernels, which need no memory beside the logits
 OFFLOADED_AT_ONCE = 1 << 26
-"""Number of weights with offloaded optimizer state on the device at a time. A power of two, to which pinned allocations
-are rounded up.
-"""
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
-"""Number of the layer in a Hugging Face name."""
+"""Weights with offloaded state on the device at a time: a power of two, to which pinned allocations are rounded up."""
+_LAYER = re.compile(r"\.layers\.(\d+)\.")  # number of the layer in a Hugging Face name
 SPLIT = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Sizes that tensor parallelism divides."""
 _SPLIT_TOO = {
@@ -108,10 +102,9 @@ def refusals(
 
 
 def stage_layers(num_layers: int, pipeline_parallel: int, first: int = 0, last: int = 0) -> list[int]:
-    """Return the number of layers of each stage; the stages between the first and the last, and those of 0, have equal
-    numbers of the rest.
+    """Return the number of layers of each stage. Stages without a number of their own have equal parts of the rest.
 
-    Layers that are left over, which ``refusals`` refuses, are those of the last stage.
+    Layers that are left over, which ``refusals`` refuses, are in the last stage.
     """
     inner_stages = pipeline_parallel - bool(first) - bool(last)
     inner_layers = (num_layers - first - last) // inner_stages if inner_stages else 0
@@ -122,10 +115,9 @@ def stage_layers(num_layers: int, pipeline_parallel: int, first: int = 0, last: 
 
 
 def num_senders(tensor_parallel: int, expert_parallel: int, at_most: int = 0) -> int:
-    """Return the number of ranks of each stage that send weights: those that have parts of them, but ``at_most`` (0 =
-    no limit).
+    """Return the number of ranks of each stage that send weights. ``at_most``: 0 = no limit.
 
-    They are those of the first copy of the model, and those that have experts of it.
+    They are in the first copy of the model, or have experts of it.
     """
     senders = math.lcm(tensor_parallel, expert_parallel)
     return min(senders, at_most) if at_most else senders
@@ -134,7 +126,7 @@ def num_senders(tensor_parallel: int, expert_parallel: int, at_most: int = 0) ->
 class Dealt:
     """The layers of a stage, dealt out to the ranks of the stage that send, in the order in which they come.
 
-    All tensors of a layer have one sender, so engines that keep several of them as one can be compared with it.
+    All tensors of a layer have one sender, so engines that join several of them can be compared with it.
     """
 
     def __init__(self, senders: int) -> None:
@@ -149,9 +141,7 @@ class Dealt:
 def _stage_refusals(
     layers: int, where: str, pipeline: int, virtual: int, edges: tuple[int, int]
 ) -> Iterator[ConfigRefused]:
-    """Yield an error for layers that the stages cannot share. ``edges``: layers of the first and of the last stage, 0 =
-    as the others.
-    """
+    """Yield an error for layers that the stages cannot share. ``edges``: layers of the first and last stage, or 0."""
     set_edges = [f"learner.{name}_stage_layers" for name, edge in zip(("first", "last"), edges, strict=True) if edge]
     inner_stages, inner_layers = pipeline - len(set_edges), layers - sum(edges)
     if not set_edges:
@@ -254,9 +244,7 @@ def _expert_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str, st
 
 
 def rope_arguments(scaling: Any, *, where: str = "model", family: str = "") -> JsonObject:
-    """Return Megatron's arguments for a Hugging Face ``rope_scaling``. Raises ConfigRefused for one that Megatron
-    computes differently.
-    """
+    """Return Megatron's arguments for a ``rope_scaling``. Raises ConfigRefused for one it computes differently."""
     if not scaling:
         return {}
     rope = scaling if isinstance(scaling, Mapping) else {"type": "?"}
@@ -276,21 +264,18 @@ def rope_arguments(scaling: Any, *, where: str = "model", family: str = "") -> J
     raise ConfigRefused(f"{where}: rope_scaling", "none, linear, or llama3 with Llama's own constants", scaling)
 
 
-PER_PRODUCT = 2
-"""Operations of one multiplication and addition."""
-PASSES = 3
-"""One forward pass, and a backward pass of twice its work: the gradient of the input and that of the weight."""
+PER_PRODUCT = 2  # operations of one multiplication and addition
+PASSES = 3  # one forward pass, and a backward pass of twice its work: the gradient of the input and that of the weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFlops:
     """Operations of the forward and backward pass of one model.
 
-    Counted are the matrix products of the layers, the output layer and attention, as the formula needs them: without
-    the embedding, norms and activations, without padding, and without recomputation (model FLOPs utilisation, not that
-    of the hardware). A causal query has its own and the earlier positions as keys. Of routed experts those of a token
-    count. Source: Chowdhery et al. 2022 (PaLM), appendix B: 6 N per token and 12 x layers x heads x head size per pair
-    of positions, of which it counts all instead of the causal half.
+    Matrix products of layers, output layer and attention: without embedding, norms, activations, padding and
+    recomputation (model FLOPs utilisation). A causal query has its own and the earlier positions as keys. Of routed
+    experts those of a token count. Source: Chowdhery et al. 2022 (PaLM), appendix B, which counts all pairs of
+    positions instead of the causal half.
     """
 
     per_token: int
@@ -300,10 +285,7 @@ class StepFlops:
 
     @classmethod
     def of(cls, values: JsonMapping, *, value_head: bool = False) -> "StepFlops":
-        """Return the operations for the values of a config.json that the learner can train (``sizes.refusals``).
-
-        ``value_head``: the output layer has one row instead of the vocabulary's.
-        """
+        """Return the operations for a config.json that the learner can train. ``value_head``: one output row."""
         hidden, layers = values["hidden_size"], values["num_hidden_layers"]
         projections, pair = _latent_attention(values) if values.get("kv_lora_rank") else _attention(values)
         mlps = sum(
@@ -314,9 +296,7 @@ class StepFlops:
 
     @classmethod
     def read(cls, model_dir: Path, *, value_head: bool = False) -> "StepFlops":
-        """Return the operations for a Hugging Face directory that the learner can train. ``value_head``: as for
-        ``of``.
-        """
+        """Return the operations for a Hugging Face directory, as ``of``."""
         return cls.of(json.loads((model_dir / "config.json").read_text()), value_head=value_head)
 
     @property
@@ -337,9 +317,7 @@ class StepFlops:
 
 
 def _attention(values: JsonMapping) -> tuple[int, int]:
-    """Return the weights of a layer's attention, and the products of a query with a key and of its share with a
-    value.
-    """
+    """Return the weights of a layer's attention, and a query's products with a key and with its value."""
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     kv_heads = values.get("num_key_value_heads") or heads
     head = values.get("head_dim") or hidden // heads

@@ -62,10 +62,8 @@ class _Place:
 
     name: str
     module: Any
-    together: Callable[[Tensor], Tensor]
-    """Puts together the values [C, W] of the tensor-parallel ranks; collective."""
-    of: Callable[[Any], Tensor] = _with_bias
-    """Value in the output of the module."""
+    together: Callable[[Tensor], Tensor]  # puts together the values [C, W] of the tensor-parallel ranks; collective
+    of: Callable[[Any], Tensor] = _with_bias  # value in the output of the module
 
 
 def module_outputs(
@@ -74,8 +72,8 @@ def module_outputs(
     """Return the outputs of the modules with matching names, in the order of computation: ``<prompt>.<module>`` -> [T,
     W].
 
-    One prompt at a time, without padding beyond that of the layout, under the current weights. Collective over all
-    ranks; rank 0 gets the whole outputs of all stages, the other ranks get none. Latent attention has no attention.qkv.
+    One prompt at a time under the current weights. Collective over all ranks; rank 0 gets the whole outputs of all
+    stages, the others none. Latent attention has no attention.qkv.
     """
     ranks, found = policy.parallel, {}
     in_first_column = ranks.dp_rank == ranks.tp_rank == ranks.cp_rank == 0
@@ -121,9 +119,7 @@ def _of_stage(policy: Policy, tokens: Sequence[int], names: str) -> list[tuple[s
 
 
 def _prompt(tokens: Sequence[int], ranks: Parallel) -> _Prompt:
-    """Return this rank's part of a prompt, with padding as a sequence of its own to a multiple of the ranks that divide
-    its tokens.
-    """
+    """Return this rank's part of a prompt. Padding to a multiple of the ranks is a sequence of its own."""
     padding = -len(tokens) % (ranks.tp_size * ranks.cp_size)
     ends = [0, len(tokens), *([len(tokens) + padding] if padding else [])]
     ids_T, targets_T = torch.tensor([*tokens, *[0] * padding]), torch.tensor([*tokens[1:], *[0] * (padding + 1)])

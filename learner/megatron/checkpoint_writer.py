@@ -39,8 +39,8 @@ from tidemill.learner.errors import CheckpointUnwritten
 class HostCopies:
     """Host memory of a rank for its part of a checkpoint.
 
-    On CUDA it is page-locked, where copies from the device run at the speed of the bus, and kept from one checkpoint to
-    the next: its allocation is slow. Elsewhere ``give_back`` returns it to the operating system.
+    On CUDA it is page-locked, for copies at the speed of the bus, and kept for the next checkpoint: its allocation is
+    slow.
     """
 
     def __init__(self) -> None:
@@ -66,8 +66,8 @@ class HostCopies:
 
 
 def trim_heap() -> None:
-    """Return what malloc keeps of freed memory to the operating system: behind a step on the CPU about all of its
-    activations. No effect without glibc.
+    """Return freed memory that malloc keeps to the operating system, with glibc: after a step on the CPU its
+    activations.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -109,9 +109,7 @@ class Staged:
     writer: torch_checkpoint.FileSystemWriter = field(repr=False)
 
     def write(self) -> list[WriteResult]:
-        """Write this rank's file, synced to the disk, and forget its content. Returns the place of every item in it.
-        Raises OSError.
-        """
+        """Write this rank's file, synced to the disk. Returns the place of every item in it. Raises OSError."""
         try:
             done = self.writer.write_data(self.plan, self.content)  # type: ignore[arg-type]
             done.wait()
@@ -132,14 +130,10 @@ def files_of(results: Sequence[WriteResult]) -> list[str]:
 
 
 class StagedSave(TorchDistSaveShardedStrategy):
-    """Save strategy for ``dist_checkpointing.save`` that writes no tensors: ``staged`` has them afterwards.
-    Collective.
-    """
+    """Save strategy for ``dist_checkpointing.save`` that writes nothing: ``staged`` has the tensors. Collective."""
 
     def __init__(self, copies: HostCopies | None = None) -> None:
-        """``copies``: memory for copies of the tensors, which may change after ``save`` then; None = not before they
-        are written.
-        """
+        """``copies``: memory for copies, so that the tensors may change after ``save``; None = no copies."""
         super().__init__("torch_dist", 1)
         self._copies = copies
         self.staged: Staged | None = None
@@ -171,8 +165,8 @@ class StagedSave(TorchDistSaveShardedStrategy):
 def _plan(
     state: dict[str, Any], planner: MCoreSavePlanner, writer: torch_checkpoint.FileSystemWriter
 ) -> tuple[SavePlan, Metadata | None]:
-    """Return this rank's part of the plan of all ranks and, on rank 0, the index. Collective; the steps are those of
-    torch's ``save``.
+    """Return this rank's part of the plan and, on rank 0, the index. Collective; the steps are those of torch's
+    ``save``.
     """
     ranks = _DistWrapper(None, True, 0)
     metadata: Metadata | None = None

@@ -27,8 +27,7 @@ from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.schedule import ModelInput, run_rows
 from tidemill.learner.settings.config import CriticConfig, LearnerConfig
 
-Summed = Callable[[Tensor], Tensor]
-"""Sum of a tensor over the data-parallel ranks."""
+Summed = Callable[[Tensor], Tensor]  # sum of a tensor over the data-parallel ranks
 
 
 class CriticRow(ModelInput, Protocol):
@@ -52,10 +51,8 @@ class CriticRow(ModelInput, Protocol):
 class _Update:
     """Result of the optimizer step of one minibatch."""
 
-    sums: Tensor
-    """(loss, clipped tokens, tokens) of this rank, float64 [3]."""
-    norm: float | None
-    """Norm of the gradient before clipping; None = skipped, on all ranks."""
+    sums: Tensor  # (loss, clipped tokens, tokens) of this rank, float64 [3]
+    norm: float | None  # norm of the gradient before clipping; None = skipped, on all ranks
     rate: float
 
 
@@ -65,9 +62,7 @@ class Critic:
     def __init__(
         self, model: Policy, optimizer: PolicyOptimizer, config: CriticConfig, collector: Collector | None = None
     ) -> None:
-        """``model``: one with a value head (``build_policy(..., value_head=True)``). ``collector``: gets the values of
-        each token.
-        """
+        """``model``: with a value head (``build_policy(..., value_head=True)``)."""
         self.model, self.optimizer, self._config, self._collector = model, optimizer, config, collector
         self._clip = config.value_clip or math.inf
 
@@ -90,13 +85,11 @@ class Critic:
     def train(
         self, minibatches: Sequence[tuple[Sequence[CriticRow], Denominators]], batch: StepBatch, *, summed: Summed
     ) -> dict[str, float]:
-        """Take an optimizer step for each minibatch of ``batch``; its rows have ``values_T`` and ``returns_T``.
-
-        Returns the metrics ``critic/``.
+        """Take an optimizer step for each minibatch, whose rows have ``values_T`` and ``returns_T``. Returns
+        ``critic/`` metrics.
 
         The loss is a mean over the trainable tokens of the minibatch on all ranks. A step that is not finite is skipped
-        on all ranks. A minibatch without such tokens, of demonstrations alone, is none: with gradients of 0 Adam would
-        still move.
+        on all ranks. A minibatch of demonstrations alone is none: with gradients of 0 Adam would still move.
         """
         every = [row.seen for rows, _ in minibatches for row in rows]
         fit = summed(torch.stack([_fit_sums(tokens) for tokens in every]).sum(0))
@@ -167,9 +160,8 @@ def open_critic(
 ) -> Critic | None:
     """Return the critic that the algorithm needs, on the ranks and in the memory of the policy; None = it needs none.
 
-    It starts from ``learner.critic.path``, or from the policy's initial weights, with a value head of zeros. Its
-    routers, if it has any, choose anew in every pass, without a balancing loss. Raises ConfigRefused as
-    ``build_policy``.
+    It starts from ``learner.critic.path``, or the policy's initial weights, with a value head of zeros. Its routers
+    choose anew in every pass, without a balancing loss. Raises ConfigRefused as ``build_policy``.
     """
     if not learner.algorithm.by_critic:
         return None

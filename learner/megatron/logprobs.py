@@ -1,9 +1,8 @@
-"""Log-probs of the sampled tokens and entropies from hidden states and the output weight, without the logits of all
-tokens in memory.
+"""Log-probs and entropies from hidden states and the output weight, without the logits of all tokens in memory.
 
 Knows torch and a process group; of Megatron only that its data-parallel wrapper keeps a weight's gradient in
-``main_grad``. Shape letters: T = tokens, H = hidden size, V = this rank's part of the vocabulary, C = the columns
-(token ids) of one chunk of it, K = listed ids of each token, J = 1 + K: the target and the listed ids.
+``main_grad``. Shape letters: T = tokens, H = hidden size, V = this rank's part of the vocabulary, C = columns of one
+chunk of it, K = listed ids of each token, J = 1 + K: the target and the listed ids.
 """
 
 from collections.abc import Iterator
@@ -24,8 +23,7 @@ def logits_at(
 ) -> Tensor:
     """Return the logits / temperature at the places ``at_K`` of the whole row, [K, V] float32, on all ranks of the row.
 
-    Collective over the tensor- and context-parallel ranks, which have the same places. A temperature of 0 counts as 1;
-    a tensor has that of each token of this rank's part, [C].
+    Collective over the tensor- and context-parallel ranks, which have the same places. A temperature of 0 counts as 1.
     """
     local_K = at_K - ranks.cp_rank * len(hidden_CH)
     mine_K = (local_K >= 0) & (local_K < len(hidden_CH))
@@ -39,9 +37,8 @@ def logits_at(
 
 
 CHUNK_ELEMENTS = LOGITS_AT_ONCE
-"""Number of logits in memory at once (32 MB in float32). A chunk is some columns of the vocabulary for all tokens, so
-each row of the weight's gradient comes from one chunk, and only the gradient of the hidden states is a sum over chunks.
-Logits that fit into one chunk are kept for the backward pass, larger ones are computed again.
+"""Number of logits in memory at once (32 MB in float32). A chunk has some columns for all tokens, so each row of the
+weight's gradient comes from one chunk. Logits of one chunk are kept for the backward pass, others computed again.
 """
 
 
@@ -98,8 +95,7 @@ def listed_log_probs(
     fused: bool = False,
     placeholder: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return those of ``log_probs_and_entropy``, and the log-probs of the listed ids of each token, [T, K], from the
-    same pass.
+    """Return as ``log_probs_and_entropy``, and the log-probs of the listed ids, [T, K], from the same pass.
 
     All are differentiable. An id may be listed twice, or be the target.
     """
@@ -112,11 +108,7 @@ def listed_log_probs(
 def most_probable(
     hidden_TH: Tensor, weight_VH: Tensor, count: int, *, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the ids of the ``count`` largest logits of each token, largest first, [T, K]; all ids of a smaller
-    vocabulary.
-
-    ``group`` as for ``log_probs_and_entropy``; its ranks return the same.
-    """
+    """Return the ids of the ``count`` largest logits of each token, largest first, [T, K], the same on all ranks."""
     best_TK = torch.empty(
         len(hidden_TH), 0, dtype=torch.promote_types(weight_VH.dtype, torch.float32), device=hidden_TH.device
     )
@@ -213,9 +205,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs_TJ: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states and weight; of one with ``main_grad``, to which it was added, None or a
-        placeholder.
-        """
+        """Return the gradients of hidden states and weight; of one with ``main_grad`` None or a placeholder."""
         hidden_TH, weight_VH, local_TJ, mine_TJ, normalizer_T, entropy_T, kept_TV = ctx.saved_tensors
         logits = _Logits(hidden_TH, weight_VH, ctx.scale, kept_TV, fused=ctx.how.fused)
         totals = _Gradients(hidden_TH, weight_VH, in_one_chunk=kept_TV is not None, frozen=not ctx.needs_input_grad[1])
@@ -238,9 +228,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
 
 class _Sums(NamedTuple):
-    """Sums over the logits so far, [T]: their highest m, sum(e^(z - m)), and for the entropy the moment sum((z - m)
-    e^(z - m)).
-    """
+    """Sums over the logits so far, [T]: highest m, sum(e^(z - m)), and for the entropy sum((z - m) e^(z - m))."""
 
     highest_T: Tensor
     sum_T: Tensor
@@ -266,20 +254,18 @@ def _add_fused(sums: _Sums, picked_TJ: Tensor, z_TC: Tensor, scale: float, start
 class _Given(NamedTuple):
     """Inputs of the gradient of the logits, beside the logits."""
 
-    ids_TJ: Tensor
-    """Columns of this rank's part of the vocabulary."""
-    mine_TJ: Tensor
-    """Mask of the ids that are in it."""
+    ids_TJ: Tensor  # columns of this rank's part of the vocabulary
+    mine_TJ: Tensor  # mask of the ids that are in it
     normalizer_T: Tensor
     entropy_T: Tensor
     grad_log_probs_TJ: Tensor
-    grad_entropy_T: Tensor | None
-    """None = 0 for all tokens."""
+    grad_entropy_T: Tensor | None  # 0 for all tokens if None
 
 
 def _gradient(saved: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Tensor:
-    """Return the gradient by the unscaled logits: sum_J g (1[id] - p) - h p (log p + H), g = that by the log-probs, h =
-    by the entropy.
+    """Return the gradient by the unscaled logits: sum_J g (1[id] - p) - h p (log p + H).
+
+    g = gradient by the log-probs, h = by the entropy.
     """
     column_TJ, inside_TJ = _columns(saved.ids_TJ, saved.mine_TJ, start, z_TC.shape[1])
     grad_T1 = saved.grad_log_probs_TJ.sum(1, keepdim=True)
@@ -318,10 +304,7 @@ class _Logits:
     def __init__(
         self, hidden_TH: Tensor, weight_VH: Tensor, scale: float, kept_TV: Tensor | None = None, *, fused: bool = False
     ) -> None:
-        """``kept_TV``: the unscaled logits if they were kept, else they are computed.
-
-        ``fused``: the chunks are the products as they are; otherwise they are scaled, and in float32 at least.
-        """
+        """``kept_TV``: unscaled logits that were kept. ``fused``: chunks are unscaled, in the dtype of the weight."""
         self._hidden_TH, self._weight_VH, self.scale, self._fused = hidden_TH, weight_VH, scale, fused
         self.dtype = torch.promote_types(weight_VH.dtype, torch.float32)
         self._width = max(1, CHUNK_ELEMENTS * (FUSED_CHUNKS if fused else 1) // max(1, len(hidden_TH)))
@@ -330,9 +313,7 @@ class _Logits:
         self._memory: dict[str, Tensor] = {}
 
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first column, logits [T, C]); the caller may overwrite the logits, unless they are ``kept`` and
-        ``fused``.
-        """
+        """Yield (first column, logits [T, C]), which may be overwritten unless they are ``kept`` and ``fused``."""
         if self.kept is None and len(self._weight_VH) <= self._width:
             self.kept = self._hidden_TH @ self._weight_VH.t()
         if self.kept is not None:
@@ -421,9 +402,7 @@ def _local_ids(ids_TJ: Tensor, num_local: int, group: dist.ProcessGroup | None) 
 
 
 def _columns(local_TJ: Tensor, mine_TJ: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the ids as columns of the chunk that begins at ``start``, and a mask of those in it; another id is any
-    column.
-    """
+    """Return the ids as columns of the chunk at ``start`` (any column for others), and a mask of those in it."""
     column_TJ = local_TJ - start
     return column_TJ.clamp(0, width - 1), mine_TJ & (column_TJ >= 0) & (column_TJ < width)
 

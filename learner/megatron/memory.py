@@ -1,9 +1,4 @@
-"""The learner's memory on an accelerator that it shares with engines: released between steps and resumed for each.
-
-``PlainMemory`` moves nothing; it is for CPUs and for an accelerator that is not shared. ``SaverMemory``
-(torch_memory_saver) unmaps the device memory and keeps its content in pinned host memory. Both track the same states,
-so that a use of released memory is an error on both.
-"""
+"""The learner's memory on an accelerator that it shares with engines: released between steps and resumed for each."""
 
 import ctypes
 import functools
@@ -23,14 +18,10 @@ KEPT, SCRATCH = "learner", "learner-scratch"
 
 
 class Memory(Protocol):
-    """Accelerator memory of one rank. ``release`` and ``resume`` alternate; ``resume`` restores every tensor (except
-    gradients).
-    """
+    """Accelerator memory of one rank. ``release`` and ``resume`` alternate; all tensors but gradients are restored."""
 
     def region(self, *, scratch: bool = False) -> AbstractContextManager[None]:
-        """Register allocations inside the context for ``release``; with ``scratch`` their content is not kept. Do not
-        nest.
-        """
+        """Register allocations for ``release``; with ``scratch`` their content is not kept. Do not nest."""
         ...
 
     def release(self) -> None:

@@ -1,7 +1,6 @@
 """Speed and memory of a rank's step: FLOPs and TFLOP/s, the share of the device's peak (MFU), peak memory.
 
-Only the operations of training are counted (``flops.py``). Recomputation, old and reference log-probs and the values
-before a step take time and count as none.
+Only the operations of training are counted; recomputation, old and reference log-probs and values count as none.
 """
 
 from collections.abc import Sequence
@@ -20,9 +19,7 @@ PEAK_TFLOPS = (
     ("A100", 312.0),
     ("L40S", 362.0),
 )
-"""Dense bfloat16 peak by a part of the device's name, the first that fits. Source: NVIDIA's data sheets, without
-sparsity.
-"""
+"""Dense bfloat16 peak by a part of the device's name, the first that fits. Source: NVIDIA's data sheets."""
 
 
 class Meter:
@@ -41,17 +38,13 @@ class Meter:
         )
 
     def operations(self, step: int, spans: Sequence[tuple[int, int]]) -> float:
-        """Return this rank's part of the operations of a step over ``spans`` (``PackedRow``), padding included; stages
-        are taken to be equal.
-        """
+        """Return this rank's share of a step's operations over ``spans`` (``PackedRow``), with equal stages."""
         trained = [self._flops] if self._critic is None or step > self._warmup_steps else []
         trained += [] if self._critic is None else [self._critic]
         return sum(flops.behind(spans) for flops in trained) / self._shared_by
 
     def metrics(self, step: int, spans: Sequence[tuple[int, int]], seconds: float) -> dict[str, float]:
-        """Return ``train/tflops``; on CUDA the peak of this step's memory, and ``train/mfu`` for a known device in
-        bfloat16.
-        """
+        """Return ``train/tflops``; on CUDA peak memory, and ``train/mfu`` for a known device in bfloat16."""
         rate = self.operations(step, spans) / seconds / 1e12
         metrics = {"train/tflops": rate}
         if self._peak is not None:

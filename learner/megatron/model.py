@@ -1,7 +1,6 @@
 """The policy: Megatron's GPTModel built from a Hugging Face directory and wrapped for data parallelism.
 
-A rank has one chunk of it: the whole model, or with pipeline parallelism its stage of the layers. With virtual stages
-it has several.
+A rank has one chunk of it: the whole model, or a pipeline stage. With virtual stages it has several.
 """
 
 import hashlib
@@ -35,8 +34,7 @@ from tidemill.learner.megatron.routing import Routing
 from tidemill.learner.megatron.tuning import Tuning, tune
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ROUTER_BIAS = "router.expert_bias"
-"""End of the name of a router's bias, which Megatron keeps as a buffer."""
+ROUTER_BIAS = "router.expert_bias"  # end of the name of a router's bias, which Megatron keeps as a buffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +42,7 @@ class Policy:
     """The model's chunks on this rank, their data-parallel wrappers, and the bridge to their Hugging Face names."""
 
     chunks: tuple[GPTModel, ...]
-    """In the order of the layers: the first one of the first stage has the embedding, the last one of the last stage
-    the output layer.
-    """
+    """In the order of the layers: the first of all has the embedding, the last of all the output layer."""
     ddps: tuple[DistributedDataParallel, ...]
     """The wrappers that the schedule and the optimizer use, one for each chunk."""
     bridge: Any
@@ -75,11 +71,7 @@ class Policy:
         return ddp
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of this rank under Megatron's names; of several chunks with the number of the chunk before
-        the name.
-
-        They are the parameters, and the biases of routers, which Adam does not train.
-        """
+        """Yield parameters and router biases under Megatron's names, with the chunk's number if several."""
         for number, chunk in enumerate(self.chunks):
             for name, weight in (*chunk.named_parameters(), *_router_biases(chunk)):
                 yield f"{number}.{name}" if len(self.chunks) > 1 else name, weight
@@ -104,11 +96,9 @@ class Policy:
         return self.megatron_checkpoint is not None or (self.adapters is not None and self.adapters.loaded)
 
     def gather(self) -> None:
-        """Complete the weights after an optimizer step that left gathering to the next forward pass; collective over
-        the replicas.
+        """Gather the weights that an optimizer step left to the next forward pass; collective over the replicas.
 
-        The trainer calls it at the end of a batch: export, copies and digests, which some replicas take alone, find
-        whole weights.
+        After it export, copies and digests, which some replicas take alone, find whole weights.
         """
         for ddp in self.ddps if self.replicas.overlap_param_gather else ():
             groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
@@ -155,10 +145,9 @@ class Policy:
             pass
 
     def digest(self) -> str:
-        """Return a digest of the exported weights: SHA-256 over names and the SHA-256 of each tensor, in the order of
-        the names.
+        """Return SHA-256 over the names and the SHA-256 of each exported tensor. Collective as ``export``.
 
-        It does not depend on how they are split, and no tensor is kept for it. Collective as ``export``.
+        It does not depend on how they are split, and no tensor is kept for it.
         """
         sums = {
             name: hashlib.sha256(tensor.contiguous().cpu().view(torch.uint8).numpy().data).digest()
@@ -186,13 +175,10 @@ def build_policy(
 ) -> Policy:
     """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
 
-    ``megatron_checkpoint``: a checkpoint of Megatron's own training with the weights, of any layout; loading it is
-    collective.
-
+    ``megatron_checkpoint``: Megatron's own checkpoint with the weights, of any layout; loading it is collective.
     ``tuning``: the weights that are trained; None = all. ``value_head``: the model of a critic, with one value per
-    token in place of the logits; it is never exported. ``bridge_class``: import path of the bridge's class; empty =
-    that of the model type.
-    Raises ConfigRefused for a model that the learner cannot train.
+    token in place of the logits. ``bridge_class``: import path of the bridge's class; empty = by model type. Raises
+    ConfigRefused for a model that the learner cannot train.
     """
     kind, memory, replicas, mixture = (
         DTYPES[dtype],
@@ -234,9 +220,7 @@ def build_policy(
 
 @contextmanager
 def _refusals_of_megatron() -> Iterator[None]:
-    """Raise ConfigRefused, which ends the run, for a model or settings that Megatron's own checks refuse: no restart
-    cures them.
-    """
+    """Raise ConfigRefused, which ends the run, where Megatron's own checks refuse: no restart cures that."""
     try:
         yield
     except LearnerError:
@@ -312,11 +296,9 @@ def _in_float16(config: Any, module: GPTModel) -> torch.nn.Module:
 def reference_weights(
     policy: Policy, model_dir: Path, reference_dir: Path, *, dtype: torch.dtype | None = None
 ) -> "WeightBackup":
-    """Return a backup with the weights of another model of the same architecture, without adapters, in ``dtype`` (None
-    = the policy's).
+    """Return a backup of another model's weights, of the same architecture, without adapters.
 
-    They pass through the policy, whose initial weights (of ``model_dir``, unless it has a checkpoint of Megatron) are
-    loaded again.
+    They pass through the policy, which gets its initial weights again. ``dtype``: None = the policy's.
     """
     with megatron_device(), torch.no_grad():
         policy.bridge.load(policy.chunks, reference_dir)
@@ -328,11 +310,7 @@ def reference_weights(
 
 
 def initial_weights(policy: Policy, *, dtype: torch.dtype | None = None) -> "WeightBackup":
-    """Return a backup of the weights of the model directory: with adapters a zero for the second matrix of each, and no
-    copy of the model.
-
-    Call it before the first step.
-    """
+    """Return a backup of the initial weights; with adapters zeros for the second matrix of each are enough."""
     if policy.adapters is None:
         return WeightBackup(policy, dtype=dtype)
     zeros = WeightBackup(policy, names=policy.adapters.names("B"))
@@ -341,10 +319,7 @@ def initial_weights(policy: Policy, *, dtype: torch.dtype | None = None) -> "Wei
 
 
 class WeightBackup:
-    """A second copy of the weights: the proximal policy, the reference.
-
-    The copy of weights on a CUDA device is in pinned host memory.
-    """
+    """A second copy of the weights: the proximal policy, the reference. Of CUDA weights it is in pinned host memory."""
 
     def __init__(
         self,
@@ -356,8 +331,7 @@ class WeightBackup:
     ) -> None:
         """``dtype`` of the copies; None = that of the weights. A moving average of bfloat16 weights needs float32.
 
-        ``names``: Megatron's names of the weights to copy; None = all, and of a model with adapters only these, unless
-        ``whole``.
+        ``names``: Megatron's names of the weights to copy; None = all, or the adapters alone, unless ``whole``.
         """
         self._policy = policy
         if names is None and policy.adapters is not None and not whole:
@@ -401,9 +375,8 @@ class OtherWeights:
     """Context in which the model has the weights of one backup after the other, and its own again afterwards, bit for
     bit.
 
-    On a device the contents are copied in place, because release, resume and gradient buffers know a parameter by its
-    address: its own weights go to the host once and come back once, for any number of backups. On the CPU parameters
-    only point to the copies.
+    On a device contents are copied in place, because release, resume and gradient buffers know a parameter by its
+    address. Its own weights go to the host once and come back once. On the CPU parameters only point to the copies.
     """
 
     def __init__(self, policy: Policy, *, in_place: bool | None = None) -> None:
@@ -412,8 +385,7 @@ class OtherWeights:
         self._in_place = policy.parallel.device.type == "cuda" if in_place is None else in_place
         self._own: dict[str, Tensor] = {}
         """The model's own weights: pinned copies, which are kept from context to context, or the tensors themselves."""
-        self._away: set[str] = set()
-        """Names of the weights that are others at the moment."""
+        self._away: set[str] = set()  # names of the weights that are others at the moment
 
     def __enter__(self) -> "OtherWeights":
         assert not self._away, "own weights are away"
@@ -421,9 +393,7 @@ class OtherWeights:
 
     @torch.no_grad()
     def take(self, backup: WeightBackup) -> None:
-        """Give the model the weights of ``backup``, and its own where that has none. It must not change inside the
-        context.
-        """
+        """Give the model the weights of ``backup``, and its own where that has none."""
         for name, weight in self._policy.named_weights():
             if name in backup.tensors:
                 if name not in self._away:

@@ -1,7 +1,6 @@
 """The reference model's weights, and the rule by which they follow the policy, if they do.
 
-A reference that never changes is made again by every start. One that follows the policy is part of the checkpoint, so a
-step that is executed again compares with the same weights.
+A reference that follows the policy is part of the checkpoint, so a repeated step compares with the same weights.
 """
 
 from pathlib import Path
@@ -35,8 +34,7 @@ class Reference:
 
 
 def open_reference(policy: Policy, model_dir: Path, algorithm: AlgorithmConfig) -> Reference:
-    """Return the reference of a run: the weights of ``kl.reference``, or those of the policy now; none if the algorithm
-    needs none.
+    """Return the reference of a run: the weights of ``kl.reference``, or those of the policy now.
 
     A moving average is kept in float32, because a small share of a difference would be lost in bfloat16.
     """

@@ -50,8 +50,7 @@ class _Filler:
 
 
 class _Rotations:
-    """The rotary positions of rows, which the chunks' core attention finds there: not longer than needed, as a step has
-    many rows.
+    """The rotary positions of rows, kept only as long as the chunks' core attention needs them.
 
     A row serves several models, and one may turn its queries and keys in another way.
     """
@@ -85,17 +84,14 @@ def run_rows(
     *,
     forward_only: bool = False,
 ) -> list[Result] | None:
-    """Run every row through the model, forward and (unless ``forward_only``) backward. Collective; call it inside
-    ``megatron_device()``.
+    """Run every row through the model, forward and (unless ``forward_only``) backward. Collective.
 
-    ``finish(row, hidden_TH)`` returns (loss, result); it is called on the last stage. Returns the results there in the
-    order of the rows, and None on the other stages.
+    Call it inside ``megatron_device()``. ``finish(row, hidden_TH)`` returns (loss, result) on the last stage. Returns
+    the results there in the order of the rows, and None on the other stages.
     """
 
     def after(row: Row | _Filler, output: Tensor) -> tuple[Tensor, Tensor, Result | None]:
-        """Return (loss, number of tokens, result) for the schedule. The number is 0: the loss has its denominators
-        already.
-        """
+        """Return (loss, tokens, result) for the schedule; 0 tokens, because the loss has its denominators."""
         no_tokens = torch.zeros((), dtype=torch.int, device=output.device)
         with plain_torch():
             if isinstance(row, _Filler):
@@ -138,12 +134,7 @@ def run_rows(
 
 
 def _padding_mask(policy: Policy, packed: PackedRow, model: Any) -> Tensor | None:
-    """Return the tokens that the routers of a chunk leave out of their counts, [1, T], True = padding; None = none, or
-    nothing is counted.
-
-    The chunk with the embedding divides the mask over the tensor-parallel ranks itself; a later one needs this rank's
-    part.
-    """
+    """Return the padding that the routers of a chunk leave out of their counts, [1, T]; None = nothing is counted."""
     if packed.padding_T is None or not policy.mixture.counts_tokens:
         return None
     ranks, padding_T = policy.parallel, packed.padding_T

@@ -1,8 +1,7 @@
 """A rank's training state in a checkpoint, saved and loaded with Megatron's distributed checkpoints (``torch_dist``).
 
 It consists of model, optimizer, random generators and, where there are any, proximal weights, a changing reference and
-a critic. The caller provides a directory that no other process uses, makes it durable afterwards, and stores position
-and data state. Saving and loading are collective over all ranks.
+a critic. Saving and loading are collective over all ranks; the caller makes the directory durable.
 """
 
 import logging
@@ -76,9 +75,7 @@ class PeerReader(CachedMetadataFileSystemReader):
 
 
 class PeerLoad(TorchDistLoadShardedStrategy):
-    """Load strategy for ``dist_checkpointing.load``: Megatron's own with ``PeerReader``, which it has no parameter
-    for.
-    """
+    """Megatron's load strategy with ``PeerReader``, which it has no parameter for."""
 
     def __init__(self, files: CheckpointFiles) -> None:
         super().__init__()
@@ -116,8 +113,7 @@ def _raise_corrupt(error: CheckpointException) -> None:
             raise reason from None
 
 
-FORMAT = 1
-"""Version of the content of a checkpoint."""
+FORMAT = 1  # version of the content of a checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,13 +139,10 @@ def stage(
     numbers: Mapping[str, float] | None = None,
     copies: HostCopies | None = None,
 ) -> Staged:
-    """Plan this rank's part of the state after ``step`` for ``directory`` (existing and empty; on each node its own, or
-    one for all).
+    """Plan this rank's part of the state after ``step`` for ``directory`` (existing and empty).
 
-    With ``copies`` the state may change afterwards; without, not before it is written. Rank 0 has written the common
-    part then.
-    ``numbers``: scalars of the algorithm, equal on all ranks; ``load`` returns them. Raises CheckpointUnwritten,
-    MemoryReleased.
+    With ``copies`` the state may change afterwards; without, not before it is written. ``numbers``: scalars of the
+    algorithm, equal on all ranks; ``load`` returns them. Raises CheckpointUnwritten, MemoryReleased.
     """
     policy.memory.want("a checkpoint")
     strategy = StagedSave(copies)
@@ -168,9 +161,7 @@ def stage(
 
 @contextmanager
 def _torch_reason(directory: Path) -> Iterator[None]:
-    """Raise CheckpointUnwritten for a file that torch could not write: its own error names neither the file nor the
-    reason.
-    """
+    """Raise CheckpointUnwritten where torch could not write: its own error names neither file nor reason."""
     try:
         yield
     except RuntimeError as error:
@@ -194,9 +185,7 @@ def save(
     beside: Beside = NOTHING_BESIDE,
     numbers: Mapping[str, float] | None = None,
 ) -> None:
-    """Write the state after ``step`` into a directory that all ranks share, without a manifest. Raises as ``stage``,
-    and OSError.
-    """
+    """Write the state into a directory that all ranks share, without a manifest. Raises as ``stage``, and OSError."""
     _write_all(
         stage(
             directory, step=step, policy=policy, optimizer=optimizer, proximal=proximal, beside=beside, numbers=numbers
@@ -224,9 +213,9 @@ def load(
 ) -> tuple[int, dict[str, float]]:
     """Load the state of ``directory``, which may have been saved by another number of ranks.
 
-    With ``files``, which may be on other nodes, the directory needs only Megatron's metadata files. Returns the step
-    and the numbers of the checkpoint. Raises CheckpointCorrupt when it has another format or lacks proximal weights
-    that are needed, or no node has a range intact, and ConfigRefused when it is one of another model.
+    With ``files``, which may be on other nodes, the directory needs only Megatron's metadata. Returns the step and the
+    numbers of the checkpoint. Raises CheckpointCorrupt for another format, missing proximal weights or a range that is
+    intact nowhere, and ConfigRefused for a checkpoint of another model.
     """
     facts = load_common_state_dict(str(directory))["facts"]
     _refuse_missing_state(directory, facts, optimizer, proximal)
@@ -272,18 +261,14 @@ def load(
 
 
 def load_weights(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer) -> int:
-    """Load only the weights of a checkpoint, saved with any parallel layout; the optimizer starts without state.
-
-    Returns the step of the checkpoint. Raises ConfigRefused for a checkpoint of another model.
-    """
+    """Load the weights of a checkpoint alone; the optimizer starts without state. Returns its step. ConfigRefused."""
     step = load_model(directory, policy=policy, setting="learner.from_checkpoint")
     optimizer.inner.reload_model_params()  # in bfloat16, the optimizer has float32 copies of the weights
     return step
 
 
 def load_model(directory: Path, *, policy: Policy, setting: str) -> int:
-    """Load only the weights of a checkpoint of Tidemill or of Megatron, saved with any parallel layout. Returns its
-    step.
+    """Load the weights alone of a checkpoint of Tidemill or of Megatron, of any layout. Returns its step.
 
     Raises ConfigRefused, which names ``setting``, for a checkpoint of another model.
     """
@@ -305,9 +290,7 @@ def load_model(directory: Path, *, policy: Policy, setting: str) -> int:
 
 
 def save_model(directory: Path, *, policy: Policy) -> None:
-    """Write only the weights into a directory that all ranks share, as a checkpoint of step 0, without a manifest.
-    Raises OSError.
-    """
+    """Write the weights alone as a checkpoint of step 0, without a manifest. Raises OSError."""
     strategy = StagedSave()
     with megatron_device():
         facts = _facts(0, policy, None, NOTHING_BESIDE) | {"weights_only": True}
@@ -319,9 +302,7 @@ def save_model(directory: Path, *, policy: Policy) -> None:
 def _refuse_missing_state(
     directory: Path, facts: JsonMapping, optimizer: PolicyOptimizer, proximal: WeightBackup | None
 ) -> None:
-    """Raise CheckpointCorrupt or ConfigRefused when the checkpoint does not have the state that this rank needs, in
-    this format.
-    """
+    """Raise CheckpointCorrupt or ConfigRefused when the checkpoint lacks state that this rank needs."""
     if facts["format"] != FORMAT:
         raise CheckpointCorrupt(str(directory), "common.pt", f"format {FORMAT}", facts["format"])
     if proximal is not None and not facts["proximal"]:
@@ -334,9 +315,7 @@ def _refuse_missing_state(
 
 
 def _refuse_other_roles(directory: Path, facts: JsonMapping, beside: Beside) -> None:
-    """Raise ConfigRefused for a run that has or has not a critic, or a reference that changes, unlike the run that
-    saved.
-    """
+    """Raise ConfigRefused for a critic or a changing reference where the run that saved had none, or the reverse."""
     roles = {
         "critic": (
             "learner.algorithm.advantage",
@@ -362,9 +341,7 @@ def _refuse_other_roles(directory: Path, facts: JsonMapping, beside: Beside) -> 
 
 
 def _refuse_other_adapters(directory: Path, facts: JsonMapping, policy: Policy, want: str) -> None:
-    """Raise ConfigRefused when the checkpoint has no adapters and the policy has, or the reverse, or others, or ones on
-    another model.
-    """
+    """Raise ConfigRefused when checkpoint and policy have different adapters, or ones on different models."""
     stored: JsonMapping | None = facts.get("lora")
     current = None if policy.adapters is None else policy.adapters.facts()
     if stored == current:
@@ -423,9 +400,7 @@ def _keys(policy: Policy, name: str) -> list[str]:
 
 
 def _model(policy: Policy) -> dict[str, Any]:
-    """Return the sharded state of each chunk at its place: of a model with adapters only these, because its directory
-    has the rest.
-    """
+    """Return the sharded state of each chunk at its place; with adapters theirs alone."""
     return {key: _entries(policy, chunk) for key, chunk in zip(_keys(policy, "model"), policy.chunks, strict=True)}
 
 

@@ -1,5 +1,4 @@
-"""The optimizer steps of one StepBatch: micro-batches through Megatron's schedule, the objective, its diagnostics,
-Adam.
+"""The optimizer steps of one StepBatch: micro-batches through the model, the objective, its diagnostics, Adam.
 
     batch -> old and reference log-probs, where needed -> advantages -> for each minibatch: corrections, loss, Adam
 
@@ -53,16 +52,13 @@ from tidemill.learner.settings.config import HooksConfig
 from tidemill.learner.settings.step_settings import StepSettings
 
 log = logging.getLogger(__name__)
-_BASELINE = "baseline/"
-"""Prefix of the running baselines among the numbers of a checkpoint."""
+_BASELINE = "baseline/"  # prefix of the running baselines among the numbers of a checkpoint
 _Terms = tuple[Denominators, Supervised | None]
 """Denominators of the samples of policies, and the term of the demonstrations; None = the step has none."""
 
 
 _Listed = tuple[Tensor | None, Tensor | None]
-"""Ids of the most probable tokens, of this context-parallel rank's part, and their log-probs, of the whole row; None =
-not listed here.
-"""
+"""Most probable tokens, this context-parallel rank's part, and their log-probs, of the whole row; None = not listed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,20 +67,16 @@ class _Scores:
 
     log_probs_T: Tensor
     entropy_T: Tensor
-    listed: _Listed
-    """On the last stage only."""
+    listed: _Listed  # on the last stage only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Update:
     """Result of the optimizer step of one minibatch."""
 
-    sums: Sums
-    """Diagnostics of the minibatch's rows on this rank."""
-    norm: float | None
-    """Norm of the gradient before clipping; None = skipped, on all ranks."""
-    rate: float
-    """Learning rate."""
+    sums: Sums  # diagnostics of the minibatch's rows on this rank
+    norm: float | None  # norm of the gradient before clipping; None = skipped, on all ranks
+    rate: float  # learning rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +109,7 @@ class Trainer:
         collector: Collector | None = None,
         hooks: HooksConfig = NO_HOOKS,
     ) -> None:
-        """``turn_gamma``: discount of the returns of turns, each of which has an advantage of its own; None = one for
-        an episode.
-
-        ``collector``: gets the values of each token.
-        """
+        """``turn_gamma``: discount of the returns of turns, which have advantages of their own; None = no turns."""
         critic = others.critic
         self._collector = collector
         if collector is not None:
@@ -158,9 +146,7 @@ class Trainer:
         """Coefficient of the entropy bonus, which ``entropy.target`` moves; part of the checkpoint then."""
 
     def configure(self, settings: StepSettings) -> None:
-        """Take over the settings of the next steps, as a start does that continues from a checkpoint of the step
-        before.
-        """
+        """Take over the settings of the next steps, as a start that continues from the checkpoint before would."""
         numbers = self.numbers
         self._set(settings.algorithm, settings.turn_gamma)
         self._optimizer.configure(settings.optimizer, steps=settings.steps)
@@ -175,8 +161,8 @@ class Trainer:
         return {"kl_scale": self.kl_scale, "trained_tokens": self._trained_tokens, **adaptive, **running}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
-        """Go on with the ``numbers`` of a checkpoint. Raises ConfigRefused for one without a count of tokens that a
-        schedule needs.
+        """Go on with the ``numbers`` of a checkpoint. Raises ConfigRefused for one without tokens that a schedule
+        needs.
         """
         self.kl_scale = numbers["kl_scale"]
         if self._algorithm.entropy.target and "entropy_coef" in numbers:  # missing where the target was set later
@@ -204,8 +190,8 @@ class Trainer:
         all ranks.
 
         A loss is a sum over all trainable tokens of its minibatch, with denominators of the whole minibatch, for any
-        split over ranks. A minibatch with a loss or gradients that are not finite is skipped on all ranks: weights and
-        optimizer do not change, and it counts only in ``train/skipped_minibatches``. Raises MemoryReleased.
+        split over ranks. A minibatch that is not finite is skipped on all ranks, and counts only in
+        ``train/skipped_minibatches``. Raises MemoryReleased.
         """
         self._policy.memory.want("a step")
         began = time.perf_counter()
@@ -251,10 +237,7 @@ class Trainer:
         }
 
     def log_probs(self, batch: StepBatch) -> list[Tensor]:
-        """Return log-probs of the targets of every micro-batch under the current weights, [T] each, without gradient.
-
-        Raises MemoryReleased.
-        """
+        """Return log-probs of the targets of every micro-batch, [T] each, without gradient. Raises MemoryReleased."""
         self._policy.memory.want("log-probs")
         rows = rows_of(batch, self._policy.parallel, self._policy.routing)
         with megatron_device(), self._policy.routing.given():
@@ -283,8 +266,9 @@ class Trainer:
             )
 
     def _without_gradient(self, step: Step, advantages: Tensor | None) -> Tensor:
-        """Return the samples whose every term of the loss is 0, bool [N] on the CPU. ``advantages``: of the samples or
-        turns, where the loss has no other term; None = only samples without trainable tokens are left out.
+        """Return the samples whose every term of the loss is 0, bool [N] on the CPU.
+
+        ``advantages``: where the loss has no other term; None = only samples without trainable tokens are left out.
         """
         if self._collector is not None or self._policy.mixture.counts_tokens:  # their values are of all tokens
             return torch.zeros_like(step.demonstration_N)
@@ -296,10 +280,10 @@ class Trainer:
         return idle_N | ~(moved_N | step.demonstration_N)
 
     def _repacked(self, batch: StepBatch, skipped_N: Tensor, *, shared: bool) -> tuple[StepBatch, list[int]]:
-        """Return the batch without the samples, and the number of rows of each minibatch. ``shared``: this rank has
-        prompts to share. Collective.
+        """Return the batch without the samples, and the number of rows of each minibatch, equal on all ranks.
+        Collective.
 
-        All ranks have as many rows, at least one, because all take part in the collectives of each.
+        ``shared``: this rank has prompts to share.
         """
         ranks = self._policy.parallel
         minibatches, rows = None, [len(batch.micro_batches) // batch.num_minibatches] * batch.num_minibatches
@@ -359,9 +343,7 @@ class Trainer:
         return self._objective.turn_advantages(*place, gamma=self._turn_gamma).float()
 
     def _with_advantages(self, rows: list[Row], step: Step, advantages: Tensor | None = None) -> list[Row]:
-        """Return the rows with the advantages of their tokens. ``advantages``: of samples or turns; None = not yet
-        known.
-        """
+        """Return the rows with the advantages of their tokens. ``advantages``: None = not yet known."""
         algorithm, objective = self._algorithm, self._objective
         if self._critic is not None:
             valued, rewards_N = self._critic.valued(rows), self._shaped_rewards(step, rows)
@@ -465,9 +447,7 @@ class Trainer:
         return update
 
     def _denominators(self, step: Step, minibatch: int) -> _Terms:
-        """Return the denominators of the samples of policies, and the term of the demonstrations; None = the step has
-        none.
-        """
+        """Return the denominators of the samples of policies, and the term of the demonstrations, if any."""
         if not step.demonstration_N.any():
             return step.denominators(minibatch, ~step.demonstration_N), None
         algorithm = self._algorithm
@@ -481,9 +461,7 @@ class Trainer:
         return step.denominators(minibatch, others_N), term
 
     def _metrics(self, updates: list[_Update], step: Step, skipped_N: Tensor) -> dict[str, float]:
-        """Return the metrics of the minibatches that were not skipped, over all ranks. ``skipped_N``: samples that no
-        row has.
-        """
+        """Return the metrics of the minibatches that were not skipped. ``skipped_N``: samples that no row has."""
         done = [update for update in updates if update.norm is not None]
         metrics = {
             "train/zero_samples_skipped": float(skipped_N.sum()),
@@ -510,10 +488,8 @@ class Trainer:
         }
 
     def _adapt(self, metrics: dict[str, float], batch: StepBatch) -> None:
-        """Move the coefficients of KL (by the samples of policies) and entropy to their targets; not while the critic
-        alone is trained.
-
-        Adds them, and the mean of the running baselines, to the metrics.
+        """Move the coefficients of KL and entropy to their targets, unless the critic alone is trained; add them to the
+        metrics.
         """
         kl, num_samples = self._algorithm.kl, int((~batch.demonstration_N).sum())
         if kl.target and num_samples and "train/kl_reference" in metrics and not self._warms_up(batch.step):
@@ -565,9 +541,7 @@ class Trainer:
     # ---- through the model
 
     def _forward_only(self, rows: list[Row], *, list_most: int = 0) -> list[_Scores]:
-        """Return the scores of each row, without gradient, on all ranks. ``list_most``: number of the most probable
-        tokens to list.
-        """
+        """Return the scores of each row without gradient, on all ranks. ``list_most``: most probable tokens to list."""
         ranks = self._policy.parallel
 
         def collect(row: Row, hidden_TH: Tensor) -> tuple[Tensor, tuple[Tensor, _Listed]]:
@@ -589,9 +563,7 @@ class Trainer:
         ]
 
     def _sums(self, parts: list[Sums] | None) -> Sums:
-        """Return the sums over the rows on all stages; ``parts``: those of the rows on the last stage, elsewhere
-        None.
-        """
+        """Return the sums over the rows on all stages. ``parts``: of the rows on the last stage, elsewhere None."""
         ranks = self._policy.parallel
         merged = None if parts is None else diagnostics.merged(parts)
         if merged is not None and ranks.pp_size == 1:
@@ -599,9 +571,7 @@ class Trainer:
         return of_last_stage(None if merged is None else merged.to("cpu"), ranks).to(ranks.device)
 
     def _log_probs(self, row: Row, hidden_TH: Tensor, *, listed: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log-probs, entropies, and with ``listed`` the log-probs of the teacher's tokens, of the whole row on
-        all ranks of it.
-        """
+        """Return log-probs, entropies, and with ``listed`` the log-probs of the teacher's tokens, of the whole row."""
         ranks, weight_VH = self._policy.parallel, output_weight(self._policy.chunks[-1])
         fused, temperature = self._policy.bridge.kernels.fused_log_probs, row.temperature
         inputs = (row.read(hidden_TH), weight_VH, row.read_row(row.targets_T))

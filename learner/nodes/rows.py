@@ -29,8 +29,7 @@ from tidemill.learner.ranks.process import NodePart
 
 log = logging.getLogger(__name__)
 
-NODE_KEY = "node"
-"""Rows ``node.<R>``."""
+NODE_KEY = "node"  # rows ``node.<R>``
 ATTEMPT_KEY = "attempt"
 
 
@@ -67,8 +66,7 @@ def row_value(row: NodeRow | Attempt) -> JsonObject:
     return value
 
 
-GRACE_S = 5.0
-"""Seconds after an outage of the bus before ages count again: all agents have to connect and write first."""
+GRACE_S = 5.0  # seconds after an outage of the bus before ages count again: all agents have to connect and write first
 
 
 class Silences:
@@ -77,8 +75,7 @@ class Silences:
     def __init__(self) -> None:
         self._stamps: dict[int, Hashable] = {}
         self._silent: dict[int, float] = {}
-        self._read_s: float | None = None
-        """Time of the last reading; None while the bus is away or full."""
+        self._read_s: float | None = None  # time of the last reading; None while the bus is away or full
         self._count_from_s = float("-inf")
 
     def lost(self, now: float) -> None:
@@ -100,8 +97,7 @@ class Silences:
 
 
 LOOK_S = 1.0
-READ_S = 5.0
-"""Seconds after which a reading without an answer counts as an outage of the bus."""
+READ_S = 5.0  # seconds after which a reading without an answer counts as an outage of the bus
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class TurnByTurn:
 
     @contextmanager
     def mine(self) -> Iterator[None]:
-        """Have the engines release, then resume the memory of all ranks; give it back when the body has succeeded.
+        """Have the engines release, resume the memory of all ranks, and give it back when the body has succeeded.
 
         After an exception it is kept: the end of the process frees the memory.
         """

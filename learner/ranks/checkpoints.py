@@ -6,10 +6,9 @@
                          each node: rename its directory into place
     later       collect  rank 0: report the checkpoint to the feeder, which makes it the latest
 
-The threads have a process group of their own (gloo), so they never wait for a step, and no step waits for them. Until
-the feeder has the report, the checkpoint before is the latest: a learner that is killed at any instant of this goes on
-from that one. The next checkpoint, the end of the run and a drain wait for the writing (bounded by the timeout of the
-group).
+The threads have a process group of their own (gloo), so they and the steps never wait for each other. Until the feeder
+has the report, the checkpoint before is the latest. The next checkpoint, the end of the run and a drain wait for the
+writing (bounded by the timeout of the group).
 """
 
 import logging
@@ -43,8 +42,7 @@ from tidemill.learner.settings.checkpoint_store import SHARED, CheckpointConfig
 
 log = logging.getLogger(__name__)
 
-_LEAVE_S = 1.0
-"""Time that a writing has to end when this rank ends with an error: its peers may be gone."""
+_LEAVE_S = 1.0  # time that a writing has to end when this rank ends with an error: its peers may be gone
 T = TypeVar("T")
 
 
@@ -153,7 +151,7 @@ class Checkpoints:
         return 0 if self._copies is None else self._copies.bytes
 
     def begin(self, step: int, epoch: int, data_state: bytes, *, numbers: dict[str, float]) -> None:
-        """Copy the state of all ranks after ``step``, and begin to write it; without ``background``, write it now.
+        """Copy the state after ``step``, and begin to write it; without ``background``, write it now.
 
         Raises CheckpointUnwritten, also for the checkpoint before.
         """

@@ -1,8 +1,4 @@
-"""The debugging tools of one rank: data of each step, the report on the first steps, and a dump of activations.
-
-Consumes the batches and metrics of the rank, beside its steps. Produces files and log lines. Changes no weights and no
-numbers.
-"""
+"""The debugging tools of one rank: data of each step, the report on the first steps, and a dump of activations."""
 
 import logging
 import os
@@ -123,8 +119,7 @@ class StepMemory:
     def of_all_ranks(self) -> dict[str, list[float]]:
         """Return bytes by kind and rank: ``host``, and on CUDA ``device``. Collective over all ranks.
 
-        Memory that a step leaves allocated is added to its peak: after the first one it is the optimizer's state,
-        beside which the activations of the second step are.
+        Memory that a step leaves allocated is added to its peak: after the first one it is the optimizer's state.
         """
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         kinds = {"host": float(pages * os.sysconf("SC_PAGE_SIZE"))}

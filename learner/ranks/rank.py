@@ -3,14 +3,10 @@ run.
 
     feeder -- batch --> train (all ranks together) --> done --> push (rank 0, beside the next step) --> checkpoint
 
-With colocated engines, the learner owns the memory from a batch's arrival to the end of its step, and the engines
-otherwise (``accelerator_turns.py``).
-
 Each rank requests its part of every step from the feeder. Only rank 0 reports outcomes, published versions and
-checkpoints. Consumes batches. Produces weights, versions and checkpoints. Waits for the feeder (bounded by its silence)
-and for its peers (bounded by the process group's timeout); at max_lag 0, or without overlap, for the push as well.
-SIGTERM is passed on to the feeder, which then answers the next request of all ranks with ``Last``: they finish the
-step, write its checkpoint and the model, and leave together.
+checkpoints. Waits for the feeder (bounded by its silence) and for its peers (bounded by the process group's timeout);
+at max_lag 0, or without overlap, for the push as well. SIGTERM is passed on to the feeder, which answers the next
+request of all ranks with ``Last``: they finish the step, write its checkpoint and the model, and leave together.
 """
 
 import logging
@@ -86,10 +82,7 @@ def main(
     bus: BusConfig,
     debug: DebugConfig | None = None,
 ) -> int:
-    """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment). Returns the process's exit code.
-
-    It is 0 after the last step or a drain, else the code of the error, which the log and the feeder have.
-    """
+    """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Returns the process's exit code."""
     return exit_codes.run(partial(_take_steps, places, learner, staleness, weights, bus, debug or DebugConfig()), log)
 
 
@@ -206,8 +199,7 @@ def _policy(places: RankPlaces, learner: LearnerConfig, here: Parallel) -> Polic
 def _start_of_turns(
     here: Parallel, feed: FeedClient, places: RankPlaces, weights: WeightsConfig, bus: BusConfig
 ) -> FeedStart:
-    """Shake hands with the feeder, and wait until colocated engines have released their memory, before this rank takes
-    any.
+    """Shake hands with the feeder, and wait until colocated engines have released their memory.
 
     Returns the feeder's start. Raises Fenced, BusUnavailable.
     """

@@ -1,9 +1,8 @@
 """Common part of the families with a mixture of experts.
 
-Experts are Megatron's ``SequentialMLP``, one product per expert of the rank, or ``GroupedExperts``, one for all of
-them. They are spread over the expert-parallel ranks and never split by tensor parallelism. At every layout their
-gradients are reduced in buffers of their own, over the ranks that have the same experts: with experts in the dense
-buffers, tensor-parallel ranks would each keep the gradient of their own tokens.
+Experts are spread over the expert-parallel ranks and never split by tensor parallelism. Their gradients are reduced in
+buffers of their own, over the ranks with the same experts: in the dense buffers, tensor-parallel ranks would each keep
+the gradient of their own tokens.
 """
 
 import re
@@ -23,8 +22,7 @@ from tidemill.learner.megatron.bridges.local_layers import LocalLayers
 from tidemill.learner.megatron.layers.grouped_experts import GroupedExperts
 from tidemill.learner.megatron.layers.kernels import Arguments, Wanted
 
-EXPERTS = ".mlp.experts."
-"""Part of the name of every weight of a routed expert."""
+EXPERTS = ".mlp.experts."  # part of the name of every weight of a routed expert
 _LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
 _NUMBERED = re.compile(r"weight(\d+)$")
 _DENSE_MLP = re.compile(r"decoder\.layers\.(\d+)\.mlp\.linear_fc([12])\.weight")
@@ -63,9 +61,7 @@ class Experts(LocalLayers):
         return int(self.config.hidden_size), int(self.config.moe_ffn_hidden_size)
 
     def _kernel_arguments(self) -> Arguments:
-        """Return the fields that the choice of kernels sets. With experts, ``selective`` has another name for its
-        part.
-        """
+        """Return the fields that the kernels set. With experts, ``selective`` has another name for its part."""
         # One field for all layers, and the MLP of an expert has no module for its activation.
         arguments = super()._kernel_arguments() | {"use_te_activation_func": False}
         if self.kernels.recompute == "selective":
@@ -95,9 +91,7 @@ class Experts(LocalLayers):
         return ScoreRouter if by_score else Router
 
     def _whole_name(self, chunk: GPTModel, name: str) -> str:
-        """Return the name with numbers of the whole model; an expert's is the one that mbridge has for grouped
-        experts.
-        """
+        """Return the name in the whole model; of an expert the one that mbridge has for grouped experts."""
         first = self._experts_per_rank * self.mpu.ep_rank
         return _LOCAL_EXPERT.sub(
             lambda match: f"experts.{match[2]}.weight{int(match[1]) + first}", super()._whole_name(chunk, name)

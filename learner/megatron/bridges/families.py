@@ -69,9 +69,7 @@ class LatentYarn(YarnRotaryEmbedding):  # type: ignore[misc]
     """Rotary positions of YaRN for latent attention: stretched angles, with a scale for their cosines and sines."""
 
     def get_rotary_seq_len(self, *arguments: Any, **options: Any) -> Any:
-        """Return the argument that Megatron passes to ``forward``: for a packed row the row itself instead of its
-        length.
-        """
+        """Return the argument of ``forward``: for a packed row the row itself instead of its length."""
         if arguments and isinstance(arguments[-1], PackedRow):
             return arguments[-1]
         return super().get_rotary_seq_len(*arguments, **options)
@@ -103,9 +101,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
 
 @contextmanager
 def _without_transformer_engine() -> Iterator[None]:
-    """Let Megatron skip the linears of Transformer Engine inside the context where that is absent: 0.16.1 compares with
-    no class then.
-    """
+    """Let Megatron skip the absent linears of Transformer Engine: 0.16.1 compares with no class then."""
     had = multi_latent_attention.HAVE_TE
     multi_latent_attention.HAVE_TE = had and isinstance(multi_latent_attention.TELinear, type)
     try:
@@ -115,18 +111,14 @@ def _without_transformer_engine() -> Iterator[None]:
 
 
 def grouped_choice(hf_config: Any) -> Arguments:
-    """Return Megatron's arguments for a choice of experts within the best groups (``n_group``, ``topk_group``), which
-    mbridge ignores.
-    """
+    """Return Megatron's arguments for experts within the best groups (``n_group``), which mbridge ignores."""
     if hf_config.n_group == 1:
         return {}
     return {"moe_router_num_groups": hf_config.n_group, "moe_router_group_topk": hf_config.topk_group}
 
 
 class Glm4MoE(Experts, GLM4MoEBridge):
-    """Bridge of ``model_type: glm4_moe``. mbridge takes one shared expert for any number, and biases whether they are
-    there or not.
-    """
+    """``glm4_moe``. mbridge takes one shared expert for any number, and biases whether they are there or not."""
 
     def _arguments(self) -> Arguments:
         config = self.hf_config
@@ -144,9 +136,7 @@ _LAYER = "model.layers.{layer_number}."
 
 
 class Glm4(LocalLayers, Qwen2Bridge):
-    """Bridge of ``model_type: glm4``, which mbridge does not have; gate and up projection are one tensor in the files
-    already.
-    """
+    """``glm4``, which mbridge does not have; gate and up projection are one tensor in the files already."""
 
     _ATTENTION_MAPPING: ClassVar[dict[str, list[str]]] = {
         **Qwen2Bridge._ATTENTION_MAPPING,
@@ -186,9 +176,7 @@ class Qwen3(LocalLayers, Qwen3Bridge):
 
 
 class Qwen2MoE(Experts, Qwen2MoEBridge):
-    """Bridge of ``model_type: qwen2_moe``. mbridge leaves out the gate of the shared expert, and always normalises as
-    Qwen1.5-MoE does.
-    """
+    """``qwen2_moe``. mbridge leaves out the gate of the shared expert, and normalises always."""
 
     def _arguments(self) -> Arguments:
         return super()._arguments() | {
@@ -221,9 +209,7 @@ _LATENT_NORM = re.compile(r"decoder\.layers\.(\d+)\.self_attention\.(q|kv)_layer
 
 
 class DeepSeekV3(Experts, DeepseekV3Bridge):
-    """Bridge of ``model_type: deepseek_v3``. mbridge ignores groups of experts, and needs Transformer Engine and
-    bfloat16.
-    """
+    """``deepseek_v3``. mbridge ignores groups of experts, and needs Transformer Engine and bfloat16."""
 
     _FLASH_HEADS = False
     _SHARED_STATE_DICT_MAPPING: ClassVar[Mapping[str, list[str]]] = {}
@@ -332,9 +318,7 @@ def _own(path: str) -> type[LocalLayers]:
 
 
 def _config(model_dir: Path) -> Any:
-    """Return the configuration of a model directory. Raises ConfigRefused for a model type that transformers does not
-    know.
-    """
+    """Return the configuration of a model directory. Raises ConfigRefused for a model type unknown to transformers."""
     try:
         values = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         config = AutoConfig.from_pretrained(model_dir)

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 class Norm(torch.nn.RMSNorm):
     """RMSNorm for Megatron's layer specs.
 
-    With sequence parallelism each rank normalises its own tokens, so that it has a part of the weight's gradient.
-    Megatron adds the parts up for the weights that are marked ``sequence_parallel``.
+    With sequence parallelism each rank normalises its own tokens, so it has a part of the weight's gradient. Megatron
+    adds the parts up for weights that are marked ``sequence_parallel``.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -56,10 +56,7 @@ class FusedHeadNorm(Norm):
 
 
 class PartialReplay(RouterReplay):  # type: ignore[misc]
-    """Megatron's replay of one router, for tokens with known experts; the router chooses those of the others (-1).
-
-    The targets keep their narrow dtype until a layer needs them.
-    """
+    """Megatron's replay of one router, for tokens with known experts; the router chooses those of the others (-1)."""
 
     def get_replay_topk(
         self,
@@ -100,11 +97,10 @@ class Router(TopKRouter):  # type: ignore[misc]
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """Attach this rank's part of the row's balancing loss to ``probs``, multiplied by the tokens of the whole row
-        (``balance``).
+        """Attach this rank's part of the row's balancing loss, times the tokens of the whole row (``balanced``).
 
-        Scores and map are 0 for padding, so a row of nothing else has a loss of 0. Megatron's own multiplies by the
-        tokens of this rank, which are fewer where the padding is, and keeps a global table of losses.
+        Scores and map are 0 for padding. Megatron's own multiplies by the tokens of this rank, which are fewer where
+        the padding is, and keeps a global table of losses.
         """
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if coefficient == 0:
@@ -126,9 +122,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         return attached
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of each expert, once for every row that is trained. Megatron's own cannot apply a mask to
-        several experts.
-        """
+        """Count the tokens of each expert. Megatron's own cannot apply a mask to several experts."""
         if self.enable_expert_bias and torch.is_grad_enabled():
             counted_TE = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
             self.local_tokens_per_expert += counted_TE.sum(dim=0)
@@ -152,9 +146,7 @@ class ScoreRouter(Router):
 
 
 class GatedSilu(torch.nn.Module):
-    """SiLU of the first half of the input times the second half. It keeps the input alone for the backward pass;
-    Megatron's operations keep as much again.
-    """
+    """SiLU of the first half of the input times the second. It keeps the input alone for the backward pass."""
 
     def __init__(self, config: Any) -> None:
         """``config``: Megatron's, which passes it to every module."""

@@ -1,8 +1,7 @@
 """Common part of all families: configuration, layers, weights from Hugging Face files and back to Hugging Face names.
 
-``mbridge`` maps names and layouts. Its layer spec needs Transformer Engine, so this mixin uses Megatron's own layers
-with attention and norms of our own, and maps the two norms of a layer that Transformer Engine would fuse into the
-linears. Every rank reads its own part from the files; an export is that of one pipeline stage.
+mbridge maps names and layouts. Its layer spec needs Transformer Engine, so this mixin uses Megatron's own layers with
+our attention and norms, and maps the two norms that Transformer Engine would fuse into the linears.
 """
 
 import json
@@ -132,9 +131,7 @@ class LocalLayers:
         }
 
     def _possible(self, wanted: Wanted) -> Wanted:
-        """Return the settings about kernels without those that the family has no use for. Raises ConfigRefused where
-        one is demanded.
-        """
+        """Return the settings that the family has a use for. Raises ConfigRefused for a demand it cannot meet."""
         if self._FLASH_HEADS:
             return wanted
         if wanted.attention in (VARLEN, CUDNN):
@@ -162,9 +159,8 @@ class LocalLayers:
     def build(self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
         """Return the layers of this rank's pipeline stage, with random weights.
 
-        ``pre_process``: with the embedding; ``post_process``: with the last norm and the output layer. ``vp_stage``:
-        number of the chunk, of a rank with several. The weights are initialised because Megatron marks the split ones
-        while it does that.
+        ``pre_process``: with the embedding; ``post_process``: with the last norm and the output layer; ``vp_stage``:
+        number of the chunk, of a rank with several. Megatron marks split weights while it initialises them.
         """
         model = GPTModel(
             config=self.config,
@@ -185,9 +181,7 @@ class LocalLayers:
         return model
 
     def _turns(self, model: GPTModel) -> bool:
-        """Return whether core attention turns queries and keys in every layer, given their positions; not so in some
-        users' bridges.
-        """
+        """Return whether core attention turns queries and keys in every layer; not so in some users' bridges."""
         cores = [layer.self_attention.core_attention for layer in model.decoder.layers]
         turns = not self.config.no_rope_freq and all(isinstance(core, SDPACoreAttention) for core in cores)
         if not turns:
@@ -248,9 +242,8 @@ class LocalLayers:
 
     @torch.no_grad()
     def load(self, chunks: Sequence[GPTModel], directory: Path) -> None:
-        """Load this rank's part of the weights in a Hugging Face directory; no collective.
-
-        Raises ConfigRefused when a tensor is missing or has another shape.
+        """Load this rank's part of a directory's weights; no collective. Raises ConfigRefused for a missing tensor or
+        shape.
         """
         files = ModelFiles(directory)
         for chunk in chunks:
@@ -276,8 +269,8 @@ class LocalLayers:
     def export(self, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole weights of this pipeline stage under their Hugging Face names, in a fixed order.
 
-        Collective over the tensor-parallel ranks, and with experts over the expert-parallel ones. Where nothing is
-        split the tensors are views on the live weights: copy those that must outlive the next step.
+        Collective over the tensor-parallel ranks, with experts over the expert-parallel ones. Where nothing is split
+        the tensors are views on the live weights: copy those that must outlive the next step.
         """
         for chunk in chunks:
             parameters = dict(chunk.named_parameters())

@@ -30,8 +30,7 @@ from tidemill.learner.layout.parallel import heads_for_tokens, tokens_for_heads
 from tidemill.learner.megatron.layers.kernels import CUDNN, LONG_SEQUENCE, SDPA, VARLEN, varlen_operator
 from tidemill.learner.megatron.layers.prefixes import Prefix, Runs, attend_behind, cuts_of, prefix_of
 
-Group = dist.ProcessGroup
-"""Ranks of a collective."""
+Group = dist.ProcessGroup  # ranks of a collective
 
 
 class Rotation(NamedTuple):
@@ -64,9 +63,7 @@ class PackedRow(PackedSeqParams):
     """
 
     position_ids_T: Tensor | None = None
-    """Positions of this rank's tokens. Fields without such a note are those of the whole row, which context parallelism
-    cuts into parts.
-    """
+    """Positions of this rank's tokens. Fields without such a note are of the whole row."""
     padding_T: Tensor | None = None
     """True for padding in this rank's tokens; None = the whole row has none. Routers do not count it."""
     bounds_S: Tensor | None = None
@@ -83,23 +80,17 @@ class PackedRow(PackedSeqParams):
     cuts: tuple[int, ...] = ()
     """Lengths of the pieces of the row that prefixes are made of; empty = there is no prefix."""
     take_P: Tensor | None = None
-    """Index of the row's token at each padded position (padding repeats its sequence's last token); None = the row is
-    the batch.
-    """
+    """Row's token at each padded position (padding repeats its sequence's last); None = the row is the batch."""
     give_T: Tensor | None = None
     """Padded position of each token."""
     rotation: Rotation | None = None
     """Positions of this rank's tokens where core attention turns queries and keys, during a pass; None = Megatron does.
     """
     experts: tuple[Tensor, ...] = ()
-    """Experts of this rank's tokens in each of its layers that has any, [T, K] int16, where they are recorded or given
-    (``routing``);
-    -1 = not known.
-    """
+    """Experts of this rank's tokens in each layer with experts, [T, K] int16, recorded or given; -1 = not known."""
     routed: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    """Layer of this stage -> (experts of all tokens, in ascending order, [T, K] int32; their weights, [T, K];
-    affinities to all experts, [T, E]) of the last pass, where routers are observed. In host memory; those of a device
-    are complete after a synchronization.
+    """Layer of this stage -> (experts of all tokens, ascending, [T, K] int32; their weights, [T, K]; affinities, [T,
+    E]) of the last pass, where routers are observed; in host memory, complete after a synchronization.
     """
 
 
@@ -109,8 +100,9 @@ def packed_row(
     padding_T: Tensor | None = None,
     prefixes: Sequence[Runs] = (),
 ) -> PackedRow:
-    """Return the layout of a row with sequence boundaries ``cu_seqlens`` ([S + 1], from 0 to T). ``padding_T``: as in
-    ``PackedRow``. ``prefixes``: tokens of the row before each sequence, which it attends to too; empty = none has any.
+    """Return the layout of a row with sequence boundaries ``cu_seqlens`` ([S + 1], from 0 to T).
+
+    ``prefixes``: tokens of the row before each sequence, which it attends to too; empty = none has any.
     """
     device = position_ids_T.device
     starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
@@ -167,8 +159,7 @@ def _cut(lengths: NDArray[np.int64], device: torch.device) -> tuple[Piece, ...]:
 def _bucketed(
     starts: NDArray[np.int64], lengths: NDArray[np.int64], prefix_S: NDArray[np.int64]
 ) -> tuple[tuple[tuple[int, int], ...], list[int], NDArray[np.int64], NDArray[np.int64]]:
-    """Assign sequences of (2^k, 2^(k+1)] tokens behind one prefix to one bucket, padded to its longest sequence: less
-    than half of it is padding.
+    """Assign sequences of (2^k, 2^(k+1)] tokens behind one prefix to one bucket: less than half of it is padding.
 
     Returns (buckets, number of the prefix of each, ``take_P``, ``give_T``) of ``PackedRow``.
     """
@@ -201,9 +192,7 @@ class PackedRotary(RotaryEmbedding):
     def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, transformer_input: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return the argument that Megatron passes to ``forward``: for a packed row the row itself instead of its
-        length.
-        """
+        """Return the argument of ``forward``: for a packed row the row itself instead of its length."""
         packed = args[-1] if args else None
         if isinstance(packed, PackedRow):
             return packed
@@ -242,9 +231,7 @@ class FusedRotary(PackedRotary):
     def forward(  # type: ignore[override]
         self, max_seq_len: PackedRow | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None
     ) -> Tensor | None:
-        """Give a PackedRow its ``rotation``, and return None, with which Megatron turns nothing; other angles as
-        before.
-        """
+        """Give a PackedRow its ``rotation``, and return None, with which Megatron turns nothing."""
         if not isinstance(max_seq_len, PackedRow):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
         angles_TF = self.angles(max_seq_len)
@@ -253,9 +240,7 @@ class FusedRotary(PackedRotary):
 
 
 class SDPACoreAttention(MegatronModule):
-    """Core attention of Megatron's layers by torch's scaled_dot_product_attention; causal, for packed rows and plain
-    batches.
-    """
+    """Causal core attention by torch's scaled_dot_product_attention, for packed rows and plain batches."""
 
     def __init__(
         self,
@@ -281,11 +266,10 @@ class SDPACoreAttention(MegatronModule):
         packed_seq_params: Any = None,
         **unused: Any,
     ) -> Tensor:
-        """Attend: q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d]; with a PackedRow s = T and b = 1, and b
-        may be left out.
+        """Attend: q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d], before the projection.
 
-        Returns the output of all heads before the projection. ``attention_mask`` is ignored: attention is always
-        causal. With context parallelism, which wants a PackedRow, s is this rank's part of the row.
+        With a PackedRow s = T and b = 1, and b may be left out; with context parallelism s is this rank's part of the
+        row.
         """
         if not isinstance(packed_seq_params, PackedRow):
             assert self._context is None, "context parallelism has packed rows only"
@@ -342,9 +326,7 @@ class VarlenCoreAttention(SDPACoreAttention):
 
 
 class CudnnCoreAttention(VarlenCoreAttention):
-    """The same, but each long sequence goes by itself through cuDNN's attention, which is faster there. For Hopper; not
-    deterministic.
-    """
+    """The same, but long sequences go one by one through cuDNN's attention. For Hopper; not deterministic."""
 
     _backend = SDPBackend.CUDNN_ATTENTION
     """Backend of a long sequence."""
@@ -363,7 +345,7 @@ class CudnnCoreAttention(VarlenCoreAttention):
         """Attend causally within one sequence: q [L, n, d], k and v [L, groups, d] -> [L, n, d].
 
         cuDNN makes a plan for each new length, in 0.2 s, so the sequence is padded to one of a few. Padding comes
-        behind all queries, which attend to nothing after them, so it changes nothing.
+        behind all queries, which attend to nothing after them.
         """
         padding = padded_length(len(q)) - len(q)
         parts = (F.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x for x in (q, k, v))
@@ -383,8 +365,8 @@ def attend_varlen(
 ) -> Tensor:
     """Attend causally within each sequence of a piece: q [T, n, d], k and v [T, groups, d] -> [T, n, d].
 
-    ``operator`` has the signature of ``torch.nn.attention.varlen.varlen_attn``, where a causal mask is the window (-1,
-    0). Where it has no ``enable_gqa`` (torch 2.11), it takes fewer heads of keys and values without being told.
+    ``operator`` has the signature of ``torch.nn.attention.varlen.varlen_attn``, where (-1, 0) is a causal window. Where
+    it has no ``enable_gqa`` (torch 2.11), it takes fewer heads of keys and values as they are.
     """
     groups = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_groups(operator) else {}
     bounds, longest = piece.bounds_S, piece.longest
@@ -412,9 +394,7 @@ CORE_ATTENTION: Mapping[str, type[SDPACoreAttention]] = {
 
 
 class _Pad(torch.autograd.Function):
-    """Scatters the tokens of a row to padded positions. Padding reaches no real output, so its gradient is 0 and is not
-    accumulated.
-    """
+    """Scatters the tokens of a row to padded positions. Padding reaches no output, so it gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, take_P: Tensor | None, give_T: Tensor | None) -> Tensor:

@@ -18,8 +18,7 @@ from torch.nn.functional import grouped_mm
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     """Gated experts without biases, all of a rank at once.
 
-    The weights of the experts are put side by side for each product, which copies them; nothing of the copy is kept for
-    the backward pass.
+    Each product copies their weights side by side; nothing of the copy is kept for the backward pass.
     """
 
     def __init__(
@@ -39,9 +38,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
 
 
 class _Columns(ColumnParallelLinear):  # type: ignore[misc]
-    """Gives its weight. A call, so that hooks before a module's forward pass see it: an overlapped gathering of weights
-    waits in one.
-    """
+    """Gives its weight. A call, so that hooks before a forward pass, in which overlapped gathering waits, run."""
 
     def forward(self) -> Tensor:
         return self.weight

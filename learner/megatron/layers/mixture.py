@@ -20,9 +20,7 @@ class Mixture:
 
     @property
     def counts_tokens(self) -> bool:
-        """True if the number of tokens of each expert moves the policy: by a balancing loss or the biases of
-        routers.
-        """
+        """True if the tokens of each expert move the policy: by a balancing loss or the biases of routers."""
         return bool(self.aux_loss_coef or self.bias_update_rate)
 
     @classmethod

@@ -1,7 +1,5 @@
-"""The output layers: the policy's, which leaves the product with its weight to the loss
-(``tidemill.learner.megatron.logprobs``), and the critic's.
-
-The policy's has the weight, and with it the name, the split and the checkpoint entry of Megatron's own.
+"""The output layers: the policy's, which leaves the product with its weight to the loss (``logprobs``), and the
+critic's.
 """
 
 from typing import Any
@@ -15,9 +13,7 @@ from torch import Tensor
 
 
 class OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
-    """Megatron's output layer without the product: the model returns the hidden states [b, s, H] behind the last
-    norm.
-    """
+    """Megatron's output layer without the product: the model returns the hidden states [b, s, H]."""
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None
@@ -33,9 +29,7 @@ class OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
 
 
 class ValueHead(torch.nn.Module):
-    """One value per token instead of logits: whole on every tensor-parallel rank, computed in float32. It starts at
-    0.
-    """
+    """One value per token instead of logits: whole on every tensor-parallel rank, in float32, 0 at first."""
 
     def __init__(self, config: Any, *, device: torch.device) -> None:
         """``config``: Megatron's TransformerConfig."""
@@ -49,9 +43,7 @@ class ValueHead(torch.nn.Module):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None
     ) -> tuple[Tensor, None]:
-        """Return the values [s, b, 1], float32, and no bias. ``weight`` is that of tied embeddings, which a critic
-        never has.
-        """
+        """Return the values [s, b, 1], float32, and no bias. ``weight``: of tied embeddings, never of a critic."""
         assert weight is None
         values = torch.nn.functional.linear(input_.float(), self.weight.float())
         return (

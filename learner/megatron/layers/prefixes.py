@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Runs = Sequence[tuple[int, int]]
-"""Begin and length of neighbouring tokens of a row, in the order of their positions."""
+Runs = Sequence[tuple[int, int]]  # begin and length of neighbouring tokens of a row, in the order of their positions
 
 
 class Prefix(NamedTuple):
@@ -53,7 +52,7 @@ def attend_behind(
 ) -> Tensor:
     """Attend to the prefix, and causally within each sequence: q [b, n, s, d], k, v [b, groups, s, d] -> [b, n, s, d].
 
-    ``pieces``: those of the keys and of the values of the row, [tokens, groups, d] each.
+    ``pieces``: of the keys and of the values of the row, [tokens, groups, d] each.
     """
     k, v = (
         torch.cat([_joined(of_row, prefix).expand(len(q), -1, -1, -1), behind], dim=2)

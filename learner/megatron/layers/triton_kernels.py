@@ -15,8 +15,7 @@ from torch import Tensor, empty, float32
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-BLOCK = 2048
-"""Columns at a time."""
+BLOCK = 2048  # columns at a time
 WARPS = 8
 
 
@@ -31,12 +30,11 @@ def add_statistics(
     ids_TJ: Tensor,
     picked_TJ: Tensor,
 ) -> None:
-    """Add a chunk's logits z, times ``scale``, to ``m = max z``, ``sum e^(z - m)`` and ``sum (z - m) e^(z - m)``, all
-    float32, in place.
+    """Add a chunk's logits z, times ``scale``, to ``m = max z``, ``sum e^(z - m)``, ``sum (z - m) e^(z - m)``, in
+    place.
 
-    z of those ids (int64) that are in the chunk, whose first column is ``start``, is written into ``picked_TJ``,
-    float32.
-    Source: Milakov, Gimelshein 2018 (online normaliser).
+    All are float32. z of the ids in the chunk, whose first column is ``start``, is written into ``picked_TJ``. Source:
+    Milakov, Gimelshein 2018 (online normaliser).
     """
     num_tokens, width = logits_TC.shape
     assert logits_TC.is_contiguous() and ids_TJ.is_contiguous() and picked_TJ.is_contiguous()
@@ -70,9 +68,7 @@ def logits_gradient(
 ) -> None:
     """Write the gradient by the logits into ``out_TC``, which may be ``logits_TC``.
 
-    ``start``: the id of the first column. ``ids_TJ``: those of the picked log-probs, int64; ids outside of the chunk
-    count as none.
-    ``grad_entropy_T``: None = all 0.
+    ``start``: id of the first column; ids outside of the chunk count as none. ``grad_entropy_T``: None = all 0.
     """
     num_tokens, width = logits_TC.shape
     assert logits_TC.is_contiguous() and out_TC.is_contiguous() and ids_TJ.is_contiguous()
@@ -156,20 +152,15 @@ def _logits_gradient(  # type: ignore[no-untyped-def]
     tl.store(out + row * width + column, (gradient * scale).to(out.dtype.element_ty), mask=inside)
 
 
-TILE = 2048
-"""Elements of a program's tile at a time."""
+TILE = 2048  # elements of a program's tile at a time
 PARTS = 512
-"""Programs of the norm's backward pass, each with a part of the weight's gradient: four for each multiprocessor of an
-H100.
-"""
+"""Programs of the norm's backward pass, each with a part of the weight's gradient: four a multiprocessor of an H100."""
 
 
 def rotated(q: Tensor, k: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Rotate the first ``2 F`` elements of each head of q and k, [T, n, d] each, by the angles with these cosines and
-    sines (float32).
+    """Rotate the first ``2 F`` elements of each head of q and k, [T, n, d] each, by the angles of cosines and sines.
 
     ``interleaved``: a pair is two neighbours; else its elements are ``F`` apart. Computed in float32 and rounded once.
-    Returns new tensors.
     Source: Su et al. 2021 (RoFormer), equation 34.
     """
     rotated_pair: tuple[Tensor, Tensor] = _Rotated.apply(q, k, cos_TF, sin_TF, interleaved)
@@ -177,11 +168,7 @@ def rotated(q: Tensor, k: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved
 
 
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension of [..., n, d], as
-    ``torch.nn.functional.rms_norm``.
-
-    Computed in float32 and rounded once. Source: Zhang, Sennrich 2019.
-    """
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, as ``rms_norm``, rounded once."""
     normed: Tensor = _HeadNorm.apply(x.flatten(0, -3), weight, eps)
     return normed.view(x.shape)
 
@@ -428,9 +415,7 @@ def _norm_gradient(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Gradients for rows ``x s w`` with s = 1 / sqrt(mean(x^2) + eps): dx = s (w g - x s mean(w g x s)), dw = sum g x
-    s.
-    """
+    """Gradients of rows ``x s w``, s = 1 / sqrt(mean(x^2) + eps): dx = s (w g - x s mean(w g x s)), dw = sum g x s."""
     part = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE)[None, :]
     weight = tl.load(weights + column, mask=column < size, other=0.0).to(tl.float32)
