@@ -24,10 +24,10 @@ from tidemill.learner.layout.sizes import Dealt
 from tidemill.learner.megatron.bridges.families import open_bridge
 from tidemill.learner.megatron.cpu_shim import megatron_device
 from tidemill.learner.megatron.initial_weights import load_initial
+from tidemill.learner.megatron.layers.dense import ValueHead
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.megatron.layers.lora import Adapters
 from tidemill.learner.megatron.layers.mixture import Mixture
-from tidemill.learner.megatron.layers.output_layer import ValueHead
 from tidemill.learner.megatron.memory import Memory, PlainMemory
 from tidemill.learner.megatron.optimizer_pieces import buffers_of
 from tidemill.learner.megatron.routing import Routing

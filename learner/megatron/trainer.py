@@ -41,7 +41,7 @@ from tidemill.learner.layout.parallel import gather_parts, of_last_stage, tensor
 from tidemill.learner.megatron.cpu_shim import megatron_device
 from tidemill.learner.megatron.critic import Critic
 from tidemill.learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
-from tidemill.learner.megatron.layers.output_layer import is_embedding_too, output_weight
+from tidemill.learner.megatron.layers.dense import is_embedding_too, output_weight
 from tidemill.learner.megatron.logprobs import listed_log_probs, log_probs_and_entropy, logits_at, most_probable
 from tidemill.learner.megatron.model import OtherWeights, Policy, WeightBackup
 from tidemill.learner.megatron.optimizer import PolicyOptimizer

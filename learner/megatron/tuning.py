@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel, values_of_stages
-from tidemill.learner.megatron.layers.frozen import freeze_linears
+from tidemill.learner.megatron.layers.dense import freeze_linears
 from tidemill.learner.megatron.layers.lora import Adapters
 from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.lora import CONFIG, WEIGHTS, LoraConfig

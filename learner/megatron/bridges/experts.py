@@ -17,9 +17,8 @@ from torch import Tensor
 
 from tidemill.bus.wire.model_values import sparse_layers
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.bridges.layers import Router, ScoreRouter
 from tidemill.learner.megatron.bridges.local_layers import LocalLayers
-from tidemill.learner.megatron.layers.grouped_experts import GroupedExperts
+from tidemill.learner.megatron.layers.experts import GroupedExperts, Router, ScoreRouter
 from tidemill.learner.megatron.layers.kernels import Arguments, Wanted
 
 EXPERTS = ".mlp.experts."  # part of the name of every weight of a routed expert

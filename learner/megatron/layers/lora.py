@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel, of_all_stages, values_of_stages
-from tidemill.learner.megatron.layers.frozen import FrozenColumn, FrozenRow
+from tidemill.learner.megatron.layers.dense import FrozenColumn, FrozenRow
 from tidemill.learner.settings.lora import WEIGHTS, LoraConfig
 from tidemill.weightstore.format.checksums import sum64
 

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor, empty, float32
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from triton.language import constexpr
 
-BLOCK = 2048  # columns at a time
-WARPS = 8
+_CHUNK = {"BLOCK": 2048, "num_warps": 8}  # columns of logits that a program takes at a time, and its warps
 
 
 def add_statistics(
@@ -30,27 +30,15 @@ def add_statistics(
     ids_TJ: Tensor,
     picked_TJ: Tensor,
 ) -> None:
-    """Add a chunk's logits z, times ``scale``, to ``m = max z``, ``sum e^(z - m)``, ``sum (z - m) e^(z - m)``, in
-    place.
+    """Add a chunk's logits z, times ``scale``, to ``m = max z``, ``sum e^(z - m)``, ``sum (z - m) e^(z - m)``.
 
-    All are float32. z of the ids in the chunk, whose first column is ``start``, is written into ``picked_TJ``. Source:
-    Milakov, Gimelshein 2018 (online normaliser).
+    All are float32, and changed in place. z of the ids in the chunk, whose first column is ``start``, is written into
+    ``picked_TJ``. Source: Milakov, Gimelshein 2018 (online normaliser).
     """
     num_tokens, width = logits_TC.shape
     assert logits_TC.is_contiguous() and ids_TJ.is_contiguous() and picked_TJ.is_contiguous()
     _add_statistics[(num_tokens,)](
-        logits_TC,
-        highest_T,
-        sum_T,
-        moment_T,
-        ids_TJ,
-        picked_TJ,
-        width,
-        start,
-        ids_TJ.shape[1],
-        scale,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
+        logits_TC, highest_T, sum_T, moment_T, ids_TJ, picked_TJ, width, start, ids_TJ.shape[1], scale, **_CHUNK
     )
 
 
@@ -73,28 +61,18 @@ def logits_gradient(
     num_tokens, width = logits_TC.shape
     assert logits_TC.is_contiguous() and out_TC.is_contiguous() and ids_TJ.is_contiguous()
     grad_TJ = grad_log_probs_TJ.contiguous()
-    _logits_gradient[(num_tokens, triton.cdiv(width, BLOCK))](
-        logits_TC,
-        out_TC,
-        ids_TJ,
-        grad_TJ,
-        grad_TJ.sum(1),
-        normalizer_T,
-        entropy_T,
-        entropy_T if grad_entropy_T is None else grad_entropy_T.contiguous(),
-        width,
-        start,
-        ids_TJ.shape[1],
-        scale,
-        WITH_ENTROPY=grad_entropy_T is not None,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
+    with_entropy = grad_entropy_T is not None
+    # Without an entropy gradient any pointer will do: the kernel does not read it.
+    grad_entropy_T = entropy_T if grad_entropy_T is None else grad_entropy_T.contiguous()
+    tensors = (logits_TC, out_TC, ids_TJ, grad_TJ, grad_TJ.sum(1), normalizer_T, entropy_T, grad_entropy_T)
+    _logits_gradient[(num_tokens, triton.cdiv(width, _CHUNK["BLOCK"]))](
+        *tensors, width, start, ids_TJ.shape[1], scale, WITH_ENTROPY=with_entropy, **_CHUNK
     )
 
 
 @triton.jit  # type: ignore[misc]
 def _add_statistics(  # type: ignore[no-untyped-def]
-    logits, highest, sums, moments, ids, picked, width, start, num_ids, scale, BLOCK: tl.constexpr
+    logits, highest, sums, moments, ids, picked, width, start, num_ids, scale, BLOCK: constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     top, total, moment = tl.load(highest + row), tl.load(sums + row), tl.load(moments + row)
@@ -134,8 +112,8 @@ def _logits_gradient(  # type: ignore[no-untyped-def]
     start,
     num_ids,
     scale,
-    WITH_ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WITH_ENTROPY: constexpr,
+    BLOCK: constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -196,26 +174,11 @@ def _turn(
 ) -> tuple[Tensor, Tensor]:
     q, k = _dense(q), _dense(k)
     out_q, out_k = (empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    heads = max(q.shape[1], k.shape[1])
-    _rotate[(len(q), 2)](
-        q,
-        k,
-        out_q,
-        out_k,
-        cos_TF,
-        sin_TF,
-        q.shape[1],
-        k.shape[1],
-        q.shape[2],
-        cos_TF.shape[1],
-        *q.stride()[:2],
-        *k.stride()[:2],
-        sign,
-        PAIRED=interleaved,
-        HEADS=triton.next_power_of_2(heads),
-        SIZE=triton.next_power_of_2(q.shape[2]),
-        num_warps=4 if heads <= 16 else 8,
-    )
+    heads, size = max(q.shape[1], k.shape[1]), q.shape[2]
+    sizes, strides = (q.shape[1], k.shape[1], size, cos_TF.shape[1]), (*q.stride()[:2], *k.stride()[:2])
+    tile = {"PAIRED": interleaved, "HEADS": triton.next_power_of_2(heads), "SIZE": triton.next_power_of_2(size)}
+    warps = 4 if heads <= 16 else 8
+    _rotate[(len(q), 2)](q, k, out_q, out_k, cos_TF, sin_TF, *sizes, *strides, sign, **tile, num_warps=warps)
     return out_q, out_k
 
 
@@ -233,20 +196,8 @@ class _HeadNorm(Function):
         out = empty(x.shape, dtype=x.dtype, device=x.device)
         scales = empty(tokens * heads, dtype=float32, device=x.device)
         rows, width = _tile(size)
-        _norm[(triton.cdiv(tokens * heads, rows),)](
-            x,
-            weight,
-            out,
-            scales,
-            tokens * heads,
-            heads,
-            size,
-            *x.stride()[:2],
-            eps,
-            ROWS=rows,
-            SIZE=width,
-            num_warps=4,
-        )
+        sizes, tile = (tokens * heads, heads, size, *x.stride()[:2]), {"ROWS": rows, "SIZE": width, "num_warps": 4}
+        _norm[(triton.cdiv(tokens * heads, rows),)](x, weight, out, scales, *sizes, eps, **tile)
         ctx.save_for_backward(x, weight, scales)
         return out
 
@@ -261,22 +212,9 @@ class _HeadNorm(Function):
         rows, width = _tile(size)
         parts = min(PARTS, triton.cdiv(tokens * heads, rows))
         grad_weight = empty(parts, size, dtype=float32, device=x.device)
-        _norm_gradient[(parts,)](
-            x,
-            weight,
-            scales,
-            grad,
-            grad_x,
-            grad_weight,
-            tokens * heads,
-            heads,
-            size,
-            *x.stride()[:2],
-            triton.cdiv(triton.cdiv(tokens * heads, rows), parts),
-            ROWS=rows,
-            SIZE=width,
-            num_warps=4,
-        )
+        sizes, tile = (tokens * heads, heads, size, *x.stride()[:2]), {"ROWS": rows, "SIZE": width, "num_warps": 4}
+        tiles = triton.cdiv(triton.cdiv(tokens * heads, rows), parts)
+        _norm_gradient[(parts,)](x, weight, scales, grad, grad_x, grad_weight, *sizes, tiles, **tile)
         return grad_x, grad_weight.sum(0).to(weight.dtype), None
 
 
@@ -303,58 +241,24 @@ def _rotate(  # type: ignore[no-untyped-def]
     k_token,
     k_head,
     sign,
-    PAIRED: tl.constexpr,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
+    PAIRED: constexpr,
+    HEADS: constexpr,
+    SIZE: constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     cosines, sines = cosines + token * pairs, sines + token * pairs
+    # One launch for both: a small model waits for the host's launches, not for the kernels (docs/decisions/047).
     if tl.program_id(1) == 0:
-        _rotate_heads(
-            q + token * q_token,
-            out_q + token * q_heads * size,
-            q_head,
-            q_heads,
-            size,
-            cosines,
-            sines,
-            pairs,
-            sign,
-            PAIRED,
-            HEADS,
-            SIZE,
-        )
+        from_q, to_q = q + token * q_token, out_q + token * q_heads * size
+        _rotate_heads(from_q, to_q, q_head, q_heads, size, cosines, sines, pairs, sign, PAIRED, HEADS, SIZE)
     else:
-        _rotate_heads(
-            k + token * k_token,
-            out_k + token * k_heads * size,
-            k_head,
-            k_heads,
-            size,
-            cosines,
-            sines,
-            pairs,
-            sign,
-            PAIRED,
-            HEADS,
-            SIZE,
-        )
+        from_k, to_k = k + token * k_token, out_k + token * k_heads * size
+        _rotate_heads(from_k, to_k, k_head, k_heads, size, cosines, sines, pairs, sign, PAIRED, HEADS, SIZE)
 
 
 @triton.jit  # type: ignore[misc]
 def _rotate_heads(  # type: ignore[no-untyped-def]
-    x,
-    out,
-    stride,
-    heads,
-    size,
-    cosines,
-    sines,
-    pairs,
-    sign,
-    PAIRED: tl.constexpr,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
+    x, out, stride, heads, size, cosines, sines, pairs, sign, PAIRED: constexpr, HEADS: constexpr, SIZE: constexpr
 ):
     """Turn the heads of one token."""
     head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, SIZE)[None, :]
@@ -373,18 +277,7 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[misc]
 def _norm(  # type: ignore[no-untyped-def]
-    x,
-    weights,
-    out,
-    scales,
-    num_rows,
-    heads,
-    size,
-    token_stride,
-    head_stride,
-    eps,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
+    x, weights, out, scales, num_rows, heads, size, token_stride, head_stride, eps, ROWS: constexpr, SIZE: constexpr
 ):
     row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)[None, :]
     inside = (row < num_rows)[:, None] & (column < size)
@@ -412,8 +305,8 @@ def _norm_gradient(  # type: ignore[no-untyped-def]
     token_stride,
     head_stride,
     tiles,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
+    ROWS: constexpr,
+    SIZE: constexpr,
 ):
     """Gradients of rows ``x s w``, s = 1 / sqrt(mean(x^2) + eps): dx = s (w g - x s mean(w g x s)), dw = sum g x s."""
     part = tl.program_id(0).to(tl.int64)

@@ -1,11 +1,17 @@
-"""Layers that differ from Megatron's own: the router of experts, the activation of an MLP, sublayers with a norm
-behind them. Knows no family."""
+"""Routers and experts of a mixture, in the place of Megatron's own. Knows no family.
+
+The experts of a rank run in one grouped product per linear layer. Source: Megatron's ``SequentialMLP``, whose weights,
+names and checkpoints they keep, and ``torch.nn.functional.grouped_mm`` of torch 2.13 (on CUDA one kernel for bfloat16).
+Shape letters: T = tokens of all experts of the rank, one expert after the other, E = experts of the rank, I = inputs,
+O = outputs.
+"""
 
 from typing import Any
 
 import torch
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.mlp import MLP
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
     get_tokens_per_expert_and_token_count,
@@ -13,46 +19,8 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-
-
-class Norm(torch.nn.RMSNorm):
-    """RMSNorm for Megatron's layer specs.
-
-    With sequence parallelism each rank normalises its own tokens, so it has a part of the weight's gradient. Megatron
-    adds the parts up for weights that are marked ``sequence_parallel``.
-    """
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        assert (
-            config.normalization == "RMSNorm"
-            and not config.layernorm_zero_centered_gamma
-            and not config.persist_layer_norm
-        )
-        super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        """Return the entries of a checkpoint, for Megatron's MLP, which asks each of its parts for them."""
-        entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True), prefix, {}, sharded_offsets
-        )
-        return entries
-
-
-class FusedHeadNorm(Norm):
-    """The norm of queries or keys by kernels for rows of a head's size: it takes and returns [..., n, d]."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the norm of each head."""
-        from tidemill.learner.megatron.layers.triton_kernels import head_norm
-
-        assert self.eps is not None
-        return head_norm(x, self.weight, self.eps)
+from torch.nn.functional import grouped_mm
 
 
 class PartialReplay(RouterReplay):  # type: ignore[misc]
@@ -145,64 +113,62 @@ class ScoreRouter(Router):
         return probs_TX * total_T1.type_as(probs_TX), sent_TX
 
 
-class GatedSilu(torch.nn.Module):
-    """SiLU of the first half of the input times the second. It keeps the input alone for the backward pass."""
+class GroupedExperts(SequentialMLP):  # type: ignore[misc]
+    """Gated experts without biases, all of a rank at once.
 
-    def __init__(self, config: Any) -> None:
-        """``config``: Megatron's, which passes it to every module."""
-        super().__init__()
+    Each product copies their weights side by side; nothing of the copy is kept for the backward pass.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [..., I] for [..., 2 I]."""
-        gated: Tensor = _GatedSilu.apply(x)
-        return gated
+    def __init__(
+        self, num_local_experts: int, config: Any, submodules: MLPSubmodules, pg_collection: Any = None
+    ) -> None:
+        super().__init__(num_local_experts, config, MLPSubmodules(linear_fc1=_Columns, linear_fc2=_Rows), pg_collection)
 
-    def sharded_state_dict(self, *place: Any, **named: Any) -> dict[str, Any]:
-        """Return no entries of a checkpoint, for Megatron's MLP, which asks each of its parts for them."""
-        return {}
+    def forward(self, hidden_TI: Tensor, tokens_per_expert: Tensor, probs_T: Tensor) -> tuple[Tensor, None]:
+        """Return each token's output of its expert, multiplied by its probability, [T, I], and no bias."""
+        ends_E = tokens_per_expert.to(hidden_TI.device).cumsum(0).to(torch.int32)
+        both_TO = _Product.apply(hidden_TI, ends_E, *(expert.linear_fc1() for expert in self.local_experts))
+        gate_TO, up_TO = both_TO.chunk(2, dim=-1)
+        inner_TO = self.config.activation_func(gate_TO) * up_TO
+        inner_TO = (inner_TO * probs_T.unsqueeze(-1)).to(hidden_TI.dtype)
+        out_TI: Tensor = _Product.apply(inner_TO, ends_E, *(expert.linear_fc2() for expert in self.local_experts))
+        return out_TI, None
 
 
-class _GatedSilu(torch.autograd.Function):
+class _Columns(ColumnParallelLinear):  # type: ignore[misc]
+    """Gives its weight. A call, so that hooks before a forward pass, in which overlapped gathering waits, run."""
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class _Rows(RowParallelLinear):  # type: ignore[misc]
+    """As ``_Columns``."""
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class _Product(torch.autograd.Function):
+    """x W^T, [T, O], with the weight of each token's expert."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate).mul_(up)
+    def forward(ctx: Any, x_TI: Tensor, ends_E: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TI, ends_E, *weights)
+        if not len(x_TI):  # the kernels want a token
+            return x_TI.new_zeros(0, len(weights[0]))
+        return grouped_mm(x_TI, torch.stack(weights).mT, offs=ends_E)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        [x] = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        grad_x = torch.empty_like(x)
-        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
-        torch.mul(grad, torch.nn.functional.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward(grad * up, gate, grad_input=grad_gate)
-        return grad_x
-
-
-class NormedAttention(SelfAttention):  # type: ignore[misc]
-    """Self attention with a norm between its output and the residual."""
-
-    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
-        super().__init__(config, *arguments, **options)
-        self.post_norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
-
-    def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, Any]:
-        """Attend as Megatron does, and normalise."""
-        out, bias = super().forward(*arguments, **options)
-        return self.post_norm(out), bias
-
-
-class NormedMLP(MLP):  # type: ignore[misc]
-    """MLP with a norm between its output and the residual."""
-
-    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
-        options.setdefault("ffn_hidden_size", config.ffn_hidden_size)  # Megatron passes it to its own class only
-        super().__init__(config, *arguments, **options)
-        self.post_norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
-
-    def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, Any]:
-        """Compute as Megatron does, and normalise."""
-        out, bias = super().forward(*arguments, **options)
-        return self.post_norm(out), bias
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient_TO,), (x_TI, ends_E, *weights) = gradients, ctx.saved_tensors
+        gradient_TO = gradient_TO.contiguous()
+        of_x: Tensor | None = None
+        of_weights: tuple[Tensor | None, ...] = (None,) * len(weights)
+        if not len(x_TI):
+            return torch.zeros_like(x_TI), None, *(torch.zeros_like(weight) for weight in weights)
+        if ctx.needs_input_grad[0]:
+            of_x = grouped_mm(gradient_TO, torch.stack(weights), offs=ends_E)
+        if any(ctx.needs_input_grad[2:]):
+            of_weights = grouped_mm(gradient_TO.T, x_TI, offs=ends_E).unbind()
+        return of_x, None, *of_weights
