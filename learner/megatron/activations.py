@@ -25,8 +25,8 @@ from torch import Tensor
 
 from tidemill.learner.layout.parallel import Parallel, gather_parts, of_all_stages, own_part
 from tidemill.learner.megatron.cpu_shim import megatron_device
-from tidemill.learner.megatron.layers.attention import PackedRow, packed_row
 from tidemill.learner.megatron.layers.dense import output_weight
+from tidemill.learner.megatron.layers.packed_rows import PackedRow, packed_row
 from tidemill.learner.megatron.logprobs import log_probs_and_entropy
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.schedule import run_rows

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
 
 from tidemill.learner.layout.parallel import Parallel, gather_parts
-from tidemill.learner.megatron.layers.attention import PackedRow
+from tidemill.learner.megatron.layers.packed_rows import PackedRow
 
 
 def balanced(scale_loss: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[Tensor], Tensor]:

@@ -19,8 +19,8 @@ from tidemill.learner.algorithms.objective import RewardParts, Tokens, TurnColum
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.batch.prefixes import Tree, tree_of
 from tidemill.learner.layout.parallel import Parallel, own_part
-from tidemill.learner.megatron.layers.attention import PackedRow, packed_row
 from tidemill.learner.megatron.layers.kernels import SDPA
+from tidemill.learner.megatron.layers.packed_rows import PackedRow, packed_row
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.routing import Routing
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tidemill.learner.layout.parallel import is_last_stage, own_part
 from tidemill.learner.megatron.cpu_shim import plain_torch
-from tidemill.learner.megatron.layers.attention import PackedRow, packed_row
+from tidemill.learner.megatron.layers.packed_rows import PackedRow, packed_row
 from tidemill.learner.megatron.model import Policy
 
 

@@ -22,9 +22,10 @@ from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron.bridges import local_layers
 from tidemill.learner.megatron.cpu_shim import megatron_device
-from tidemill.learner.megatron.layers.attention import FusedRotary, PackedRotary, Rotation
+from tidemill.learner.megatron.layers.attention import FusedRotary, PackedRotary
 from tidemill.learner.megatron.layers.dense import FusedHeadNorm
 from tidemill.learner.megatron.layers.kernels import Kernels, Wanted
+from tidemill.learner.megatron.layers.packed_rows import Rotation
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.rows import rows_of

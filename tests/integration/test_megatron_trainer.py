@@ -34,7 +34,7 @@ from tidemill.learner.layout import parallel
 from tidemill.learner.layout.sizes import StepFlops
 from tidemill.learner.megatron import logprobs, state
 from tidemill.learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
-from tidemill.learner.megatron.layers.attention import packed_row
+from tidemill.learner.megatron.layers.packed_rows import packed_row
 from tidemill.learner.megatron.meter import Meter, peak_tflops
 from tidemill.learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy, reference_weights
 from tidemill.learner.megatron.optimizer import PolicyOptimizer, learning_rate

@@ -23,11 +23,8 @@ from tidemill.learner.megatron.layers import kernels
 from tidemill.learner.megatron.layers.attention import (
     CORE_ATTENTION,
     CudnnCoreAttention,
-    PackedRow,
-    Piece,
     SDPACoreAttention,
     attend_varlen,
-    packed_row,
     padded_length,
 )
 from tidemill.learner.megatron.layers.kernels import (
@@ -45,6 +42,7 @@ from tidemill.learner.megatron.layers.kernels import (
     chosen,
     varlen_operator,
 )
+from tidemill.learner.megatron.layers.packed_rows import PackedRow, Piece, packed_row
 from tidemill.learner.settings.config import LearnerConfig
 
 HOPPER = Site(
