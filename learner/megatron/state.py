@@ -7,7 +7,6 @@ a critic. Saving and loading are collective over all ranks; the caller makes the
 import logging
 import random
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,30 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
-    TorchDistLoadShardedStrategy,
-    _replace_sharded_keys_with_state_dict_keys,
-    _replace_state_dict_keys_with_sharded_keys,
-    _restore_dict_types,
-    _unwrap_pyt_sharded_tensor,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.checkpoints.remote_files import CheckpointFiles
 from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
-from tidemill.learner.megatron.checkpoint_writer import HostCopies, Staged, StagedSave
+from tidemill.learner.megatron.checkpoint_files import HostCopies, PeerLoad, Staged, StagedSave
 from tidemill.learner.megatron.cpu_shim import megatron_device, plain_torch
 from tidemill.learner.megatron.critic import Critic
 from tidemill.learner.megatron.initial_weights import load_megatron, refuse_another_model
@@ -49,68 +34,6 @@ from tidemill.learner.megatron.model import Policy, WeightBackup
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 
 log = logging.getLogger(__name__)
-
-
-class _PeerFiles(FileSystem):
-    """The files of a checkpoint as ``FileSystemReader`` opens them."""
-
-    def __init__(self, files: CheckpointFiles, directory: Path) -> None:
-        super().__init__()
-        self._files, self._directory = files, directory
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a file for reading."""
-        assert mode == "rb", mode
-        with self._files.open(str(Path(path).relative_to(self._directory))) as stream:
-            yield stream
-
-
-class PeerReader(CachedMetadataFileSystemReader):
-    """Torch storage reader: (file, offset, length) from the local file, or from another node."""
-
-    def __init__(self, directory: Path, files: CheckpointFiles) -> None:
-        super().__init__(directory)
-        self.fs = _PeerFiles(files, directory)
-
-
-class PeerLoad(TorchDistLoadShardedStrategy):
-    """Megatron's load strategy with ``PeerReader``, which it has no parameter for."""
-
-    def __init__(self, files: CheckpointFiles) -> None:
-        super().__init__()
-        self._files = files
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        """Return the loaded content of the sharded state. Collective. Raises CheckpointCorrupt, on every rank."""
-        tensors = [part for part in nested_values(sharded_state_dict) if isinstance(part, ShardedTensor)]
-        renamed, flat, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
-        content = mcore_to_pyt_state_dict(renamed, True)
-        planner = MCoreLoadPlanner(
-            shapes_validation_sharded_tensors=[part for part in tensors if not part.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={part.key: part for part in tensors if part.allow_shape_mismatch},
-        )
-        with warnings.catch_warnings():
-            # Megatron uses this function, too: it loads in place, and ranks may have different keys.
-            warnings.filterwarnings("ignore", message=".*load_state_dict.*", category=FutureWarning)
-            try:
-                torch_checkpoint.load_state_dict(
-                    content, PeerReader(Path(checkpoint_dir), self._files), planner=planner
-                )
-            except CheckpointException as error:
-                _raise_corrupt(error)
-                raise
-        plain = {key: _unwrap_pyt_sharded_tensor(value) for key, value in content.items()}
-        loaded = _replace_sharded_keys_with_state_dict_keys(plain, flat, names)
-        _restore_dict_types(loaded, sharded_state_dict)
-        return loaded
-
-
-def _raise_corrupt(error: CheckpointException) -> None:
-    """Raise the first rank's CheckpointCorrupt, if that is the reason; torch has it with the rank's traceback."""
-    for _, (reason, _) in sorted(error.failures.items()):
-        if isinstance(reason, CheckpointCorrupt):
-            raise reason from None
 
 
 FORMAT = 1  # version of the content of a checkpoint

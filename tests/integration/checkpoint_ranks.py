@@ -94,7 +94,7 @@ def _saved(model_dir: Path, root: Path, store: str, here: parallel.Parallel) -> 
 INSTANTS = {
     "in its file": ("torch.distributed.checkpoint.filesystem:_write_item", 12),
     "behind its file": ("tidemill.learner.checkpoints.disk:digest", 1),
-    "before the index": ("tidemill.learner.megatron.checkpoint_writer:Staged.finish", 1),
+    "before the index": ("tidemill.learner.megatron.checkpoint_files:Staged.finish", 1),
     "before the manifest": ("tidemill.learner.checkpoints.disk:write_manifest", 1),
     "before the name": ("tidemill.learner.checkpoints.disk:publish", 1),
 }

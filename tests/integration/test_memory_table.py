@@ -29,7 +29,7 @@ from tidemill.launch.devices.memory_table import (
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Parallel, Replicas
-from tidemill.learner.megatron.checkpoint_writer import HostCopies
+from tidemill.learner.megatron.checkpoint_files import HostCopies
 from tidemill.learner.megatron.cpu_shim import megatron_device, plain_torch
 from tidemill.learner.megatron.layers.kernels import Kernels, Wanted
 from tidemill.learner.megatron.layers.packed_rows import packed_row

@@ -18,8 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from tests.cuda_kernels import RaisingOnCuda
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.layers import attention as layers
-from tidemill.learner.megatron.layers import kernels
+from tidemill.learner.megatron.layers import kernels, packed_rows
 from tidemill.learner.megatron.layers.attention import (
     CORE_ATTENTION,
     CudnnCoreAttention,
@@ -325,7 +324,7 @@ def test_long_sequences_apart_equal_the_whole_row(lengths: tuple[int, ...], monk
     """Values and gradients in float64: a row cut into pieces, its long sequences padded, against sequence by
     sequence.
     """
-    monkeypatch.setattr(layers, "LONG_SEQUENCE", 128)
+    monkeypatch.setattr(packed_rows, "LONG_SEQUENCE", 128)
     row = row_of(lengths)
     assert sum(piece.tokens for piece in row.pieces) in (0, sum(lengths))
     assert [piece.tokens for piece in row.pieces if piece.bounds_S is None] == [

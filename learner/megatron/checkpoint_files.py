@@ -1,39 +1,50 @@
-"""Writer of Megatron's distributed checkpoint format that runs in the rank's own process, in two parts.
+"""Files of Megatron's distributed checkpoints (``torch_dist``), written and read by strategies of our own.
 
     StagedSave.save   all ranks together: plan the files, copy this rank's tensors to host memory, or refer to them
     Staged.write      any thread, no collective: write this rank's file
     Staged.finish     rank 0, with the results of all ranks: write the index (.metadata)
+    PeerLoad.load     all ranks together: read ranges of files, from this node or another
 
 Megatron's own writer starts helper processes even for a synchronous save: a spawned manager, which outlives a killed
-rank, and forks of a process that has threads. The files have the same format (torch.distributed.checkpoint), and
-Megatron's loader reads them.
+rank, and forks of a process that has threads. The files are the same, and Megatron's loader reads them.
 """
 
 import ctypes
 import io
 import mmap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
     MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from tidemill.learner.errors import CheckpointUnwritten
+from tidemill.learner.checkpoints.remote_files import CheckpointFiles
+from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten
 
 
 class HostCopies:
@@ -187,3 +198,65 @@ def _plan(
 
     plan: SavePlan = ranks.reduce_scatter("plan", local_plan, global_plan)
     return planner.finish_plan(plan), metadata
+
+
+class _PeerFiles(FileSystem):
+    """The files of a checkpoint as ``FileSystemReader`` opens them."""
+
+    def __init__(self, files: CheckpointFiles, directory: Path) -> None:
+        super().__init__()
+        self._files, self._directory = files, directory
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """Open a file for reading."""
+        assert mode == "rb", mode
+        with self._files.open(str(Path(path).relative_to(self._directory))) as stream:
+            yield stream
+
+
+class PeerReader(CachedMetadataFileSystemReader):
+    """Torch storage reader: (file, offset, length) from the local file, or from another node."""
+
+    def __init__(self, directory: Path, files: CheckpointFiles) -> None:
+        super().__init__(directory)
+        self.fs = _PeerFiles(files, directory)
+
+
+class PeerLoad(TorchDistLoadShardedStrategy):
+    """Megatron's load strategy with ``PeerReader``, which it has no parameter for."""
+
+    def __init__(self, files: CheckpointFiles) -> None:
+        super().__init__()
+        self._files = files
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+        """Return the loaded content of the sharded state. Collective. Raises CheckpointCorrupt, on every rank."""
+        tensors = [part for part in nested_values(sharded_state_dict) if isinstance(part, ShardedTensor)]
+        renamed, flat, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        content = mcore_to_pyt_state_dict(renamed, True)
+        planner = MCoreLoadPlanner(
+            shapes_validation_sharded_tensors=[part for part in tensors if not part.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={part.key: part for part in tensors if part.allow_shape_mismatch},
+        )
+        with warnings.catch_warnings():
+            # Megatron uses this function, too: it loads in place, and ranks may have different keys.
+            warnings.filterwarnings("ignore", message=".*load_state_dict.*", category=FutureWarning)
+            try:
+                torch_checkpoint.load_state_dict(
+                    content, PeerReader(Path(checkpoint_dir), self._files), planner=planner
+                )
+            except CheckpointException as error:
+                _raise_corrupt(error)
+                raise
+        plain = {key: _unwrap_pyt_sharded_tensor(value) for key, value in content.items()}
+        loaded = _replace_sharded_keys_with_state_dict_keys(plain, flat, names)
+        _restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
+
+def _raise_corrupt(error: CheckpointException) -> None:
+    """Raise the first rank's CheckpointCorrupt, if that is the reason; torch has it with the rank's traceback."""
+    for _, (reason, _) in sorted(error.failures.items()):
+        if isinstance(reason, CheckpointCorrupt):
+            raise reason from None
