@@ -25,12 +25,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.checkpoints.remote_files import CheckpointFiles
 from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
+from tidemill.learner.megatron.backups import WeightBackup
 from tidemill.learner.megatron.checkpoint_files import HostCopies, PeerLoad, Staged, StagedSave
 from tidemill.learner.megatron.cpu_shim import megatron_device, plain_torch
 from tidemill.learner.megatron.critic import Critic
 from tidemill.learner.megatron.initial_weights import load_megatron, refuse_another_model
 from tidemill.learner.megatron.layers.lora import is_adapter
-from tidemill.learner.megatron.model import Policy, WeightBackup
+from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 
 log = logging.getLogger(__name__)

@@ -38,12 +38,13 @@ from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
 from tidemill.learner.debug.report import REPORTED_STEPS
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import gather_parts, of_last_stage, tensors_of_last_stage
+from tidemill.learner.megatron.backups import OtherWeights, WeightBackup
 from tidemill.learner.megatron.cpu_shim import megatron_device
 from tidemill.learner.megatron.critic import Critic
 from tidemill.learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
 from tidemill.learner.megatron.layers.dense import is_embedding_too, output_weight
 from tidemill.learner.megatron.logprobs import listed_log_probs, log_probs_and_entropy, logits_at, most_probable
-from tidemill.learner.megatron.model import OtherWeights, Policy, WeightBackup
+from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.routing import balanced
 from tidemill.learner.megatron.rows import Row, Step, obstacle, rows_of, step_of, tensor_of

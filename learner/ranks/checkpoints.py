@@ -34,8 +34,9 @@ from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
 from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.megatron import state
+from tidemill.learner.megatron.backups import WeightBackup
 from tidemill.learner.megatron.checkpoint_files import HostCopies, Staged, files_of, trim_heap
-from tidemill.learner.megatron.model import Policy, WeightBackup
+from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.state import NOTHING_BESIDE, Beside
 from tidemill.learner.settings.checkpoint_store import SHARED, CheckpointConfig

@@ -35,14 +35,14 @@ from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.sizes import StepFlops
 from tidemill.learner.megatron import state
+from tidemill.learner.megatron.backups import WeightBackup, open_reference
 from tidemill.learner.megatron.critic import open_critic
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.megatron.layers.mixture import Mixture
 from tidemill.learner.megatron.memory import open_memory
 from tidemill.learner.megatron.meter import Meter
-from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.reference import open_reference
 from tidemill.learner.megatron.trainer import OtherModels, Trainer
 from tidemill.learner.megatron.tuning import Tuning
 from tidemill.learner.ranks.accelerator_turns import AllTheTime, TurnByTurn

@@ -203,7 +203,8 @@ class PinnedLoop:
 
         ``parallel``: Megatron's groups of this process; None = a world of one, joined once.
         """
-        from tidemill.learner.megatron.model import WeightBackup, build_policy
+        from tidemill.learner.megatron.backups import WeightBackup
+        from tidemill.learner.megatron.model import build_policy
         from tidemill.learner.megatron.optimizer import PolicyOptimizer
         from tidemill.learner.megatron.trainer import OtherModels, Trainer
 

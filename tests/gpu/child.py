@@ -45,7 +45,8 @@ def checkpoint(model_dir: str, directory: str) -> dict[str, Any]:
     from tests.megatron_world import one_rank
     from tidemill.learner.algorithms.config import AlgorithmConfig
     from tidemill.learner.megatron import state
-    from tidemill.learner.megatron.model import WeightBackup, build_policy
+    from tidemill.learner.megatron.backups import WeightBackup
+    from tidemill.learner.megatron.model import build_policy
     from tidemill.learner.megatron.optimizer import PolicyOptimizer
     from tidemill.learner.megatron.trainer import OtherModels, Trainer
 

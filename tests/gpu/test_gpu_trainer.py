@@ -17,8 +17,9 @@ from tests.tiny_models import DENSE, EXPERTS, write_tiny_model
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron import state
+from tidemill.learner.megatron.backups import WeightBackup
 from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import OtherModels, Trainer
 

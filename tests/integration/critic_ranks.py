@@ -19,11 +19,11 @@ from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.debug.collector import Collector
 from tidemill.learner.layout.parallel import Parallel, Replicas
 from tidemill.learner.megatron import state
+from tidemill.learner.megatron.backups import Reference, open_reference
 from tidemill.learner.megatron.critic import Critic, open_critic
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.reference import Reference, open_reference
 from tidemill.learner.megatron.state import Beside
 from tidemill.learner.megatron.trainer import OtherModels, Trainer
 from tidemill.learner.settings.config import CriticConfig, LearnerConfig, OptimizerConfig

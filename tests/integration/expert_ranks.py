@@ -23,9 +23,10 @@ from tests.tiny_models import EXPERTS
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Replicas
 from tidemill.learner.megatron import state
+from tidemill.learner.megatron.backups import WeightBackup
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.megatron.layers.mixture import Mixture
-from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import OtherModels, Trainer
 from tidemill.learner.settings.config import OptimizerConfig

@@ -15,8 +15,9 @@ from tests.megatron_world import joined
 from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.layout.parallel import Parallel, Replicas
 from tidemill.learner.megatron import state
+from tidemill.learner.megatron.backups import WeightBackup, initial_weights
 from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import OtherModels, Trainer
 from tidemill.learner.megatron.tuning import Tuning

@@ -20,8 +20,9 @@ from tidemill.learner.algorithms.policy_losses import PolicyLoss
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state
+from tidemill.learner.megatron.backups import WeightBackup
 from tidemill.learner.megatron.cpu_shim import megatron_device
-from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.optimizer_pieces import buffers_of
 from tidemill.learner.megatron.trainer import OtherModels, Trainer

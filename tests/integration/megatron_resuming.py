@@ -20,7 +20,8 @@ from tests.megatron_world import joined
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state
-from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.backups import WeightBackup
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import OtherModels, Trainer
 from tidemill.learner.settings.config import OptimizerConfig

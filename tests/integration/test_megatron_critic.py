@@ -40,7 +40,8 @@ from tidemill.learner.debug.train_file import critic_path, read_train, record_pa
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state
-from tidemill.learner.megatron.model import OtherWeights, build_policy
+from tidemill.learner.megatron.backups import OtherWeights
+from tidemill.learner.megatron.model import build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import CriticConfig, LearnerConfig, OptimizerConfig

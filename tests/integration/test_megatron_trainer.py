@@ -33,10 +33,11 @@ from tidemill.learner.errors import ConfigRefused, HookFailed
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.sizes import StepFlops
 from tidemill.learner.megatron import logprobs, state
+from tidemill.learner.megatron.backups import OtherWeights, WeightBackup, reference_weights
 from tidemill.learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
 from tidemill.learner.megatron.layers.packed_rows import packed_row
 from tidemill.learner.megatron.meter import Meter, peak_tflops
-from tidemill.learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy, reference_weights
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer, learning_rate
 from tidemill.learner.megatron.trainer import OtherModels, Trainer
 from tidemill.learner.settings.config import HooksConfig, OptimizerConfig

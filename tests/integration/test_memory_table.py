@@ -29,11 +29,12 @@ from tidemill.launch.devices.memory_table import (
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Parallel, Replicas
+from tidemill.learner.megatron.backups import WeightBackup, initial_weights
 from tidemill.learner.megatron.checkpoint_files import HostCopies
 from tidemill.learner.megatron.cpu_shim import megatron_device, plain_torch
 from tidemill.learner.megatron.layers.kernels import Kernels, Wanted
 from tidemill.learner.megatron.layers.packed_rows import packed_row
-from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.offload import OffloadedAdam
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.optimizer_pieces import whole_pieces
