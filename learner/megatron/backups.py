@@ -4,6 +4,7 @@ A reference that follows the policy is part of the checkpoint, so a repeated ste
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.megatron.cpu_shim import megatron_device
+from tidemill.learner.megatron.critic import Critic
 from tidemill.learner.megatron.initial_weights import load_initial
 from tidemill.learner.megatron.model import Policy
 
@@ -195,3 +197,18 @@ def open_reference(policy: Policy, model_dir: Path, algorithm: AlgorithmConfig) 
     if algorithm.kl.reference:
         return Reference(reference_weights(policy, model_dir, Path(algorithm.kl.reference), dtype=dtype), algorithm.kl)
     return Reference(initial_weights(policy, dtype=dtype), algorithm.kl)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherModels:
+    """The models beside the policy, as far as they are kept."""
+
+    proximal: WeightBackup | None = None
+    """Weights of the last published version, if that is not always the one a step starts from; else None."""
+    reference: WeightBackup | None = None
+    """Weights of the reference model, if the algorithm needs one; for a checkpoint, if they change. Else None."""
+    critic: Critic | None = None
+    """Trained with the policy, if the algorithm needs one; else None."""
+
+
+NO_OTHER_MODELS = OtherModels()

@@ -291,15 +291,3 @@ def _in_float16(config: Any, module: GPTModel) -> torch.nn.Module:
         if name in biases:
             buffer.data = biases[name]
     return inner
-
-
-
-
-
-
-
-
-
-
-
-

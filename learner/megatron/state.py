@@ -9,7 +9,6 @@ import random
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.checkpoints.remote_files import CheckpointFiles
 from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
-from tidemill.learner.megatron.backups import WeightBackup
+from tidemill.learner.megatron.backups import NO_OTHER_MODELS, OtherModels, WeightBackup
 from tidemill.learner.megatron.checkpoint_files import HostCopies, PeerLoad, Staged, StagedSave
 from tidemill.learner.megatron.cpu_shim import megatron_device, plain_torch
-from tidemill.learner.megatron.critic import Critic
 from tidemill.learner.megatron.initial_weights import load_megatron, refuse_another_model
 from tidemill.learner.megatron.layers.lora import is_adapter
 from tidemill.learner.megatron.model import Policy
@@ -40,26 +38,13 @@ log = logging.getLogger(__name__)
 FORMAT = 1  # version of the content of a checkpoint
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """State beside the policy's."""
-
-    reference: WeightBackup | None = None
-    """Weights of a reference that changes; None = it never does, and a start makes it again."""
-    critic: Critic | None = None
-
-
-NOTHING_BESIDE = Beside()
-
-
 def stage(
     directory: Path,
     *,
     step: int,
     policy: Policy,
     optimizer: PolicyOptimizer,
-    proximal: WeightBackup | None = None,
-    beside: Beside = NOTHING_BESIDE,
+    others: OtherModels = NO_OTHER_MODELS,
     numbers: Mapping[str, float] | None = None,
     copies: HostCopies | None = None,
 ) -> Staged:
@@ -71,9 +56,9 @@ def stage(
     policy.memory.want("a checkpoint")
     strategy = StagedSave(copies)
     with megatron_device():
-        content = _sharded(policy, optimizer, proximal, beside, is_loading=False)
+        content = _sharded(policy, optimizer, others, is_loading=False)
         content["rng"] = _rng_object(_rng_state())
-        content["facts"] = _facts(step, policy, proximal, beside) | {
+        content["facts"] = _facts(step, policy, others) | {
             "optimizer": optimizer.kind,
             "numbers": dict(numbers or {}),
         }
@@ -105,16 +90,11 @@ def save(
     step: int,
     policy: Policy,
     optimizer: PolicyOptimizer,
-    proximal: WeightBackup | None = None,
-    beside: Beside = NOTHING_BESIDE,
+    others: OtherModels = NO_OTHER_MODELS,
     numbers: Mapping[str, float] | None = None,
 ) -> None:
     """Write the state into a directory that all ranks share, without a manifest. Raises as ``stage``, and OSError."""
-    _write_all(
-        stage(
-            directory, step=step, policy=policy, optimizer=optimizer, proximal=proximal, beside=beside, numbers=numbers
-        )
-    )
+    _write_all(stage(directory, step=step, policy=policy, optimizer=optimizer, others=others, numbers=numbers))
 
 
 def _write_all(staged: Staged) -> None:
@@ -131,8 +111,7 @@ def load(
     *,
     policy: Policy,
     optimizer: PolicyOptimizer,
-    proximal: WeightBackup | None = None,
-    beside: Beside = NOTHING_BESIDE,
+    others: OtherModels = NO_OTHER_MODELS,
     files: CheckpointFiles | None = None,
 ) -> tuple[int, dict[str, float]]:
     """Load the state of ``directory``, which may have been saved by another number of ranks.
@@ -142,19 +121,19 @@ def load(
     intact nowhere, and ConfigRefused for a checkpoint of another model.
     """
     facts = load_common_state_dict(str(directory))["facts"]
-    _refuse_missing_state(directory, facts, optimizer, proximal)
+    _refuse_missing_state(directory, facts, optimizer, others)
     _refuse_other_adapters(
         directory, facts, policy, "the settings of learner.lora and the model that this run began with"
     )
-    _refuse_other_roles(directory, facts, beside)
+    _refuse_other_roles(directory, facts, others)
     with megatron_device(), policy.memory.region():
-        content = _sharded(policy, optimizer, proximal, beside, is_loading=True)
+        content = _sharded(policy, optimizer, others, is_loading=True)
         for key in _keys(policy, "model"):
             refuse_another_model(
                 directory, content[key], "model.path", "the model this run began with (another one needs another run)"
             )
-        if beside.critic is not None:
-            for key in _keys(beside.critic.model, "model"):
+        if others.critic is not None:
+            for key in _keys(others.critic.model, "model"):
                 refuse_another_model(
                     directory, content["critic"][key], "learner.critic.path", "the critic this run began with"
                 )
@@ -167,10 +146,10 @@ def load(
             loaded = dist_checkpointing.load(content, str(directory), None if files is None else PeerLoad(files))
         _load_chunks(policy, loaded)
         optimizer.restore(loaded)
-        if beside.critic is not None:
-            _load_chunks(beside.critic.model, loaded["critic"])
-            beside.critic.optimizer.restore(loaded["critic"])
-    for name, copies in (("proximal", proximal), ("reference", beside.reference)):
+        if others.critic is not None:
+            _load_chunks(others.critic.model, loaded["critic"])
+            others.critic.optimizer.restore(loaded["critic"])
+    for name, copies in (("proximal", others.proximal), ("reference", others.reference)):
         if copies is not None:
             copies.restore({each: tensor for key in _keys(policy, name) for each, tensor in loaded[key].items()})
     if same_world:
@@ -217,19 +196,17 @@ def save_model(directory: Path, *, policy: Policy) -> None:
     """Write the weights alone as a checkpoint of step 0, without a manifest. Raises OSError."""
     strategy = StagedSave()
     with megatron_device():
-        facts = _facts(0, policy, None, NOTHING_BESIDE) | {"weights_only": True}
+        facts = _facts(0, policy, NO_OTHER_MODELS) | {"weights_only": True}
         dist_checkpointing.save({**_model(policy), "facts": facts}, str(directory), strategy)
     assert strategy.staged is not None
     _write_all(strategy.staged)
 
 
-def _refuse_missing_state(
-    directory: Path, facts: JsonMapping, optimizer: PolicyOptimizer, proximal: WeightBackup | None
-) -> None:
+def _refuse_missing_state(directory: Path, facts: JsonMapping, optimizer: PolicyOptimizer, others: OtherModels) -> None:
     """Raise CheckpointCorrupt or ConfigRefused when the checkpoint lacks state that this rank needs."""
     if facts["format"] != FORMAT:
         raise CheckpointCorrupt(str(directory), "common.pt", f"format {FORMAT}", facts["format"])
-    if proximal is not None and not facts["proximal"]:
+    if others.proximal is not None and not facts["proximal"]:
         raise CheckpointCorrupt(str(directory), "common.pt", "proximal weights (push_every > 1)", "none")
     if facts.get("weights_only"):
         want = "a checkpoint with the optimizer's state, or a new run with learner.from_checkpoint"
@@ -238,20 +215,20 @@ def _refuse_missing_state(
         raise ConfigRefused("learner.optimizer.name", f"{kind}, whose state is in {directory}", optimizer.kind)
 
 
-def _refuse_other_roles(directory: Path, facts: JsonMapping, beside: Beside) -> None:
+def _refuse_other_roles(directory: Path, facts: JsonMapping, others: OtherModels) -> None:
     """Raise ConfigRefused for a critic or a changing reference where the run that saved had none, or the reverse."""
     roles = {
         "critic": (
             "learner.algorithm.advantage",
             "one with a critic (gae, vtrace)",
             "one without a critic",
-            beside.critic,
+            others.critic,
         ),
         "reference": (
             "learner.algorithm.kl",
             "reference_every or reference_ema > 0",
             "neither reference_every nor reference_ema",
-            beside.reference,
+            others.reference,
         ),
     }
     for name, (setting, stored, absent, now) in roles.items():
@@ -285,15 +262,13 @@ def _rank_of(facts: JsonMapping | None) -> int:
     return 0 if facts is None else int(facts["rank"])
 
 
-def _sharded(
-    policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None, beside: Beside, *, is_loading: bool
-) -> dict[str, Any]:
+def _sharded(policy: Policy, optimizer: PolicyOptimizer, others: OtherModels, *, is_loading: bool) -> dict[str, Any]:
     content = _trained(policy, optimizer, is_loading=is_loading)
-    for name, copies in (("proximal", proximal), ("reference", beside.reference)):
+    for name, copies in (("proximal", others.proximal), ("reference", others.reference)):
         if copies is not None:
             content |= _of_copies(policy, copies, name)
-    if beside.critic is not None:
-        content["critic"] = _trained(beside.critic.model, beside.critic.optimizer, is_loading=is_loading)
+    if others.critic is not None:
+        content["critic"] = _trained(others.critic.model, others.critic.optimizer, is_loading=is_loading)
         add_prefix_for_sharding(content["critic"], "critic.")
     return content
 
@@ -338,8 +313,8 @@ def _load_chunks(policy: Policy, loaded: Mapping[str, Any]) -> None:
         chunk.load_state_dict(loaded[key], strict=policy.adapters is None)
 
 
-def _facts(step: int, policy: Policy, proximal: WeightBackup | None, beside: Beside) -> JsonObject:
-    roles = {"proximal": proximal, "reference": beside.reference, "critic": beside.critic}
+def _facts(step: int, policy: Policy, others: OtherModels) -> JsonObject:
+    roles = {"proximal": others.proximal, "reference": others.reference, "critic": others.critic}
     facts = {
         "format": FORMAT,
         "step": step,

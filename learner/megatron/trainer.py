@@ -38,9 +38,8 @@ from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
 from tidemill.learner.debug.report import REPORTED_STEPS
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import gather_parts, of_last_stage, tensors_of_last_stage
-from tidemill.learner.megatron.backups import OtherWeights, WeightBackup
+from tidemill.learner.megatron.backups import NO_OTHER_MODELS, OtherModels, OtherWeights
 from tidemill.learner.megatron.cpu_shim import megatron_device
-from tidemill.learner.megatron.critic import Critic
 from tidemill.learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
 from tidemill.learner.megatron.layers.dense import is_embedding_too, output_weight
 from tidemill.learner.megatron.logprobs import listed_log_probs, log_probs_and_entropy, logits_at, most_probable
@@ -78,21 +77,6 @@ class _Update:
     sums: Sums  # diagnostics of the minibatch's rows on this rank
     norm: float | None  # norm of the gradient before clipping; None = skipped, on all ranks
     rate: float  # learning rate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OtherModels:
-    """The models beside the policy, as far as they are kept."""
-
-    proximal: WeightBackup | None = None
-    """Weights of the last published version, if that is not always the one a step starts from; else None."""
-    reference: WeightBackup | None = None
-    """Weights of the reference model, if the algorithm needs one; else None."""
-    critic: Critic | None = None
-    """Trained with the policy, if the algorithm needs one; else None."""
-
-
-NO_OTHER_MODELS = OtherModels()
 
 
 class Trainer:

@@ -34,11 +34,10 @@ from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
 from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.megatron import state
-from tidemill.learner.megatron.backups import WeightBackup
+from tidemill.learner.megatron.backups import NO_OTHER_MODELS, OtherModels
 from tidemill.learner.megatron.checkpoint_files import HostCopies, Staged, files_of, trim_heap
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.state import NOTHING_BESIDE, Beside
 from tidemill.learner.settings.checkpoint_store import SHARED, CheckpointConfig
 
 log = logging.getLogger(__name__)
@@ -89,15 +88,14 @@ class Checkpoints:
         report: Callable[[int, str], None],
         policy: Policy,
         optimizer: PolicyOptimizer,
-        proximal: WeightBackup | None,
         *,
         config: CheckpointConfig,
         timeout_s: float,
-        beside: Beside = NOTHING_BESIDE,
+        others: OtherModels = NO_OTHER_MODELS,
     ) -> None:
         """``report`` is called on rank 0 with step and path of a checkpoint that is written."""
         self._root, self._report = places.checkpoints, report
-        self._policy, self._optimizer, self._proximal, self._beside = policy, optimizer, proximal, beside
+        self._policy, self._optimizer, self._others = policy, optimizer, others
         self._copies = HostCopies() if config.background else None
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._layout = Layout(places.node, shared=config.store == SHARED)
@@ -138,8 +136,7 @@ class Checkpoints:
                 directory,
                 policy=self._policy,
                 optimizer=self._optimizer,
-                proximal=self._proximal,
-                beside=self._beside,
+                others=self._others,
                 files=files,
             )
         finally:
@@ -169,8 +166,7 @@ class Checkpoints:
             step=step,
             policy=self._policy,
             optimizer=self._optimizer,
-            proximal=self._proximal,
-            beside=self._beside,
+            others=self._others,
             numbers=numbers,
             copies=self._copies,
         )

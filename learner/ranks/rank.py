@@ -35,7 +35,7 @@ from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.sizes import StepFlops
 from tidemill.learner.megatron import state
-from tidemill.learner.megatron.backups import WeightBackup, open_reference
+from tidemill.learner.megatron.backups import OtherModels, WeightBackup, open_reference
 from tidemill.learner.megatron.critic import open_critic
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.megatron.layers.mixture import Mixture
@@ -43,7 +43,7 @@ from tidemill.learner.megatron.memory import open_memory
 from tidemill.learner.megatron.meter import Meter
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.megatron.tuning import Tuning
 from tidemill.learner.ranks.accelerator_turns import AllTheTime, TurnByTurn
 from tidemill.learner.ranks.checkpoints import Checkpoints
@@ -274,10 +274,9 @@ class Rank:
             feed.checkpointed,
             policy,
             self._optimizer,
-            self._proximal,
             config=learner.checkpoint,
             timeout_s=_timeout_s(learner),
-            beside=state.Beside(reference=self._reference.saved, critic=critic),
+            others=OtherModels(proximal=self._proximal, reference=self._reference.saved, critic=critic),
         )
         self._models = SavedModels(policy, self._parts, places, every=learner.save_hf_every, keep=learner.keep_hf)
         self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()

@@ -57,7 +57,6 @@ def make(here: Parallel, tmp_path: Path) -> Any:
             reports.checkpointed,
             policy,
             optimizer,
-            None,
             config=CheckpointConfig(**settings),
             timeout_s=60,
         )

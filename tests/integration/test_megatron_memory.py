@@ -15,11 +15,11 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.errors import MemoryReleased
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state
-from tidemill.learner.megatron.backups import WeightBackup
+from tidemill.learner.megatron.backups import OtherModels, WeightBackup
 from tidemill.learner.megatron.memory import Memory, PlainMemory
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 
 
 class LossyMemory(PlainMemory):
