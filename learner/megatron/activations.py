@@ -26,22 +26,21 @@ from torch import Tensor
 from tidemill.learner.layout.parallel import Parallel, gather_parts, of_all_stages, own_part
 from tidemill.learner.megatron.cpu_shim import megatron_device
 from tidemill.learner.megatron.layers.dense import output_weight
-from tidemill.learner.megatron.layers.packed_rows import PackedRow, packed_row
+from tidemill.learner.megatron.layers.packed_rows import packed_row
 from tidemill.learner.megatron.logprobs import log_probs_and_entropy
 from tidemill.learner.megatron.model import Policy
-from tidemill.learner.megatron.schedule import run_rows
+from tidemill.learner.megatron.passes import run_rows
+from tidemill.learner.megatron.rows import ModelInput
 
 Take = Callable[[Any, Any, Any], None]
 LOG_PROBS = "log_probs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Prompt:
+class _Prompt(ModelInput):
     """This rank's part of a prompt, as an input of the model."""
 
-    tokens_T: Tensor
     targets_T: Tensor
-    packed: PackedRow
 
 
 def _with_bias(output: Any) -> Tensor:

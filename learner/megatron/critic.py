@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,27 +23,11 @@ from tidemill.learner.layout.parallel import gather_parts, of_last_stage, tensor
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.schedule import ModelInput, run_rows
+from tidemill.learner.megatron.passes import prepare, run_rows
+from tidemill.learner.megatron.rows import Row
 from tidemill.learner.settings.config import CriticConfig, LearnerConfig
 
 Summed = Callable[[Tensor], Tensor]  # sum of a tensor over the data-parallel ranks
-
-
-class CriticRow(ModelInput, Protocol):
-    """A micro-batch of the trainer, as far as the critic reads it."""
-
-    @property
-    def seen(self) -> Tokens:
-        """Inputs of the objective, of the whole row."""
-        ...
-
-    def read(self, values_C: Tensor) -> Tensor:
-        """Return the model's values at the tokens that the loss reads."""
-        ...
-
-    def spread(self, values_M: Tensor) -> Tensor:
-        """Return values of these tokens at their places in the row."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +48,16 @@ class Critic:
         """``model``: with a value head (``build_policy(..., value_head=True)``)."""
         self.model, self.optimizer, self._config, self._collector = model, optimizer, config, collector
         self._clip = config.value_clip or math.inf
+        prepare(model, optimizer)
 
     def warms_up(self, step: int) -> bool:
         """Return whether only the critic is trained in this step."""
         return step <= self._config.warmup_steps
 
-    def valued(self, rows: Sequence[CriticRow]) -> list[Tokens]:
+    def valued(self, rows: Sequence[Row]) -> list[Tokens]:
         """Return the inputs of the objective of each row with ``values_T``, the values under the current weights."""
 
-        def collect(row: CriticRow, values_C1: Tensor) -> tuple[Tensor, Tensor]:
+        def collect(row: Row, values_C1: Tensor) -> tuple[Tensor, Tensor]:
             """Return a loss that is not used, and the values."""
             values_T1 = self._whole(row, values_C1)
             return values_T1.sum(), values_T1
@@ -83,7 +67,7 @@ class Critic:
         return [replace(row.seen, values_T=each_T1[:, 0]) for row, each_T1 in zip(rows, values, strict=True)]
 
     def train(
-        self, minibatches: Sequence[tuple[Sequence[CriticRow], Denominators]], batch: StepBatch, *, summed: Summed
+        self, minibatches: Sequence[tuple[Sequence[Row], Denominators]], batch: StepBatch, *, summed: Summed
     ) -> dict[str, float]:
         """Take an optimizer step for each minibatch, whose rows have ``values_T`` and ``returns_T``. Returns
         ``critic/`` metrics.
@@ -126,7 +110,7 @@ class Critic:
             "critic/grad_norm": sum(update.norm for update in done if update.norm is not None) / len(done),
         }
 
-    def _minibatch(self, rows: Sequence[CriticRow], denominators: Denominators, step: int) -> _Update:
+    def _minibatch(self, rows: Sequence[Row], denominators: Denominators, step: int) -> _Update:
         self.optimizer.zero_grad()
         parts = run_rows(self.model, rows, partial(self._loss, denominators=denominators))
         ranks = self.model.parallel
@@ -137,12 +121,12 @@ class Critic:
             self._collector.update({"loss": loss, "clip_fraction": clipped / max(1.0, tokens)}, norm)
         return _Update(sums, norm, rate)
 
-    def _whole(self, row: CriticRow, values_C1: Tensor) -> Tensor:
+    def _whole(self, row: Row, values_C1: Tensor) -> Tensor:
         """Return the values of the whole row, on all context-parallel ranks."""
         ranks = self.model.parallel
         return row.spread(row.read(values_C1)) if ranks.cp_size == 1 else gather_parts(values_C1, ranks.cp_group)
 
-    def _loss(self, row: CriticRow, values_C1: Tensor, *, denominators: Denominators) -> tuple[Tensor, Tensor]:
+    def _loss(self, row: Row, values_C1: Tensor, *, denominators: Denominators) -> tuple[Tensor, Tensor]:
         tokens, values_T = row.seen, self._whole(row, values_C1)[:, 0]
         assert tokens.values_T is not None and tokens.returns_T is not None
         if self._collector is not None:

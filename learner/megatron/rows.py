@@ -35,19 +35,27 @@ class Fan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ModelInput:
+    """Attributes of a row that a forward pass reads."""
+
+    tokens_T: Tensor
+    """Of this rank's part of the row."""
+    packed: PackedRow
+    """Layout of the whole row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(ModelInput):
     """A micro-batch on the device. Tokens and targets are this context-parallel rank's part, all else the whole row.
 
     With ``fan``, the tokens and their layout are the computed ones.
     """
 
-    tokens_T: Tensor
     targets_T: Tensor
     position_T: Tensor
     """Index of the target in its response, from 0."""
     temperature: float | Tensor
     """Sampling temperature of the step, or, where samples differ, of each token, [T]; 1 for padding."""
-    packed: PackedRow
     turn_T: Tensor
     """Index of the turn that sampled the target, 0..C-1; -1 where not trainable."""
     seen: Tokens

@@ -28,8 +28,8 @@ from tidemill.learner.megatron.layers.kernels import Kernels, Wanted
 from tidemill.learner.megatron.layers.packed_rows import Rotation
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.passes import run_rows
 from tidemill.learner.megatron.rows import rows_of
-from tidemill.learner.megatron.schedule import run_rows
 from tidemill.learner.megatron.trainer import Trainer
 
 
