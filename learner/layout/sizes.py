@@ -90,15 +90,17 @@ def refusals(
             "heads for attention"
         )
         problems.append(ConfigRefused(f"{where}: num_attention_heads", wanted, heads))
-    if own_bridge:
-        return problems
+    return problems if own_bridge else [*problems, *_rope_refusals(values, where, family)]
+
+
+def _rope_refusals(values: JsonMapping, where: str, family: str) -> Iterator[ConfigRefused]:
+    """Yield an error for rotary positions that Megatron computes differently."""
     try:
         rope_arguments(as_older(values).get("rope_scaling"), where=where, family=family)
     except ConfigRefused as refused:
-        problems.append(refused)
+        yield refused
     except ValueError as error:
-        problems.append(ConfigRefused(f"{where}: rope_parameters", "one set for all layers", str(error)))
-    return problems
+        yield ConfigRefused(f"{where}: rope_parameters", "one set for all layers", str(error))
 
 
 def stage_layers(num_layers: int, pipeline_parallel: int, first: int = 0, last: int = 0) -> list[int]:

@@ -25,10 +25,10 @@ from tidemill.learner.megatron.bridges.families import open_bridge
 from tidemill.learner.megatron.cpu_shim import megatron_device
 from tidemill.learner.megatron.initial_weights import load_initial
 from tidemill.learner.megatron.layers.dense import ValueHead
+from tidemill.learner.megatron.layers.experts import Mixture
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.megatron.layers.lora import Adapters
-from tidemill.learner.megatron.layers.mixture import Mixture
-from tidemill.learner.megatron.memory import Memory, PlainMemory
+from tidemill.learner.megatron.memory import Memory
 from tidemill.learner.megatron.optimizer_pieces import buffers_of
 from tidemill.learner.megatron.routing import Routing
 from tidemill.learner.megatron.tuning import Tuning, tune
@@ -48,7 +48,7 @@ class Policy:
     bridge: Any
     parallel: Parallel
     replicas: Replicas = field(default_factory=Replicas)
-    memory: Memory = field(default_factory=PlainMemory)
+    memory: Memory = field(default_factory=Memory)
     """Memory of the weights, their gradients and the optimizer's state."""
     mixture: Mixture = field(default_factory=Mixture)
     routing: Routing = field(default_factory=Routing)
@@ -180,16 +180,11 @@ def build_policy(
     token in place of the logits. ``bridge_class``: import path of the bridge's class; empty = by model type. Raises
     ConfigRefused for a model that the learner cannot train.
     """
-    kind, memory, replicas, mixture = (
-        DTYPES[dtype],
-        memory or PlainMemory(),
-        replicas or Replicas(),
-        mixture or Mixture(),
-    )
+    memory, mixture = memory or Memory(), mixture or Mixture()
     with megatron_device():
         with _refusals_of_megatron():
             bridge = open_bridge(
-                model_dir, dtype=kind, parallel=parallel, wanted=kernels, mixture=mixture, own=bridge_class
+                model_dir, dtype=DTYPES[dtype], parallel=parallel, wanted=kernels, mixture=mixture, own=bridge_class
             )
         with memory.region():
             with _refusals_of_megatron():
@@ -199,10 +194,11 @@ def build_policy(
             if value_head:
                 _give_value_head(chunks, bridge.config, parallel)
             adapters = tune(chunks, bridge, parallel, tuning or Tuning())
-            inner = [_in_float16(bridge.config, chunk) if kind == torch.bfloat16 else chunk for chunk in chunks]
+            inner = [_in_float16(bridge.config, chunk) for chunk in chunks]
+        replicas = replicas or Replicas()
         ddps = tuple(
-            _data_parallel(bridge.config, one, replicas, memory, is_first=number == 0)
-            for number, one in enumerate(inner)
+            _data_parallel(bridge.config, chunk, replicas, memory, is_first=number == 0)
+            for number, chunk in enumerate(inner)
         )
     return Policy(
         chunks=chunks,
@@ -284,7 +280,9 @@ def _router_biases(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _in_float16(config: Any, module: GPTModel) -> torch.nn.Module:
-    """Wrap the model for bfloat16. The biases of routers stay in float32, as Megatron computes with them."""
+    """Wrap a model in bfloat16. The biases of routers stay in float32, as Megatron computes with them."""
+    if config.params_dtype != torch.bfloat16:
+        return module
     biases = {name: buffer.clone() for name, buffer in _router_biases(module)}
     inner: torch.nn.Module = Float16Module(config, module)
     for name, buffer in module.named_buffers():

@@ -206,15 +206,6 @@ def run_rows(
     the results there in the order of the rows, and None on the other stages.
     """
 
-    def after(row: Input | _Filler, output: Tensor) -> tuple[Tensor, Tensor, Result | None]:
-        """Return (loss, tokens, result) for the schedule; 0 tokens, because the loss has its denominators."""
-        no_tokens = torch.zeros((), dtype=torch.int, device=output.device)
-        with plain_torch():
-            if isinstance(row, _Filler):
-                return output.sum() * 0, no_tokens, None
-            loss, result = finish(row, output[0])
-            return loss, no_tokens, result
-
     def step(rows_left: Iterator[Input | _Filler], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """Run a chunk of the model on its next row. Returns its output, and the function that makes the loss of it."""
         row = next(rows_left)
@@ -231,7 +222,7 @@ def run_rows(
                 padding_mask=_padding_mask(policy, row.packed, model),
                 **({"fp32_output": False} if policy.config.bf16 else {}),
             )
-        return output, partial(after, row)
+        return output, partial(_concluded, finish, row)
 
     filled: list[Input | _Filler] = [*rows, *_fillers(policy, len(rows))]
     several = len(policy.chunks) > 1
@@ -247,6 +238,18 @@ def run_rows(
             forward_only=forward_only,
         )
     return results[: len(rows)] if is_last_stage(policy.parallel) else None
+
+
+def _concluded(
+    finish: Callable[[Input, Tensor], tuple[Tensor, Result]], row: Input | _Filler, output: Tensor
+) -> tuple[Tensor, Tensor, Result | None]:
+    """Return (loss, tokens, result) for the schedule; 0 tokens, because the loss has its denominators."""
+    no_tokens = torch.zeros((), dtype=torch.int, device=output.device)
+    with plain_torch():
+        if isinstance(row, _Filler):
+            return output.sum() * 0, no_tokens, None
+        loss, result = finish(row, output[0])
+        return loss, no_tokens, result
 
 
 def _padding_mask(policy: Policy, packed: PackedRow, model: Any) -> Tensor | None:

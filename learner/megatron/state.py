@@ -128,15 +128,11 @@ def load(
     _refuse_other_roles(directory, facts, others)
     with megatron_device(), policy.memory.region():
         content = _sharded(policy, optimizer, others, is_loading=True)
-        for key in _keys(policy, "model"):
-            refuse_another_model(
-                directory, content[key], "model.path", "the model this run began with (another one needs another run)"
-            )
+        want = "the model this run began with (another one needs another run)"
+        _refuse_other_chunks(directory, content, policy, "model.path", want)
         if others.critic is not None:
-            for key in _keys(others.critic.model, "model"):
-                refuse_another_model(
-                    directory, content["critic"][key], "learner.critic.path", "the critic this run began with"
-                )
+            want = "the critic this run began with"
+            _refuse_other_chunks(directory, content["critic"], others.critic.model, "learner.critic.path", want)
         same_world = facts["world"] == dist.get_world_size()
         if same_world:
             # The object has one part for each rank that saved, so another number of ranks cannot load it.
@@ -155,12 +151,14 @@ def load(
     if same_world:
         _restore_rng(loaded["rng"])
     else:
-        log.warning(
-            "random generators are not restored saved_by_ranks=%d loaded_by_ranks=%d",
-            facts["world"],
-            dist.get_world_size(),
-        )
+        world = dist.get_world_size()
+        log.warning("random generators are not restored saved_by_ranks=%d loaded_by_ranks=%d", facts["world"], world)
     return int(facts["step"]), dict(facts.get("numbers", {}))
+
+
+def _refuse_other_chunks(directory: Path, content: JsonMapping, policy: Policy, setting: str, want: str) -> None:
+    for key in _keys(policy, "model"):
+        refuse_another_model(directory, content[key], setting, want)
 
 
 def load_weights(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer) -> int:

@@ -24,8 +24,8 @@ from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Replicas
 from tidemill.learner.megatron import state
 from tidemill.learner.megatron.backups import OtherModels, WeightBackup
+from tidemill.learner.megatron.layers.experts import Mixture
 from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.layers.mixture import Mixture
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import Trainer

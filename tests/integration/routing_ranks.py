@@ -25,7 +25,7 @@ from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.collector import Collector
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron.backups import OtherModels
-from tidemill.learner.megatron.layers.mixture import Mixture
+from tidemill.learner.megatron.layers.experts import Mixture
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.trainer import Trainer
 

@@ -36,10 +36,10 @@ from tidemill.learner.megatron import logprobs, state
 from tidemill.learner.megatron.backups import OtherModels, OtherWeights, WeightBackup, reference_weights
 from tidemill.learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
 from tidemill.learner.megatron.layers.packed_rows import packed_row
-from tidemill.learner.megatron.meter import Meter, peak_tflops
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer, learning_rate
 from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.ranks.debugging import Meter, peak_tflops
 from tidemill.learner.settings.config import HooksConfig, OptimizerConfig
 
 CPU = torch.device("cpu")

@@ -37,8 +37,8 @@ from tidemill.learner.megatron.bridges.experts import Experts
 from tidemill.learner.megatron.bridges.local_layers import LocalLayers
 from tidemill.learner.megatron.layers.attention import Group, PackedRotary
 from tidemill.learner.megatron.layers.dense import NormedAttention, NormedMLP
+from tidemill.learner.megatron.layers.experts import Mixture
 from tidemill.learner.megatron.layers.kernels import Arguments, Wanted
-from tidemill.learner.megatron.layers.mixture import Mixture
 from tidemill.learner.megatron.layers.packed_rows import PackedRow
 
 

@@ -23,9 +23,9 @@ from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.sizes import rope_arguments
 from tidemill.learner.megatron.layers.attention import CORE_ATTENTION, FusedRotary, PackedRotary, SDPACoreAttention
 from tidemill.learner.megatron.layers.dense import FusedHeadNorm, GatedSilu, Norm, OutputLayer
+from tidemill.learner.megatron.layers.experts import Mixture
 from tidemill.learner.megatron.layers.kernels import CUDNN, SDPA, VARLEN, Arguments, Kernels, Wanted, chosen
 from tidemill.learner.megatron.layers.lora import is_adapter
-from tidemill.learner.megatron.layers.mixture import Mixture
 
 log = logging.getLogger(__name__)
 

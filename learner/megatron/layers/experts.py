@@ -3,9 +3,9 @@
 The experts of a rank run in one grouped product per linear layer. Source: Megatron's ``SequentialMLP``, whose weights,
 names and checkpoints they keep, and ``torch.nn.functional.grouped_mm`` of torch 2.13 (on CUDA one kernel for bfloat16).
 Shape letters: T = tokens of all experts of the rank, one expert after the other, E = experts of the rank, I = inputs,
-O = outputs.
-"""
+O = outputs."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,37 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 from torch.nn.functional import grouped_mm
+
+from tidemill.learner.settings.config import ROLLOUT, LearnerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """Settings of the experts in a step, beside the objective."""
+
+    replay: bool = False
+    """Train with the experts that the pass for old log-probs has chosen (R2), or with given ones."""
+    given: bool = False
+    """With ``replay``: the experts are those in the samples (R3)."""
+    aux_loss_coef: float = 0.0
+    """Coefficient of the loss that balances the experts' tokens; 0 = none."""
+    bias_update_rate: float = 0.0
+    """Step by which routers with a bias per expert move it towards experts with few tokens; 0 = it is fixed."""
+
+    @property
+    def counts_tokens(self) -> bool:
+        """True if the tokens of each expert move the policy: by a balancing loss or the biases of routers."""
+        return bool(self.aux_loss_coef or self.bias_update_rate)
+
+    @classmethod
+    def of(cls, learner: LearnerConfig) -> "Mixture":
+        """Return those of a configuration."""
+        return cls(
+            replay=learner.routing_replay != "none",
+            given=learner.routing_replay == ROLLOUT,
+            aux_loss_coef=learner.moe_aux_loss_coef,
+            bias_update_rate=learner.moe_bias_update_rate,
+        )
 
 
 class PartialReplay(RouterReplay):  # type: ignore[misc]

@@ -187,55 +187,48 @@ def _cudnn_obstacle(site: Site) -> str:
 
 
 def choose_fused_activation(setting: str, site: Site) -> Choice:
-    """Return ``fused`` or ``separate`` for ``auto | always | never``, with the reason. Raises ConfigRefused where
-    ``always`` cannot work.
-
-    Megatron's fused SwiGLU is compiled by torch.compile: first for the length of the first row, then for any length.
-    Two kernels for one formula may round differently, so that a resumed run, which begins with another row, need not
-    repeat the same bits.
-    """
-    if setting == "never":
-        return Choice("separate", "learner.fused_activation: never")
-    obstacle = f"the device is {site.device}" if site.device != "cuda" else site.compiler
-    if setting == "always":
-        if obstacle:
-            raise ConfigRefused("learner.fused_activation", "auto or never", f"always: {obstacle}")
-        return Choice("fused", "learner.fused_activation: always")
-    if not obstacle and site.deterministic:
-        obstacle = (
-            "learner.deterministic: a kernel that is compiled for one length may round differently from that for "
-            "any length"
-        )
-    return Choice("separate", obstacle) if obstacle else Choice("fused", "CUDA with torch.compile")
+    """Return ``fused`` or ``separate``, as ``_choose``. Megatron's fused SwiGLU is compiled by torch.compile."""
+    # It is compiled first for the length of the first row, then for any length. A resumed run begins with another row.
+    doubt = "learner.deterministic: a kernel for one length may round differently from that for any length"
+    kernel = Choice("fused", "CUDA with torch.compile")
+    obstacle = _triton_obstacle(site)
+    return _choose(
+        "learner.fused_activation", setting, kernel, "separate", obstacle, doubt if site.deterministic else ""
+    )
 
 
 def choose_grouped_experts(setting: str, site: Site) -> Choice:
-    """Return ``grouped`` or ``sequential`` for ``auto | always | never``, with the reason.
+    """Return ``grouped`` or ``sequential``, as ``_choose``.
 
-    Raises ConfigRefused where ``always`` cannot work. Source: ``torch.nn.functional.grouped_mm`` of torch 2.13: on CUDA
-    it takes bfloat16 from Ampere on, and rows of a multiple of 16 bytes.
+    Source: ``torch.nn.functional.grouped_mm`` of torch 2.13: on CUDA it takes bfloat16 from Ampere on, and rows of a
+    multiple of 16 bytes.
     """
-    if setting == "never":
-        return Choice("sequential", "learner.grouped_experts: never")
-    obstacle = _grouping_obstacle(site)
+    kernel = Choice("grouped", "one product for all experts of a rank")
+    return _choose("learner.grouped_experts", setting, kernel, "sequential", _grouping_obstacle(site))
+
+
+def choose_own_kernels(name: str, setting: str, site: Site) -> Choice:
+    """Return ``fused`` or ``separate``, as ``_choose``, for kernels in ``triton_kernels.py``."""
+    # They give the same bits for a row each time, so deterministic runs take them too.
+    return _choose(name, setting, Choice("fused", "CUDA with triton"), "separate", _triton_obstacle(site))
+
+
+def _choose(name: str, setting: str, kernel: Choice, other: str, obstacle: str, doubt: str = "") -> Choice:
+    """Return ``kernel`` or ``other`` for ``auto | always | never``, with the reason.
+
+    ``doubt``: reason against it with ``auto`` alone. Raises ConfigRefused where ``always`` meets an obstacle.
+    """
     if setting == "always" and obstacle:
-        raise ConfigRefused("learner.grouped_experts", "auto or never", f"always: {obstacle}")
-    return Choice("sequential", obstacle) if obstacle else Choice("grouped", "one product for all experts of a rank")
+        raise ConfigRefused(name, "auto or never", f"always: {obstacle}")
+    if setting == "never":
+        return Choice(other, f"{name}: never")
+    if obstacle := obstacle or (doubt if setting == "auto" else ""):
+        return Choice(other, obstacle)
+    return kernel
 
 
-def choose_own_kernels(setting: str, value: str, site: Site) -> Choice:
-    """Return ``fused`` or ``separate`` for ``auto | always | never``, with the reason. Raises ConfigRefused where
-    ``always`` cannot work.
-
-    ``setting``: that of the kernels, in Triton, (``triton_kernels.py``). They give the same
-    bits for a row each time, so deterministic runs take them too.
-    """
-    if value == "never":
-        return Choice("separate", f"{setting}: never")
-    obstacle = f"the device is {site.device}" if site.device != "cuda" else site.compiler
-    if value == "always" and obstacle:
-        raise ConfigRefused(setting, "auto or never", f"always: {obstacle}")
-    return Choice("separate", obstacle) if obstacle else Choice("fused", "CUDA with triton")
+def _triton_obstacle(site: Site) -> str:
+    return f"the device is {site.device}" if site.device != "cuda" else site.compiler
 
 
 def _grouping_obstacle(site: Site) -> str:
