@@ -173,12 +173,10 @@ def build_policy(
     bridge_class: str = "",
     megatron_checkpoint: Path | None = None,
 ) -> Policy:
-    """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
+    """Build the model on this rank, in ``memory``, with the directory's weights.
 
-    ``megatron_checkpoint``: Megatron's own checkpoint with the weights, of any layout; loading it is collective.
-    ``tuning``: the weights that are trained; None = all. ``value_head``: the model of a critic, with one value per
-    token in place of the logits. ``bridge_class``: import path of the bridge's class; empty = by model type. Raises
-    ConfigRefused for a model that the learner cannot train.
+    ``megatron_checkpoint``: Megatron's own, with the weights; loading it is collective. ``value_head``: for a critic.
+    ``bridge_class``: import path; empty = by model type. Raises ConfigRefused.
     """
     memory, mixture = memory or Memory(), mixture or Mixture()
     with megatron_device():
