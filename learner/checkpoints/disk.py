@@ -254,7 +254,7 @@ def kept_names(
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory at once, also while the agent of this node is copying files into it."""
+    # The agent of this node may be copying files into it.
     # A rename is atomic: a reader sees a whole checkpoint or none, and a copy into the old name fails at once.
     aside = path.with_name(f".{path.name}.part-{nonce()}")
     path.rename(aside)

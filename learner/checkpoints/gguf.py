@@ -117,7 +117,6 @@ def _config(fields: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _tokenizer(fields: Mapping[str, Any], file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the contents of tokenizer.json and tokenizer_config.json."""
     kind, rules = fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre", "")
     if kind != "gpt2" or rules not in _PRE_TOKENIZERS:
         want = f"a byte-level BPE (gpt2) that cuts texts by the rules of {' or '.join(_PRE_TOKENIZERS)}"
@@ -195,7 +194,6 @@ def _weights(tensors: Sequence[Any], config: Mapping[str, Any], file: Path) -> "
 
 
 def _named(tensors: Sequence[Any], file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield tensors with their names in transformers."""
     for tensor in tensors:
         module, _, suffix = tensor.name.rpartition(".")
         block = module.split(".")

@@ -162,7 +162,6 @@ class CheckpointFiles:
     def _sources(
         self, name: str, entry: FileEntry, start: int, length: int
     ) -> Iterator[tuple[str, Callable[[], bytes]]]:
-        """Yield the places of a range, with a function that reads it."""
         yield "this node", partial(_read_range, self._directory / name, start, length)
         if not entry.blocks:
             return  # of an older release: nothing that others send could be verified

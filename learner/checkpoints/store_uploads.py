@@ -214,7 +214,6 @@ class Uploads:
             await self._write_row()
 
     async def _upload(self) -> None:
-        """Upload, complete and remove. Raises StoreFailed, CheckpointCorrupt, OSError, BusError."""
         row = await self._bus.rows("run").get(CHECKPOINT_KEY)
         latest, spared = latest_in(self._root, row and row[0])
         rows, row_digests = await uploaded(self._bus), {} if row is None else digests_in(row[0])

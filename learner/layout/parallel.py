@@ -199,7 +199,6 @@ def join(
 def _place_here(
     device: torch.device, virtual_pipeline_size: int, edge_layers: tuple[int, int], *, sequence_parallel: bool
 ) -> Parallel:
-    """Return this rank's place in the groups that were formed."""
     return Parallel(
         rank=dist.get_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
@@ -331,7 +330,6 @@ def tokens_for_heads(values_T: Tensor, group: dist.ProcessGroup) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values_C: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return all parts."""
         ctx.group = group
         gathered = values_C.new_empty(dist.get_world_size(group) * len(values_C), *values_C.shape[1:])
         dist.all_gather(list(gathered.chunk(dist.get_world_size(group))), values_C.contiguous(), group=group)
@@ -339,7 +337,6 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of this rank's part."""
         return own_part(grad_T, dist.get_rank(ctx.group), dist.get_world_size(ctx.group)), None
 
 
@@ -348,13 +345,11 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the slices that the ranks have sent to this one, in their order."""
         ctx.group = group
         return _exchanged(values, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the gradients of the slices that were sent."""
         return _exchanged(grad, ctx.group), None
 
 

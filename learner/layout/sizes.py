@@ -160,7 +160,6 @@ def _stage_refusals(
 
 
 def _split_refusals(values: JsonMapping, family: str, where: str, tensor_parallel: int) -> Iterator[ConfigRefused]:
-    """Yield an error for each size that tensor parallelism does not divide."""
     derived = {
         "shared": _int(values, "moe_intermediate_size") * _int(values, "n_shared_experts"),
         "kv_lora_rank": _int(values, "kv_lora_rank") + _int(values, "qk_rope_head_dim"),
@@ -173,7 +172,6 @@ def _split_refusals(values: JsonMapping, family: str, where: str, tensor_paralle
 
 
 def _expert_layout(values: JsonMapping, family: str, where: str, expert_parallel: int) -> Iterator[ConfigRefused]:
-    """Yield an error for experts that cannot be spread over the ranks."""
     if expert_parallel == 1:
         return
     if family not in EXPERTS_OF:

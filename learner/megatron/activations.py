@@ -132,7 +132,6 @@ def _prompt(tokens: Sequence[int], ranks: Parallel) -> _Prompt:
 
 @contextmanager
 def _hooked(places: Sequence[_Place], outputs: dict[str, Tensor]) -> Iterator[None]:
-    """Take the outputs of the modules while entered, in ``taken``."""
     handles = [place.module.register_forward_hook(_taking(place, outputs)) for place in places]
     try:
         yield
@@ -143,7 +142,7 @@ def _hooked(places: Sequence[_Place], outputs: dict[str, Tensor]) -> Iterator[No
 
 def _taking(place: _Place, outputs: dict[str, Tensor]) -> Take:
     def take(module: Any, inputs: Any, output: Any) -> None:
-        """Keep a copy of the value. The rows behind the prompt are padding of the pipeline's schedule."""
+        # The rows behind the prompt are padding of the pipeline's schedule.
         if place.name not in outputs:
             value = place.of(output).detach()
             outputs[place.name] = value.reshape(-1, value.shape[-1]).clone()
@@ -152,7 +151,6 @@ def _taking(place: _Place, outputs: dict[str, Tensor]) -> Take:
 
 
 def _places(policy: Policy) -> Iterator[_Place]:
-    """Yield the places of this rank's layers."""
     ranks, config = policy.parallel, policy.config
 
     def tokens(value: Tensor) -> Tensor:
@@ -164,7 +162,6 @@ def _places(policy: Policy) -> Iterator[_Place]:
         return gather_parts(value_CW.t(), ranks.tp_group).t() if ranks.tp_size > 1 else value_CW
 
     def query_key_value(value_CW: Tensor) -> Tensor:
-        """Return all queries, all keys, all values of all ranks."""
         return torch.cat([heads(part) for part in _split(value_CW, config, ranks.tp_size)], dim=-1)
 
     for model in policy.chunks:

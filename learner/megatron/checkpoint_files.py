@@ -77,9 +77,7 @@ class HostCopies:
 
 
 def trim_heap() -> None:
-    """Return freed memory that malloc keeps to the operating system, with glibc: after a step on the CPU its
-    activations.
-    """
+    """Return memory that malloc has kept to the operating system: after a step on the CPU its activations."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -90,7 +88,7 @@ def _pinned_like(source: Tensor) -> Tensor:
 
 
 def _mapped_like(source: Tensor) -> Tensor:
-    """Return memory of its own mapping: malloc would keep most of it for the process."""
+    # A mapping of its own: malloc would keep most of the memory for the process.
     if not source.nbytes:
         return torch.empty(source.shape, dtype=source.dtype)
     mapping = mmap.mmap(-1, source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -104,7 +102,6 @@ class _Content:
     data: dict[MetadataIndex, Tensor | io.BytesIO]
 
     def resolve_data(self, item: WriteItem) -> Tensor | io.BytesIO:
-        """Return the staged content of an item."""
         return self.data[item.index]
 
 
@@ -176,14 +173,11 @@ class StagedSave(TorchDistSaveShardedStrategy):
 def _plan(
     state: dict[str, Any], planner: MCoreSavePlanner, writer: torch_checkpoint.FileSystemWriter
 ) -> tuple[SavePlan, Metadata | None]:
-    """Return this rank's part of the plan and, on rank 0, the index. Collective; the steps are those of torch's
-    ``save``.
-    """
+    """Return this rank's part of the plan and, on rank 0, the index. Collective; as torch's ``save``."""
     ranks = _DistWrapper(None, True, 0)
     metadata: Metadata | None = None
 
     def local_plan() -> SavePlan:
-        """Return the items of this rank."""
         planner.set_up_planner(
             state_dict=state, storage_meta=writer.storage_meta(), is_coordinator=ranks.is_coordinator
         )
@@ -209,7 +203,6 @@ class _PeerFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a file for reading."""
         assert mode == "rb", mode
         with self._files.open(str(Path(path).relative_to(self._directory))) as stream:
             yield stream

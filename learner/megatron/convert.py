@@ -142,7 +142,6 @@ def _named(dtype: Any, where: str) -> str:
 
 
 def _lora(facts: JsonObject | None) -> LoraConfig:
-    """Return the settings of the adapters in a checkpoint; those without adapters if it has none."""
     if facts is None:
         return LoraConfig()
     return LoraConfig(rank=facts["rank"], alpha=facts["alpha"], rslora=facts["rslora"], targets=tuple(facts["targets"]))

@@ -51,7 +51,6 @@ class _Stream:
         """Do nothing."""
 
     def record_event(self) -> "_Stream":
-        """Return an event that has occurred."""
         return self
 
     def synchronize(self) -> None:

@@ -58,7 +58,6 @@ class Critic:
         """Return the inputs of the objective of each row with ``values_T``, the values under the current weights."""
 
         def collect(row: Row, values_C1: Tensor) -> tuple[Tensor, Tensor]:
-            """Return a loss that is not used, and the values."""
             values_T1 = self._whole(row, values_C1)
             return values_T1.sum(), values_T1
 
@@ -94,7 +93,6 @@ class Critic:
         return metrics
 
     def _metrics(self, updates: Sequence[_Update], fit: Tensor, *, summed: Summed) -> dict[str, float]:
-        """Return the metrics of the optimizer steps that were not skipped, over all ranks."""
         done = [update for update in updates if update.norm is not None]
         metrics = {
             "critic/skipped_minibatches": float(len(updates) - len(done)),
@@ -122,7 +120,6 @@ class Critic:
         return _Update(sums, norm, rate)
 
     def _whole(self, row: Row, values_C1: Tensor) -> Tensor:
-        """Return the values of the whole row, on all context-parallel ranks."""
         ranks = self.model.parallel
         return row.spread(row.read(values_C1)) if ranks.cp_size == 1 else gather_parts(values_C1, ranks.cp_group)
 

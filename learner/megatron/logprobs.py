@@ -131,7 +131,6 @@ def _largest(count: int, values_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Ten
 
 
 def _side_by_side(own_TK: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the columns of all ranks, in their order."""
     parts = [torch.empty_like(own_TK) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, own_TK.contiguous(), group=group)
     return torch.cat(parts, dim=1)
@@ -280,7 +279,6 @@ def _gradient(saved: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Ten
 
 
 def _fused_gradient(saved: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Tensor:
-    """Return the same as ``_gradient`` from unscaled logits."""
     from tidemill.learner.megatron.layers.triton_kernels import logits_gradient
 
     out_TC = torch.empty_like(z_TC) if logits.kept is not None else z_TC
@@ -332,11 +330,9 @@ class _Logits:
             yield start, self.scaled(product_TC)
 
     def scaled(self, values_TC: Tensor) -> Tensor:
-        """Return ``values``, multiplied in place by the factor of the logits."""
         return values_TC if self.scale == 1 else values_TC.mul_(self.scale)
 
     def spare(self, z_TC: Tensor) -> Tensor:
-        """Return memory for another tensor like the chunk."""
         return self._part("spare", z_TC.shape[1], self.dtype)
 
     def _part(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
@@ -372,7 +368,6 @@ class _Gradients:
         return self.weight_VH
 
     def add(self, start: int, grad_TC: Tensor) -> None:
-        """Add the gradients by the logits of the columns from ``start``."""
         if self._in_one_chunk:
             self.hidden_TH = grad_TC @ self._weight_VH
             self.weight_VH = None if self._frozen else grad_TC.t() @ self._hidden_TH

@@ -226,7 +226,6 @@ def _refusals_of_megatron() -> Iterator[None]:
 
 
 def _chunk(bridge: Any, parallel: Parallel, number: int) -> GPTModel:
-    """Return chunk ``number`` of this rank, on its device, with random weights."""
     stage = number if parallel.vp_size > 1 else None
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
@@ -249,7 +248,7 @@ def _give_value_head(chunks: tuple[GPTModel, ...], config: Any, parallel: Parall
 def _data_parallel(
     config: Any, inner: torch.nn.Module, replicas: Replicas, memory: Memory, *, is_first: bool
 ) -> DistributedDataParallel:
-    """Wrap a chunk. Gradients are scratch memory, because each minibatch sets them to zero first."""
+    # Gradients are scratch memory, because each minibatch sets them to zero first.
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,  # gradients of many micro-batches and ranks are added up, each far below the sum
         overlap_grad_reduce=replicas.overlap_grad_reduce,
@@ -278,7 +277,7 @@ def _router_biases(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _in_float16(config: Any, module: GPTModel) -> torch.nn.Module:
-    """Wrap a model in bfloat16. The biases of routers stay in float32, as Megatron computes with them."""
+    # The biases of routers stay in float32, as Megatron computes with them.
     if config.params_dtype != torch.bfloat16:
         return module
     biases = {name: buffer.clone() for name, buffer in _router_biases(module)}

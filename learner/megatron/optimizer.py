@@ -275,7 +275,7 @@ class PolicyOptimizer:
 
 
 def _without_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
-    """Give parameters without state a momentum of 0, which the first step treats as none."""
+    # Megatron has none for SGD; the first step treats 0 as none.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:

@@ -61,7 +61,6 @@ class Passes:
         ranks = self._policy.parallel
 
         def collect(row: Row, hidden_TH: Tensor) -> tuple[Tensor, tuple[Tensor, Listed]]:
-            """Return a loss that is not used, log-probs and entropies, [T, 2], and the listed tokens."""
             ids_TK, weight_VH = None, output_weight(self._policy.chunks[-1])
             if list_most:
                 ids_TK = row.spread(most_probable(row.read(hidden_TH), weight_VH, list_most, group=ranks.tp_group))
@@ -156,7 +155,7 @@ def prepare(policy: Policy, optimizer: PolicyOptimizer) -> None:
 
 
 def _finalize_unscaled(model: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
-    """Reduce the gradients as Megatron does, without its division: the loss already has the step's own denominator."""
+    # Megatron would divide by the tokens; the loss already has the step's own denominator.
     finalize_model_grads(model, None, **groups)
 
 
@@ -178,7 +177,7 @@ class _Rotations:
 
     @contextlib.contextmanager
     def during(self, row: PackedRow) -> Iterator[None]:
-        """Begin a forward pass of a row without them; the chunk sets them in this context."""
+        # The chunk sets the positions in this context.
         row.rotation = None
         self._rows.append(row)
         yield

@@ -65,9 +65,7 @@ class Row(ModelInput):
     fan: Fan | None = None
     """With shared prefixes, how the computed tokens stand for those of the row; None = each is one of the row's."""
     listed_TK: Tensor | None = None
-    """Token ids that the teacher listed, this rank's part, [T, K]; None = none. The reference's: on the last stage
-    only.
-    """
+    """Token ids that the teacher listed, this rank's part, [T, K]; None = none. Of the reference: on the last stage."""
 
     def read(self, values_C: Tensor) -> Tensor:
         """Return the values at the tokens that the loss reads: with ``fan`` those before a trainable one."""
@@ -167,7 +165,6 @@ def obstacle(policy: Policy, *, watched: bool) -> str:
 
 
 def _shared(row: Row, tree: Tree, ranks: Parallel) -> Row:
-    """Return the row with the computed tokens of its tree, and padding for sequence parallelism."""
     missing = -len(tree.take_P) % ranks.tp_size
     padding = torch.zeros(missing, dtype=torch.int64, device=ranks.device)
     take_P = torch.from_numpy(tree.take_P).to(ranks.device)

@@ -98,7 +98,6 @@ def save(
 
 
 def _write_all(staged: Staged) -> None:
-    """Write the parts of all ranks and the index."""
     results: list[list[WriteResult] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(results, staged.write())
     if dist.get_rank() == 0:
@@ -277,7 +276,7 @@ def _trained(policy: Policy, optimizer: PolicyOptimizer, *, is_loading: bool) ->
 
 
 def _of_copies(policy: Policy, copies: WeightBackup, name: str) -> dict[str, Any]:
-    """Return the layout of the model's own shards, with the copies as their data and under other names."""
+    # Shards as the model's own, with the copies as data, under other names.
     content: dict[str, Any] = {}
     for number, (key, part) in enumerate(zip(_keys(policy, name), _model(policy).values(), strict=True)):
         before = f"{number}." if len(policy.chunks) > 1 else ""
@@ -292,7 +291,7 @@ def _of_copies(policy: Policy, copies: WeightBackup, name: str) -> dict[str, Any
 
 
 def _keys(policy: Policy, name: str) -> list[str]:
-    """Return the places of the chunks in the content of a checkpoint. The files do not have them."""
+    # Places in the content that is saved; the files do not have them.
     return [name] if len(policy.chunks) == 1 else [f"{name}{number}" for number in range(len(policy.chunks))]
 
 

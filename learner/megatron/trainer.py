@@ -368,7 +368,6 @@ class Trainer:
         return self._passes.summed(total_N)
 
     def _minibatch(self, rows: list[Row], step: Step, terms: _Terms, batch: StepBatch, number: int) -> _Update:
-        """Take one optimizer step, on minibatch ``number`` of the batch."""
         denominators, supervised = terms
         coupled = Coupled()
         if denominators.tokens:
@@ -402,7 +401,6 @@ class Trainer:
         return self._collected(_Update(sums=sums, norm=norm, rate=rate), rows)
 
     def _warms_up(self, step: int) -> bool:
-        """Return whether the critic alone is trained in this step."""
         return self._critic is not None and self._critic.warms_up(step)
 
     def _collected(self, update: _Update, rows: list[Row]) -> _Update:
@@ -453,9 +451,7 @@ class Trainer:
         }
 
     def _adapt(self, metrics: dict[str, float], batch: StepBatch) -> None:
-        """Move the coefficients of KL and entropy to their targets, unless the critic alone is trained; add them to the
-        metrics.
-        """
+        """Move the coefficients of KL and entropy to their targets, in the metrics too, unless the critic warms up."""
         kl, num_samples = self._algorithm.kl, int((~batch.demonstration_N).sum())
         if kl.target and num_samples and "train/kl_reference" in metrics and not self._warms_up(batch.step):
             counted = counted_samples(num_samples, kl.horizon)
@@ -542,7 +538,6 @@ def _referred(row: Row, scores: Scores) -> Row:
 
 
 def _routed(rows: list[Row]) -> list[Routed]:
-    """Return where the last pass sent the tokens of each row, in the layers of this stage."""
     return [dict(row.packed.routed) for row in rows]  # a copy, because the next pass writes into the same map
 
 

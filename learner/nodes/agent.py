@@ -270,7 +270,7 @@ class Agent:
         raise LearnerEnded(reason, exit_code)
 
     def _renew(self, reason: str) -> None:
-        """Offer this node again, under a new nonce and with a new key. No rank of it is alive."""
+        # No rank of this node is alive here.
         assert self._ranks is None
         self._attempts.close()
         if reason:

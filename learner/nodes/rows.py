@@ -147,7 +147,7 @@ class View:
                 await asyncio.sleep(LOOK_S)
 
     async def _read(self) -> None:
-        """Read once. The nodes come first: an agent that leaves has recorded the end of the attempt before."""
+        # The nodes come first: an agent that leaves has recorded the end of the attempt before.
         writes = self._writes
         try:
             async with asyncio.timeout(READ_S):

@@ -199,9 +199,7 @@ class Checkpoints:
             wait_for([self._writing[1]], timeout=_LEAVE_S)
 
     def _write(self, staged: Staged, data_state: bytes, extra: dict[str, object], began: float) -> Path:
-        """Write this rank's part and, together, the checkpoint. Returns its path. Raises CheckpointUnwritten
-        everywhere.
-        """
+        """Write this rank's part and, together, the checkpoint. Returns its path. CheckpointUnwritten everywhere."""
         tmp = staged.directory
         parts = self._gathered(self._part(staged))
         conclusion = self._broadcast(self._concluded(staged, parts, data_state, extra) if self._rank == 0 else None)

@@ -137,7 +137,7 @@ def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
 
 
 def _timeout_s(learner: LearnerConfig) -> float:
-    """Return the timeout of the process groups: a peer may be waiting for its batch, or writing a checkpoint."""
+    # A peer may be waiting for its batch, or writing a checkpoint.
     return learner.batch_timeout_s + 600
 
 
@@ -305,7 +305,7 @@ class Rank:
         self.checkpoints.collect()
 
     def _begin_with(self, directory: Path) -> None:
-        """Load the weights of another run's checkpoint. A reference model keeps the initial weights of the model."""
+        # A reference model keeps the initial weights of the model.
         step = state.load_weights(directory, policy=self._policy, optimizer=self._optimizer)
         if self._proximal is not None:
             self._proximal.refresh()

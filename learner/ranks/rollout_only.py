@@ -38,7 +38,6 @@ class _Consumer:
         self._places, self._feed = places, feed
 
     def run(self) -> None:
-        """Take steps until the feeder ends the run. Raises as the feed."""
         start = self._feed.hello()
         if start.checkpoint is not None and not (Path(start.checkpoint) / disk.NO_WEIGHTS).exists():
             reason = "want one of a run with debug.rollout_only, got one with weights"

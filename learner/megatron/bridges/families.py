@@ -51,7 +51,6 @@ class WholeLinear(torch.nn.Linear):
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(self.weight)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Return the product and no bias, as Megatron's linears do."""
         return super().forward(x), None
 
 
@@ -102,7 +101,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
 
 @contextmanager
 def _without_transformer_engine() -> Iterator[None]:
-    """Let Megatron skip the absent linears of Transformer Engine: 0.16.1 compares with no class then."""
+    # Megatron 0.16.1 compares with a class that is None where Transformer Engine is absent.
     had = multi_latent_attention.HAVE_TE
     multi_latent_attention.HAVE_TE = had and isinstance(multi_latent_attention.TELinear, type)
     try:
@@ -304,7 +303,6 @@ def open_bridge(
 
 
 def _own(path: str) -> type[LocalLayers]:
-    """Return the class at an import path. Raises ValueError for one that is no bridge."""
     bridge_class = find_function(path, "learner.bridge", want="module:Class")
     if not (
         isinstance(bridge_class, type) and issubclass(bridge_class, LocalLayers) and issubclass(bridge_class, LLMBridge)

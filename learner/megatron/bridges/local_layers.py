@@ -54,7 +54,6 @@ class ModelFiles:
         return tensor
 
     def _index(self) -> dict[str, str]:
-        """Return the file of each tensor."""
         if (self._directory / INDEX).is_file():
             weight_map: dict[str, str] = json.loads((self._directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
             return weight_map
@@ -189,7 +188,6 @@ class LocalLayers:
         return turns
 
     def _spec(self, vp_stage: int | None) -> Any:
-        """Return Megatron's description of the stage's layers."""
         spec = get_gpt_decoder_block_spec(
             self.config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
         )
@@ -283,7 +281,6 @@ class LocalLayers:
                     yield from zip(names, tensors, strict=True)
 
     def _gathered(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole tensor of a weight that may be split."""
         full_weight = weight.detach()
         if self.mpu.tp_size > 1 and getattr(weight, "tensor_model_parallel", False):
             parts = [torch.empty_like(full_weight) for _ in range(self.mpu.tp_size)]

@@ -268,13 +268,11 @@ class _Pad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, take_P: Tensor | None, give_T: Tensor | None) -> Tensor:
-        """Return x at the padded positions, [P, ...]."""
         ctx.give_T = give_T
         return x if take_P is None else x.index_select(0, take_P)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradients at the real positions, [T, ...]."""
         return grad if ctx.give_T is None else grad.index_select(0, ctx.give_T), None, None
 
 
@@ -283,13 +281,11 @@ class _Unpad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, give_T: Tensor | None) -> Tensor:
-        """Return x at the positions of the row's tokens, [T, ...]."""
         ctx.give_T, ctx.num_places = give_T, len(x)
         return x if give_T is None else x.index_select(0, give_T)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the gradients at their padded positions, and 0 at the others, [P, ...]."""
         if ctx.give_T is None:
             return grad, None
         return grad.new_zeros(ctx.num_places, *grad.shape[1:]).index_copy_(0, ctx.give_T, grad), None

@@ -43,7 +43,6 @@ class FusedHeadNorm(Norm):
     """The norm of queries or keys by kernels for rows of a head's size: it takes and returns [..., n, d]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the norm of each head."""
         from tidemill.learner.megatron.layers.triton_kernels import head_norm
 
         assert self.eps is not None
@@ -54,7 +53,6 @@ class GatedSilu(torch.nn.Module):
     """SiLU of the first half of the input times the second. It keeps the input alone for the backward pass."""
 
     def __init__(self, config: Any) -> None:
-        """``config``: Megatron's, which passes it to every module."""
         super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,7 +92,6 @@ class NormedAttention(SelfAttention):  # type: ignore[misc]
         self.post_norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, Any]:
-        """Attend as Megatron does, and normalise."""
         out, bias = super().forward(*arguments, **options)
         return self.post_norm(out), bias
 
@@ -108,7 +105,6 @@ class NormedMLP(MLP):  # type: ignore[misc]
         self.post_norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, Any]:
-        """Compute as Megatron does, and normalise."""
         out, bias = super().forward(*arguments, **options)
         return self.post_norm(out), bias
 
@@ -133,7 +129,6 @@ class ValueHead(torch.nn.Module):
     """One value per token instead of logits: whole on every tensor-parallel rank, in float32, 0 at first."""
 
     def __init__(self, config: Any, *, device: torch.device) -> None:
-        """``config``: Megatron's TransformerConfig."""
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(self.weight)

@@ -121,7 +121,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         return attached
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of each expert. Megatron's own cannot apply a mask to several experts."""
+        # Megatron's own cannot apply a mask to several experts.
         if self.enable_expert_bias and torch.is_grad_enabled():
             counted_TE = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
             self.local_tokens_per_expert += counted_TE.sum(dim=0)

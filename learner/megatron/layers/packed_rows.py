@@ -141,7 +141,6 @@ def _bounds(lengths: NDArray[np.int64], device: torch.device) -> Tensor:
 
 
 def _cut(lengths: NDArray[np.int64], device: torch.device) -> tuple[Piece, ...]:
-    """Return the pieces of a row of these lengths, none of which is 0."""
     long = lengths >= LONG_SEQUENCE
     if not long.any():
         return ()

@@ -156,7 +156,6 @@ class _Rotated(Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, cos_TF: Tensor, sin_TF: Tensor, interleaved: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return q and k, turned."""
         ctx.save_for_backward(cos_TF, sin_TF)
         ctx.interleaved = interleaved
         return _turn(q, k, cos_TF, sin_TF, 1.0, interleaved)
@@ -164,7 +163,6 @@ class _Rotated(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients, turned back."""
         cos_TF, sin_TF = ctx.saved_tensors
         return *_turn(grad_q, grad_k, cos_TF, sin_TF, -1.0, ctx.interleaved), None, None, None
 
@@ -183,14 +181,12 @@ def _turn(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return x with the elements of a head side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _HeadNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return the norm of [T, n, d]."""
         x = _dense(x)
         tokens, heads, size = x.shape
         out = empty(x.shape, dtype=x.dtype, device=x.device)
@@ -204,7 +200,6 @@ class _HeadNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and weight."""
         x, weight, scales = ctx.saved_tensors
         grad = grad.contiguous()
         tokens, heads, size = x.shape
@@ -219,7 +214,6 @@ class _HeadNorm(Function):
 
 
 def _tile(size: int) -> tuple[int, int]:
-    """Return the rows of a tile and its width, both powers of two."""
     width = triton.next_power_of_2(size)
     return max(1, TILE // width), width
 
@@ -260,7 +254,6 @@ def _rotate(  # type: ignore[no-untyped-def]
 def _rotate_heads(  # type: ignore[no-untyped-def]
     x, out, stride, heads, size, cosines, sines, pairs, sign, PAIRED: constexpr, HEADS: constexpr, SIZE: constexpr
 ):
-    """Turn the heads of one token."""
     head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, SIZE)[None, :]
     inside, turns = (head < heads) & (column < size), column < 2 * pairs
     if PAIRED:
