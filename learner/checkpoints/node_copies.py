@@ -26,8 +26,8 @@ from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.rows import Holder, row_of
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY, latest_in, targets
 from tidemill.learner.checkpoints.manifest import MANIFEST, FileEntry
-from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY, latest_in, targets
 from tidemill.learner.checkpoints.remote_files import PATH, Peer, PeerClient
 from tidemill.learner.errors import CheckpointCorrupt
 

@@ -33,11 +33,10 @@ from tidemill.bus.system.functions import settle
 from tidemill.bus.wire.rows import Uploaded, row_of
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
-from tidemill.learner.checkpoints.disk import Checkpoint
+from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY, Checkpoint, digests_in, latest_in
 from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, CheckpointManifest, FileEntry
 from tidemill.learner.checkpoints.node_copies import INTERVAL_S, CheckpointRow
 from tidemill.learner.checkpoints.object_store import MOST_BYTES, OWNER, UNNAMED, ObjectStore
-from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY, digests_in, latest_in
 from tidemill.learner.checkpoints.remote_files import PeerClient
 from tidemill.learner.errors import CheckpointCorrupt, StoreFailed
 

@@ -125,9 +125,7 @@ class Trainer:
         return {"kl_scale": self.kl_scale, "trained_tokens": self._trained_tokens, **adaptive, **running}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
-        """Go on with the ``numbers`` of a checkpoint. Raises ConfigRefused for one without tokens that a schedule
-        needs.
-        """
+        """Go on with the ``numbers`` of a checkpoint. ConfigRefused for one without tokens for a schedule."""
         self.kl_scale = numbers["kl_scale"]
         if self._algorithm.entropy.target and "entropy_coef" in numbers:  # missing where the target was set later
             self.entropy_bonus = EntropyBonus(coef=numbers["entropy_coef"], low=bool(numbers["entropy_low"]))

@@ -33,8 +33,7 @@ from tidemill.bus.wire.model_values import in_older_keys
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.sizes import FAMILIES, refusals
-from tidemill.learner.megatron.bridges.experts import Experts
-from tidemill.learner.megatron.bridges.local_layers import LocalLayers
+from tidemill.learner.megatron.bridges.local_layers import Experts, LocalLayers
 from tidemill.learner.megatron.layers.attention import Group, PackedRotary
 from tidemill.learner.megatron.layers.dense import NormedAttention, NormedMLP
 from tidemill.learner.megatron.layers.experts import Mixture

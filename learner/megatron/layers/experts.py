@@ -3,7 +3,8 @@
 The experts of a rank run in one grouped product per linear layer. Source: Megatron's ``SequentialMLP``, whose weights,
 names and checkpoints they keep, and ``torch.nn.functional.grouped_mm`` of torch 2.13 (on CUDA one kernel for bfloat16).
 Shape letters: T = tokens of all experts of the rank, one expert after the other, E = experts of the rank, I = inputs,
-O = outputs."""
+O = outputs.
+"""
 
 from dataclasses import dataclass
 from typing import Any
