@@ -8,6 +8,7 @@ import pytest
 
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
+from tests.refusals import refusal
 from tidemill.bus.streams.bus import Bus
 from tidemill.launch.cli import main as cli
 from tidemill.launch.cli.texts import show_texts
@@ -36,7 +37,7 @@ async def test_both_versions_stand_beside_their_prompt_with_the_means(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     async with open_bus() as bus:
-        with pytest.raises(ValueError, match=r"want an evaluated set with responses \(none\), got ''"):
+        with refusal(ValueError, got="''"):
             await shown(bus, capsys)
         await evaluate(bus, 0)
         assert (await shown(bus, capsys))[0] == 1, "one version"

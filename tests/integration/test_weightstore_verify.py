@@ -101,7 +101,7 @@ class Flipping(HttpReceiver):
         self._served, self.flipped = served, flipped
 
     async def checksums(self) -> ChecksumReport | None:
-        standby = self._served.engine.updates._standby
+        standby = self._served.engine.updates.standby
         assert standby is not None
         if self.flipped:
             standby.named[self.flipped].view(-1).view(torch.uint8)[-1] ^= 1

@@ -19,6 +19,7 @@ from tests.algorithm_settings import algorithm_of
 from tests.data_kit import rules, task
 from tests.examples import examples
 from tests.learner_steps import make_batches, make_samples
+from tests.refusals import refusal
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Plan, Sample, SequenceSize, Span, Turns
@@ -26,9 +27,10 @@ from tidemill.learner.algorithms.advantages import ADVANTAGES
 from tidemill.learner.algorithms.aggregation import Denominators, aggregate
 from tidemill.learner.algorithms.choices import AGGREGATIONS, OF_TURNS
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.objective import Objective, Tokens
+from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.algorithms.objective import TurnColumns as StepTurns
 from tidemill.learner.algorithms.token_returns import turn_advantages, turn_returns
+from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.batch.frames import decode, encode
@@ -300,7 +302,7 @@ def test_parts_of_rewards_travel_by_name() -> None:
         None,
         None,
     ]
-    with pytest.raises(FeedError, match="2 parts of each reward"):
+    with refusal(FeedError, where="batch 1", got=7):
         _decoded(replace(batch, parts_NK=batch.parts_NK[1:]))
     plain = _decoded(make_batches([replace(sample, reward=1.0) for sample in samples], step=1)[0])
     assert (plain.part_names, plain.parts_NK.tolist()) == ((), [])
@@ -448,14 +450,13 @@ def test_the_baseline_of_an_episode_does_not_see_its_sequences(
 ) -> None:
     samples = [replace(sample, reward=reward) for sample, reward in zip(step(told, borders), rewards, strict=True)]
     (batch,) = make_batches(samples)
-    for name in ADVANTAGES:
-        lengths_N = torch.from_numpy(batch.trainable_N)
-        got = ADVANTAGES[name].function(
-            torch.from_numpy(batch.rewards_N).double(), torch.from_numpy(batch.groups_N), lengths_N=lengths_N
-        )
-        wanted = ADVANTAGES[name].function(
-            torch.tensor(np.array(rewards, np.float32)).double(), torch.tensor([1, 1, 1, 2, 2, 2]), lengths_N=lengths_N
-        )
+    trainable_N = torch.from_numpy(batch.trainable_N)
+    further: dict[str, dict[str, Any]] = {"opo": {"trainable_N": trainable_N}, "pass_at_k": {"k": 2}}
+    for name, estimator in ADVANTAGES.items():
+        values = further.get(name, {})
+        got = estimator(torch.from_numpy(batch.rewards_N).double(), torch.from_numpy(batch.groups_N), **values)
+        rewards_N = torch.tensor(np.array(rewards, np.float32)).double()
+        wanted = estimator(rewards_N, torch.tensor([1, 1, 1, 2, 2, 2]), **values)
         assert got.tolist() == wanted.tolist(), name
 
 

@@ -111,7 +111,7 @@ class Publisher:
         self._fenced: Fenced | None = None
         self._last: PushHandle | None = None
         self._closes = False
-        self._connected: _Connected | None = None
+        self.connected: _Connected | None = None
         self._pushing: asyncio.Task[object] | None = None
 
     # ---- the trainer's thread
@@ -199,7 +199,7 @@ class Publisher:
 
     def latest(self) -> VersionRow | None:
         """Return the newest head that this publisher knows."""
-        return None if self._connected is None else self._connected.head.row
+        return None if self.connected is None else self.connected.head.row
 
     def close(self, *, drain: bool = True) -> None:
         """End the thread, after the push under way with ``drain``. Safe to call twice, and without ``start``."""
@@ -217,9 +217,9 @@ class Publisher:
         failure = self._fenced or self._thread.failure
         if isinstance(failure, Fenced):
             raise failure
-        if self._connected is None or not self._thread.is_alive:
+        if self.connected is None or not self._thread.is_alive:
             raise PublisherClosed(f"publisher: not running ({failure!r})" if failure else "publisher: not running")
-        return self._connected
+        return self.connected
 
     def _submit(self, work: Coroutine[object, None, T]) -> "Future[T]":
         try:
@@ -247,7 +247,7 @@ class Publisher:
                     group.create_task(_refresh(connected.view), name="publisher: live rows"),
                     group.create_task(connected.head.serve_requests(bus), name="publisher: snapshot requests"),
                 ]
-                self._connected = connected
+                self.connected = connected
                 self._thread.ready()
                 await self._thread.closing()
                 # The push is no task of the group: ``run_coroutine_threadsafe`` made it, and nothing else would wait

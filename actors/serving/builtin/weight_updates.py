@@ -11,7 +11,7 @@ blocking work runs in other threads.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -110,6 +110,26 @@ class BuiltinUpdates(Updates):
     def version(self) -> int:
         """Version of the served weights, as the decoding thread has it."""
         return self._scheduler.version
+
+    @property
+    def weights(self) -> Weights | None:
+        """Weights that requests are answered with; None while their memory is released."""
+        return self._served
+
+    @property
+    def standby(self) -> Weights | None:
+        """Copy that the next update is written into, from the first update on."""
+        return self._standby
+
+    @property
+    def open_update(self) -> Update | None:
+        """Update that has begun and not ended."""
+        return self._open
+
+    @property
+    def groups(self) -> Mapping[str, JoinedGroup]:
+        """Groups of senders that this engine has joined, by name."""
+        return self._groups
 
     @property
     def whole(self) -> bool:
