@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from tidemill.actors.router.config import RouterConfig
+from tidemill.actors.config import RouterConfig
 from tidemill.actors.router.server import RouterServer
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.liveness.keys import RunKeys

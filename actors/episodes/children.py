@@ -188,6 +188,7 @@ class Children:
         try:
             process = await asyncio.create_subprocess_exec(
                 *(python, str(PROGRAM), str(theirs.fileno()), str(os.getpid())),
+                # A session of its own: the user's program and all that it starts are killed by it.
                 stdin=asyncio.subprocess.DEVNULL,
                 env=without_proxy(environment(os.environ), [self._gateway_host]),
                 pass_fds=(theirs.fileno(),),

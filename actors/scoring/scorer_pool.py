@@ -80,7 +80,6 @@ class ScorerClient:
             raise ScorerLost(self._url, f"want JSON, got {content[:_SHOWN]!r}: {error}") from None
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -130,6 +129,7 @@ class RemoteScoring:
                 async with self._pool.acquire(min_version=-1, timeout_s=math.inf, avoid=avoid) as (scorer, client):
                     avoid = scorer
                     return _read(scorer, contract, field, await self._call(scorer, client, path, body))
+            # A reward is a function without a state: another scorer computes it again (decision 045).
             except ScorerLost as error:
                 num_lost += 1
                 if num_lost >= MAX_LOST:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from tidemill.actors.errors import EngineFailed
 from tidemill.actors.serving.builtin.blocks import host_memory
-from tidemill.actors.serving.sglang.releases import OLDEST, release_of, written
+from tidemill.actors.serving.sglang.arguments import OLDEST, release_of, written
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import OLDEST_SERVER, STORE_SHARE
 from tidemill.bus.server.store_disk import lacking, needed_bytes

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from tidemill.actors.teacher_settings import TeacherConfig, Teachers
+from tidemill.actors.config import TeacherConfig, Teachers
 from tidemill.bus.section import read
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.system.coroutines import first_of

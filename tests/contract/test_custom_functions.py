@@ -22,8 +22,7 @@ from tests.episode_kit import stage, task
 from tests.tiny_models import write_tiny_model
 from tests.web_hook import web_hook
 from tidemill.actors.episodes.children import Children
-from tidemill.actors.episodes.programs.call_threads import CallThreads
-from tidemill.actors.episodes.programs.tools import FAILED, TABLE, Tool, tools_of
+from tidemill.actors.episodes.programs.tools import FAILED, TABLE, CallThreads, Tool, tools_of
 from tidemill.actors.episodes.rollouts import ProgramRollout
 from tidemill.actors.rollout_settings import RolloutConfig
 from tidemill.bus.processes.limits import ProcessLimits

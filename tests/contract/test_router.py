@@ -25,7 +25,7 @@ from tests.refusals import refusal
 from tests.router_kit import Door, engine_process, faulty, routing
 from tests.tiny_models import write_tiny_model
 from tests.waits import until
-from tidemill.actors.router.config import RouterConfig
+from tidemill.actors.config import RouterConfig
 from tidemill.actors.router.exchange import Answer, Handler, Middleware, Request
 from tidemill.actors.router.forward import Sessions
 from tidemill.actors.router.server import load_middleware

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from tests.waits import until
-from tidemill.actors.body_decoder import decode
+from tidemill.actors.http_api import decode
 from tidemill.actors.scoring.server import RewardServer, ScoreBody, serving
 from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status

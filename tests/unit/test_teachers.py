@@ -14,8 +14,8 @@ from tests.bus_kit import make_sample
 from tests.check_kit import write_model, write_run
 from tests.learner_steps import make_batches, make_samples
 from tests.refusals import refusal
+from tidemill.actors.config import Teachers, chosen
 from tidemill.actors.errors import EngineFailed
-from tidemill.actors.teacher_settings import Teachers, chosen
 from tidemill.actors.teachers import request_of, scores_in
 from tidemill.bus.errors import WireError
 from tidemill.bus.section import read
