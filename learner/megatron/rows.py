@@ -17,7 +17,7 @@ from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.learner.algorithms.aggregation import Denominators
 from tidemill.learner.algorithms.tokens import RewardParts, Tokens, TurnColumns
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
-from tidemill.learner.batch.prefixes import Tree, tree_of
+from tidemill.learner.batch.repacking import Tree, tree_of
 from tidemill.learner.layout.parallel import Parallel, own_part
 from tidemill.learner.megatron.layers.kernels import SDPA
 from tidemill.learner.megatron.layers.packed_rows import PackedRow, packed_row

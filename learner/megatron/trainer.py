@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tidemill.learner.algorithms import diagnostics
-from tidemill.learner.algorithms.aggregation import Denominators
+from tidemill.learner.algorithms.aggregation import Denominators, Supervised
 from tidemill.learner.algorithms.choices import RUNNING
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.correction import rate_factor
@@ -26,12 +26,10 @@ from tidemill.learner.algorithms.diagnostics import Sums
 from tidemill.learner.algorithms.gae_vtrace import with_token_advantages
 from tidemill.learner.algorithms.kl import EntropyBonus, counted_samples, next_coefficient
 from tidemill.learner.algorithms.objective import Coupled, Objective, sequence_weight_sums
-from tidemill.learner.algorithms.policy_losses import Supervised
 from tidemill.learner.algorithms.ratios import log_ratio, sequence_sums
 from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import StepBatch, without_truncated
-from tidemill.learner.batch.prefixes import any_common
-from tidemill.learner.batch.repacking import packings, repacked
+from tidemill.learner.batch.repacking import any_common, packings, repacked
 from tidemill.learner.debug import collector
 from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
 from tidemill.learner.debug.report import REPORTED_STEPS
