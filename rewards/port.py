@@ -3,7 +3,7 @@ process.
 
 A reward is a function from one finished response to a number. There is one contract for rewards
 (``rewards/registry.py``), one for rewards of groups, and one for the filters of the learner
-(``learner/filters/filters.py``). Knows no reward and no transport.
+(``learner/filters.py``). Knows no reward and no transport.
 """
 
 import base64

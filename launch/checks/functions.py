@@ -20,7 +20,7 @@ from tidemill.bus.wire.messages import Status
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.algorithms.choices import OFFERED, OWN_ARGUMENTS
-from tidemill.learner.filters.buffer_filters import contract_of
+from tidemill.learner.filters import contract_of
 from tidemill.learner.prompts.rows import PromptRow
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from tidemill.rewards.group import GROUP

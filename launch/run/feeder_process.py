@@ -36,7 +36,7 @@ async def run_feeder(
     from tidemill.launch.checks.resume import model_identity
     from tidemill.learner.feed import feeder, recorded_steps
     from tidemill.learner.feed.feeder_settings import FeederSettings, ModelFacts
-    from tidemill.learner.layout.flops import StepFlops
+    from tidemill.learner.layout.sizes import StepFlops
 
     model, debug, data = Path(config.model.path), config.debug, config.data
     vocab_size, max_context = model_shape(model)

@@ -47,7 +47,7 @@ from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import Loaded, to_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 from tidemill.launch.settings.run_paths import recorded
-from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
+from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY
 
 log = logging.getLogger(__name__)
 

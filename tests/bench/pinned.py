@@ -203,9 +203,10 @@ class PinnedLoop:
 
         ``parallel``: Megatron's groups of this process; None = a world of one, joined once.
         """
-        from tidemill.learner.megatron.model import WeightBackup, build_policy
+        from tidemill.learner.megatron.backups import OtherModels, WeightBackup
+        from tidemill.learner.megatron.model import build_policy
         from tidemill.learner.megatron.optimizer import PolicyOptimizer
-        from tidemill.learner.megatron.trainer import OtherModels, Trainer
+        from tidemill.learner.megatron.trainer import Trainer
 
         self.task, self.lag, self.seed, self.fault, self.corrupt = (
             task or Task(),
