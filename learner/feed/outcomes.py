@@ -11,7 +11,7 @@ from pathlib import Path
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusUnavailable, Fenced
 from tidemill.bus.streams.bus import Bus, current_epoch
-from tidemill.bus.streams.cursors import Cursors
+from tidemill.bus.streams.readers import Cursors
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Done, Plan
 from tidemill.bus.wire.subjects import END_KEY, EPOCH_KEY

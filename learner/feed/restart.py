@@ -18,8 +18,8 @@ from tidemill.learner.buffer.ledger import ROWS, read_state
 from tidemill.learner.buffer.rules import DataRules
 from tidemill.learner.buffer.senders import Senders, refused_before
 from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY
 from tidemill.learner.checkpoints.object_store import ObjectStore
-from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
 from tidemill.learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
 from tidemill.learner.evaluation.rounds import Rounds
 from tidemill.learner.feed.copies import Copies

@@ -24,7 +24,7 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced, StreamReplaced
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect, raise_epoch
-from tidemill.bus.streams.cursors import Cursors, Reader
+from tidemill.bus.streams.readers import Cursors, Reader
 from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Requeue, Sample, Settle, Task
 from tidemill.bus.wire.subjects import BUCKETS, bucket_stream, stream
 from tidemill.learner.algorithms.config import AlgorithmConfig

@@ -32,7 +32,7 @@ from tidemill.learner.feed.issuing import Curriculum, prompt_for
 from tidemill.learner.prompts.prompt_file import PlannedRows, PromptFile
 from tidemill.learner.prompts.rows import MAX_LOGGED, BadRows, RowRules, RowTokens, RowTooLong
 from tidemill.learner.prompts.tokenizer import PromptTokenizer
-from tidemill.rewards.model_text.message_template import MessageTemplate
+from tidemill.rewards.model_text import MessageTemplate
 
 TEMPLATE = MessageTemplate(
     "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no role ' ~ "

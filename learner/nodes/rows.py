@@ -1,30 +1,34 @@
-"""Rows of all nodes, ``node.<R>``, and the row ``attempt``, as an agent reads them at every change and every second.
+"""Rows of all nodes (``node.<R>``) and of the attempt, as an agent reads them, and the leader's writes of the attempt.
 
-They are input like any other: a row of another shape is refused (``bus/wire/row_reader.py``), and here one with values
-that contradict each other.
+A row of another shape is refused by ``bus/wire/row_reader.py``, one with values that contradict each other here.
 """
 
 import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import msgspec
 
+from tidemill.bus.client.addresses import KeptPort, in_url
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusError, WireError
-from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.bus import Bus, raise_epoch
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.rows import MAX_TEXT, Attempt, NodeRow, row_of
-from tidemill.learner.nodes.rendezvous import Seen
+from tidemill.bus.wire.rows import MAX_TEXT, Attempt, NodeRow, State, row_of
+from tidemill.bus.wire.subjects import nonce
+from tidemill.learner.errors import NodeRefused
+from tidemill.learner.nodes.rendezvous import Seen, refuse_unlike
+from tidemill.learner.ranks.process import NodePart
 
 log = logging.getLogger(__name__)
 
-NODE_KEY = "node"
-"""Rows ``node.<R>``."""
+NODE_KEY = "node"  # rows ``node.<R>``
 ATTEMPT_KEY = "attempt"
 
 
@@ -61,8 +65,7 @@ def row_value(row: NodeRow | Attempt) -> JsonObject:
     return value
 
 
-GRACE_S = 5.0
-"""Seconds after an outage of the bus before ages count again: all agents have to connect and write first."""
+GRACE_S = 5.0  # seconds after an outage of the bus before ages count again: all agents have to connect and write first
 
 
 class Silences:
@@ -71,8 +74,7 @@ class Silences:
     def __init__(self) -> None:
         self._stamps: dict[int, Hashable] = {}
         self._silent: dict[int, float] = {}
-        self._read_s: float | None = None
-        """Time of the last reading; None while the bus is away or full."""
+        self._read_s: float | None = None  # time of the last reading; None while the bus is away or full
         self._count_from_s = float("-inf")
 
     def lost(self, now: float) -> None:
@@ -94,8 +96,7 @@ class Silences:
 
 
 LOOK_S = 1.0
-READ_S = 5.0
-"""Seconds after which a reading without an answer counts as an outage of the bus."""
+READ_S = 5.0  # seconds after which a reading without an answer counts as an outage of the bus
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class View:
                 await asyncio.sleep(LOOK_S)
 
     async def _read(self) -> None:
-        """Read once. The nodes come first: an agent that leaves has recorded the end of the attempt before."""
+        # The nodes come first: an agent that leaves has recorded the end of the attempt before.
         writes = self._writes
         try:
             async with asyncio.timeout(READ_S):
@@ -179,3 +180,100 @@ class View:
         if value is None:
             return None
         return self._bus.refusals.read("run", f"{ATTEMPT_KEY} (revision {revision})", lambda: attempt_of(value))
+
+
+class Work(Protocol):
+    """The ranks of one node."""
+
+    def opened(self, bus: Bus) -> AbstractAsyncContextManager[None]:
+        """Run the node's servers, from the claim of its row to the end of its agent. Raises OSError, BusUnavailable."""
+        raise NotImplementedError
+
+    def layout(self, offers: Sequence[NodeRow]) -> tuple[int, ...]:
+        """Return the number of ranks of each node, for the leader. Raises NodeRefused for nodes that do not fit."""
+        raise NotImplementedError
+
+    async def check(self, proof: str) -> None:
+        """Check this node before its ranks start. ``proof``: of the leader's directory. Raises NodeRefused."""
+        raise NotImplementedError
+
+    async def prove(self, proof: str) -> None:
+        """Write the proof that ``check`` reads on the other nodes. Only the leader's. Raises OSError."""
+        raise NotImplementedError
+
+    async def run(self, part: NodePart, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
+        """Run the processes until they succeed, or have drained; a cancellation ends them. Raises ChildFailed."""
+        raise NotImplementedError
+
+
+_OVER = (State.ENDING, State.FAILED, State.DONE)
+
+
+class Attempts:
+    """The attempts of one agent, which is the leader."""
+
+    def __init__(self, bus: Bus, view: View, work: Work, *, bind: str) -> None:
+        self._bus, self._rows, self._view, self._work, self._bind = bus, bus.rows("run"), view, work, bind
+        self._ports = ExitStack()
+        self.raised = 0
+        """Epoch that was raised last."""
+
+    def close(self) -> None:
+        """Give up the ports that are kept for the ranks."""
+        self._ports.close()
+
+    async def form(self, me: NodeRow, offers: Sequence[NodeRow], feeder_key: str) -> None:
+        """Write the next attempt, or a failed one for nodes that do not fit. Raises RowConflict, BusError, OSError."""
+        reading = self._view.reading
+        assert reading is not None
+        refused: NodeRefused | None = None
+        ranks = tuple(1 for _ in offers)
+        try:
+            refuse_unlike(offers)
+            ranks = self._work.layout(offers)
+        except NodeRefused as error:
+            refused = error
+        # Before the attempt is written: ranks of an earlier epoch are fenced wherever they still run.
+        epoch = self.raised = await raise_epoch(self._bus)
+        self._ports.close()
+        feeder, master = (self._ports.enter_context(KeptPort(self._bind)).number for _ in range(2))
+        proof = nonce()
+        await self._work.prove(proof)
+        attempt = Attempt(
+            epoch=epoch,
+            nonces=tuple(row.nonce for row in offers),
+            ranks=ranks,
+            master=f"{me.address}:{master}",
+            feeder=f"tcp://{in_url(me.address)}:{feeder}",
+            feeder_key=feeder_key,
+            proof=proof,
+            state=State.FAILED if refused else State.FORMING,
+            reason=cut(str(refused or "")),
+            exit_code=refused.exit_code if refused else 0,
+        )
+        log.info("attempt epoch=%d nodes=%d ranks=%s state=%s", epoch, len(ranks), ranks, attempt.state)
+        await self._write(attempt, reading.revision)
+
+    async def record(self, me: NodeRow, state: State, reason: str, exit_code: int = 0) -> None:
+        """Write the state of the present attempt, if it is this agent's. Raises RowConflict, BusError, TimeoutError."""
+        reading = self._view.reading
+        if reading is None or reading.attempt is None or not reading.attempt.has(me):
+            return
+        log.info("attempt epoch=%d state=%s reason=%s", reading.attempt.epoch, state, reason or "-")
+        await self._write(
+            replace(reading.attempt, state=state, reason=cut(reason), exit_code=exit_code), reading.revision
+        )
+
+    async def try_record(self, me: NodeRow, state: State, reason: str, exit_code: int = 0) -> None:
+        """Record a state unless the attempt is over; other agents see it in this node's row as well."""
+        reading = self._view.reading
+        try:
+            if reading is not None and reading.attempt is not None and reading.attempt.state not in _OVER:
+                await self.record(me, state, reason, exit_code)
+        except (BusError, TimeoutError) as error:
+            log.warning("attempt not recorded as %s: %s", state, str(error) or "no answer")
+
+    async def _write(self, attempt: Attempt, revision: int) -> None:
+        async with asyncio.timeout(READ_S):
+            written = await self._rows.update(ATTEMPT_KEY, row_value(attempt), revision)
+        self._view.wrote(attempt, written)
