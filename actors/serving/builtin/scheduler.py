@@ -308,9 +308,10 @@ class Scheduler:
         """Forget an adapter. Raises UpdateRefused for an unknown one, and while sequences need it."""
         if not name or name not in self.batch.versions:
             raise UpdateRefused(f"lora_name: want a loaded adapter, got {name!r}")
-        users = [user for user in (*self.running, *self.waiting, *self.scorings) if user.adapter == name]
-        if users:
-            raise UpdateRefused(f"lora_name: {name!r} is in use by {len(users)} requests; wait for them or abort them")
+        names = [sequence.adapter for sequence in (*self.running, *self.waiting)]
+        names += [scoring.adapter for scoring in self.scorings]
+        if users := names.count(name):
+            raise UpdateRefused(f"lora_name: {name!r} is in use by {users} requests; wait for them or abort them")
         del self.runner.adapters[name], self.batch.versions[name]
 
     def _drop_adapters(self, reason: str) -> None:
