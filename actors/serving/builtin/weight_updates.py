@@ -23,8 +23,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tidemill.actors.body_decoder import decode
 from tidemill.actors.errors import PeerTransferRefused, UpdateRefused
+from tidemill.actors.http_api import decode
 from tidemill.actors.serving.builtin.lora import Adapter, IncomingAdapter
 from tidemill.actors.serving.builtin.receiving import Incoming, JoinedGroup, Update, bucket_of
 from tidemill.actors.serving.builtin.scheduler import Scheduler
