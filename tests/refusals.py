@@ -16,8 +16,8 @@ _HOUSE_FORM = re.compile(r"(?:(?P<place>[^\n]*?): )?want [^\n]*, got (?P<got>[^;
 def refusal(kind: type[Error], /, **fields: object) -> Iterator[pytest.ExceptionInfo[Error]]:
     """Expect an error of this class with these fields: each a value, or the pattern of a part of it.
 
-    ``place``, the setting or thing at fault, and ``got`` are those of the text of the error's reason, or of its message,
-    where its class does not declare them.
+    ``place``, the setting or thing at fault, and ``got`` are read in the error's reason, or in its message, where its
+    class does not declare them.
     """
     with pytest.raises(kind) as caught:
         yield caught

@@ -257,31 +257,21 @@ def test_bfloat16_keeps_the_biases_of_routers_in_float32(here: Any, tmp_path: Pa
         (
             "qwen3_moe",
             Wanted(fused_activation="always"),
-            {"field": "learner.fused_activation", "got": "always"},
+            "learner.fused_activation: want auto or never for a model with experts",
         ),
         (
             "deepseek_v3",
             Wanted(attention="varlen"),
-            {
-                "field": "learner.attention",
-                "got": "varlen: keys and values of deepseek_v3 have heads of different sizes",
-            },
+            "learner.attention: want sdpa or auto, got 'varlen: keys and values",
         ),
-        (
-            "deepseek_v3",
-            Wanted(attention="cudnn"),
-            {
-                "field": "learner.attention",
-                "got": "cudnn: keys and values of deepseek_v3 have heads of different sizes",
-            },
-        ),
+        ("deepseek_v3", Wanted(attention="cudnn"), "learner.attention: want sdpa or auto, got 'cudnn: keys and values"),
     ],
 )
 def test_a_kernel_that_a_family_cannot_use_is_refused(
-    here: Any, tmp_path: Path, family: str, wanted: Wanted, message: dict[str, Any]
+    here: Any, tmp_path: Path, family: str, wanted: Wanted, message: str
 ) -> None:
     directory = write_tiny_model(tmp_path, family)
-    with refusal(ConfigRefused, **message):
+    with pytest.raises(ConfigRefused, match=message):
         build_policy(directory, dtype="float32", parallel=here, kernels=wanted)
     assert not build_policy(directory, dtype="float32", parallel=here).config.bias_activation_fusion
 
