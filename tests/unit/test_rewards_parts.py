@@ -1,6 +1,7 @@
 """Sums of rewards: weights, parts of parts, conditions, failures, and settings that are refused."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def test_a_check_warns_of_a_reward_of_groups_that_no_row_gets(tmp_path: Path, mo
 def test_the_bus_names_no_code_in_a_part() -> None:
     refuse_foreign({"actor": {"reward_parts": {**TWO, "same": "exact"}}}, "actor", (), where="run r")
     for part in ("os:system", {"reward": "os:system"}, {"weight": 1}, ["os:system"]):
-        with pytest.raises(NotAllowed, match=r"actor\.reward_parts\.x=.* names code"):
+        with refusal(NotAllowed, named=re.compile(r"^actor\.reward_parts\.x=")):
             refuse_foreign({"actor": {"reward_parts": {"x": part}}}, "actor", (), where="run r")
     refuse_foreign({"actor": {"reward_parts": {"x": "my:f"}}}, "actor", ("actor.reward_parts.x=my:*",), where="run r")
 
