@@ -654,9 +654,7 @@ def test_one_more_engine_over_nccl_needs_memory_of_the_rank_that_sends() -> None
     want = Want(ranks=1, memory_rank=74 * GB, memory_group=GB, **KNOWN)
     running = Others(engines=(("0-1",),))
     assert engine_place([node(4)], want, others=running).uuids == ("0-2",)
-    with refusal(
-        PlacementRefused, where="memory of device 0", want=re.compile(r"^77\.0 GB"), got=re.compile(r"\b3\.0 GB")
-    ):
+    with refusal(PlacementRefused, where="memory of device 0", want=re.compile(r"^77\.0 GB.*\b3\.0 GB")):
         engine_place([node(4)], want, others=replace(running, engines=(("0-1",), ("1-0",))))
     assert engine_place(
         [node(4)], replace(want, nccl_engine="2.30.1"), others=replace(running, engines=(("0-1",), ("1-0",)))

@@ -194,7 +194,7 @@ def test_scalars_are_those_of_yaml_1_2_in_files_and_arguments_alike(tmp_path: Pa
 def test_what_is_no_whole_number_in_yaml_1_2_is_refused_for_one(tmp_path: Path, text: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"learner: {{steps: {text}}}\n")
-    with refusal(SettingsError, place="run.yaml:1: learner.steps"):
+    with refusal(SettingsError, place=f"{file}:1: learner.steps"):
         load(file)
     file.write_text("")
     with refusal(SettingsError, place="--set: learner.steps"):
