@@ -136,7 +136,7 @@ def _bound(path: str, text: str) -> int | None:
 
 
 BUILT_IN = ("equal_rewards", "gibberish", "length", "mean_reward", "repetition", "truncated")
-"""Names of the filters that ship (``learner/filters/filters.py``)."""
+"""Names of the filters that ship (``learner/filters.py``)."""
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 

@@ -5,10 +5,9 @@ from typing import Literal
 
 from tidemill.bus.section import NotNegative, Positive, PositiveFloat, section
 
+# Sizes of buckets where none is set: large ones spare requests, but one takes 20 s of a phase's 30 at 100 Mbit/s. GPU
+# memory that engines read costs no memory by the bucket: an H100 copies 4 GB in 3 ms.
 SMALL_BUCKET, LARGE_BUCKET, SHARED_BUCKET = 64_000_000, 256_000_000, 4_000_000_000
-"""Sizes of buckets where none is set: large ones spare requests, but one takes 20 s of a phase's 30 at 100 Mbit/s. GPU
-memory that engines read costs no memory by the bucket: an H100 copies 4 GB in 3 ms.
-"""
 
 
 @section
@@ -31,6 +30,10 @@ class WeightsConfig:
     senders_per_stage: NotNegative = 0
     """Ranks of each pipeline stage that send weights, each its share of the stage's layers: 0 = all that have a part of
     the stage (its tensor- and expert-parallel ranks), 1 = one, which gathers the stage.
+    """
+    adapters: Literal["auto", "merged"] = "auto"
+    """Pushes of a run with ``learner.lora``: auto = the adapters alone to engines that add them to the weights that
+    they hold, merged weights to all others; merged = merged weights to all.
     """
     group: str = "pairs"
     """Engines of one process group: pairs (each has its own with the learner) | a number (groups of at most that many)

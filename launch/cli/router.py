@@ -32,7 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run a router until drained. Returns the exit code of ``process.run``. Raises ValueError."""
-    from tidemill.actors.router.config import RouterConfig, check_url
+    from tidemill.actors.config import RouterConfig, check_url
     from tidemill.bus.client.addresses import AUTO
     from tidemill.launch.run import process, workers
 

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING
 
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
+from tidemill.bus.wire.rows import Capabilities
 from tidemill.launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from tidemill.actors.config import EngineConfig
-    from tidemill.actors.router.config import RouterConfig
-    from tidemill.actors.serving.engine_process import HeldDevices
-    from tidemill.bus.processes.limits import ProcessLimits
+    from tidemill.actors.config import EngineConfig, RouterConfig
+    from tidemill.bus.system.limits import ProcessLimits
     from tidemill.launch.settings.config_loader import Setting
 
 log = logging.getLogger(__name__)
@@ -132,9 +131,8 @@ async def run_engine(
         await engine_process.run_engine(places, engine, draining, factory=factory, limits=limits)
 
 
-def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
+def take_devices(config: RunConfig) -> "tuple[EngineConfig, Capabilities]":
     """Choose this engine's devices and hide the others, before CUDA is initialised. Raises DeviceError."""
-    from tidemill.actors.serving.engine_process import HeldDevices
     from tidemill.launch.checks.model import size_here
     from tidemill.launch.devices.demand import nccl_of_engine, own_place, refuse_expandable_engine
     from tidemill.launch.devices.visible import VARIABLE, this_node
@@ -146,16 +144,18 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
     if node.devices:
         os.environ[VARIABLE] = ",".join(place.visible)
     if not place.uuids:
-        return engine, HeldDevices()
+        return engine, Capabilities()
     if engine.kind == "sglang" and place.visible != place.uuids:
         arguments = {**engine.sglang.arguments, "base_gpu_id": place.base_index}
         engine = dataclasses.replace(engine, sglang=dataclasses.replace(engine.sglang, arguments=arguments))
     memory = [device.memory_bytes for device in node.devices if device.uuid in place.uuids]
     log.info("devices own=%s visible=%d", ",".join(place.uuids), len(place.visible))
-    engine_devices = HeldDevices(
-        own=place.uuids, visible=place.visible, nccl=nccl_of_engine(engine), memory_bytes=min(memory)
+    return engine, Capabilities(
+        devices=place.uuids,
+        visible_devices=place.visible,
+        nccl=nccl_of_engine(engine),
+        device_memory_bytes=min(memory),
     )
-    return engine, engine_devices
 
 
 def refuse_small_devices(config: RunConfig, model: Path) -> None:
@@ -222,7 +222,7 @@ async def run_actor(
     from tidemill.actors.actor import process
     from tidemill.actors.engines.membership import default_id
     from tidemill.actors.rollout_settings import RolloutPrograms
-    from tidemill.bus.processes.limits import become_undumpable
+    from tidemill.bus.system.limits import become_undumpable
 
     become_undumpable()  # the user's code in its children has the same user id: it could read the bus's credentials
     run = run or await found_run(bus_url, "actor", draining)
@@ -278,7 +278,7 @@ async def run_scorer(
     from tidemill.actors.engines.membership import default_id
     from tidemill.actors.scoring.server import ScorerPlace, run_scorer
     from tidemill.bus.client.addresses import AUTO
-    from tidemill.bus.processes.limits import become_undumpable
+    from tidemill.bus.system.limits import become_undumpable
 
     become_undumpable()  # as actors do
     run = run or await found_run(bus_url, "scorer", draining)
@@ -331,7 +331,7 @@ async def run_reward_server(
 ) -> None:
     """Serve a reward until drained. Raises UnknownReward, BadRewardOption, RewardFailed, OSError."""
     from tidemill.actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
-    from tidemill.bus.processes.limits import become_undumpable
+    from tidemill.bus.system.limits import become_undumpable
     from tidemill.rewards.scorers import opened, opened_group
 
     become_undumpable()

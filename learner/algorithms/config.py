@@ -114,6 +114,7 @@ class AlgorithmConfig:
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
 
     def __post_init__(self) -> None:
+        # Before the preset fills in its range: behind that it cannot be told from a range of the user.
         refuse_foreign_range(self)
         unset = {**_defaults(), **DEFAULTS, **PRESETS[self.correction]}
         for path in unset_names():

@@ -75,6 +75,7 @@ def all_reduced(sums: Sums, group: dist.ProcessGroup | None) -> Sums:
 
 
 def _reduce_flat(values: Mapping[str, Tensor], group: dist.ProcessGroup, operation: object) -> dict[str, Tensor]:
+    # Every rank joins the values in the same order, whatever order its own rows had.
     names = sorted(values)
     flat = torch.cat([values[name].reshape(-1) for name in names])
     dist.all_reduce(flat, operation, group=group)

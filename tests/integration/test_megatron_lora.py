@@ -47,12 +47,14 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state
-from tidemill.learner.megatron.model import OtherWeights, Policy, build_policy, initial_weights, reference_weights
+from tidemill.learner.megatron.backups import OtherWeights, initial_weights, reference_weights
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.megatron.tuning import Tuning, write_adapter
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.lora import CONFIG, TARGETS, WEIGHTS, LoraConfig, adapter_refusals
+from tidemill.learner.settings.lora import TARGETS, LoraConfig, adapter_refusals
+from tidemill.weightstore.format.adapters import CONFIG, WEIGHTS
 
 SOME = LoraConfig(rank=3, alpha=6, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
 

@@ -70,7 +70,7 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
 
 
 async def same(served: Any, sent: dict[str, torch.Tensor]) -> bool:
-    _, told = await served.updates.checksum_report(of_update=False)
+    _, told = await served.updates.checksum_report(of="served")
     return differences(ChecksumReport.parse(told.to_json()), sent, lambda part: sum_of("sum64", part, sent)) == []
 
 
@@ -166,12 +166,12 @@ class LossyUpdates(BuiltinUpdates):
 
     lost = False
 
-    async def checksum_report(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
-        if of_update and not self.lost:
+    async def checksum_report(self, *, of: str) -> tuple[int | None, ChecksumReport]:
+        if of == "update" and not self.lost:
             self.lost = True
             assert self._standby is not None
             self._standby.named["model.norm.weight"].view(torch.uint8)[2] ^= 8
-        return await super().checksum_report(of_update=of_update)
+        return await super().checksum_report(of=of)
 
 
 class Lossy(BuiltinEngine):

@@ -188,7 +188,7 @@ async def test_the_learners_own_comparison_has_no_deadline_of_a_phase(monkeypatc
     class Whole:
         url, carries = "whole", False
 
-        async def checksums(self) -> ChecksumReport:
+        async def checksums(self, of: str = "update") -> ChecksumReport:
             limits["report"] = list(open_s)
             return ChecksumReport(scheme="sum64", parts=())
 
@@ -209,7 +209,7 @@ async def test_whatever_an_adapter_raises_is_a_failure_of_its_engine() -> None:
         url = "odd"
         carries = False
 
-        async def begin(self, version: int) -> None:
+        async def begin(self, version: int, adapter: None) -> None:
             raise LookupError("not foreseen")
 
     with pytest.raises(ReceiverFailed, match=r"odd: begin: LookupError\('not foreseen'\)"):

@@ -100,7 +100,7 @@ class Flipping(HttpReceiver):
         super().__init__(session, served.engine.url, epoch=1, deadlines=Deadlines(DEADLINE_S))
         self._served, self.flipped = served, flipped
 
-    async def checksums(self) -> ChecksumReport | None:
+    async def checksums(self, of: str = "update") -> ChecksumReport | None:
         standby = self._served.engine.updates.standby
         assert standby is not None
         if self.flipped:

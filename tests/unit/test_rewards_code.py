@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refusals import refusal
-from tidemill.rewards.code.tests_passed import Case, cases_in, program_in, same_output, same_value
+from tidemill.rewards.builtin.code import Case, cases_in, program_in, same_output, same_value
 from tidemill.rewards.errors import RewardFailed
 
 

@@ -20,19 +20,19 @@ from torch import Tensor
 
 from tidemill.bus.system.files import sync
 from tidemill.weightstore.errors import SnapshotBroken
+from tidemill.weightstore.format import adapters
 from tidemill.weightstore.format.checksums import beside
 from tidemill.weightstore.format.manifest import ITEM_BYTES, Manifest, TensorSpec
+from tidemill.weightstore.transport.staged_adapter import StagedAdapter
 
 MANIFEST = "manifest.json"
-FORMAT = 1
-"""Version of manifest.json."""
-SHARD_BYTES = 4_000_000_000
-"""Largest weight file, unless a single tensor is larger."""
-ASIDE = ".part"
-"""Suffix of a directory that is being written."""
+FORMAT = 1  # Version of manifest.json
+SHARD_BYTES = 4_000_000_000  # Largest weight file, unless a single tensor is larger
+ASIDE = ".part"  # Suffix of a directory that is being written
 
+# Suffixes of weights in Hugging Face formats, which are not copied: a snapshot has weights of its own
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt"}
-"""Suffixes of weights in Hugging Face formats, which are not copied: a snapshot has weights of its own."""
+# Names of dtypes in safetensors. Source: huggingface.co/docs/safetensors, "Format".
 _CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -47,7 +47,6 @@ _CODES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""Names of dtypes in safetensors. Source: huggingface.co/docs/safetensors, "Format"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +119,23 @@ def write(
     info = SnapshotInfo(version=version, step=step, digest=manifest.digest, files=files)
     (aside / MANIFEST).write_text(info.to_json(), encoding="utf-8")
     rename_into_place(aside, directory, durable=durable)
+    return info
+
+
+def write_adapter(directory: Path, copy: StagedAdapter) -> SnapshotInfo:
+    """Write the adapter of a version in PEFT's format, with the digest of its base, and rename it to ``directory``."""
+    aside = directory.with_name(directory.name + ASIDE)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    tensors = copy.adapter_tensors
+    manifest = Manifest.of(tensors.items())
+    files = {adapters.WEIGHTS: _write_safetensors(aside / adapters.WEIGHTS, list(manifest.specs), tensors)}
+    config = copy.base.settings.peft | {adapters.BASE: copy.base.digest}
+    (aside / adapters.CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    files[adapters.CONFIG] = _hash_file(aside / adapters.CONFIG)
+    info = SnapshotInfo(version=copy.version, step=copy.step, digest=manifest.digest, files=files)
+    (aside / MANIFEST).write_text(info.to_json(), encoding="utf-8")
+    rename_into_place(aside, directory, durable=False)
     return info
 
 
@@ -272,7 +288,6 @@ class HashingFile:
         self.size, self.digest = 0, hashlib.sha256()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write, count and hash the bytes."""
         self._file.write(data)
         self.digest.update(data)
         self.size += len(data)

@@ -30,6 +30,7 @@ from tidemill.actors.errors import EngineFailed, UpdateRefused
 from tidemill.actors.serving.builtin.batch import Batch, Event
 from tidemill.actors.serving.builtin.calls import Call, CallQueue, run
 from tidemill.actors.serving.builtin.input_scores import Scoring, take_scorings
+from tidemill.actors.serving.builtin.lora import Adapter
 from tidemill.actors.serving.builtin.runner import ModelRunner
 from tidemill.actors.serving.builtin.sequence import CLOSING, Counters, Sequence
 from tidemill.actors.serving.builtin.weights import Weights
@@ -250,6 +251,7 @@ class Scheduler:
             self.batch.retract(free=self._frees)
         if WEIGHTS in tags:
             self.runner.weights = None
+            self.runner.adapters.pop("", None)
         return self.counters.tokens_generated
 
     @between_steps
@@ -266,10 +268,15 @@ class Scheduler:
         return self.counters.tokens_generated
 
     @between_steps
-    def flip(self, weights: Weights, version: int) -> tuple[Weights | None, float]:
-        """Serve these weights from the next step on. Returns the old ones and the seconds without decoding."""
+    def flip(self, weights: Weights, version: int, adapter: Adapter | None = None) -> tuple[Weights | None, float]:
+        """Serve these weights, with the run's adapter, from the next step on. Returns the old ones and the seconds
+        without decoding.
+        """
         started = time.perf_counter()
         old, self.runner.weights = self.runner.weights, weights
+        self.runner.adapters.pop("", None)
+        if adapter is not None:
+            self.runner.adapters[""] = adapter
         self.batch.flip(version)
         return old, time.perf_counter() - started
 
