@@ -21,9 +21,7 @@ def refuse_rare_pushes(push_every: int, *, max_lag: int) -> None:
 
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
-"""Below the first a float32 softmax has nearly one token, and SGLang samples greedily below 1e-6; above the second
-every token is equally probable.
-"""
+"""Below 0.01 a softmax has nearly one token (SGLang is greedy below 1e-6); above 100 all tokens are equal."""
 
 
 def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:

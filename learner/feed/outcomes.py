@@ -50,9 +50,7 @@ class Outcomes:
         copies: Copies | None = None,
         best: BestCheckpoint | None = None,
     ) -> None:
-        """``resumed``: the checkpoint loaded, and the outcomes recorded for the steps after it. ``copies``: None = all
-        checkpoints are on this node. ``best``: checkpoints that are kept for their score.
-        """
+        """``resumed``: the checkpoint and the outcomes after it. ``copies``: None = all checkpoints are here."""
         step, rules = resumed.source.step, resumed.source.rules
         self._bus, self._server, self._epoch, self._root = bus, server, epoch, settings.places.checkpoints
         self.steps = rules.steps
