@@ -22,7 +22,7 @@ from tidemill.launch.settings.config_loader import changes, from_map, load, to_m
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.buffer.ledger import read_state
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
+from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY
 
 BUS_DIRECTORY, CHECKPOINTS = "bus", "checkpoints"
 ALONE = (

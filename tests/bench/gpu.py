@@ -41,7 +41,7 @@ from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Sample, Sampling, Span, Status
 from tidemill.bus.wire.rows import Capabilities
 from tidemill.learner.batch.batch import StepBatch
-from tidemill.learner.layout.flops import StepFlops
+from tidemill.learner.layout.sizes import StepFlops
 from tidemill.weightstore.transport.nccl import own_end
 
 SHAPES = {
