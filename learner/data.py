@@ -35,7 +35,7 @@ BOUND = re.compile(r"\s*(-?\d{1,18})?\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Rows of one file or directory, and how often a pass has them."""
+    """Rows of one file or directory, with the settings of ``data`` for them."""
 
     path: Path
     start: int | None = None
@@ -43,25 +43,17 @@ class Source:
     stop: int | None = None
     """Row behind the slice, as in Python; None = to the end."""
     weight: float = 1.0
-    """Times that a pass has each row: 2 = every row twice, 0.5 = half of the rows, the other half in the next pass."""
     keys: tuple[str, str, str] = ("prompt", "label", "")
     """Columns of prompt, label and metadata (``formats.value_at``); an empty label or metadata key is not read."""
     template: str = ""
     system_prompt: str = ""
     reward: str = ""
-    """Name of the reward of rows that name none, in their metadata; empty = none."""
     reward_key: str = ""
-    """Column with that name; empty = none."""
     sampling_key: str = ""
-    """Column with limits of sampling; empty = none."""
     tools_key: str = ""
-    """Column with tools for the chat template; empty = none."""
     rollout: str = ""
-    """Rollout of rows that name none; empty = single turns."""
     rollout_key: str = ""
-    """Column with the name of a row's rollout; empty = none."""
     responses_key: str = ""
-    """Column with recorded responses, for rollouts of them; empty = they are in the prompt's chat messages."""
 
     @classmethod
     def at(cls, path: str, **values: typing.Any) -> "Source":
@@ -230,16 +222,12 @@ class DataConfig:
     reward_key: str = ""
     """Column with the name of a row's reward, or null; empty = none."""
     sampling_key: str = ""
-    """Column with a row's own temperature, max_new_tokens (at most ``sampling.max_new_tokens``), stop and
-    stop_token_ids, or null; empty = none.
-    """
+    """Column with a row's temperature, max_new_tokens (at most the run's), stop, stop_token_ids; empty = none."""
     tools_key: str = ""
     """Column with a row's tools (a list, or JSON text of one), or null: the chat template renders them. Empty = none.
     """
     rollout: str = ""
-    """Name of the rollout, an entry of ``rollouts``, that makes the samples of rows that name none; empty or
-    single_turn = single turns.
-    """
+    """Entry of ``rollouts`` for rows that name none; empty or single_turn = single turns."""
     rollout_key: str = ""
     """Column with the name of a row's rollout, single_turn, or null; empty = none."""
     responses_key: str = ""

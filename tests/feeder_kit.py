@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.data_kit import RUN, sample
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.config import BusConfig
-from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.messages import Done, Kind, Plan, Requeue, Sample, Sampling, Settle, Task
 from tidemill.learner.batch.batch import StepBatch

@@ -2,7 +2,7 @@
 3.9 on.
 
 Started as ``PYTHON child_program.py DESCRIPTOR``; the descriptor is a socket with frames, four bytes of length
-(big-endian) and a JSON map, as ``bus/processes/connection.py`` has them. Two requests:
+(big-endian) and a JSON map, as ``bus/system/child_calls.py`` has them. Two requests:
 
     {"load": {"use": "MODULE:NAME", "options": {...}, "path": [...], "alone": bool, "resumes": bool, "memory_mb": int,
               "limits": {"cpu_s": int, "open_files": int, "file_mb": int}}}      result {"tools": [NAME]}

@@ -25,9 +25,9 @@ from tidemill.bus.liveness.keys import RunKeys
 from tidemill.bus.system.coroutines import first_of
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GROUP, GroupRequest
-from tidemill.rewards.http.remote import MAX_ANSWER_BYTES
 from tidemill.rewards.port import Contract, RewardRequest
 from tidemill.rewards.registry import REWARD
+from tidemill.rewards.remote import MAX_ANSWER_BYTES
 
 MAX_LOST = 4
 """Scorers lost while they worked on one request, after which its sample is FAILED: the request may end them."""

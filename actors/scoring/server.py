@@ -31,8 +31,8 @@ from tidemill.bus.http.bodies import body_in, json_in
 from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.liveness.keys import api_keys
-from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.system.coroutines import Waiter, ended, first_of
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GroupRequest

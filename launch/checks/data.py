@@ -34,7 +34,7 @@ from tidemill.learner.prompts.rows import (
     with_responses,
 )
 from tidemill.learner.prompts.tokenizer import PromptTokenizer
-from tidemill.rewards.model_text.end_tokens import EndTokens
+from tidemill.rewards.model_text import EndTokens
 from tidemill.rewards.part_settings import fits
 
 SETTING = "data.path"

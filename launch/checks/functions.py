@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 from tidemill.actors.rollout_settings import MULTI_TURN, OF_SLIME, RolloutConfig, served
-from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.system.functions import FunctionRefused, check_call, described, errors_as, find_function, find_object
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Status
 from tidemill.launch.checks.findings import Report

@@ -18,8 +18,7 @@ from typing import IO
 
 from tidemill.bus.errors import StreamTrimmed, WireError
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.streams.cursors import LEAVE, Reader
-from tidemill.bus.streams.history import History, StoredSample
+from tidemill.bus.streams.readers import LEAVE, History, Reader, StoredSample
 from tidemill.bus.wire.rows import ReaderRow
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import read_until_drained

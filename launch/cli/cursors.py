@@ -5,7 +5,7 @@ import argparse
 from rich.console import Console
 
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.streams.cursors import WAIT, Cursors
+from tidemill.bus.streams.readers import WAIT, Cursors
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import change, look
 

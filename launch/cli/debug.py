@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.shipped import config_file
 from tidemill.learner.debug.config import read_prompts

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tidemill.bus.system.processes import direct_opener
-from tidemill.rewards.http.remote import bearer
+from tidemill.rewards.remote import bearer
 
 if TYPE_CHECKING:
     from tidemill.learner.debug.train_file import Array

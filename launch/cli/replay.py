@@ -15,7 +15,7 @@ from typing import IO, Protocol
 from tidemill.bus.client.layout import create_archive
 from tidemill.bus.errors import BusError, WireError
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.streams.history import StoredSample
+from tidemill.bus.streams.readers import StoredSample
 from tidemill.bus.streams.samples import PARTS_HEADER
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import encode_sample

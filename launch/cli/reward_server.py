@@ -24,7 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Host a reward until drained. Returns the exit code of ``process.run``. Raises ValueError, OSError."""
     from tidemill.bus.config import is_loopback
-    from tidemill.bus.processes.limits import ProcessLimits
+    from tidemill.bus.system.limits import ProcessLimits
     from tidemill.launch.run import process, workers
 
     token = os.environ.get(args.token_env, "") if args.token_env else ""

@@ -19,7 +19,7 @@ from tidemill.bus.client.rows import Value
 from tidemill.bus.config import SINGLE_TURN
 from tidemill.bus.liveness.heartbeats import processes
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.streams.cursors import Cursors
+from tidemill.bus.streams.readers import Cursors
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Done, Evaluated, Plan, Settle

@@ -10,7 +10,7 @@ from tidemill.actors.rollout_settings import recorded_in
 from tidemill.launch.run.workers import importing
 from tidemill.launch.settings.config_loader import SettingsError
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.rewards.model_text.end_tokens import EndTokens
+from tidemill.rewards.model_text import EndTokens
 
 if TYPE_CHECKING:
     from tidemill.bus.wire.episode_limits import Budget

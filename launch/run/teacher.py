@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from tidemill.actors.config import TeacherConfig, Teachers
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.section import read
-from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
 from tidemill.launch.settings.run_config import RunConfig

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from tidemill.bus import exit_codes
 from tidemill.bus.errors import BusError
-from tidemill.bus.server.store_disk import lacking, needed_bytes
+from tidemill.bus.server.embedded_bus import lacking, needed_bytes
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside, first_of
 from tidemill.bus.system.files import write_whole

@@ -23,7 +23,7 @@ from tidemill.launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
     from tidemill.actors.config import EngineConfig, RouterConfig
-    from tidemill.bus.processes.limits import ProcessLimits
+    from tidemill.bus.system.limits import ProcessLimits
     from tidemill.launch.settings.config_loader import Setting
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ async def run_actor(
     from tidemill.actors.actor import process
     from tidemill.actors.engines.membership import default_id
     from tidemill.actors.rollout_settings import RolloutPrograms
-    from tidemill.bus.processes.limits import become_undumpable
+    from tidemill.bus.system.limits import become_undumpable
 
     become_undumpable()  # the user's code in its children has the same user id: it could read the bus's credentials
     run = run or await found_run(bus_url, "actor", draining)
@@ -278,7 +278,7 @@ async def run_scorer(
     from tidemill.actors.engines.membership import default_id
     from tidemill.actors.scoring.server import ScorerPlace, run_scorer
     from tidemill.bus.client.addresses import AUTO
-    from tidemill.bus.processes.limits import become_undumpable
+    from tidemill.bus.system.limits import become_undumpable
 
     become_undumpable()  # as actors do
     run = run or await found_run(bus_url, "scorer", draining)
@@ -331,7 +331,7 @@ async def run_reward_server(
 ) -> None:
     """Serve a reward until drained. Raises UnknownReward, BadRewardOption, RewardFailed, OSError."""
     from tidemill.actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
-    from tidemill.bus.processes.limits import become_undumpable
+    from tidemill.bus.system.limits import become_undumpable
     from tidemill.rewards.scorers import opened, opened_group
 
     become_undumpable()

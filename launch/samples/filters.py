@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Self
 
-from tidemill.bus.streams.samples import Glimpse, header_fields, headers_of
+from tidemill.bus.client.jetstream import Message
+from tidemill.bus.streams.samples import header_fields, headers_of
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Sample
 
@@ -68,7 +69,7 @@ class Headline:
     """Lag in steps when it was stored: see ``tidemill.launch.samples.search``."""
 
 
-def headline(glimpse: Glimpse) -> Headline:
+def headline(glimpse: Message) -> Headline:
     """Return the metadata from subject and headers."""
     return _headline(glimpse.seq, glimpse.stored_s, glimpse.subject, glimpse.headers)
 

@@ -90,9 +90,7 @@ def num_lag_buckets(max_lag: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Trainable:
-    """The trainable tokens of a micro-batch, [M], float64. ``d = log pi - log mu`` and ``w = e^d`` are of the policy
-    that the update starts from, before any bound.
-    """
+    """Trainable tokens of a micro-batch, [M], float64; ``w = e^d`` is of the policy that the update starts from."""
 
     at_M: Tensor
     """Their places in the row."""

@@ -21,9 +21,7 @@ def refuse_rare_pushes(push_every: int, *, max_lag: int) -> None:
 
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
-"""Below the first a float32 softmax has nearly one token, and SGLang samples greedily below 1e-6; above the second
-every token is equally probable.
-"""
+"""Below 0.01 a softmax has nearly one token (SGLang is greedy below 1e-6); above 100 all tokens are equal."""
 
 
 def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
@@ -94,6 +92,7 @@ class DataRules:
     @property
     def admitted(self) -> int:
         """Largest number of tasks that are open, or trained and not yet published."""
+        # AReaL's rule: the groups of the next step, and of each further step for which samples may be old.
         return (self.staleness.max_lag + 1) * self.groups_per_step + round(
             self.staleness.over_sampling * self.groups_per_step
         )

@@ -16,8 +16,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Sample, Task
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import Verdict

@@ -11,7 +11,7 @@ from pathlib import Path
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusUnavailable, Fenced
 from tidemill.bus.streams.bus import Bus, current_epoch
-from tidemill.bus.streams.cursors import Cursors
+from tidemill.bus.streams.readers import Cursors
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Done, Plan
 from tidemill.bus.wire.subjects import END_KEY, EPOCH_KEY
@@ -50,9 +50,7 @@ class Outcomes:
         copies: Copies | None = None,
         best: BestCheckpoint | None = None,
     ) -> None:
-        """``resumed``: the checkpoint loaded, and the outcomes recorded for the steps after it. ``copies``: None = all
-        checkpoints are on this node. ``best``: checkpoints that are kept for their score.
-        """
+        """``resumed``: the checkpoint and the outcomes after it. ``copies``: None = all checkpoints are here."""
         step, rules = resumed.source.step, resumed.source.rules
         self._bus, self._server, self._epoch, self._root = bus, server, epoch, settings.places.checkpoints
         self.steps = rules.steps

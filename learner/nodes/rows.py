@@ -14,10 +14,9 @@ from typing import Protocol
 
 import msgspec
 
-from tidemill.bus.client.addresses import in_url
+from tidemill.bus.client.addresses import KeptPort, in_url
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusError, WireError
-from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import Bus, raise_epoch
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.json_object import JsonObject

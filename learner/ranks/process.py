@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.bus import exit_codes
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.system.processes import Child
 from tidemill.learner.errors import LearnerError
 from tidemill.learner.feed.feed_client import progress_noted

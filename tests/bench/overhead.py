@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tests.algorithm_settings import algorithm_of
 from tests.bench.learner_step import SHAPES, make_batch, make_model
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.settings.config import OptimizerConfig
 

@@ -31,7 +31,7 @@ from tidemill.actors.serving.builtin.sequence import Sequence as Response
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.builtin.weights import Weights, load_from_directory
 from tidemill.actors.text.text import Text
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.wire.messages import Plan, Sample, Sampling, Span, Status
 from tidemill.launch.settings.prepare import prepare
 from tidemill.launch.settings.prepare_config import PrepareConfig

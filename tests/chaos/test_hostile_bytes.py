@@ -31,8 +31,7 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.liveness.keys import Keys, admin_keys, api_keys, keep_keys, make_keys
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.streams.cursors import Cursors
-from tidemill.bus.streams.history import History
+from tidemill.bus.streams.readers import Cursors, History
 from tidemill.bus.system.coroutines import cancellable
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run import desired

@@ -25,7 +25,7 @@ from tidemill.actors.episodes.children import Children
 from tidemill.actors.episodes.programs.tools import FAILED, TABLE, CallThreads, Tool, tools_of
 from tidemill.actors.episodes.rollouts import ProgramRollout
 from tidemill.actors.rollout_settings import RolloutConfig
-from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import SequenceSize, Status, score_of
 from tidemill.launch.metrics.export import open_sink

@@ -26,17 +26,18 @@ from tests.actor_kit import (
     take_over,
 )
 from tests.bus_fixtures import BusOpener
+from tests.refusals import refusal
 from tests.waits import until
 from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig, GatewayConfig
 from tidemill.actors.errors import BadRow
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
 from tidemill.bus.liveness.heartbeats import LiveView
-from tidemill.bus.processes.limits import children_of
 from tidemill.bus.section import Sections, read
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams import episode_turns
 from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.limits import children_of
 from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Kind, Status
 from tidemill.launch.cli.status import unserved
@@ -299,12 +300,12 @@ async def test_an_actor_whose_program_cannot_be_loaded_ends_with_the_reason(
                     rollouts=programs(a={"use": use}),
                 )
         wrong = RolloutPrograms(rollouts=programs(a=TRIES).rollouts, model="/nowhere")
-        with pytest.raises(BadRow, match=r"model\.path"):
+        with refusal(BadRow, place="model.path"):
             await run_actor(
                 nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, asyncio.Event(), "a", rollouts=wrong
             )
         config = ActorConfig(reward="digits", gateway=GatewayConfig(renderer="no-such"))
-        with pytest.raises(BadRow, match=r"actor\.gateway\.renderer"):
+        with refusal(BadRow, place="actor.gateway.renderer", got="'no-such'"):
             await run_actor(
                 nats_server.url, bus.run, config, bus.config, asyncio.Event(), "a", rollouts=programs(a=TRIES)
             )
@@ -344,7 +345,7 @@ async def test_an_actor_serves_the_rollouts_that_it_names_alone(
         assert await bus.tasks.waiting() == {"broken": 1}
         with pytest.raises(BadRow, match=r"tests\.nowhere"):
             await actor("c", "tries", "broken")
-        with pytest.raises(BadRow, match=r"actor\.rollouts: want names .* got 'trys', did you mean 'tries'\?"):
+        with refusal(BadRow, place="actor.rollouts", got="'trys', did you mean 'tries'?"):
             await actor("d", "trys")
         draining.set()
         await asyncio.gather(work, plainly)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -14,11 +15,11 @@ from nats.aio.msg import Msg
 from tests.bus_fixtures import BusOpener
 from tests.refusals import refusal
 from tests.waits import turn, until
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.client.connection import Connection
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import SeveralRuns, connect, find_run
 
 
@@ -284,5 +285,5 @@ async def test_a_client_library_that_swallows_a_cancellation_does_not_connect_fo
     opening = asyncio.create_task(opened())
     done, _ = await asyncio.wait({opening}, timeout=30)
     assert done and len(cancelled) == 3
-    with pytest.raises(BusUnavailable, match=r"connecting a to .*: waited"):
+    with refusal(BusUnavailable, where=re.compile("^connecting a to ")):
         await opening

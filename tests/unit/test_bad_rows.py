@@ -32,7 +32,7 @@ from tidemill.learner.feed.issuing import Curriculum, prompt_for
 from tidemill.learner.prompts.prompt_file import PlannedRows, PromptFile
 from tidemill.learner.prompts.rows import MAX_LOGGED, BadRows, RowRules, RowTokens, RowTooLong
 from tidemill.learner.prompts.tokenizer import PromptTokenizer
-from tidemill.rewards.model_text.message_template import MessageTemplate
+from tidemill.rewards.model_text import MessageTemplate
 
 TEMPLATE = MessageTemplate(
     "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no role ' ~ "
@@ -447,10 +447,10 @@ def test_a_task_behind_the_checkpoint_is_compared_with_its_row(tmp_path: Path) -
 def test_a_second_pass_is_compared_like_the_first(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     state = begun(opened(write(file, GOOD), shuffle=False), 13).dump()
-    with pytest.raises(ConfigRefused, match="11 rows in another order"):
+    with refusal(ConfigRefused, field="data.path", got=re.compile("^11 rows")):
         PlannedRows(opened(write(file, [*GOOD, row("new")]), shuffle=True)).load(state)
     assert "1 rows more" in PlannedRows(opened(file, shuffle=False)).load(state)
-    with pytest.raises(ConfigRefused, match="9 rows in another order"):
+    with refusal(ConfigRefused, field="data.path", got=re.compile("^9 rows")):
         PlannedRows(opened(write(file, GOOD[:-1]), shuffle=False)).load(state)
 
 

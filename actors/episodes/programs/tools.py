@@ -24,7 +24,7 @@ from uuid import UUID
 
 from tidemill.actors.episodes.programs.tool_schemas import hints_of, schema_of, typed
 from tidemill.bus.system.functions import errors_as, find_function, text_of
-from tidemill.rewards.code.sandbox import Bounds, run
+from tidemill.rewards.sandbox import Bounds, run
 
 FAILED = "Error:"
 """Beginning of the result of a call that failed."""

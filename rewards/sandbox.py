@@ -1,4 +1,4 @@
-"""Runs a program in a sandboxed process of its own (``rewards/code/jail.py``), with bounds on time, memory and output.
+"""Runs a program in a sandboxed process of its own (``rewards/jail.py``), with bounds on time, memory and output.
 
 Linux on x86_64 and aarch64, without privileges. A program may compute, start threads, read the interpreter's files and
 its standard input, and write to its standard output. It has no network, and changes nothing outside of itself.
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.rewards.code import jail
+from tidemill.rewards import jail
 from tidemill.rewards.errors import RewardFailed
 
 JAIL = str(Path(jail.__file__).resolve())

@@ -1,4 +1,4 @@
-"""A stream with one writer at a time, the newest learner: writing it, and reading its valid messages.
+"""Streams with one writer at a time, the newest learner: TASKS and PLAN, the log of plans.
 
 Every message carries its writer's epoch and the expected sequence of the message before it. A fence is the first
 message of an epoch; later messages of an older epoch are void, and so are messages of no learner: undecodable ones, or
@@ -17,18 +17,16 @@ from tidemill.bus.client import pull
 from tidemill.bus.client.connection import before_retry, retry
 from tidemill.bus.client.jetstream import JetStream, Message
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
-from tidemill.bus.client.pull import Delivered
 from tidemill.bus.errors import BusUnavailable, Fenced, Refused, WireError
 from tidemill.bus.wire import codec, subjects
-from tidemill.bus.wire.codec import encode_record
+from tidemill.bus.wire.codec import decode_record, encode_record, record_name
 from tidemill.bus.wire.messages import Fence, PlanRecord, Task
 from tidemill.bus.wire.subjects import natural, nonce
 
 _log = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 5.0
-_NO_EPOCH = -1
-"""Epoch of a message that names none: older than all."""
+_NO_EPOCH = -1  # Epoch of a message that names none: older than all
 
 
 R = TypeVar("R", bound=Task | PlanRecord)
@@ -42,18 +40,17 @@ class FencedStream(Generic[R]):
     short: str
     """Short name of the stream: PLAN or TASKS."""
     fence_subject: str
-    decode: Callable[[Message | Delivered], R]
+    decode: Callable[[Message], R]
 
     @property
     def name(self) -> str:
-        """Whole name of the stream, with the run's name."""
         return subjects.stream(self.jet.run, self.short)
 
-    def read(self, message: Message | Delivered) -> R | None:
+    def read(self, message: Message) -> R | None:
         """Return the record in a message; None, counted as a refusal, for a message of no learner."""
         return self.jet.refusals.read(self.short, message.seq, partial(self.checked, message))
 
-    def checked(self, message: Message | Delivered) -> R:
+    def checked(self, message: Message) -> R:
         """Return the record in a message. Raises WireError for a message of no learner."""
         decoded = self.decode(message)
         if epoch_of(message.headers) != decoded.epoch:
@@ -61,7 +58,7 @@ class FencedStream(Generic[R]):
             raise WireError(subjects.EPOCH_HEADER, f"{decoded.epoch}, the epoch in the message", got)
         return decoded
 
-    def epoch(self, message: Message | Delivered) -> int:
+    def epoch(self, message: Message) -> int:
         """Return the epoch of the learner that wrote the message; -1 for a message of no learner."""
         record = self.read(message)
         return _NO_EPOCH if record is None else record.epoch
@@ -205,7 +202,7 @@ class Fences(Generic[R]):
         return max((epoch for fence, epoch in self._known if fence < seq), default=_NO_EPOCH)
 
 
-async def valid(stream: FencedStream[R], start: int, *, follow: bool) -> AsyncIterator[tuple[Delivered, R]]:
+async def valid(stream: FencedStream[R], start: int, *, follow: bool) -> AsyncIterator[tuple[Message, R]]:
     """Yield the messages from ``start`` that no fence voids, fences included; to the present end, or for ever."""
     fences = Fences(stream)
     await fences.refresh()
@@ -227,3 +224,64 @@ def epoch_of(headers: dict[str, str]) -> int:
     """Return the epoch in a message's header; -1 when it has none."""
     named = natural(headers.get(subjects.EPOCH_HEADER, ""))
     return _NO_EPOCH if named is None else named
+
+
+# ---- the log of plans
+
+_TRIMMED = ("plan", "done", "settle", "requeue", "evaluated")
+
+
+class PlanLog:
+    """Stream PLAN: the content of every step."""
+
+    def __init__(self, jet: JetStream) -> None:
+        self._jet = jet
+        self._log = FencedStream(jet, subjects.PLAN, subjects.plan(jet.run, "fence"), _decode_record)
+        self._stream = self._log.name
+        self._writer = FencedWriter(self._log)
+
+    @property
+    def max_record_bytes(self) -> int:
+        """Size of the largest record that the server stores."""
+        return self._writer.max_bytes
+
+    async def created(self) -> str:
+        """Return the creation time of the log, which tells runs of one name apart. Raises NotFound, BusUnavailable."""
+        return (await self._jet.state(self._stream)).created
+
+    async def fence(self, epoch: int) -> None:
+        """Take over as the only writer. Raises Fenced."""
+        await self._writer.fence(epoch)
+
+    async def append(self, record: PlanRecord) -> int:
+        """Store a record of the fenced epoch and return its sequence. Retries until stored. Needs ``fence`` first.
+
+        Raises Fenced, and WireError for a record that is larger than a message.
+        """
+        if isinstance(record, Fence) or record.epoch != self._writer.epoch:
+            got = f"{type(record).__name__} of {record.epoch}"
+            raise WireError("epoch", f"a record of epoch {self._writer.epoch}, no fence", got)
+        return await self._writer.append(subjects.plan(self._jet.run, record_name(record)), encode_record(record))
+
+    async def scan(self, start: int = 1) -> AsyncIterator[tuple[int, PlanRecord]]:
+        """Yield every valid record from sequence ``start`` to the present end, fences included."""
+        async for delivered, record in valid(self._log, start, follow=False):
+            yield delivered.seq, record
+
+    async def follow(self, start: int = 1) -> AsyncIterator[tuple[int, PlanRecord]]:
+        """Yield the records of ``scan``, then every new one, for ever."""
+        async for delivered, record in valid(self._log, start, follow=True):
+            yield delivered.seq, record
+
+    async def trim(self, below: int) -> None:
+        """Remove records with sequences < ``below``; fences stay."""
+        for kind in _TRIMMED:
+            await self._jet.purge(self._stream, below, subject=subjects.plan(self._jet.run, kind))
+
+
+def _decode_record(message: Message) -> PlanRecord:
+    """Return the record in a message. Raises WireError, also for a record on the subject of another kind."""
+    record = decode_record(message.data)
+    if not message.subject.endswith(f".{record_name(record)}"):
+        raise WireError("type", f"that of the subject {message.subject}", record_name(record))
+    return record

@@ -18,63 +18,51 @@ import struct
 import sys
 from typing import Any, cast
 
+# AUDIT_ARCH_* and the column of ``CALLS`` by machine
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""AUDIT_ARCH_* and the column of ``CALLS`` by machine."""
+# System calls that are allowed with any argument
 CALLS = {
     # Numbers on x86_64 and aarch64; None where there is no such call.
-    "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "pwrite64": (18, 68),
-    "close": (3, 57), "close_range": (436, 436), "fstat": (5, 80), "stat": (4, None), "lstat": (6, None),
-    "newfstatat": (262, 79),
-    "statx": (332, 291), "statfs": (137, 43), "fstatfs": (138, 44), "lseek": (8, 62), "fadvise64": (221, 223),
-    "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "readlink": (89, None),
-    "readlinkat": (267, 78),
-    "getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49), "dup": (32, 23), "dup2": (33, None),
-    "dup3": (292, 24),
-    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "mremap": (25, 216), "madvise": (28, 233),
-    "brk": (12, 214),
-    "mincore": (27, 232), "membarrier": (324, 283),
-    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
-    "restart_syscall": (219, 128), "pipe": (22, None), "pipe2": (293, 59), "select": (23, None),
-    "pselect6": (270, 72), "poll": (7, None),
-    "ppoll": (271, 73), "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None),
-    "epoll_pwait": (281, 22),
+    "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
+    "pwrite64": (18, 68), "close": (3, 57), "close_range": (436, 436), "fstat": (5, 80), "stat": (4, None),
+    "lstat": (6, None), "newfstatat": (262, 79), "statx": (332, 291), "statfs": (137, 43), "fstatfs": (138, 44),
+    "lseek": (8, 62), "fadvise64": (221, 223), "access": (21, None), "faccessat": (269, 48),
+    "faccessat2": (439, 439), "readlink": (89, None), "readlinkat": (267, 78), "getdents64": (217, 61),
+    "getcwd": (79, 17), "chdir": (80, 49), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24), "mmap": (9, 222),
+    "mprotect": (10, 226), "munmap": (11, 215), "mremap": (25, 216), "madvise": (28, 233), "brk": (12, 214),
+    "mincore": (27, 232), "membarrier": (324, 283), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139), "sigaltstack": (131, 132), "restart_syscall": (219, 128), "pipe": (22, None),
+    "pipe2": (293, 59), "select": (23, None), "pselect6": (270, 72), "poll": (7, None), "ppoll": (271, 73),
+    "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
     "eventfd2": (290, 19), "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "getcpu": (309, 168),
     "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114),
-    "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153), "getrusage": (98, 165), "getrlimit": (97, 163),
-    "sysinfo": (99, 179), "uname": (63, 160), "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173),
-    "getuid": (102, 174),
-    "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getresuid": (118, 148),
-    "getresgid": (120, 150),
-    "getpgid": (121, 155), "getsid": (124, 156), "getgroups": (115, 158), "futex": (202, 98),
-    "set_robust_list": (273, 99),
-    "get_robust_list": (274, 100), "set_tid_address": (218, 96), "rseq": (334, 293), "arch_prctl": (158, None),
-    "getrandom": (318, 278),
+    "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153), "getrusage": (98, 165),
+    "getrlimit": (97, 163), "sysinfo": (99, 179), "uname": (63, 160), "getpid": (39, 172), "gettid": (186, 178),
+    "getppid": (110, 173), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
+    "getresuid": (118, 148), "getresgid": (120, 150), "getpgid": (121, 155), "getsid": (124, 156),
+    "getgroups": (115, 158), "futex": (202, 98), "set_robust_list": (273, 99), "get_robust_list": (274, 100),
+    "set_tid_address": (218, 96), "rseq": (334, 293), "arch_prctl": (158, None), "getrandom": (318, 278),
     "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
-"""System calls that are allowed with any argument."""
 OPEN, OPENAT, CLONE, CLONE3 = (2, None), (257, 56), (56, 220), (435, 435)
 IOCTL, PRLIMIT, KILL, TGKILL, FCNTL = (16, 29), (302, 261), (62, 129), (234, 131), (72, 25)
 F_SETFL, F_DUPFD_CLOEXEC = 4, 1030
 CLONE_THREAD = 0x10000
+# Flags of open(2) with which a file is written or made: O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_TMPFILE
 WRITING = 0o3 | 0o100 | 0o1000 | 0o20000000
-"""Flags of open(2) with which a file is written or made: O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_TMPFILE."""
 EPERM, EACCES, ENOTTY, ENOSYS = 1, 13, 25, 38
 
-CONFINED = b"+"
-"""First byte of a result whose process is confined; without it a result is the reason why it is not."""
+CONFINED = b"+"  # First byte of a result whose process is confined; without it a result is the reason why it is not
 
-AST_ONLY = 0x400
-"""Flag of ``compile``: ast.PyCF_ONLY_AST, without importing that module."""
+AST_ONLY = 0x400  # Flag of ``compile``: ast.PyCF_ONLY_AST, without importing that module
+# Modules whose public names need no import; of two with a name, the later one's is used.
+#
+# Source: the imports that LiveCodeBench (lcb_runner/evaluation/testing_util.py at 28fef95e) puts before each program,
+# as APPS and verl do.
 MODULES = (
-    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
-    "functools",
-    "operator", "io", "sys", "json", "typing",
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
+    "itertools", "functools", "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""Modules whose public names need no import; of two with a name, the later one's is used.
-
-Source: the imports that LiveCodeBench (lcb_runner/evaluation/testing_util.py at 28fef95e) puts before each program, as
-APPS and verl do.
-"""
 
 _LOAD, _EQUAL, _GREATER, _SET, _AND, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000

@@ -20,12 +20,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tidemill.bus.errors import DetailedError
-from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
-START_S = 120.0
-"""Seconds for the import of a user's module, with the packages that it needs."""
-LAST_WORDS_S = 1.0
-"""Seconds for reading the output of an ended process: one below it may keep its connection open."""
+START_S = 120.0  # Seconds for the import of a user's module, with the packages that it needs
+LAST_WORDS_S = 1.0  # Seconds for reading the output of an ended process: one below it may keep its connection open
 MAX_TEXT = 2000
 
 
@@ -56,8 +53,7 @@ class ChildConnection:
         ``freed``: a call has ended.
         """
         self.number, self._kill, self._closed, self._note, self._freed = number, kill, closed, note, freed
-        self.ended = ""
-        """Why it takes no more calls; empty while it does."""
+        self.ended = ""  # Why it takes no more calls; empty while it does
         self._calls: dict[int, asyncio.Future[object]] = {}
         self._ids = itertools.count(1)
         self._up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -144,7 +140,7 @@ class ChildConnection:
         else:
             self._closed(self)
 
-    def _take_message(self, message: JsonMapping) -> None:
+    def _take_message(self, message: Mapping[str, Any]) -> None:
         number = message.get("id")
         if "up" in message:
             if not self._up.done():
@@ -156,7 +152,7 @@ class ChildConnection:
         else:
             raise BadFrame(f"a message of {', '.join(message) or 'nothing'}, want a result"[:200])
 
-    def _settle(self, future: "asyncio.Future[object] | None", message: JsonMapping) -> None:
+    def _settle(self, future: "asyncio.Future[object] | None", message: Mapping[str, Any]) -> None:
         if future is not None and not future.done():
             if "result" in message:
                 future.set_result(message["result"])
@@ -189,7 +185,7 @@ def encode_call(number: int, request: bytes) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def decode_frame(body: bytes) -> JsonObject:
+def decode_frame(body: bytes) -> dict[str, Any]:
     """Return the map in the body of a frame. Raises BadFrame."""
     try:
         message = json.loads(body)
@@ -200,7 +196,7 @@ def decode_frame(body: bytes) -> JsonObject:
     return message
 
 
-async def read_frame(reader: asyncio.StreamReader, max_bytes: int = MAX_RESULT_BYTES) -> JsonObject | None:
+async def read_frame(reader: asyncio.StreamReader, max_bytes: int = MAX_RESULT_BYTES) -> dict[str, Any] | None:
     """Return the next message, None at the end. Raises BadFrame."""
     try:
         (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
@@ -211,7 +207,7 @@ async def read_frame(reader: asyncio.StreamReader, max_bytes: int = MAX_RESULT_B
         return None
 
 
-def receive_frame(connection: socket.socket) -> JsonObject | None:
+def receive_frame(connection: socket.socket) -> dict[str, Any] | None:
     """Return the next message of a blocking socket, None at the end."""
     head = _exactly(connection, _LENGTH.size)
     body = _exactly(connection, _LENGTH.unpack(head)[0]) if head else b""

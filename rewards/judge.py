@@ -13,9 +13,9 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.wire.chat_messages import chat_messages
 from tidemill.bus.wire.json_object import JsonMapping, is_number
 from tidemill.rewards.errors import RewardFailed
-from tidemill.rewards.http.remote import AskingReward
-from tidemill.rewards.model_text.message_template import MessageTemplate
+from tidemill.rewards.model_text import MessageTemplate
 from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.remote import AskingReward
 
 TEMPLATE = """Grade a response to a task.
 
@@ -31,8 +31,7 @@ Response:
 Explain in one or two sentences how good the response is. Then end with a line "Score: N", where N is a number from \
 {low} to {high}."""
 PATTERN = r"Score:\s*(-?\d+(?:\.\d+)?)"
-MAX_PART = 200_000
-"""Characters of a prompt, label or response that are put in front of the judge."""
+MAX_PART = 200_000  # Characters of a prompt, label or response that are put in front of the judge
 
 
 @dataclass(eq=False, kw_only=True)

@@ -15,12 +15,11 @@ from tidemill.bus.system.processes import without_proxy
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 MAX_OPEN_FILES = 1024
 MAX_FILE_BYTES = 1 << 30
+# Times that a process tree is read before it is killed as it is: one that forks all the time never stands still
 MAX_ROUNDS = 100
-"""Times that a process tree is read before it is killed as it is: one that forks all the time never stands still."""
+# Variables that children do not inherit: they may hold the credentials of the bus
 SECRET_PREFIXES = ("TIDEMILL_", "NATS_")
-"""Variables that children do not inherit: they may hold the credentials of the bus."""
-SWEEP_S = 5.0
-"""Seconds after which a sweep ends although processes are left: one that forks all the time."""
+SWEEP_S = 5.0  # Seconds after which a sweep ends although processes are left: one that forks all the time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +49,8 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends; end at once if that has happened."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def outlive_parent() -> None:
-    """Take back ``end_with_parent``: this process notices the end of its parent by itself."""
+    """Take back ``die_with_parent``: this process notices the end of its parent by itself."""
     _prctl(_PR_SET_PDEATHSIG, 0)
 
 

@@ -23,16 +23,12 @@ from tidemill.rewards.group import GROUP, GroupRequest, group_fields
 from tidemill.rewards.port import Parts, RewardRequest, fields_of
 
 AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-OF_THE_BODY = frozenset({400, 413, 422})
-"""Statuses that refuse the content of one call, not all calls."""
-MAX_ANSWER_BYTES = 4 << 20
-"""Size of the largest answer that is read, unpacked."""
+OF_THE_BODY = frozenset({400, 413, 422})  # Statuses that refuse the content of one call, not all calls
+MAX_ANSWER_BYTES = 4 << 20  # Size of the largest answer that is read, unpacked
+# Bounds of the pause before a repeated call; it doubles, and its length is random between the half and the whole
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 10.0
-"""Bounds of the pause before a repeated call; it doubles, and its length is random between the half and the whole."""
-OPEN_AFTER = 8
-"""Calls in a row without an answer, after which the server is left alone."""
-OPEN_S = 5.0
-"""Seconds for which it is left alone; then one call tries it, and the others wait for its end."""
+OPEN_AFTER = 8  # Calls in a row without an answer, after which the server is left alone
+OPEN_S = 5.0  # Seconds for which it is left alone; then one call tries it, and the others wait for its end
 
 
 class Calls:
@@ -51,8 +47,7 @@ class Calls:
         self._timeout_s, self._retries, self._connections = timeout_s, retries, connections
         self._session: aiohttp.ClientSession | None = None
         self._failures, self._open_until_s = 0, 0.0
-        self._trying = asyncio.Lock()
-        """Held by the one call that tries a server which is left alone."""
+        self._trying = asyncio.Lock()  # Held by the one call that tries a server which is left alone
 
     async def post(self, body: object, read: Callable[[Any], Any]) -> Any:
         """Return ``read`` of the answer's JSON.
@@ -108,7 +103,6 @@ class Calls:
         return json.loads(content)
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -144,19 +138,22 @@ class AskingReward:
 
 
 @dataclass(eq=False)
-class RemoteGroupReward(AskingReward):
-    """A reward of groups: asks ``tidemill reward-server NAME --group``, or any server of ``{samples, rewards}``.
-
-    The answer is a list with a reward for each sample, or a map with this under ``rewards``, or ``failed`` with a
-    reason.
-    """
-
+class _RemoteReward(AskingReward):
     timeout_s: float = 20.0
     token_env: str = ""
     """Environment variable with a bearer token."""
 
     def __post_init__(self) -> None:
         self._calls = self.calls("remote", "", self.token_env)
+
+
+@dataclass(eq=False)
+class RemoteGroupReward(_RemoteReward):
+    """A reward of groups: asks ``tidemill reward-server NAME --group``, or any server of ``{samples, rewards}``.
+
+    The answer is a list with a reward for each sample, or a map with this under ``rewards``, or ``failed`` with a
+    reason.
+    """
 
     async def __call__(self, request: GroupRequest) -> list[Parts]:
         answer: list[Parts] = await self._calls.post(group_fields(request), self._read)
@@ -171,20 +168,14 @@ class RemoteGroupReward(AskingReward):
 
 
 @dataclass(eq=False)
-class Remote(AskingReward):
+class Remote(_RemoteReward):
     """Asks ``tidemill reward-server``, or any server of ``{prompt, response, label, ...}``, such as slime's remote_rm.
 
     The answer is a number, a map of numbers, or a map with ``reward``, or ``failed`` with a reason.
     """
 
-    timeout_s: float = 20.0
-    token_env: str = ""
-    """Environment variable with a bearer token."""
     key: str = ""
     """Member of the answer with the reward."""
-
-    def __post_init__(self) -> None:
-        self._calls = self.calls("remote", "", self.token_env)
 
     async def __call__(self, request: RewardRequest) -> Parts:
         answer: Parts = await self._calls.post(fields_of(request), self._read)

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tidemill.rewards.code.sandbox import Bounds, run
-from tidemill.rewards.code.sandbox import obstacle as obstacle  # for the registry
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.sandbox import Bounds, run
+from tidemill.rewards.sandbox import obstacle as obstacle  # for the registry
 
 # Possessive: blanks behind a fence are read once, however many there are.
 BLOCK = re.compile(r"```[ \t]*+([A-Za-z0-9_+-]*+)[ \t]*+\r?\n(.*?)(?:```|\Z)", re.DOTALL)

@@ -1,34 +1,25 @@
-"""The chat template of a model directory: messages to text, rendered as by transformers but without importing it."""
+"""Texts of a model directory: the chat template, and the tokens that end a response. Loads no transformers."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Self
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tidemill.bus.wire.json_object import JsonMapping
 
+# Names of a model's templates: for chats without tools, and for chats with some
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of a model's templates: for chats without tools, and for chats with some."""
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-_REJECTIONS = (
-    jinja2.TemplateError,
-    TypeError,
-    LookupError,
-    ValueError,
-    ArithmeticError,
-    AttributeError,
-    RecursionError,
-)
+# Errors that a template can cause with the messages of a client.
+_REJECTIONS = (TemplateError, TypeError, LookupError, ValueError, ArithmeticError, AttributeError, RecursionError)
 
 
 class _GenerationTag(Extension):
@@ -47,7 +38,7 @@ class ToolsLeftOut(ValueError):
 
 
 class MessageTemplate:
-    """The chat template of a model. Thread-safe."""
+    """The chat template of a model, rendered as by transformers but without importing it. Thread-safe."""
 
     def __init__(self, source: str, special: Mapping[str, str], *, tool_use: str = "") -> None:
         """``special``: tokens by name (``eos_token``, ...). ``tool_use``: template of chats with tools."""
@@ -60,8 +51,7 @@ class MessageTemplate:
         self._template = environment.from_string(source)
         self._tool_template = environment.from_string(tool_use) if tool_use else self._template
         self._call_forms: dict[jinja2.Template, CallForm | None] = {}
-        self._renders_tools = False
-        """True once a text with tools differed from the text without them."""
+        self._renders_tools = False  # True once a text with tools differed from the text without them
 
     @classmethod
     def read(cls, model_dir: Path) -> Self | None:
@@ -172,36 +162,30 @@ class CallForm:
         return {**message, "content": message.get("content") or self.empty, "tool_calls": calls}
 
 
+# Forms in order of trial. Templates of DeepSeek write calls only of messages without content, and join texts.
 CALL_FORMS = (CallForm(False, ""), CallForm(False, None), CallForm(True, ""), CallForm(True, None))
-"""Forms in order of trial. Templates of DeepSeek write calls only of messages without content, and join texts."""
 TRIED_CALL = {
     "id": "triedcall",
     "type": "function",
     "function": {"name": "tried_name", "arguments": {"tried_key": "tried_value"}},
 }
+# With ``TRIED_CALL``, a chat that shows how a template reads calls. Templates of Mistral want ids of nine letters.
 TRIED_QUESTION = {"role": "user", "content": "tried_question"}
-"""With ``TRIED_CALL``, a chat that shows how a template reads calls. Templates of Mistral want ids of nine letters."""
 TRIED_PARTS = ("tried_name", "tried_key", "tried_value")
+# Beginnings of arguments that were written as Python has them, or as JSON of JSON text
 MISREAD_PARTS = ("{'tried_key'", '\\"tried_key')
-"""Beginnings of arguments that were written as Python has them, or as JSON of JSON text."""
 NO_TOOLS = (
-    "tools: the model's chat template writes none, which the model would not see; leave them out, or use another "
-    "template"
+    "tools: the model's chat template writes none, which the model would not see; "
+    "leave them out, or use another template"
 )
 NO_CALLS = (
-    "messages: the model's chat template writes no tool_calls, which would be lost; write them as content, or "
-    "use another template"
+    "messages: the model's chat template writes no tool_calls, which would be lost; "
+    "write them as content, or use another template"
 )
 NO_CALLS_BESIDE_CONTENT = (
-    "messages: the model's chat template leaves out the tool_calls of a message that has content; leave one "
-    "of the two out, or use another "
-    "template"
+    "messages: the model's chat template leaves out the tool_calls of a message that has content; "
+    "leave one of the two out, or use another template"
 )
-
-
-def _json_map(file: Path) -> JsonMapping:
-    values = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return values if isinstance(values, dict) else {}
 
 
 def _tojson(
@@ -216,8 +200,107 @@ def _tojson(
 
 
 def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise TemplateError(message)
 
 
 def _now(form: str) -> str:
     return datetime.now().strftime(form)
+
+
+# ---- the tokens that end a response
+
+_ANSWER = "tried_answer"  # Content of the message behind which the end of turn is found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndTokens:
+    """The tokens that end a response, by where they come from; None = that file names none.
+
+    A model ends its answers with the token that it was tuned on, whichever of the files was kept up to date: the
+    eos_token_id of the base often stays in config.json.
+    """
+
+    configured: tuple[int, ...] = ()
+    """``eos_token_id`` of config.json, then of generation_config.json."""
+    tokenizer: int | None = None
+    """``eos_token`` of tokenizer_config.json."""
+    turn: int | None = None
+    """The token that the chat template writes behind an assistant's message."""
+
+    @classmethod
+    def read(cls, model_dir: Path) -> Self:
+        """Return the tokens of a model directory. Raises ValueError that names the file."""
+        files = (model_dir / name for name in ("config.json", "generation_config.json"))
+        configured = tuple(dict.fromkeys(token_id for file in files for token_id in _eos_ids(file)))
+        vocabulary = _json_map(model_dir / "tokenizer.json")
+        if not vocabulary:
+            return cls(configured=configured)
+        added = {str(token["content"]): int(token["id"]) for token in vocabulary.get("added_tokens") or ()}
+        return cls(
+            configured=configured,
+            tokenizer=_id_of(_eos_token(model_dir), added, vocabulary),
+            turn=_end_of_turn(MessageTemplate.read(model_dir), added),
+        )
+
+    @property
+    def named(self) -> tuple[int, ...]:
+        """The ids that the files name, which other programs know too."""
+        return tuple(dict.fromkeys(token_id for token_id in (*self.configured, self.tokenizer) if token_id is not None))
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All ids; the first one is put behind a recorded answer of plain text."""
+        return self.named if self.turn is None else tuple(dict.fromkeys((*self.named, self.turn)))
+
+
+def _eos_ids(file: Path) -> Iterator[int]:
+    ids = _json_map(file).get("eos_token_id")
+    for token_id in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+        if type(token_id) is not int or token_id < 0:
+            raise ValueError(f"{file}: eos_token_id: want a token id, or a list of some, got {ids!r:.80}")
+        yield token_id
+
+
+def _eos_token(model_dir: Path) -> str | None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _json_map(model_dir / name).get("eos_token")
+        token = token.get("content") if isinstance(token, Mapping) else token
+        if isinstance(token, str) and token:
+            return token
+    return None
+
+
+def _id_of(token: str | None, added: Mapping[str, int], vocabulary: JsonMapping) -> int | None:
+    """Return the id of a token by its text; tokens of the vocabulary are a map, or a list of pairs (Unigram)."""
+    if token is None or token in added:
+        return None if token is None else added[token]
+    tokens = (vocabulary.get("model") or {}).get("vocab") or {}
+    if isinstance(tokens, list):
+        return next((token_id for token_id, pair in enumerate(tokens) if pair[0] == token), None)
+    token_id = tokens.get(token)
+    return None if token_id is None else int(token_id)
+
+
+def _end_of_turn(template: MessageTemplate | None, added: Mapping[str, int]) -> int | None:
+    if template is None:
+        return None
+    try:
+        text = template.render([TRIED_QUESTION, {"role": "assistant", "content": _ANSWER}], add_generation_prompt=False)
+    except ValueError:  # a template that refuses this chat; its rows are checked one by one
+        return None
+    _, written, behind = text.rpartition(_ANSWER)
+    matches = [token for token in added if written and behind.lstrip().startswith(token)]
+    return added[max(matches, key=len)] if matches else None
+
+
+def _json_map(file: Path) -> JsonMapping:
+    """Return the map in a file; none without the file. Raises ValueError that names the file."""
+    if not file.exists():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: want a JSON map, got {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{file}: want a JSON map, got {values!r:.80}")
+    return values
