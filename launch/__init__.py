@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from tidemill.bus.public_names import public_names
 
 if TYPE_CHECKING:
-    from tidemill.launch.metrics.port import StepMetrics
+    from tidemill.launch.metrics.sinks import StepMetrics
 
 _MODULES = {"StepMetrics": "metrics.port"}
 __all__ = ["StepMetrics"]

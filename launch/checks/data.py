@@ -14,7 +14,7 @@ from pathlib import Path
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
 from tidemill.launch.checks.rows import row_check
-from tidemill.launch.settings.datasets import prompts
+from tidemill.launch.settings.prepare import prompts
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.data import REFUSE, DataConfig, Source
 from tidemill.learner.debug.config import read_prompts

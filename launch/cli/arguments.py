@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bus.client.addresses import parse
-from tidemill.launch.settings.shipped import config_file
+from tidemill.launch.settings.run_paths import config_file
 
 STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
 _CONFIG = "YAML file, or a shipped one by name, such as digits; later ones win"

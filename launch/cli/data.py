@@ -25,7 +25,7 @@ from tidemill.launch.checks.tokens import check_tokenizer
 from tidemill.launch.cli.inputs import loaded_config, path_here, with_fetched
 from tidemill.launch.samples.recording import import_files
 from tidemill.launch.settings.config_loader import Loaded
-from tidemill.launch.settings.shipped import config_file
+from tidemill.launch.settings.run_paths import config_file
 from tidemill.learner.data import DataConfig, Source
 from tidemill.learner.errors import PromptError, TemplateLacks
 from tidemill.learner.prompts.rows import PromptRow, RowRules, RowTokens, refuse_template, scan_rows

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from tidemill.launch.settings import env_file, yaml_file
-from tidemill.launch.settings.shipped import CONFIGS, DATA
+from tidemill.launch.settings.run_paths import CONFIGS, DATA
 
 TEMPLATES = DATA / "init"
 CONFIG = "run.yaml"

@@ -25,7 +25,7 @@ from tidemill.launch.settings.config_loader import (
 )
 from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.launch.settings.shipped import CONFIGS
+from tidemill.launch.settings.run_paths import CONFIGS
 
 if TYPE_CHECKING:
     from tidemill.launch.checks.findings import Report

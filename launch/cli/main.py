@@ -1,5 +1,5 @@
-"""The command line: the table of commands, and the run of one. Each command is a module beside this one, with ``add``
-and ``run``.
+"""The command line: the table of commands, and the run of one. Each command is in a module beside this one, with
+``add`` and ``run`` (or ``add_<command>`` and ``run_<command>``).
 
 Only the module of the given command is imported, so ``--help`` and errors take a fraction of a second.
 """
@@ -51,7 +51,16 @@ COMMANDS: Mapping[str, str] = {
 """Help of each command."""
 INNER = ("feeder", "rank")
 """Commands with which the learner starts its processes; no help lists them."""
-_MODULES = {**dict.fromkeys(("engine", "actor", "scorer"), "worker"), **dict.fromkeys(INNER, "learner")}
+_MODULES = {
+    **dict.fromkeys(INNER, "learner"),
+    **dict.fromkeys(("engine", "actor", "scorer"), "worker"),
+    **dict.fromkeys(("bus", "router", "reward-server", "teacher"), "servers"),
+    **dict.fromkeys(("check", "prepare"), "config"),
+    "push": "convert",
+    "cursors": "archive",
+    "scale": "host",
+    "texts": "eval",
+}
 """Modules of commands that share one; each other command has a module of its name."""
 
 
@@ -116,9 +125,11 @@ def _inner_parser() -> argparse.ArgumentParser:
 
 
 def _declare(parser: argparse.ArgumentParser, command: str) -> None:
-    module = import_module(f".{_MODULES.get(command, command.replace('-', '_'))}", __package__)
-    module.add(parser)
-    parser.set_defaults(run_command=module.run)
+    name = command.replace("-", "_")
+    module = vars(import_module(f".{_MODULES.get(command, name)}", __package__))
+    # In a module with unlike commands each has functions of its own.
+    (module.get(f"add_{name}") or module["add"])(parser)
+    parser.set_defaults(run_command=module.get(f"run_{name}") or module["run"])
 
 
 def _find_modules_here() -> None:

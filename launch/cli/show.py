@@ -17,10 +17,9 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Sample
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import look
-from tidemill.launch.samples.block import facts
 from tidemill.launch.samples.filters import Filter, prompt_text, task_of
 from tidemill.launch.samples.search import FoundSample, SampleHistory, SampleSearch, as_map, history_of, opened
-from tidemill.launch.samples.text import conversation, plain, to_json, turns_table
+from tidemill.launch.samples.text import conversation, facts, plain, to_json, turns_table
 
 _SHADES = (
     (0.9, ""),

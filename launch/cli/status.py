@@ -26,7 +26,7 @@ from tidemill.bus.wire.messages import Done, Evaluated, Plan, Settle
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import look
-from tidemill.launch.run import scores
+from tidemill.launch.run import summary
 from tidemill.launch.run.summary import SKIPPED
 from tidemill.launch.samples.text import plain
 from tidemill.learner.debug.report import LOOKS
@@ -185,7 +185,7 @@ async def read_status(bus: Bus) -> RunStatus:
         "minibatches_skipped": int(sum(plans.skipped.values())),
         "report_look": plans.report_look,
         "reward": metrics.get("data/reward_mean"),
-        "evaluations": [scores.line_of(record) for record in plans.evaluated.values()],
+        "evaluations": [summary.scores_line(record) for record in plans.evaluated.values()],
         "best": (await bus.rows("run").read(subjects.BEST_KEY))[0],
         "end": (await bus.rows("run").read(subjects.END_KEY))[0],
         "lag_mean": metrics.get("offpolicy/lag_mean"),
@@ -310,7 +310,7 @@ async def _read_plans(bus: Bus) -> _Plans:
             if plans.newest is None or record.step >= plans.newest.step:
                 plans.newest = record
         elif isinstance(record, Evaluated):
-            plans.evaluated = scores.newest([*plans.evaluated.values(), record])
+            plans.evaluated = summary.newest_scores([*plans.evaluated.values(), record])
     return plans
 
 
@@ -386,9 +386,9 @@ def print_status(console: Console, status: RunStatus) -> None:
     if words := episodes_in_words(status["episodes"]):
         console.print(f"episodes {words}", markup=False)
     for line in status["evaluations"]:
-        console.print(f"evaluation {scores.in_words(line)}", markup=False)
+        console.print(f"evaluation {summary.scores_in_words(line)}", markup=False)
     if status["best"]:
-        console.print(f"best checkpoint {scores.best_in_words(status['best'])}", markup=False)
+        console.print(f"best checkpoint {summary.best_in_words(status['best'])}", markup=False)
     if status["end"]:
         console.print(f"ends after step {status['end']['step']}: {status['end']['reason']}", markup=False)
     if skipped := status["minibatches_skipped"]:

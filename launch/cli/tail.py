@@ -9,10 +9,9 @@ from rich.console import Console
 from tidemill.bus.streams.bus import Bus
 from tidemill.launch.cli.arguments import add_filter, add_run, add_since
 from tidemill.launch.cli.find_run import look
-from tidemill.launch.samples.block import block
 from tidemill.launch.samples.filters import filter_of, positive
 from tidemill.launch.samples.search import FoundSample, SampleSearch, as_map
-from tidemill.launch.samples.text import to_json
+from tidemill.launch.samples.text import block, to_json
 
 DEFAULT_LAST = 10
 

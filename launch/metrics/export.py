@@ -26,7 +26,7 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.functions import errors_as
 from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire.messages import Done, Evaluated, PlanRecord
-from tidemill.launch.metrics.port import SINK, StepMetrics
+from tidemill.launch.metrics.sinks import SINK, StepMetrics
 from tidemill.rewards.errors import BadRewardOption, UnknownReward
 from tidemill.rewards.registry import Bound, bind
 

@@ -16,7 +16,7 @@ from tidemill.bus.streams.bus import Bus, connect, raise_epoch
 from tidemill.bus.system.coroutines import cancellable, first_of
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task
-from tidemill.launch.run import access, feeder_process, scores
+from tidemill.launch.run import access, feeder_process, summary
 from tidemill.launch.run.bus_process import BUS_START_S, start_bus
 from tidemill.launch.run.supervisor import Supervisor
 from tidemill.launch.settings import yaml_file
@@ -99,4 +99,4 @@ async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated
                 failing.refuse(config.learner.failing_tasks, config.learner.failing_s * UNTRAINED_SHARE)
 
     await first_of(evaluations.over(), *(cancellable(loop) for loop in (evaluations.run(), read(), follow_dead())))
-    return [record for _, record in sorted((await scores.read(bus)).items())]
+    return [record for _, record in sorted((await summary.read_scores(bus)).items())]

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.bus.wire.messages import Done
+from tidemill.bus.wire.messages import Done, Evaluated
 from tidemill.bus.wire.rows import LiveRow, VersionRow
 from tidemill.launch.run.audit import RunAccounting, mean
 from tidemill.launch.settings import extras
@@ -312,3 +312,64 @@ async def audit_shown(
 
     async with HeartbeatPublisher(bus, row) as heartbeat:
         yield progress
+
+
+EVALUATIONS_FILE = "evaluations.jsonl"
+"""File in the run's directory with a line for each evaluation set and version."""
+
+
+def scores_line(record: Evaluated) -> JsonObject:
+    """Return the line of one set at one version."""
+    return {"version": record.version, "step": record.step, "set": record.dataset, **record.metrics}
+
+
+def scores_lines(evaluated: Mapping[tuple[int, str], Evaluated]) -> list[JsonObject]:
+    """Return the lines of all records, by version and set."""
+    return [scores_line(evaluated[key]) for key in sorted(evaluated)]
+
+
+async def read_scores(bus: Bus, *, after_epoch: int = 0) -> dict[tuple[int, str], Evaluated]:
+    """Return the newest record by version and set; records up to ``after_epoch`` are of another run."""
+    records = [record async for _, record in bus.plans.scan() if isinstance(record, Evaluated)]
+    return {(record.version, record.dataset): record for record in records if record.epoch > after_epoch}
+
+
+def newest_scores(evaluated: Iterable[Evaluated]) -> dict[str, Evaluated]:
+    """Return the record of the newest version of each set."""
+    newest_records: dict[str, Evaluated] = {}
+    for record in sorted(evaluated, key=lambda record: record.version):
+        newest_records[record.dataset] = record
+    return newest_records
+
+
+def scores_in_words(line: JsonMapping) -> str:
+    """Return a line's mean with its interval and the versions of its tokens, in words."""
+    if "mean" not in line:
+        return f"{line['set']} without an answer (version {line['version']})"
+    return f"{line['set']} {line['mean']:.3f} [{line['mean_low']:.3f}, {line['mean_high']:.3f}] ({_versions(line)})"
+
+
+def _versions(line: JsonMapping) -> str:
+    """Return the version of a line, and the versions of its tokens where they differ."""
+    version = line["version"]
+    oldest, newest = (version + int(line.get(name, 0)) for name in ("versions_later_min", "versions_later"))
+    if newest == version:
+        return f"version {version}"
+    return (
+        f"version {version}, tokens of {newest}"
+        if oldest == newest
+        else f"version {version}, tokens of {oldest} to {newest}"
+    )
+
+
+def best_in_words(row: JsonMapping) -> str:
+    """Return the row ``run/best`` in words."""
+    return (
+        f"{row['set']}/{row['metric']} {row['value']:.4g} (version {row['version']}, step {row['step']}): "
+        f"{row.get('directory', '')}"
+    )
+
+
+def newest_scores_in_words(evaluated: Iterable[Evaluated]) -> list[str]:
+    """Return the newest scores of each set, in words."""
+    return [scores_in_words(scores_line(record)) for record in newest_scores(evaluated).values()]

@@ -32,10 +32,9 @@ from tidemill.bus.wire.messages import Done
 from tidemill.bus.wire.rows import VersionRow, row_of
 from tidemill.bus.wire.subjects import BEST_KEY, END_KEY
 from tidemill.launch.checks.findings import CheckFailed
-from tidemill.launch.checks.prepared import made_before
-from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.checks.run import Purpose, check, made_before
 from tidemill.launch.hub.repository import write_record
-from tidemill.launch.run import access, desired, feeder_process, process, scores, summary, teacher, view
+from tidemill.launch.run import access, desired, feeder_process, process, servers, summary, view
 from tidemill.launch.run.audit import audit, read_cursor
 from tidemill.launch.run.bus_process import BUS_START_S, start_bus
 from tidemill.launch.run.directory import CannotBegin, directory_of_one
@@ -106,7 +105,7 @@ class Up:
         self._after_epoch = after_epoch
         self._ports = contextlib.ExitStack()
         """Ports of the teachers that it starts."""
-        self._config, self._console, self._resume = teacher.placed(config, self._ports), console, resume
+        self._config, self._console, self._resume = servers.placed(config, self._ports), console, resume
         self._root = config.root
         self._supervisor = Supervisor(
             self._root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s, on_event=self.event
@@ -212,7 +211,7 @@ class Up:
     async def _train(self, bus: Bus, url: str, draining: asyncio.Event) -> None:
         metrics = self._root / METRICS_FILE
         earlier = summary.seconds_of_steps(metrics)
-        for file in (metrics, self._root / scores.EVALUATIONS_FILE):
+        for file in (metrics, self._root / summary.EVALUATIONS_FILE):
             file.unlink(missing_ok=True)  # the watch writes them again, from the records of PLAN
         self._watch = RunWatch(
             bus,
@@ -224,7 +223,7 @@ class Up:
         )
         async with self._shown():
             if not self._config.debug.trains_only:
-                for name, arguments in teacher.commands(self._config).items():
+                for name, arguments in servers.commands(self._config).items():
                     self._supervisor.keep(name, arguments)
             words = [*self._arguments("learner"), "--bus", url, "--checked", *self._leader()]
             learner = self._supervisor.keep("learner", words, finishes=True)
@@ -321,8 +320,8 @@ class Up:
                 self.code = exit_codes.CRASHED if in_time else exit_codes.NOT_IN_TIME
                 how = exit_codes.how(code) if in_time else f"was not drained within {within_s:.0f} s (up.drain_s)"
                 self.failure = f"the learner {how}; log: {self._root}/logs/learner.log"
-        servers = [name for role in ("engine", "scorer", "teacher") for name in self._supervisor.names(role)]
-        await self._supervisor.end(servers, within_s=within_s)
+        names = [name for role in ("engine", "scorer", "teacher") for name in self._supervisor.names(role)]
+        await self._supervisor.end(names, within_s=within_s)
 
     async def _audit(self, bus: Bus, seconds: float, *, finished: bool) -> None:
         assert self._watch is not None
@@ -340,9 +339,9 @@ class Up:
             line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)
         ]
         summary.write_lines(self._root / METRICS_FILE, lines)
-        evaluations = scores.lines_of(await scores.read(bus, after_epoch=self._after_epoch))
+        evaluations = summary.scores_lines(await summary.read_scores(bus, after_epoch=self._after_epoch))
         if evaluations:
-            summary.write_lines(self._root / scores.EVALUATIONS_FILE, evaluations)
+            summary.write_lines(self._root / summary.EVALUATIONS_FILE, evaluations)
         result = summary.summarize(accounting, lines, versions, self._observed(lines, seconds))
         broken = summary.broken_promises(
             result, require_reward=self._config.up.require_reward if finished else -math.inf
@@ -360,7 +359,7 @@ class Up:
         picture = await asyncio.to_thread(summary.draw_curves, lines, evaluations, self._root / "curves.png", title)
         self._report(result, broken, picture, finished=finished)
         if best is not None:
-            self._print(f"  best checkpoint {scores.best_in_words(best)}")
+            self._print(f"  best checkpoint {summary.best_in_words(best)}")
 
     def _observed(self, lines: list[JsonObject], seconds: float) -> summary.Observed:
         assert self._watch is not None
@@ -379,7 +378,7 @@ class Up:
         if self._ended_by:
             self._print(f"  ended after step {result['steps']}: {self._ended_by}")
         self._print("\n".join(f"  {name:<26} {summary.as_text(result[name])}" for name in summary.REPORTED))
-        for words in scores.newest_in_words(self._watch.evaluated.values()) if self._watch is not None else ():
+        for words in summary.newest_scores_in_words(self._watch.evaluated.values()) if self._watch is not None else ():
             self._print(f"  evaluation {words}")
         for name, trouble in self._watch.troubles.items() if self._watch is not None else ():
             self._print(f"  {name}: {trouble}")

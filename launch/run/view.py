@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tidemill.bus.wire.messages import Sample
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.run.scores import in_words, lines_of, newest_in_words
+from tidemill.launch.run.summary import newest_scores_in_words, scores_in_words, scores_lines
 from tidemill.launch.run.watch import SILENT_S, RunWatch
 
 REFRESH_S = 0.5
@@ -103,7 +103,7 @@ def _progress_line(watch: RunWatch, printed_step: int) -> str:
 
 def evaluations(watch: RunWatch) -> list[str]:
     """Return the scores of all versions that were evaluated, in words, by version."""
-    return [f"evaluation {in_words(line)}" for line in lines_of(watch.evaluated)]
+    return [f"evaluation {scores_in_words(line)}" for line in scores_lines(watch.evaluated)]
 
 
 def waits(watch: RunWatch) -> str:
@@ -127,7 +127,7 @@ def picture(watch: RunWatch, title: str, *, width: int = 100, height: int = 32) 
         events = [*events[1 - NUM_EVENTS :], watch.bus_silence]
     plot_height = PLOT_HEIGHT if height >= COMFORTABLE_HEIGHT else NUM_NUMBERS - 1
     room = height - 9 - (plot_height + 1) - len(events)
-    scores = newest_in_words(watch.evaluated.values())[: max(0, min(NUM_SETS, room - LEAST_PROCESSES))]
+    scores = newest_scores_in_words(watch.evaluated.values())[: max(0, min(NUM_SETS, room - LEAST_PROCESSES))]
     blocks: list[Table | Text] = [
         _progress(watch),
         Text(),

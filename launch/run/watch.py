@@ -23,7 +23,7 @@ from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Done, Evaluated, Sample
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.run import scores
+from tidemill.launch.run import summary
 from tidemill.launch.run.summary import count_in
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class RunLines:
 
     def __init__(self, metrics_file: Path | None, on_event: Callable[[str], None]) -> None:
         """Without a file nothing is written. ``on_event``: called when the disk has no room, and has some again."""
-        files = () if metrics_file is None else (metrics_file, metrics_file.with_name(scores.EVALUATIONS_FILE))
+        files = () if metrics_file is None else (metrics_file, metrics_file.with_name(summary.EVALUATIONS_FILE))
         self._files, self._on_event = [GrowingFile(file) for file in files], on_event
         self._unwritten = ""
         """Reason why lines wait to be written; empty while none do."""
@@ -211,7 +211,7 @@ class RunWatch:
         before = self.evaluated.get((record.version, record.dataset))
         self.evaluated[record.version, record.dataset] = record
         if before is None or before.metrics != record.metrics:
-            self._lines.add_scores(scores.line_of(record))
+            self._lines.add_scores(summary.scores_line(record))
 
     async def _await_answers(self) -> None:
         """Background loop: the beginning and the end of a time in which the bus does not answer are events."""

@@ -1,7 +1,7 @@
-"""The bodies of engines, actors, scorers, routers and reward servers, from the run's configuration: settings become
-arguments here.
+"""The bodies of engines, actors and scorers, from the run's configuration: settings become arguments here.
 
-The learner's are in ``learner_process.py`` and ``feeder_process.py``, the bus's is in ``bus_process.py``.
+Those of the learner are in ``learner_process.py`` and ``feeder_process.py``, of the bus in ``bus_process.py``, of
+routers, reward servers and teachers in ``servers.py``.
 """
 
 import asyncio
@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidemill.bus.system.coroutines import first_of
-from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
+from tidemill.launch.settings.prepare import prepare
 from tidemill.launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
     from tidemill.actors.config import EngineConfig
-    from tidemill.actors.router.config import RouterConfig
     from tidemill.actors.serving.engine_process import HeldDevices
-    from tidemill.bus.processes.limits import ProcessLimits
+    from tidemill.actors.serving.port import Factory
     from tidemill.launch.settings.config_loader import Setting
 
 log = logging.getLogger(__name__)
@@ -33,17 +32,15 @@ LONG_WAIT_S = 300.0
 """Seconds that a process waits for a bus that is started after it."""
 
 
-def run_prepare(config: RunConfig) -> int:
-    """Make model and prompts if the configuration has ``prepare``; return 0."""
-    if config.prepare is not None:
-        from tidemill.launch.settings.prepare import prepare
-
-        config.root.mkdir(parents=True, exist_ok=True)
-        with (config.root / "prepare.lock").open("w") as lock:
-            # Several processes may call this at the same time; the second finds it done
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            prepare(config.prepare, config.root / "prepared")
-    return 0
+def run_prepare(config: RunConfig) -> None:
+    """Make model and prompts if the configuration has ``prepare``."""
+    if config.prepare is None:
+        return
+    config.root.mkdir(parents=True, exist_ok=True)
+    with (config.root / "prepare.lock").open("w") as lock:
+        # Several processes may call this at the same time; the second finds it done
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        prepare(config.prepare, config.root / "prepared")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +83,19 @@ async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s:
     await first_of(reached(), draining.wait())
 
 
+def engine_factory(config: "EngineConfig") -> "Factory":
+    """Return the factory of the engine that ``config.kind`` names: the only place that names backends."""
+    match config.kind:
+        case "builtin":
+            from tidemill.actors.serving.builtin.engine import BuiltinEngine
+
+            return BuiltinEngine
+        case "sglang":
+            from tidemill.actors.serving.sglang.engine import SglangEngine
+
+            return SglangEngine
+
+
 async def run_engine(
     config: RunConfig | None, run: str, bus_url: str, engine_id: str, draining: asyncio.Event, local: LocalSettings
 ) -> None:
@@ -98,7 +108,6 @@ async def run_engine(
     from tidemill.actors.scratch import Scratch
     from tidemill.actors.serving import engine_process
     from tidemill.bus.client.addresses import AUTO
-    from tidemill.launch.settings.wiring import engine_factory
 
     engine_id = engine_id or default_id()
     with Scratch("model") as fetched:
@@ -171,7 +180,6 @@ async def config_on_bus(
     run: str, bus_url: str, role: str, process_id: str, draining: asyncio.Event, local: LocalSettings
 ) -> RunConfig | None:
     """Return the learner's configuration with the changes made here; None if drained first. Raises NotAllowed."""
-    from contextlib import AsyncExitStack
 
     from tidemill.actors.engines.membership import CONFIG_KEY, config_of_run, connected
     from tidemill.bus.config import BusConfig
@@ -191,7 +199,6 @@ async def config_on_bus(
 
 async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:
     """Return the model's directory if it is here, else a snapshot from the learner; None if drained first."""
-    from contextlib import AsyncExitStack
 
     from tidemill.actors.engines.membership import connected, first_row
     from tidemill.bus.liveness.heartbeats import Waiting
@@ -300,51 +307,6 @@ async def run_scorer(
     place = ScorerPlace(host=host, advertise=advertise, port=local.port)
     actor, bus = (None, None) if config is None else (config.actor, config.bus)
     await run_scorer(bus_url, run, actor, bus, draining, scorer_id, place=place, allowed=tuple(local.allowed))
-
-
-async def run_router(
-    config: "RouterConfig", run: str, bus_url: str, router_id: str, draining: asyncio.Event, *, drain_s: float
-) -> None:
-    """Serve one address for the engines of a run, and for those named in ``config``."""
-    from tidemill.actors.router import server
-
-    if bus_url:
-        run = run or await found_run(bus_url, "router", draining)
-        if not run:
-            return
-    await server.run_router(config, bus_url, run, router_id, draining, drain_s=drain_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedReward:
-    """The reward of ``tidemill reward-server``."""
-
-    name: str
-    """Name or import path."""
-    options: Mapping[str, object]
-    of_groups: bool
-    """True for a reward of groups."""
-
-
-async def run_reward_server(
-    reward: ServedReward, limits: "ProcessLimits", draining: asyncio.Event, *, host: str, port: int, token: str
-) -> None:
-    """Serve a reward until drained. Raises UnknownReward, BadRewardOption, RewardFailed, OSError."""
-    from tidemill.actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
-    from tidemill.bus.processes.limits import become_undumpable
-    from tidemill.rewards.scorers import opened, opened_group
-
-    become_undumpable()
-    async with AsyncExitStack() as stack:
-        if reward.of_groups:
-            group_score = await stack.enter_async_context(opened_group(reward.name, reward.options, limits))
-            server = RewardServer(reward.name, None, group_score, token=token)
-        else:
-            score = await stack.enter_async_context(opened(reward.name, reward.options, limits))
-            server = RewardServer(reward.name, score, token=token)
-        url = await stack.enter_async_context(serving(server, host, port, insecure=True))
-        print(f"reward {reward.name} at {url}{SCORE_GROUP if reward.of_groups else SCORE}", file=lossy(STANDARD_OUTPUT))
-        await draining.wait()
 
 
 async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:

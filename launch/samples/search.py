@@ -138,13 +138,6 @@ def opened(stored: StoredSample) -> Sample | WireError:
         return error
 
 
-def clock(unix_s: float) -> str:
-    """Return a time for display, in local time: the time of day, with the date unless it is today."""
-    moment = datetime.fromtimestamp(unix_s)
-    today = datetime.fromtimestamp(time.time()).date() == moment.date()
-    return moment.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M:%S")
-
-
 def as_map(seq: int, sample: Sample | WireError) -> JsonObject:
     """Return a sample as a map for JSON."""
     if isinstance(sample, WireError):

@@ -21,7 +21,7 @@ from tidemill.bus.section import BASIC, NotNegative, Positive, PositiveFloat, Se
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.launch.settings.contradictions import refuse_contradictions
 from tidemill.launch.settings.hub_names import named
-from tidemill.launch.settings.prepare_config import PrepareConfig
+from tidemill.launch.settings.prepare import PrepareConfig
 from tidemill.learner.algorithms.former_names import flat
 from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from tidemill.learner.data import DataConfig, Stops, StopTokens

@@ -12,8 +12,7 @@ import yaml
 
 from tidemill.bus import exit_codes
 from tidemill.bus.section import shown
-from tidemill.launch.settings.run_paths import set_base
-from tidemill.launch.settings.shipped import cure
+from tidemill.launch.settings.run_paths import cure, set_base
 
 MOST_NODES = 100_000
 """Most values of a text, each counted at every reference: a few lines of references can expand to more than the memory

@@ -30,7 +30,7 @@ from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import SequenceSize, Status, score_of
 from tidemill.launch.metrics.export import open_sink
-from tidemill.launch.metrics.port import SINK, StepMetrics
+from tidemill.launch.metrics.sinks import SINK, StepMetrics
 from tidemill.learner.filters.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, decisions_in
 from tidemill.learner.filters.filters import BUILT_IN, FILTER, FilterGroup, FilterSample, decision_in
 from tidemill.learner.prompts.formats import PREFIX, add_rows, rows_of

@@ -29,8 +29,8 @@ from tests.integration.expert_ranks import VOCAB
 from tests.learner_steps import run_ranks
 from tests.tiny_models import SERVED, write_tiny_model
 from tidemill.actors.serving.builtin.scoring import score_directory
-from tidemill.launch.cli.debug_weights import between_tensors, tensors_of
 from tidemill.launch.cli.main import main
+from tidemill.launch.cli.weights import between_tensors, tensors_of
 from tidemill.learner.debug.comparison import Comparison, compare_modules
 from tidemill.learner.debug.train_file import ModuleDump, read_modules, write_modules
 from tidemill.learner.layout import parallel

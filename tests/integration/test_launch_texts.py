@@ -10,7 +10,7 @@ from tests import data_kit
 from tests.bus_fixtures import BusOpener
 from tidemill.bus.streams.bus import Bus
 from tidemill.launch.cli import main as cli
-from tidemill.launch.cli.texts import show_texts
+from tidemill.launch.cli.eval import show_texts
 
 ROWS = 6
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tidemill.launch.cli.debug_engine import RunningEngine
+from tidemill.launch.cli.debug import RunningEngine
 
 
 @contextmanager

@@ -12,16 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import rarely
-from tidemill.launch.settings.datasets import DATA, gsm8k_prompts, prompts, solve
 from tidemill.launch.settings.prepare import (
     CHARACTERS,
+    DATA,
+    TASKS,
+    PrepareConfig,
     Prepared,
     PreparedOtherwise,
     bpe_tokenizer,
     character_tokenizer,
+    gsm8k_prompts,
     prepare,
+    prompts,
+    solve,
 )
-from tidemill.launch.settings.prepare_config import TASKS, PrepareConfig
 
 SIZES = {
     "num_hidden_layers": 1,
