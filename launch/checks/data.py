@@ -39,15 +39,11 @@ from tidemill.rewards.part_settings import fits
 
 SETTING = "data.path"
 CURE = "fix the file, or data.prompt_key, data.label_key, data.metadata_key"
-EVALUATION = "eval"
-"""Topic of the findings on evaluation sets."""
+EVALUATION = "eval"  # Topic of the findings on evaluation sets
 
-READ_S = 0.5
-"""Seconds after which no further row is read, or tokenized, once ``SURE_ROWS`` rows are."""
-SURE_ROWS = 500
-"""Rows that are read and tokenized, however long it takes."""
-MOST_CAUSES = 5
-"""Maximum number of causes of bad rows that are reported for a source."""
+READ_S = 0.5  # Seconds after which no further row is read, or tokenized, once `SURE_ROWS` rows are
+SURE_ROWS = 500  # Rows that are read and tokenized, however long it takes
+MOST_CAUSES = 5  # Maximum number of causes of bad rows that are reported for a source
 ROOM = "a larger context or data.max_prompt_tokens, or a smaller sampling.max_new_tokens makes room"
 
 

@@ -12,8 +12,7 @@ from tidemill.launch.devices.shapes import Node, Placed, PlacementRefused, descr
 from tidemill.launch.devices.visible import this_node
 from tidemill.launch.settings.run_config import RunConfig
 
-PLACEMENT = "placement"
-"""Topic of the findings on a machine with devices."""
+PLACEMENT = "placement"  # Topic of the findings on a machine with devices
 
 
 def check_devices(

@@ -29,8 +29,8 @@ from tidemill.rewards.port import RewardRequest, Scorer
 from tidemill.rewards.registry import ASKING, COMPARING, SANDBOXED, SEVERAL, TABLE, bind, load
 from tidemill.rewards.scorers import opened
 
+# Seconds in which a module is imported; with torch it takes several, and twenty times as long beside other work.
 LOAD_S = 300.0
-"""Seconds in which a module is imported; with torch it takes several, and twenty times as long beside other work."""
 
 
 def defect(path: str, arguments: Sequence[str] = (), offered: Sequence[str] = (), *, kind: str = "function") -> str:
@@ -75,16 +75,12 @@ if __name__ == "__main__":
 
 
 FIX_MODULE = "fix the name or the module; modules are searched in this directory and in PYTHONPATH"
-CALL_S = 10.0
-"""Time limit in seconds of the one call of a reward by import path, with --check-reward."""
-PROGRAMS = ("agent:", "slime:")
-"""Beginnings of ``use`` with a module and a name in it."""
-GSPO_WIDE = 0.01
-"""A clip range of GSPO's ratio that is wider than this belongs to another loss."""
+CALL_S = 10.0  # Time limit in seconds of the one call of a reward by import path, with --check-reward
+PROGRAMS = ("agent:", "slime:")  # Beginnings of `use` with a module and a name in it
+GSPO_WIDE = 0.01  # A clip range of GSPO's ratio that is wider than this belongs to another loss
+# Settings of the algorithm that name one function, with the same arguments for every choice.
 OWN_SETTINGS = ("loss", "weight.level", "aggregation")
-"""Settings of the algorithm that name one function, with the same arguments for every choice."""
-HOOK_ARGUMENTS = ("moment",)
-"""Arguments of a hook (``learner/megatron/hooks.py``)."""
+HOOK_ARGUMENTS = ("moment",)  # Arguments of a hook (`learner/megatron/hooks.py`)
 
 
 def check_reward(

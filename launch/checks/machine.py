@@ -30,24 +30,18 @@ from tidemill.learner.checkpoints.object_store import ObjectStore, missing_packa
 from tidemill.learner.errors import StoreFailed
 from tidemill.learner.settings.checkpoint_store import MOST_PENDING, OF_THIS_MACHINE, protocol_of
 
-ANSWER_S = 0.5
-"""Seconds for a server to accept the connection and send its INFO line."""
+ANSWER_S = 0.5  # Seconds for a server to accept the connection and send its INFO line
 """Share of the free disk that nats-server takes for its streams. Measured with 2.15.1: it logs
 "Max Storage" 1.50 GB on a disk of 2 GB."""
-MORE_FOR_BEST = 3
-"""Checkpoints that ``eval.best`` keeps: the best, that of the version under evaluation and the next."""
-MODEL_BYTES = 4
-"""Bytes on disk per parameter of a model, float32."""
+MORE_FOR_BEST = 3  # Checkpoints that `eval.best` keeps: the best, that of the version under evaluation and the next
+MODEL_BYTES = 4  # Bytes on disk per parameter of a model, float32
+# Bytes on disk per parameter of a checkpoint: weight, master copy and Adam's two moments, float32.
 CHECKPOINT_BYTES = 16
-"""Bytes on disk per parameter of a checkpoint: weight, master copy and Adam's two moments, float32."""
-MEGATRON_LOGS = "config_logger_dir"
-"""Megatron's argument that names a directory."""
-GPU = Path("/dev/nvidiactl")
-"""A file that exists where CUDA does: weights are then not in the memory that is checked."""
+MEGATRON_LOGS = "config_logger_dir"  # Megatron's argument that names a directory
+GPU = Path("/dev/nvidiactl")  # A file that exists where CUDA does: weights are then not in the memory that is checked
 
 STORE_SETTING = "learner.checkpoint.store"
-STORE_ANSWER_S = 20.0
-"""Longest time in which the store takes a small object, returns and removes it."""
+STORE_ANSWER_S = 20.0  # Longest time in which the store takes a small object, returns and removes it
 
 
 def check_engine(report: Report, config: RunConfig, *, on_this_machine: bool) -> None:

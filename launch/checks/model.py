@@ -25,8 +25,9 @@ from tidemill.learner.settings.megatron_arguments import refusals as argument_re
 
 SETTING = "model.path"
 INDEX = "model.safetensors.index.json"
+# Sizes that the checks use for every family.
 NEEDED = ("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size")
-"""Sizes that the checks use for every family."""
+# Settings of the learner that divide a model.
 SPLITS = (
     *(
         "tensor_parallel",
@@ -38,11 +39,9 @@ SPLITS = (
     ),
     *("context_parallel", "expert_parallel"),
 )
-"""Settings of the learner that divide a model."""
+# Errors of files of any content.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error)
-"""Errors of files of any content."""
-HEADER_MOST = 100_000_000
-"""Largest header, in bytes. Source: the safetensors library's own limit."""
+HEADER_MOST = 100_000_000  # Largest header, in bytes. Source: the safetensors library's own limit.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +208,7 @@ def _shape(report: Report, config: RunConfig, values: Mapping[str, object], wher
     return None
 
 
-Tensors = Mapping[str, tuple[int, ...]]
-"""Shapes by name."""
+Tensors = Mapping[str, tuple[int, ...]]  # Shapes by name
 
 
 def _tensors(report: Report, path: Path) -> Tensors:

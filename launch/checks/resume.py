@@ -21,6 +21,7 @@ from tidemill.learner.prompts.prompt_file import PromptFile, prompts_digest
 
 log = logging.getLogger(__name__)
 
+# Entry of `tidemill.learner.buffer.rules.DataRules.identity`, or `lora` -> the setting it comes from.
 SETTINGS = {
     "run": "run",
     "seed": "data.seed",
@@ -31,11 +32,10 @@ SETTINGS = {
     "top_k": "sampling.top_k",
     "lora": "learner.lora",
 }
-"""Entry of ``tidemill.learner.buffer.rules.DataRules.identity``, or ``lora`` -> the setting it comes from."""
+# Families identified by their shape (others by all integers of config.json), fixed for runs of older versions.
 BY_SHAPE = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
-"""Families identified by their shape (others by all integers of config.json), fixed for runs of older versions."""
+# Bytes of the largest prompt file that is compared here; a larger one is compared by the feeder.
 HASHED_MOST = 256_000_000
-"""Bytes of the largest prompt file that is compared here; a larger one is compared by the feeder."""
 
 
 def check_resume(report: Report, config: RunConfig) -> None:

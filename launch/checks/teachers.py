@@ -12,8 +12,7 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
 from tidemill.launch.settings.run_config import RunConfig
 
-ANSWER_S = 2.0
-"""Seconds for a teacher to answer."""
+ANSWER_S = 2.0  # Seconds for a teacher to answer
 TOKENIZER = "tokenizer.json"
 
 

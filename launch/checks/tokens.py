@@ -23,18 +23,15 @@ from tidemill.learner.prompts.tokenizer import PromptTokenizer
 from tidemill.rewards.model_text.end_tokens import EndTokens
 from tidemill.rewards.model_text.message_template import MessageTemplate, ToolsLeftOut
 
-CHAT = "chat"
-"""Protocol of ``multi_turn`` in which the chat template writes the tools, which it has by default."""
+CHAT = "chat"  # Protocol of `multi_turn` in which the chat template writes the tools, which it has by default
+# Chat that chat templates and renderers are tried with.
 QUESTION = ({"role": "user", "content": "What is three plus four?"},)
-"""Chat that chat templates and renderers are tried with."""
 TOOL = {
     "type": "function",
     "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
 }
-LOAD_S = 30.0
-"""Seconds in which a program by import path is loaded."""
-WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")
-"""Files of tokenizers that only transformers reads."""
+LOAD_S = 30.0  # Seconds in which a program by import path is loaded
+WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")  # Files of tokenizers that only transformers reads
 
 TOPIC = "ends"
 

@@ -26,6 +26,8 @@ _DIRECT = {
 _NORM_OF_ATTENTION = ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
 _NORM_OF_MLP = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
 _QUERY_NORM = ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight")
+# Ends of Hugging Face names in a layer, after `_alike`, and of Megatron's: several where layers of Transformer Engine
+# have another. Source: mbridge 0.15.1 and `sharded_state_dict` of megatron-core 0.16.1.
 _IN_LAYER: Mapping[str, tuple[str, ...]] = {
     **{f"self_attn.{name}_proj.weight": ("self_attention.linear_qkv.weight",) for name in "qkv"},
     **{f"self_attn.{name}_proj.bias": ("self_attention.linear_qkv.bias",) for name in "qkv"},
@@ -52,10 +54,6 @@ _IN_LAYER: Mapping[str, tuple[str, ...]] = {
     "mlp.shared_experts.down_proj.weight": ("mlp.shared_experts.linear_fc2.weight",),
     "mlp.shared_expert_gate.weight": ("mlp.shared_experts.gate_weight",),
 }
-"""Ends of Hugging Face names in a layer, after ``_alike``, and of Megatron's: several where layers of Transformer
-Engine have another.
-Source: mbridge 0.15.1 and ``sharded_state_dict`` of megatron-core 0.16.1.
-"""
 _MIXTRALS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")

@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".tide"
 CONNECT_S = 60.0
+# Longest time in seconds between reading a sample and its fsync, after which the reader's position advances.
 SYNC_EVERY_S = 1.0
-"""Longest time in seconds between reading a sample and its fsync, after which the reader's position advances."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -163,11 +163,9 @@ class ArchiveDirectory:
         self._file: IO[bytes] | None = None
         self._recorder: RecordingWriter | None = None
         self.written = 0
-        self.dirty = False
-        """True if samples are written that ``sync`` has not fsynced."""
+        self.dirty = False  # True if samples are written that `sync` has not fsynced
         directory.mkdir(parents=True, exist_ok=True)
-        self.last_seq = 0
-        """Sequence of the last sample in a recording."""
+        self.last_seq = 0  # Sequence of the last sample in a recording
         for path in sorted(directory.glob(f"*{SUFFIX}")):
             recorded_origin, last = repair(path)
             if recorded_origin is not None and recorded_origin != origin:

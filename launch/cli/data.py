@@ -34,10 +34,9 @@ if TYPE_CHECKING:
     Words = argparse._SubParsersAction[argparse.ArgumentParser]
 
 Rendering = Callable[[PromptRow], str]
+# Program that prints the tasks, run by the interpreter that has verifiers.
 VERIFIERS_PROGRAM = VERIFIERS.rpartition(":")[0]
-"""Program that prints the tasks, run by the interpreter that has verifiers."""
-SHOWN = 400
-"""Characters of a prompt that are shown."""
+SHOWN = 400  # Characters of a prompt that are shown
 
 
 def add(parser: argparse.ArgumentParser) -> None:

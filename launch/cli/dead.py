@@ -15,10 +15,8 @@ from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import change, look
 from tidemill.launch.samples.text import plain, to_json
 
-ANSWER_S = 5.0
-"""Seconds to wait for the learner's records of a decision."""
-PROMPT_SHOWN = 72
-"""Maximum number of characters shown of a prompt."""
+ANSWER_S = 5.0  # Seconds to wait for the learner's records of a decision
+PROMPT_SHOWN = 72  # Maximum number of characters shown of a prompt
 
 
 def add(parser: argparse.ArgumentParser) -> None:

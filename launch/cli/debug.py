@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from tidemill.learner.debug.train_file import Array
 
 
-SHOWN = 5
-"""Maximum number of differences that are printed, after the first one."""
-DEFAULT_ENGINE_DTYPE = "bfloat16"
-"""Dtype of an engine that reports none: engines on accelerators have it."""
+SHOWN = 5  # Maximum number of differences that are printed, after the first one
+DEFAULT_ENGINE_DTYPE = "bfloat16"  # Dtype of an engine that reports none: engines on accelerators have it
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -258,8 +256,8 @@ def score_by_learner(
 
 ANSWER_S = 120.0  # seconds for an engine to score a prompt
 MAX_ANSWER_BYTES = 256 << 20
+# Dtypes by their names in an engine's answer. SGLang's `auto` depends on the model and the device.
 DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
-"""Dtypes by their names in an engine's answer. SGLang's ``auto`` depends on the model and the device."""
 
 
 class RunningEngine:

@@ -32,8 +32,7 @@ from tidemill.launch.settings.hub_names import DATASET, MODEL, parse
 from tidemill.launch.settings.run_paths import config_file
 from tidemill.learner.evaluation.rounds import MARK
 
-OPEN_TASKS = 256
-"""Prompts that are out at a time, where no training needs the engines."""
+OPEN_TASKS = 256  # Prompts that are out at a time, where no training needs the engines
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -133,10 +132,8 @@ def _block(line: dict[str, object]) -> str:
     return "\n".join([scores_in_words(line).removesuffix(" (version 0)"), *rows])
 
 
-_SIZE = (6, 300)
-"""Lines and characters of a text that is shortened."""
-Pair = tuple[Sample, Sample]
-"""Responses of two versions to one prompt."""
+_SIZE = (6, 300)  # Lines and characters of a text that is shortened
+Pair = tuple[Sample, Sample]  # Responses of two versions to one prompt
 
 
 def add_texts(parser: argparse.ArgumentParser) -> None:

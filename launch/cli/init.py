@@ -11,6 +11,7 @@ from tidemill.launch.settings.run_paths import CONFIGS, DATA
 
 TEMPLATES = DATA / "init"
 CONFIG = "run.yaml"
+# Kinds of runs, and the files of each beside its configuration.
 KINDS: dict[str, tuple[Path, ...]] = {
     "own": (TEMPLATES / "my_reward.py", TEMPLATES / "prompts.jsonl"),
     "gsm8k": (),
@@ -18,9 +19,7 @@ KINDS: dict[str, tuple[Path, ...]] = {
     "sft": (TEMPLATES / "responses.jsonl",),
     "real": tuple(sorted((DATA / "real").iterdir())),
 }
-"""Kinds of runs, and the files of each beside its configuration."""
-OF_MODELS = ("own", "sft", "real")
-"""Kinds that begin with a model; the others make a tiny one first."""
+OF_MODELS = ("own", "sft", "real")  # Kinds that begin with a model; the others make a tiny one first
 _MODEL = "@MODEL@"
 IGNORES = ".gitignore"
 

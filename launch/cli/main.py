@@ -16,6 +16,7 @@ from tidemill.launch.cli.arguments import CommandParser, PrintVersion
 from tidemill.launch.settings.extras import explain
 
 DESCRIPTION = "Asynchronous off-policy reinforcement learning for language models."
+# Help of each command.
 COMMANDS: Mapping[str, str] = {
     "init": "write the files of a new run here: its configuration, with comments, and examples of its data",
     "up": "run everything on this machine, with a live view",
@@ -48,9 +49,8 @@ COMMANDS: Mapping[str, str] = {
     "cursors": "registered readers of the samples and their positions; remove one",
     "debug": "find where numbers go wrong: compare dumps and weights, score prompts (docs/debugging.md)",
 }
-"""Help of each command."""
-INNER = ("feeder", "rank")
-"""Commands with which the learner starts its processes; no help lists them."""
+INNER = ("feeder", "rank")  # Commands with which the learner starts its processes; no help lists them
+# Modules of commands that share one; each other command has a module of its name.
 _MODULES = {
     **dict.fromkeys(INNER, "learner"),
     **dict.fromkeys(("engine", "actor", "scorer"), "worker"),
@@ -61,7 +61,6 @@ _MODULES = {
     "scale": "host",
     "texts": "eval",
 }
-"""Modules of commands that share one; each other command has a module of its name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

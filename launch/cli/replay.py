@@ -41,10 +41,9 @@ from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
 
 CONNECT_S = 3.0
-REPLAYED_HEADER = "Tm-Replayed"
-"""Header with the ``<run>.<sequence>`` that a sample had where it was replayed from."""
+REPLAYED_HEADER = "Tm-Replayed"  # Header with the `<run>.<sequence>` that a sample had where it was replayed from
+# Headers that belong to a message as it was stored, not to its sample.
 _OF_THE_STORE = (PARTS_HEADER, REPLAYED_HEADER, "Nats-Msg-Size", "Nats-Expected-Stream")
-"""Headers that belong to a message as it was stored, not to its sample."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -70,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     return asyncio.run(replay_file(args)) if args.source else look(args, replay_run)
 
 
+# Stores one replayed sample. Raises WireError for a sample that cannot be read, or that lacks parts.
 Store = Callable[[StoredSample], Awaitable[None]]
-"""Stores one replayed sample. Raises WireError for a sample that cannot be read, or that lacks parts."""
 
 
 async def replay_run(bus: Bus, args: argparse.Namespace) -> int:
@@ -205,12 +204,12 @@ def _readable(stored: StoredSample) -> Sample:
 
 
 BUS_DIRECTORY, CHECKPOINTS = "bus", "checkpoints"
+# Settings of a learner without engines and actors, on a bus of its own; no reward is required of old samples.
 ALONE = (
     *("up.engines=0", "up.actors=0", "up.require_reward=-1e30", "prepare=null", "bus.cluster=1", "bus.auth=false"),
     *("eval.every=0", "eval.best=''", "eval.stop_after=0"),
     *("learner.checkpoint.store=local", "learner.checkpoint.copies=2"),
 )
-"""Settings of a learner without engines and actors, on a bus of its own; no reward is required of old samples."""
 
 
 def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:

@@ -21,6 +21,7 @@ from tidemill.launch.samples.filters import Filter, prompt_text, task_of
 from tidemill.launch.samples.search import FoundSample, SampleHistory, SampleSearch, as_map, history_of, opened
 from tidemill.launch.samples.text import conversation, facts, plain, to_json, turns_table
 
+# (lowest probability, style) of a token, in descending order.
 _SHADES = (
     (0.9, ""),
     (0.5, "black on green"),
@@ -28,10 +29,8 @@ _SHADES = (
     (0.01, "white on magenta"),
     (0.0, "white on red"),
 )
-"""(lowest probability, style) of a token, in descending order."""
 
-_CONTEXT = 8
-"""Tokens before a token that affect its text: a space at its beginning, the rest of a character."""
+_CONTEXT = 8  # Tokens before a token that affect its text: a space at its beginning, the rest of a character
 
 
 class Vocabulary:

@@ -31,15 +31,13 @@ from tidemill.launch.run.summary import SKIPPED
 from tidemill.launch.samples.text import plain
 from tidemill.learner.debug.report import LOOKS
 
-_FULL_READ_S = 10.0
-"""Seconds for the reads while the bus stores nothing."""
-_MOST_NAMES = 6
-"""Largest number of fields, and of actors, of invalid samples that are named."""
+_FULL_READ_S = 10.0  # Seconds for the reads while the bus stores nothing
+_MOST_NAMES = 6  # Largest number of fields, and of actors, of invalid samples that are named
+# Beginnings of the names of metrics about episodes.
 _OF_EPISODES = (
     *("data/episode", "data/turns_", "data/sequences_", "data/context_share", "data/budget_share/"),
     *("data/cut_", "data/overridden_", "data/malformed_"),
 )
-"""Beginnings of the names of metrics about episodes."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:

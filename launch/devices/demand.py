@@ -14,26 +14,23 @@ from tidemill.launch.devices.visible import VARIABLE, nccl_of
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.layout.sizes import num_senders
 
+# Variable of the setting `engine.devices`: a host names each engine's devices in it.
 ENGINE_DEVICES = "TIDEMILL_ENGINE__DEVICES"
-"""Variable of the setting ``engine.devices``: a host names each engine's devices in it."""
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
+# Variables of torch's allocator; where the user has set one, it is left alone.
 OWN_ALLOCATOR = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables of torch's allocator; where the user has set one, it is left alone."""
 EXPANDABLE = "expandable_segments:True"
+# The rows of a step have all lengths: with fixed segments the memory would be torn into pieces. torch-memory-saver
+# refuses it, so not for colocated ranks; memory that other processes open is not tried with it.
 EXPANDS = re.compile(r"expandable_segments\s*:\s*True")
-"""The rows of a step have all lengths: with fixed segments the memory would be torn into pieces. torch-memory-saver
-refuses it, so not for colocated ranks; memory that other processes open is not tried with it.
-"""
+# NCCL's variables that SGLang sets to 0 in its processes (0.5.23, `entrypoints/engine.py`). Both ends of a push group
+# should have the same; a built-in engine has the defaults of the NCCL that the ranks have.
 AS_SGLANG = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
-"""NCCL's variables that SGLang sets to 0 in its processes (0.5.23, ``entrypoints/engine.py``). Both ends of a push
-group should have the same; a built-in engine has the defaults of the NCCL that the ranks have.
-"""
+# Variable that keeps NCCL to one algorithm, and its value: else NCCL chooses by size and machine, and with the
+# algorithm the order of a sum. Every release has rings for all its collectives, and no other algorithm has a broadcast
+# or a reduction to one rank; without `Ring` in the list releases from 2.24 on fail there. Sources: NVIDIA/nccl,
+# docs/userguide/source/env.rst, "NCCL_ALGO"; src/graph/tuning.cc, `ncclTopoTuneModel`.
 RING = ("NCCL_ALGO", "Ring")
-"""Variable that keeps NCCL to one algorithm, and its value: else NCCL chooses by size and machine, and with the
-algorithm the order of a sum. Every release has rings for all its collectives, and no other algorithm has a broadcast or
-a reduction to one rank; without ``Ring`` in the list releases from 2.24 on fail there. Sources: NVIDIA/nccl,
-docs/userguide/source/env.rst, "NCCL_ALGO"; src/graph/tuning.cc, ``ncclTopoTuneModel``.
-"""
 BY_HAND = ("base_gpu_id", "gpu_id_step")
 
 

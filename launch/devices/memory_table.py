@@ -24,18 +24,15 @@ ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 FLOAT32, TOKEN_ID = 4, 8
 AUTO = "auto"
 NONE, SELECTIVE, FULL = RECOMPUTE
-VALUE_HEAD = "lm_head.value"
-"""Name of a critic's value head here: in the last stage, where the output projection is."""
-_EXPERTS = ".experts."
-"""In the names of the weights of routed experts, and of no other."""
+VALUE_HEAD = "lm_head.value"  # Name of a critic's value head here: in the last stage, where the output projection is
+_EXPERTS = ".experts."  # In the names of the weights of routed experts, and of no other
+# Copies of the weights that a rank sends: the head, and the one being filled (`transport/staging.py`).
 STAGED_COPIES = 2
-"""Copies of the weights that a rank sends: the head, and the one being filled (``transport/staging.py``)."""
 SENDER = "rank that sends weights, besides"
+# Memory of a rank's Python, torch and Megatron on the CPU before it has a model (torch 2.13, megatron-core 0.16).
 LIBRARY_BYTES = 420_000_000
-"""Memory of a rank's Python, torch and Megatron on the CPU before it has a model (torch 2.13, megatron-core 0.16)."""
+# A process's CUDA context on its device, about; not measured (`docs/decisions/023-nccl-in-a-process-of-its-own.md`).
 CONTEXT_BYTES = 500_000_000
-"""A process's CUDA context on its device, about; not measured (``docs/decisions/023-nccl-in-a-process-of-its-own.md``).
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,8 +37,8 @@ from tidemill.weightstore.transport.nccl import nccl_differs
 
 ALONE = Others()
 
+# Share of a device's memory that processes may plan with; the rest is for the CUDA contexts of ranks and engines.
 USABLE = 0.95
-"""Share of a device's memory that processes may plan with; the rest is for the CUDA contexts of ranks and engines."""
 
 
 def place(nodes: Sequence[Node], want: Want) -> Placed:

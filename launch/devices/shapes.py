@@ -218,8 +218,8 @@ class DevicesUnreadable(PlacementRefused):
     """The devices of this machine are not known: nvidia-smi failed, or CUDA_VISIBLE_DEVICES names none of them."""
 
 
+# Layers with their input split over tensor-parallel ranks; of the others the output is.
 ROW_SPLIT = ("o_proj", "down_proj")
-"""Layers with their input split over tensor-parallel ranks; of the others the output is."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -24,14 +24,10 @@ from tidemill.launch.settings.hub_names import COMMIT, DATASET, MODEL_PATH, HubN
 
 log = logging.getLogger(__name__)
 
-RECORD = "hub.json"
-"""File in a run's directory with the names it uses, and their files with bytes and digests."""
-ANSWER_S = 30.0
-"""Seconds for the list of a repository's files."""
-TRIES = 6
-"""Number of downloads in a row that may end without a further file or byte."""
-PAUSE_S = 0.5
-"""Seconds before the second try; each further pause is twice as long."""
+RECORD = "hub.json"  # File in a run's directory with the names it uses, and their files with bytes and digests
+ANSWER_S = 30.0  # Seconds for the list of a repository's files
+TRIES = 6  # Number of downloads in a row that may end without a further file or byte
+PAUSE_S = 0.5  # Seconds before the second try; each further pause is twice as long
 BLOCK = 1 << 22
 _WRONG = "fewer, or some with another digest than the hub lists"
 

@@ -38,10 +38,8 @@ class _SinkFailed(Exception):
 
 
 CONNECT_S = 60.0
-CLOSE_S = 30.0
-"""Longest wait in seconds for a call of the sink that is under way, and for its ``close``."""
-LONGEST_PAUSE_S = 60.0
-"""Longest pause in seconds before a sink that has raised is called again."""
+CLOSE_S = 30.0  # Longest wait in seconds for a call of the sink that is under way, and for its `close`
+LONGEST_PAUSE_S = 60.0  # Longest pause in seconds before a sink that has raised is called again
 
 
 @dataclass(slots=True)

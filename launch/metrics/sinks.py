@@ -43,6 +43,10 @@ def _nothing(name: str, result: object) -> None:
         raise RewardFailed(name, f"want nothing returned, got {result!r}")
 
 
+# A function `(StepMetrics, **options) -> None`, plain or async, or a class: one instance of it is made with the options
+# and called. A `close()` of the instance is called at the end. One that raises is called again with the same metrics,
+# until it returns. An instance may have `has(StepMetrics) -> bool`: what it has from an earlier command is not given to
+# it again.
 SINK = Contract(
     word="metric sink",
     options="--option",
@@ -57,11 +61,6 @@ SINK = Contract(
     decode=_decoded,
     checked=_nothing,
 )
-"""A function ``(StepMetrics, **options) -> None``, plain or async, or a class: one instance of it is made with the
-options and called. A ``close()`` of the instance is called at the end. One that raises is called again with the same
-metrics, until it returns. An instance may have ``has(StepMetrics) -> bool``: what it has from an earlier command is not
-given to it again.
-"""
 
 
 class Jsonl:

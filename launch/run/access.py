@@ -21,13 +21,11 @@ if TYPE_CHECKING:
 
 VIEWER, OPERATOR, LEARNER = "viewer", "operator", "learner"
 AUTH_DIR = "auth"
-ALLOW_VARIABLE = "TIDEMILL_ALLOW"
-"""Variable with patterns, as --allow, separated by blanks."""
+ALLOW_VARIABLE = "TIDEMILL_ALLOW"  # Variable with patterns, as --allow, separated by blanks
+# Files in the same directory with the keys that HTTP requests to engines and routers of the run must have.
 API_KEY_FILE, ADMIN_KEY_FILE = "api-key", "admin-key"
-"""Files in the same directory with the keys that HTTP requests to engines and routers of the run must have."""
 
-BUS_URL_FILE = "bus.url"
-"""File in the run's directory with the address of its embedded bus."""
+BUS_URL_FILE = "bus.url"  # File in the run's directory with the address of its embedded bus
 
 
 def auth_dir(config: RunConfig) -> Path:

@@ -21,13 +21,10 @@ from tidemill.bus.wire.messages import Done, Kind, Plan, Sample, Settle, Status,
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.buffer.ledger import count_of, field_of
 
-EVERYTHING = 1 << 62
-"""Number of newest samples to read; more than any stream has."""
-_MAX_PROBLEMS = 20
-"""Most descriptions of problems that are kept."""
+EVERYTHING = 1 << 62  # Number of newest samples to read; more than any stream has
+_MAX_PROBLEMS = 20  # Most descriptions of problems that are kept
 
-Place = tuple[int, int]
-"""(task, index): at most one of the samples of a place is trained."""
+Place = tuple[int, int]  # (task, index): at most one of the samples of a place is trained
 
 
 @dataclass(slots=True)
@@ -128,8 +125,7 @@ class CheckpointCursor:
         return seq <= self.floor or seq in self.settled
 
 
-Progress = Callable[[int, int], None]
-"""Callback with (messages of SAMPLES read, their total number)."""
+Progress = Callable[[int, int], None]  # Callback with (messages of SAMPLES read, their total number)
 
 
 async def audit(
@@ -180,16 +176,11 @@ class _Audit:
         self._dropped_task: dict[int, str] = {}
         self._planned: dict[int, Place] = {}
         """Place of each trained sequence by its plan: samples of a group are in the order of their index."""
-        self.dead: set[int] = set()
-        """Tasks that actors gave up."""
-        self._sizes: dict[int, int] = {}
-        """Samples of a trained task in its plan."""
-        self._asked: dict[int, int] = {}
-        """Samples that a trained task asked for, by its samples that are still there."""
-        self._found: dict[int, Place] = {}
-        """Place of each trained sequence by the sample itself."""
-        self._late: dict[int, Place] = {}
-        """Samples of trained tasks that no record names."""
+        self.dead: set[int] = set()  # Tasks that actors gave up
+        self._sizes: dict[int, int] = {}  # Samples of a trained task in its plan
+        self._asked: dict[int, int] = {}  # Samples that a trained task asked for, by its samples that are still there
+        self._found: dict[int, Place] = {}  # Place of each trained sequence by the sample itself
+        self._late: dict[int, Place] = {}  # Samples of trained tasks that no record names
         self._refused: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         """Invalid samples in the stream that the cursor is past, by field and by actor."""
         self._tasks: dict[int, Task] = {}

@@ -42,12 +42,9 @@ from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 
 log = logging.getLogger(__name__)
 
-BUS_START_S = 60.0
-"""Seconds for the bus of a run to answer."""
-CHECK_SERVER_S = 0.2
-"""Interval in seconds at which the nats-server is checked."""
-CHECK_ROOM_S = 1.0
-"""Interval in seconds at which a disk without room is checked before the start."""
+BUS_START_S = 60.0  # Seconds for the bus of a run to answer
+CHECK_SERVER_S = 0.2  # Interval in seconds at which the nats-server is checked
+CHECK_ROOM_S = 1.0  # Interval in seconds at which a disk without room is checked before the start
 
 
 async def start_bus(config: RunConfig, supervisor: Supervisor) -> str:
@@ -130,8 +127,7 @@ async def _room(directory: Path, need_bytes: int) -> None:
         await asyncio.sleep(CHECK_ROOM_S)
 
 
-BUS_DIR = "bus"
-"""Directory of the embedded bus in the run's directory."""
+BUS_DIR = "bus"  # Directory of the embedded bus in the run's directory
 _PASSWORD_BYTES = 24
 
 

@@ -12,11 +12,9 @@ from tidemill.bus.client.rows import Row, Value
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.subjects import token
 
-ROLES = ("engine", "scorer", "actor")
-"""Roles in the order in which their processes are started."""
+ROLES = ("engine", "scorer", "actor")  # Roles in the order in which their processes are started
 ALL = "all"
-MOST = 10_000
-"""Most processes of a role in one row."""
+MOST = 10_000  # Most processes of a role in one row
 
 
 @dataclass(frozen=True, slots=True)

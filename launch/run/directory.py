@@ -12,8 +12,7 @@ from tidemill.bus.errors import ServerFailed
 from tidemill.bus.server.nats_server import end_reader
 from tidemill.launch.settings.run_config import CONFIG_FILE
 
-LOCK_FILE = ".lock"
-"""File in the run's directory: locked by the one `up` that works in it, and holding its process id."""
+LOCK_FILE = ".lock"  # File in the run's directory: locked by the one `up` that works in it, and holding its process id
 
 
 class CannotBegin(ValueError):

@@ -42,10 +42,8 @@ class EngineDevices:
         self._view = LiveView(bus)
         self._node: Node | None = None
         self._unreadable: DeviceError | None = None
-        self._size = ModelSize()
-        """Sizes of the run's model, if it is on this machine."""
-        self._held: dict[str, tuple[str, ...]] = {}
-        """Engine of this host -> UUIDs of its devices."""
+        self._size = ModelSize()  # Sizes of the run's model, if it is on this machine
+        self._held: dict[str, tuple[str, ...]] = {}  # Engine of this host -> UUIDs of its devices
         self._elsewhere: dict[str, tuple[str, ...]] = {}
         """Live engine that this host has not started -> UUIDs of its devices."""
         self._learners: list[LiveRow] = []

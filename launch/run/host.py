@@ -40,12 +40,9 @@ log = logging.getLogger(__name__)
 
 ROLE = "host"
 LOOK_EVERY_S = 1.0
-LATE_S = 2.5
-"""Longest read that is no outage of the bus; after one, rows of living hosts may be as old as dead ones'."""
-SETTLE_S = 5.0
-"""Seconds without changes after an outage of the bus, in which every live host writes its row again."""
-HOST_RESTART_WINDOW_S = 300.0
-"""Seconds over which ``tidemill host`` counts the failures of a process (--restarts)."""
+LATE_S = 2.5  # Longest read that is no outage of the bus; after one, rows of living hosts may be as old as dead ones'
+SETTLE_S = 5.0  # Seconds without changes after an outage of the bus, in which every live host writes its row again
+HOST_RESTART_WINDOW_S = 300.0  # Seconds over which `tidemill host` counts the failures of a process (--restarts)
 
 
 class Host:
@@ -77,11 +74,9 @@ class Host:
         """Desired engines that are not started, and the reason: there is no device for them."""
         self._view = LiveView(bus)
         self._draining: dict[str, asyncio.Task[object]] = {}
-        self._logged: set[str] = set()
-        """Processes that are given up, and logged as such."""
+        self._logged: set[str] = set()  # Processes that are given up, and logged as such
         self._revision = -1
-        self.counts: dict[str, int] = {}
-        """Desired number of processes of this host by role, as last read."""
+        self.counts: dict[str, int] = {}  # Desired number of processes of this host by role, as last read
 
     async def run(self, draining: asyncio.Event, *, drain: bool = True) -> None:
         """Keep the processes until ``draining`` is set; then drain them, unless ``drain`` is False."""

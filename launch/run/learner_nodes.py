@@ -43,19 +43,17 @@ from tidemill.learner.nodes.rendezvous import refuse_public
 from tidemill.learner.ranks.process import NodePart, run_part
 from tidemill.learner.settings.checkpoint_store import SHARED
 
-LONG_WAIT_S = 300.0
-"""Seconds that an agent waits for a bus that is started after it."""
+LONG_WAIT_S = 300.0  # Seconds that an agent waits for a bus that is started after it
+# Settings of a rank, as variables: the addresses at which engines reach the part of the weights that it sends.
 SENDS_FROM, SENDS_AS = "TIDEMILL_WEIGHTS__HOST", "TIDEMILL_WEIGHTS__ADVERTISE"
-"""Settings of a rank, as variables: the addresses at which engines reach the part of the weights that it sends."""
+# File in the leader's directory of the checkpoints; on the other nodes it shows whether they share that directory.
 PROOF = ".nodes"
-"""File in the leader's directory of the checkpoints; on the other nodes it shows whether they share that directory."""
-PROOF_S = 30.0
-"""Seconds for a file to be seen on another node: NFS clients cache a directory for some seconds."""
+PROOF_S = 30.0  # Seconds for a file to be seen on another node: NFS clients cache a directory for some seconds
 PACKAGES = ("bus", "weightstore", "rewards", "learner", "launch")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
+# Offset and length of the address in `sockaddr_in` and `sockaddr_in6`.
 _ADDRESS_AT = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
-"""Offset and length of the address in ``sockaddr_in`` and ``sockaddr_in6``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

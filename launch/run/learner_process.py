@@ -157,8 +157,8 @@ class LearnerRow:
 
 NODES = ("GROUP_WORLD_SIZE", "SLURM_NNODES")
 RANKS = ("GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
+# Variables that show several processes on a node, their largest value for one, and the cure.
 PER_NODE = (("LOCAL_WORLD_SIZE", 1, "torchrun --nproc-per-node 1"), ("SLURM_LOCALID", 0, "srun --ntasks-per-node=1"))
-"""Variables that show several processes on a node, their largest value for one, and the cure."""
 _LARGEST = 1024
 
 

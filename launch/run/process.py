@@ -24,8 +24,7 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 2.0
 CHILD = "a child of "
-STOPPED = "T"
-"""State of a process after SIGSTOP or SIGTSTP; one that is halted by a debugger is in another."""
+STOPPED = "T"  # State of a process after SIGSTOP or SIGTSTP; one that is halted by a debugger is in another
 
 
 async def report_stopped(report: Callable[[str], None], *, every_s: float = LOOK_EVERY_S) -> None:
@@ -89,8 +88,7 @@ def _state(pid: int) -> str:
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-SAME_SIGNAL_S = 1.0
-"""Seconds after the first signal in which further ones count as the same."""
+SAME_SIGNAL_S = 1.0  # Seconds after the first signal in which further ones count as the same
 
 
 def run(

@@ -23,12 +23,12 @@ from tidemill.bus.wire.rows import LiveRow, VersionRow
 from tidemill.launch.run.audit import RunAccounting, mean
 from tidemill.launch.settings import extras
 
-LAST_STEPS = 10
-"""Number of steps over which the last reward is averaged: a peak proves nothing."""
+LAST_STEPS = 10  # Number of steps over which the last reward is averaged: a peak proves nothing
 REWARD = "data/reward_mean"
 SKIPPED = "train/skipped_minibatches"
+# Largest counter of a live row that is used: without users of the bus any client may write such a row.
 MOST_COUNT = 1e12
-"""Largest counter of a live row that is used: without users of the bus any client may write such a row."""
+# Fields of the summary that are printed at the end.
 REPORTED = (
     "steps",
     "reward_first",
@@ -46,11 +46,9 @@ REPORTED = (
     "pushes",
     "restarts",
 )
-"""Fields of the summary that are printed at the end."""
-ROLE = "up"
-"""Role and name of the live row."""
+ROLE = "up"  # Role and name of the live row
+# Shortest intervals in seconds of lines on the terminal, and of updates of the live row.
 REPORT_EVERY_S, SHOW_EVERY_S = 5.0, 1.0
-"""Shortest intervals in seconds of lines on the terminal, and of updates of the live row."""
 
 PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("reward", ((REWARD, "mean of the step"),)),
@@ -60,10 +58,8 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("learner", (("train/wait_share", "waiting share"), ("offpolicy/ess", "effective sample size"))),
     ("seconds", (("train/step_seconds", "step"), ("push/seconds", "push"))),
 )
-SMOOTH_STEPS = 5
-"""Number of steps over which a curve is averaged."""
-UNSMOOTHED = ("offpolicy/lag_max",)
-"""Curves drawn as they are: the mean of five maxima is no maximum."""
+SMOOTH_STEPS = 5  # Number of steps over which a curve is averaged
+UNSMOOTHED = ("offpolicy/lag_max",)  # Curves drawn as they are: the mean of five maxima is no maximum
 
 
 def count_in(load: Mapping[str, float], name: str) -> float:
@@ -314,8 +310,7 @@ async def audit_shown(
         yield progress
 
 
-EVALUATIONS_FILE = "evaluations.jsonl"
-"""File in the run's directory with a line for each evaluation set and version."""
+EVALUATIONS_FILE = "evaluations.jsonl"  # File in the run's directory with a line for each evaluation set and version
 
 
 def scores_line(record: Evaluated) -> JsonObject:

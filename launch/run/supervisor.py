@@ -19,12 +19,9 @@ from tidemill.launch.run.process import launched
 
 log = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S = 0.5
-"""Seconds before the first restart within the window, doubled with each further one."""
-LONGEST_BACKOFF_S = 15.0
-"""Longest such time in seconds."""
-LOOK_EVERY_S = 1.0
-"""Interval in seconds at which ``failed`` looks for processes that were added or removed."""
+FIRST_BACKOFF_S = 0.5  # Seconds before the first restart within the window, doubled with each further one
+LONGEST_BACKOFF_S = 15.0  # Longest such time in seconds
+LOOK_EVERY_S = 1.0  # Interval in seconds at which `failed` looks for processes that were added or removed
 
 
 class GaveUp(RuntimeError):
@@ -67,8 +64,7 @@ class Supervisor:
         self._logs, self._restarts, self._window_s, self._on_event = logs, restarts, window_s, on_event
         self._children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self.restarted: dict[str, int] = {}
-        """Number of restarts of each process."""
+        self.restarted: dict[str, int] = {}  # Number of restarts of each process
 
     def keep(
         self,

@@ -51,17 +51,12 @@ from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-WRONG_USE = 2
-"""Exit code of CannotBegin."""
-CANCELLED_S = 5.0
-"""Seconds that processes have to end after a second signal."""
-HOST = "up"
-"""Name of this process among the hosts of the run."""
-DRAINED = "drained"
-"""Reason of the end in the summary of a run that goes on with ``--resume``."""
+WRONG_USE = 2  # Exit code of CannotBegin
+CANCELLED_S = 5.0  # Seconds that processes have to end after a second signal
+HOST = "up"  # Name of this process among the hosts of the run
+DRAINED = "drained"  # Reason of the end in the summary of a run that goes on with `--resume`
+# Exit code when the run is complete and its accounting does not balance, or its reward is below `up.require_reward`.
 BROKEN_PROMISE = 3
-"""Exit code when the run is complete and its accounting does not balance, or its reward is below ``up.require_reward``.
-"""
 
 
 def run_up(config: RunConfig, *, resume: bool, fresh: bool, after_epoch: int = 0) -> int:
@@ -103,8 +98,7 @@ class Up:
 
     def __init__(self, config: RunConfig, console: Console, *, resume: bool, after_epoch: int = 0) -> None:
         self._after_epoch = after_epoch
-        self._ports = contextlib.ExitStack()
-        """Ports of the teachers that it starts."""
+        self._ports = contextlib.ExitStack()  # Ports of the teachers that it starts
         self._config, self._console, self._resume = servers.placed(config, self._ports), console, resume
         self._root = config.root
         self._supervisor = Supervisor(
@@ -114,10 +108,8 @@ class Up:
         self._host: Host | None = None
         self.code = process.DONE
         self.failure = ""
-        self._ended_by = ""
-        """Reason of an end before ``learner.steps``."""
-        self._viewed = False
-        """True while the view shows the watch's events."""
+        self._ended_by = ""  # Reason of an end before `learner.steps`
+        self._viewed = False  # True while the view shows the watch's events
         self._drain_s = config.up.drain_s
 
     def event(self, text: str) -> None:

@@ -20,29 +20,22 @@ from tidemill.launch.run.summary import newest_scores_in_words, scores_in_words,
 from tidemill.launch.run.watch import SILENT_S, RunWatch
 
 REFRESH_S = 0.5
-PLAIN_EVERY_S = 5.0
-"""Seconds between two lines of the plain view."""
+PLAIN_EVERY_S = 5.0  # Seconds between two lines of the plain view
+# Seconds without a step behind which the plain view names what the processes wait for, and again as often.
 QUIET_S = 30.0
-"""Seconds without a step behind which the plain view names what the processes wait for, and again as often."""
-EVENTS_EVERY_S = 1.0
-"""Seconds after which the plain view prints new events."""
+EVENTS_EVERY_S = 1.0  # Seconds after which the plain view prints new events
 PLOT_HEIGHT = 9
-NUM_NUMBERS = 9
-"""Number of lines of the block of numbers."""
+NUM_NUMBERS = 9  # Number of lines of the block of numbers
 NUMBERS_WIDTH = 38
 AXIS_WIDTH = 7
 NUM_EVENTS = 3
-LEAST_PROCESSES = 2
-"""Lines of the table of processes that are always there."""
-NUM_SETS = 2
-"""Maximum number of evaluation sets whose newest scores are shown."""
-COMFORTABLE_HEIGHT = 30
-"""Lines of a terminal from which on the plot has its full height."""
-WIDEST = 140
-"""Most columns of the view."""
+LEAST_PROCESSES = 2  # Lines of the table of processes that are always there
+NUM_SETS = 2  # Maximum number of evaluation sets whose newest scores are shown
+COMFORTABLE_HEIGHT = 30  # Lines of a terminal from which on the plot has its full height
+WIDEST = 140  # Most columns of the view
 _BARS = " ▁▂▃▄▅▆▇█"
+# Braille dots of a cell from bottom to top, (left, right).
 _DOTS = ((0x40, 0x80), (0x04, 0x20), (0x02, 0x10), (0x01, 0x08))
-"""Braille dots of a cell from bottom to top, (left, right)."""
 
 
 async def show_live(watch: RunWatch, title: str, console: Console) -> None:

@@ -29,16 +29,12 @@ from tidemill.launch.run.summary import count_in
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-UNANSWERED_S = 3.0
-"""Seconds without an answer of the bus after which it counts as silent."""
-SILENT_S = 4.0
-"""Seconds without a change of its live row after which a process counts as silent."""
+UNANSWERED_S = 3.0  # Seconds without an answer of the bus after which it counts as silent
+SILENT_S = 4.0  # Seconds without a change of its live row after which a process counts as silent
+# Counter in the live row of a bus: restarts of nats-server by its keeper; the row's trouble is the last one.
 SERVER_RESTARTS = "server_restarts"
-"""Counter in the live row of a bus: restarts of nats-server by its keeper; the row's trouble is the last one."""
-NUM_EVENTS = 20
-"""Number of events kept for the view."""
-RECENT_STEPS = 20
-"""Number of steps over which rates and the time left are computed."""
+NUM_EVENTS = 20  # Number of events kept for the view
+RECENT_STEPS = 20  # Number of steps over which rates and the time left are computed
 
 
 class RunLines:
@@ -48,8 +44,7 @@ class RunLines:
         """Without a file nothing is written. ``on_event``: called when the disk has no room, and has some again."""
         files = () if metrics_file is None else (metrics_file, metrics_file.with_name(summary.EVALUATIONS_FILE))
         self._files, self._on_event = [GrowingFile(file) for file in files], on_event
-        self._unwritten = ""
-        """Reason why lines wait to be written; empty while none do."""
+        self._unwritten = ""  # Reason why lines wait to be written; empty while none do
 
     def add_step(self, line: Mapping[str, object]) -> None:
         """Add a line of metrics."""

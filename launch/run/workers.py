@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LONG_WAIT_S = 300.0
-"""Seconds that a process waits for a bus that is started after it."""
+LONG_WAIT_S = 300.0  # Seconds that a process waits for a bus that is started after it
 
 
 def run_prepare(config: RunConfig) -> None:

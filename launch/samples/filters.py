@@ -13,8 +13,7 @@ from tidemill.bus.wire.messages import Sample
 _NUMBER = r"-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?"
 _COMPARED = re.compile(rf"(<=|>=|<|>|=)?\s*({_NUMBER})")
 _TASK = re.compile(r"([1-9]\d*)(?:\.(\d+))?")
-_LARGEST = 3.4e38
-"""Largest absolute reward: the largest number of float32."""
+_LARGEST = 3.4e38  # Largest absolute reward: the largest number of float32
 _BETWEEN = re.compile(rf"({_NUMBER})?\.\.({_NUMBER})?")
 
 

@@ -116,8 +116,7 @@ class Recording:
 
     def __init__(self, file: IO[bytes], name: str) -> None:
         self._file, self._name = file, name
-        self.cut = False
-        """True if it ended before its index; known after reading."""
+        self.cut = False  # True if it ended before its index; known after reading
         first = self._next("recording")
         self._start = file.tell()
         self.origin = Origin(run=first["run"], created=first["created"])
@@ -225,8 +224,8 @@ def _stored(fields: JsonMapping) -> StoredSample:
 
 SUFFIX = ".tide"
 _RIGHT = (Status.COMPLETED, Status.TRUNCATED)
+# Keys of a line besides the keys of its response.
 _OF_ROW = ("prompt", "label", "metadata", "group", "response", "responses")
-"""Keys of a line besides the keys of its response."""
 
 
 @dataclass(slots=True)

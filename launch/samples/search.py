@@ -28,11 +28,9 @@ from tidemill.launch.samples.text import turns_in
 _AGO = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _SEQUENCE = re.compile(r"#?(\d+)")
-_CHUNK = (256, 4096)
-"""Sequences read at once in a backward search: at first, and at most."""
+_CHUNK = (256, 4096)  # Sequences read at once in a backward search: at first, and at most
 
-_PAUSE_S = 0.05
-"""Seconds between two reads of the registry: samples stored meanwhile share the next one."""
+_PAUSE_S = 0.05  # Seconds between two reads of the registry: samples stored meanwhile share the next one
 
 
 def seconds(where: str, text: str) -> float:
@@ -179,16 +177,12 @@ class Lags:
         self._bus = bus
         self._stream = subjects.bucket_stream(bus.run, "weights")
         self._read = 0
-        self._known_until_s = float("-inf")
-        """Time up to which all rows are read, by the server's clock."""
+        self._known_until_s = float("-inf")  # Time up to which all rows are read, by the server's clock
         self._looked_s = float("-inf")
-        self._steps: dict[int, int] = {}
-        """Step of every version."""
-        self._published: dict[int, float] = {}
-        """Time at which the row of a published version was last written."""
+        self._steps: dict[int, int] = {}  # Step of every version
+        self._published: dict[int, float] = {}  # Time at which the row of a published version was last written
         self._times: list[float] = []
-        self._heads: list[int] = []
-        """Step of the head from the time at the same place of ``_times`` on."""
+        self._heads: list[int] = []  # Step of the head from the time at the same place of `_times` on
 
     async def of(self, line: Headline) -> Headline:
         """Return the metadata with its lag; unchanged if empty or of versions that the registry lacks."""
@@ -223,8 +217,8 @@ class Lags:
         self._times, self._heads = [stored_s for stored_s, _ in heads[::-1]], [step for _, step in heads[::-1]]
 
 
+# Metric of a step: mean of |log-prob when trained - log-prob when sampled| over its tokens.
 DIFFERENCE = "offpolicy/logprob_diff_abs"
-"""Metric of a step: mean of |log-prob when trained - log-prob when sampled| over its tokens."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,16 +24,15 @@ from tidemill.learner.algorithms.config import unset_names
 from tidemill.learner.algorithms.former_names import FORMER
 
 ENVIRONMENT_PREFIX = "TIDEMILL_"
+# Secrets, and the permissions of this machine: read by `launch/run/access.py`, never part of a configuration.
 NOT_SETTINGS = ("TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD", "TIDEMILL_BUS_CREDENTIALS", "TIDEMILL_ALLOW")
-"""Secrets, and the permissions of this machine: read by ``launch/run/access.py``, never part of a configuration."""
-NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_-]+")
-"""Characters that a run's name cannot have."""
+NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_-]+")  # Characters that a run's name cannot have
+# Settings of earlier releases, and the reason why each is gone.
 REMOVED: Mapping[str, str] = {
     "weights.deltas": "engines that are behind load whole weights (docs/decisions/018-no-deltas.md)"
 }
-"""Settings of earlier releases, and the reason why each is gone."""
+# Settings that had another name in earlier releases, with the present name.
 RENAMED = {f"learner.algorithm.{former}": f"learner.algorithm.{path}" for former, path in FORMER.items()}
-"""Settings that had another name in earlier releases, with the present name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 from tidemill.bus import exit_codes
 
+# Import names by extra, as in pyproject.toml; small extras first, because `explain` names the first.
 EXTRAS = {
     "actor": (),
     "router": ("tokenizers",),
@@ -27,7 +28,6 @@ EXTRAS = {
         "pyarrow",
     ),
 }
-"""Import names by extra, as in pyproject.toml; small extras first, because ``explain`` names the first."""
 
 
 class PackagesMissing(ValueError):

@@ -20,6 +20,7 @@ from tidemill.learner.data import SLICE
 
 MODEL, DATASET = "model", "dataset"
 MODEL_PATH = "model.path"
+# Settings that may name a repository, and its kind.
 KINDS = {
     MODEL_PATH: MODEL,
     "learner.critic.path": MODEL,
@@ -30,7 +31,6 @@ KINDS = {
     "data.sources.*.path": DATASET,
     "eval.sets.*.path": DATASET,
 }
-"""Settings that may name a repository, and its kind."""
 COMMIT = re.compile("[0-9a-f]{40}")
 _REPO = r"(?P<repo>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)"
 _FORMS = {
@@ -40,8 +40,7 @@ _FORMS = {
     ),
 }
 _CACHED = re.compile(r"(model|dataset)s--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?:/(.+))?")
-_FILES = (".jsonl", ".parquet", ".json", ".arrow", ".gguf")
-"""Ends of names of files, which no repository is meant by."""
+_FILES = (".jsonl", ".parquet", ".json", ".arrow", ".gguf")  # Ends of names of files, which no repository is meant by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,10 +24,10 @@ from tidemill.launch.settings.run_paths import DATA
 logger = logging.getLogger(__name__)
 
 TASKS = ("largest", "copy", "reverse", "sort", "sum", "walk")
+# Two special tokens and the ten digits and `=`; two special tokens and all bytes.
 SMALLEST_VOCABULARY = {"digits": 13, "gsm8k": 258}
-"""Two special tokens and the ten digits and ``=``; two special tokens and all bytes."""
-LARGEST_VOCABULARY = 97
-"""Tokens of the character tokenizer, for the kind ``digits``."""
+LARGEST_VOCABULARY = 97  # Tokens of the character tokenizer, for the kind `digits`
+# Default model, by names of `config.json`; `vocab_size` depends on kind and task.
 MODEL: JsonMapping = {
     "num_hidden_layers": 2,
     "hidden_size": 64,
@@ -41,7 +41,7 @@ MODEL: JsonMapping = {
     "max_position_embeddings": 512,
     "vocab_size": 16,
 }
-"""Default model, by names of ``config.json``; ``vocab_size`` depends on kind and task."""
+# Names of the same values in records and digests.
 RECORDED = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -54,7 +54,6 @@ RECORDED = {
     "tie_embeddings": "tie_word_embeddings",
     "max_position": "max_position_embeddings",
 }
-"""Names of the same values in records and digests."""
 
 
 @section
@@ -121,10 +120,9 @@ class PrepareConfig:
 
 # ---- prompts
 
+# Text before the answer in a line of GSM8K.
 GOLD_MARKER = "####"
-"""Text before the answer in a line of GSM8K."""
-FILLER = "."
-"""Character that fills up short prompts of the digits game (``prepare.fill``)."""
+FILLER = "."  # Character that fills up short prompts of the digits game (`prepare.fill`)
 
 
 def prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:
@@ -220,9 +218,8 @@ def write_prompts(path: Path, rows: Iterable[dict[str, str]]) -> int:
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
 
+# Tokens of the character tokenizer in the order of their ids (from 2); a smaller vocabulary has only the first ones.
 CHARACTERS = "".join(dict.fromkeys("0123456789= ,.+-*/<>()" + string.ascii_letters + string.punctuation))
-"""Tokens of the character tokenizer in the order of their ids (from 2); a smaller vocabulary has only the first ones.
-"""
 
 
 def make_model(directory: Path, config: PrepareConfig) -> None:

@@ -33,8 +33,8 @@ editor with a YAML language server finds the schema by the first line of a file:
 reason. The default `preset` means the value of the preset that `learner.algorithm.correction` names.
 """
 BEGIN = "Most runs set these and nothing else; `tidemill init` writes a file with them. All others follow by section."
+# Pattern of numbers that may be text: an editor with YAML 1.1 reads 1e-3 as text, the loader as a number.
 NUMBER_AS_TEXT = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
-"""Pattern of numbers that may be text: an editor with YAML 1.1 reads 1e-3 as text, the loader as a number."""
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 _WORDS = {
     "integer": "whole number",

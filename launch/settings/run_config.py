@@ -30,12 +30,9 @@ from tidemill.learner.evaluation.config import EvalConfig
 from tidemill.learner.settings.config import ROLLOUT, LearnerConfig, StalenessConfig
 from tidemill.weightstore.config import WeightsConfig
 
-CONFIG_FILE = "config.yaml"
-"""File in a run's directory with all settings of its last start."""
-SAMPLE_BYTES_PER_TOKEN = 9
-"""Bytes of a sample per token: int32 token, float32 log-prob, uint8 mask."""
-SAMPLE_BYTES = 1024
-"""Bytes of the text, names and headers of a short sample, estimated."""
+CONFIG_FILE = "config.yaml"  # File in a run's directory with all settings of its last start
+SAMPLE_BYTES_PER_TOKEN = 9  # Bytes of a sample per token: int32 token, float32 log-prob, uint8 mask
+SAMPLE_BYTES = 1024  # Bytes of the text, names and headers of a short sample, estimated
 
 
 @section
@@ -264,6 +261,7 @@ class RunConfig:
         return settings
 
 
+# Settings of the learner with which the training has the same bits.
 _SAME_BITS = frozenset(
     {
         *("checkpoint", "colocated", "devices", "nodes", "nodes_wait_s", "insecure_network"),
@@ -271,7 +269,7 @@ _SAME_BITS = frozenset(
         *("failing_tasks", "failing_s"),
     }
 )
-"""Settings of the learner with which the training has the same bits."""
+# Settings that came later, with their defaults, at which they are no part of the digest: those of former runs stay.
 _LATER_OF_LEARNER: JsonMapping = {
     "distributed_optimizer": False,
     "num_epochs": 0,
@@ -280,7 +278,6 @@ _LATER_OF_LEARNER: JsonMapping = {
     "grouped_experts": "auto",
     "bridge": "",
 }
-"""Settings that came later, with their defaults, at which they are no part of the digest: those of former runs stay."""
 _LATER_OF_ALGORITHM: JsonMapping = {
     "sft_coef": 0.0,
     "distill_teacher": "reference",

@@ -16,6 +16,8 @@ from pathlib import Path
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.data import SLICE
 
+# Settings that may be paths; a value that is none (`python:module:function`, a URL) does not exist as a file, and stays
+# as it is.
 PATHS = (
     *("directory", "model.path", "model.megatron_checkpoint", "data.path", "data.sources.*.path", "eval.sets.*.path"),
     *(
@@ -35,13 +37,9 @@ PATHS = (
         "debug.dump_modules.prompts",
     ),
 )
-"""Settings that may be paths; a value that is none (``python:module:function``, a URL) does not exist as a file, and
-stays as it is.
-"""
 
 
-_SHIPPED = "launch/data/"
-"""Paths of data in a configuration of the package, from the root of its repository."""
+_SHIPPED = "launch/data/"  # Paths of data in a configuration of the package, from the root of its repository
 
 
 def set_base(values: JsonObject, file: Path) -> None:

@@ -14,12 +14,13 @@ from tidemill.bus import exit_codes
 from tidemill.bus.section import shown
 from tidemill.launch.settings.run_paths import cure, set_base
 
+# Most values of a text, each counted at every reference: a few lines of references can expand to more than the memory
+# holds.
 MOST_NODES = 100_000
-"""Most values of a text, each counted at every reference: a few lines of references can expand to more than the memory
-holds.
-"""
 _BRACKETED = re.compile(r"\[(?=[^]]*:[^]]*:)[0-9A-Fa-f:.]+(%\w+)?\](:\d+)?")
 _TAG = "tag:yaml.org,2002:"
+# Scalars that are no text, in the core schema of YAML 1.2.2 (section 10.3.2), and the merge key. The parser's own
+# schema is that of YAML 1.1, in which 010 is 8, 12:30 is 750, and no is false.
 _SCALARS = {
     "null": r"(~|null|Null|NULL|)\Z",
     "bool": r"(true|True|TRUE|false|False|FALSE)\Z",
@@ -27,9 +28,6 @@ _SCALARS = {
     "float": r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z",
     "merge": r"<<\Z",
 }
-"""Scalars that are no text, in the core schema of YAML 1.2.2 (section 10.3.2), and the merge key. The parser's own
-schema is that of YAML 1.1, in which 010 is 8, 12:30 is 750, and no is false.
-"""
 
 
 class SettingsError(ValueError):
