@@ -23,7 +23,8 @@ from tidemill.bus.wire.episode_limits import Budget
 from tidemill.launch.checks.data import Prompts
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
-from tidemill.launch.devices.memory_table import ITEM_BYTES, dtype_on, kv_budget, training_bytes
+from tidemill.launch.devices.activations import ITEM_BYTES
+from tidemill.launch.devices.memory_table import dtype_on, kv_budget, training_bytes
 from tidemill.launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
 from tidemill.learner.buffer.plans import plan_bytes
 from tidemill.learner.checkpoints.object_store import ObjectStore, missing_package

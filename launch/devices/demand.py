@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tidemill.actors.config import OF_RANKS, EngineConfig
-from tidemill.launch.devices.memory_table import ITEM_BYTES, dtype_on, group_bytes, staged_bytes, training_bytes
+from tidemill.launch.devices.activations import ITEM_BYTES
+from tidemill.launch.devices.memory_table import dtype_on, group_bytes, staged_bytes, training_bytes
 from tidemill.launch.devices.placement import engine_place
 from tidemill.launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, PlacementRefused, RankPlace, Shapes, Want
 from tidemill.launch.devices.visible import VARIABLE, nccl_of

@@ -20,7 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tidemill.bus.errors import BusError
+from tidemill.actors.engines.membership import connected
+from tidemill.bus.client.addresses import bare
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import BusError, Forbidden
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.server.auth import CREDENTIALS_VARIABLE, credentials_file
 from tidemill.bus.streams.bus import Bus
@@ -80,15 +83,9 @@ class Host:
 
     async def run(self, draining: asyncio.Event, *, drain: bool = True) -> None:
         """Keep the processes until ``draining`` is set; then drain them, unless ``drain`` is False."""
-        waiter, trusted_from = Waiter(), 0.0
-        row = LiveRow(
-            role=ROLE,
-            id=self._live_host.name,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            phase="working",
-            pool=self._live_host.pool,
-        )
+        waiter, trusted_from, host = Waiter(), 0.0, self._live_host
+        process = {"host": socket.gethostname(), "pid": os.getpid()}
+        row = LiveRow(role=ROLE, id=host.name, phase="working", pool=host.pool, **process)
         async with HeartbeatPublisher(self._bus, row) as heartbeat, self._waking(waiter.wake, draining):
             while not draining.is_set():
                 began_s = time.monotonic()
@@ -179,9 +176,8 @@ class Host:
         """Drain a process; if it is desired again, it is started after the end: never two of one name."""
         if name in self._draining:
             return
-        self._draining[name] = asyncio.create_task(
-            self._supervisor.end([name], within_s=self._drain_s), name=f"drain {name}"
-        )
+        ending = self._supervisor.end([name], within_s=self._drain_s)
+        self._draining[name] = asyncio.create_task(ending, name=f"drain {name}")
         self._draining[name].add_done_callback(lambda _: self._draining.pop(name))
 
     async def settled(self) -> None:
@@ -203,11 +199,13 @@ class Host:
         heartbeat.update(load=load, waits_for="; ".join(lost))
 
 
+def _by_number(file: Path) -> tuple[int, str]:
+    return len(file.stem), file.stem  # actor-2 before actor-10
+
+
 def users_in(directory: Path) -> dict[str, list[Path]]:
     """Return the files with credentials by role, made by ``tidemill bus --auth``. Raises ValueError for none."""
-    files = {
-        role: sorted(directory.glob(f"{role}-*.env"), key=lambda file: (len(file.stem), file.stem)) for role in ROLES
-    }
+    files = {role: sorted(directory.glob(f"{role}-*.env"), key=_by_number) for role in ROLES}
     if not any(files.values()):
         raise ValueError(f"--users: want files engine-N.env and actor-N.env in {directory}, got none")
     return files
@@ -251,7 +249,7 @@ class HostLearner:
         try:
             yield
         finally:
-            # None are left where the host has drained all
+            # None are left where the host has drained all.
             await supervisor.end(supervisor.names(LEARNER), within_s=drain_s)
 
 
@@ -276,8 +274,6 @@ class Machine:
     def command(self, role: str, id: str, *, bus_url: str, run: str) -> list[str]:
         """Return the arguments behind ``python -m tidemill`` of one of its processes."""
         passed_on = [word for pattern in self.allowed for word in ("--allow", pattern)]
-        from tidemill.bus.client.addresses import bare
-
         words = () if role == "actor" else self.server_words
         if role == "scorer":  # the port belongs to an engine
             words = [bare(word) for word in words]
@@ -286,14 +282,6 @@ class Machine:
 
 async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
     """Run this machine's engines, scorers and actors in the desired numbers, and its node of the learner."""
-
-    from tidemill.actors.engines.membership import connected
-    from tidemill.bus.config import BusConfig
-    from tidemill.bus.errors import Forbidden
-    from tidemill.launch.run import desired
-    from tidemill.launch.run.engine_devices import EngineDevices
-    from tidemill.launch.run.supervisor import Supervisor
-
     name, directory, learner = machine.name, machine.directory, machine.learner
     address = address_line(bus_url, None, name, os.environ)
     run = run or (learner.config.run if learner else await found_run(address, "host", draining))

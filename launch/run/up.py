@@ -68,9 +68,8 @@ def run_up(config: RunConfig, *, resume: bool, fresh: bool, after_epoch: int = 0
     """
     if fresh and Path(config.learner.from_checkpoint).is_relative_to(config.root.resolve()):
         kept = config.learner.from_checkpoint
-        raise CannotBegin(
-            f"--fresh: would remove the checkpoint to begin with, {kept}; set another directory (--set directory=NEW)"
-        )
+        cure = "set another directory (--set directory=NEW)"
+        raise CannotBegin(f"--fresh: would remove the checkpoint to begin with, {kept}; {cure}")
     console = Console(file=lossy(STANDARD_OUTPUT), highlight=False, soft_wrap=True)
     log_file = config.root / "logs" / "up.log"
     with directory_of_one(config.root, resume=resume, fresh=fresh):
@@ -152,10 +151,8 @@ class Up:
     async def _refuse_another_run(self, bus: Bus, url: str) -> None:
         """Raise CannotBegin if the bus (``bus.url``) holds a run of this name: the streams would mix."""
         if not self._resume and await bus.tasks.last_id() > 0:
-            raise CannotBegin(
-                f"{url}: has a run named {bus.run} already; resume it (--resume), or give this one a name "
-                "(--set run=...)"
-            )
+            cure = "resume it (--resume), or give this one a name (--set run=...)"
+            raise CannotBegin(f"{url}: has a run named {bus.run} already; {cure}")
 
     def _print(self, text: str) -> None:
         log.info("%s", text)
@@ -166,9 +163,6 @@ class Up:
         write_whole(self._root / CONFIG_FILE, yaml_file.dump(recorded(values)))
         write_record(self._root, values)
 
-    def _leader(self) -> list[str]:
-        return [] if self._config.learner.nodes == 1 else ["--node-rank", "0"]
-
     def _arguments(self, command: str) -> list[str]:
         return [command, "--config", str(self._root / CONFIG_FILE)]
 
@@ -176,19 +170,16 @@ class Up:
         """Run ``prepare`` in a process of its own: it loads torch, this one never does. Raises GaveUp."""
         if self._config.prepare is None or made_before(self._config) is not None:
             return
-        child = process.launched(
-            "prepare", ["prepare", str(self._root / CONFIG_FILE)], self._root / "logs" / "prepare.log"
-        )
+        arguments = ["prepare", str(self._root / CONFIG_FILE)]
+        child = process.launched("prepare", arguments, self._root / "logs" / "prepare.log")
         await child.start()
         code = await child.wait()
         if code:
             raise GaveUp("prepare", code, 1, 0, child.last_lines(), child.reason())
 
     async def _check_prepared(self) -> None:
-        if self._config.prepare is None:
-            return
-        report = await asyncio.to_thread(check, Loaded(self._config, {}), Purpose())
-        report.refuse()
+        if self._config.prepare is not None:
+            (await asyncio.to_thread(check, Loaded(self._config, {}), Purpose())).refuse()
 
     async def _start_bus(self) -> str:
         if self._config.bus.url:
@@ -205,19 +196,16 @@ class Up:
         earlier = summary.seconds_of_steps(metrics)
         for file in (metrics, self._root / summary.EVALUATIONS_FILE):
             file.unlink(missing_ok=True)  # the watch writes them again, from the records of PLAN
+        steps, after_epoch = self._config.learner.steps, self._after_epoch
         self._watch = RunWatch(
-            bus,
-            steps=self._config.learner.steps,
-            metrics_file=metrics,
-            earlier=earlier,
-            room=self._room,
-            after_epoch=self._after_epoch,
+            bus, steps=steps, metrics_file=metrics, earlier=earlier, room=self._room, after_epoch=after_epoch
         )
         async with self._shown():
             if not self._config.debug.trains_only:
                 for name, arguments in servers.commands(self._config).items():
                     self._supervisor.keep(name, arguments)
-            words = [*self._arguments("learner"), "--bus", url, "--checked", *self._leader()]
+            leads = [] if self._config.learner.nodes == 1 else ["--node-rank", "0"]
+            words = [*self._arguments("learner"), "--bus", url, "--checked", *leads]
             learner = self._supervisor.keep("learner", words, finishes=True)
             self._host = Host(
                 bus,
@@ -242,10 +230,8 @@ class Up:
         if finished or (self._watch.step and not self.code):
             await self._audit(bus, self._watch.elapsed_s, finished=finished)
         if not finished:
-            self._print(
-                f"{'the learner' if is_over else 'all'} drained at step {self._watch.step} of "
-                f"{self._watch.steps}; {self._cure}"
-            )
+            who = "the learner" if is_over else "all"
+            self._print(f"{who} drained at step {self._watch.step} of {self._watch.steps}; {self._cure}")
 
     @property
     def _cure(self) -> str:
@@ -255,10 +241,9 @@ class Up:
     async def _shown(self) -> AsyncIterator[None]:
         assert self._watch is not None
         live = self._config.up.view == "live" or (self._config.up.view == "auto" and self._console.is_terminal)
-        title = f"tidemill {self._config.run}"
-        shown = (
-            view.show_live(self._watch, title, self._console) if live else view.show_plain(self._watch, self._console)
-        )
+        shown = view.show_plain(self._watch, self._console)
+        if live:
+            shown = view.show_live(self._watch, f"tidemill {self._config.run}", self._console)
         self._viewed = True
         try:
             async with beside(self._watch.run(), shown):
@@ -269,12 +254,8 @@ class Up:
     async def _trained_to_the_end(self, bus: Bus) -> bool:
         """Return whether the last step is in a checkpoint: a learner that was drained ends with code 0, too."""
         if self._config.debug.trains_only:  # it makes no checkpoint
-            return any(
-                [
-                    isinstance(record, Done) and record.step >= self._config.learner.steps
-                    async for _, record in bus.plans.scan()
-                ]
-            )
+            done = [record.step async for _, record in bus.plans.scan() if isinstance(record, Done)]
+            return max(done, default=0) >= self._config.learner.steps
         rows = bus.rows("run")
         checkpoint, (end, _) = await rows.get(CHECKPOINT_KEY), await rows.read(END_KEY)
         step = 0 if checkpoint is None else int(checkpoint[0]["step"])
@@ -285,10 +266,10 @@ class Up:
 
     async def _want(self, bus: Bus) -> None:
         """Set the desired numbers to the configuration's; a resumed run keeps the last ones of `tidemill scale`."""
-        alone = self._config.debug.trains_only
         numbers = self._config.up
         counts = {"engine": numbers.engines, "actor": numbers.actors, "scorer": numbers.scorers}
-        counts = dict.fromkeys(counts, 0) if alone else counts
+        if self._config.debug.trains_only:
+            counts = dict.fromkeys(counts, 0)
         now = await desired.begin(bus, counts, keep=self._resume)
         if now != counts:
             self.event("as scaled: " + ", ".join(f"{role}s {count}" for role, count in sorted(now.items())))
@@ -335,9 +316,8 @@ class Up:
         if evaluations:
             summary.write_lines(self._root / summary.EVALUATIONS_FILE, evaluations)
         result = summary.summarize(accounting, lines, versions, self._observed(lines, seconds))
-        broken = summary.broken_promises(
-            result, require_reward=self._config.up.require_reward if finished else -math.inf
-        )
+        require_reward = self._config.up.require_reward if finished else -math.inf
+        broken = summary.broken_promises(result, require_reward=require_reward)
         best, _ = await bus.rows("run").read(BEST_KEY)
         result |= {
             "ended_by": self._ended_by or ("learner.steps" if finished else DRAINED),

@@ -16,7 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tidemill.actors.engines.membership import CONFIG_KEY, config_of_run, connected, default_id, first_row
+from tidemill.actors.rollout_settings import RolloutPrograms
+from tidemill.bus.client.addresses import AUTO
+from tidemill.bus.client.addresses import parse as parse_address
+from tidemill.bus.client.connection import open_connection
+from tidemill.bus.config import BusConfig
+from tidemill.bus.processes.limits import become_undumpable
+from tidemill.bus.streams.bus import find_run
 from tidemill.bus.system.coroutines import first_of
+from tidemill.launch.settings.config_loader import from_map
+from tidemill.launch.settings.hub_names import MODEL, MODEL_PATH, kept, parse
 from tidemill.launch.settings.prepare import prepare
 from tidemill.launch.settings.run_config import RunConfig
 
@@ -70,15 +80,12 @@ def importing() -> Iterator[None]:
 
 async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s: float) -> None:
     """Wait until the bus can be reached, or ``draining`` is set. Raises BusUnavailable after ``wait_s``."""
-    from tidemill.bus.client.addresses import parse
-    from tidemill.bus.client.connection import open_connection
 
     async def reached() -> None:
-        """Connect to the bus and disconnect."""
         async with open_connection(bus_url, name, wait_s):
             pass
 
-    log.info("reaching the bus at %s, for at most %g s (--wait)", parse(bus_url), wait_s)
+    log.info("reaching the bus at %s, for at most %g s (--wait)", parse_address(bus_url), wait_s)
     await first_of(reached(), draining.wait())
 
 
@@ -103,10 +110,8 @@ async def run_engine(
     ``host``, ``advertise`` and ``devices`` of a configuration from the bus are never used. Raises NotAllowed,
     DeviceError.
     """
-    from tidemill.actors.engines.membership import default_id
     from tidemill.actors.scratch import Scratch
     from tidemill.actors.serving import engine_process
-    from tidemill.bus.client.addresses import AUTO
 
     engine_id = engine_id or default_id()
     with Scratch("model") as fetched:
@@ -122,9 +127,8 @@ async def run_engine(
             devices = settings.devices if "engine.devices" in local.changed else ()
             elsewhere = dataclasses.replace(settings, colocated=False, host=host, advertise=advertise, devices=devices)
             config = dataclasses.replace(config, engine=elsewhere)
-        engine = dataclasses.replace(
-            config.engine, host=local.host or config.engine.host, advertise=local.advertise or config.engine.advertise
-        )
+        host, advertise = local.host or config.engine.host, local.advertise or config.engine.advertise
+        engine = dataclasses.replace(config.engine, host=host, advertise=advertise)
         engine, engine_devices = await asyncio.to_thread(take_devices, dataclasses.replace(config, engine=engine))
         model = await model_here(config, bus_url, engine_id, fetched.path / "model", draining)
         if model is None:
@@ -160,10 +164,8 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
         engine = dataclasses.replace(engine, sglang=dataclasses.replace(engine.sglang, arguments=arguments))
     memory = [device.memory_bytes for device in node.devices if device.uuid in place.uuids]
     log.info("devices own=%s visible=%d", ",".join(place.uuids), len(place.visible))
-    engine_devices = HeldDevices(
-        own=place.uuids, visible=place.visible, nccl=nccl_of_engine(engine), memory_bytes=min(memory)
-    )
-    return engine, engine_devices
+    held = {"own": place.uuids, "visible": place.visible, "memory_bytes": min(memory)}
+    return engine, HeldDevices(**held, nccl=nccl_of_engine(engine))
 
 
 def refuse_small_devices(config: RunConfig, model: Path) -> None:
@@ -180,26 +182,16 @@ async def config_on_bus(
 ) -> RunConfig | None:
     """Return the learner's configuration with the changes made here; None if drained first. Raises NotAllowed."""
 
-    from tidemill.actors.engines.membership import CONFIG_KEY, config_of_run, connected
-    from tidemill.bus.config import BusConfig
-    from tidemill.launch.settings.config_loader import from_map
-
+    own = {"role": role, "id": process_id, "allowed": local.allowed, "changed": local.changed}
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, BusConfig(), name=role, draining=draining)
-        values = (
-            None
-            if bus is None
-            else await config_of_run(
-                bus, draining, role=role, id=process_id, allowed=local.allowed, changed=local.changed
-            )
-        )
+        values = None if bus is None else await config_of_run(bus, draining, **own)
     return None if values is None else from_map(values, f"run {run}, row run/{CONFIG_KEY}", local.changed)
 
 
 async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:
     """Return the model's directory if it is here, else a snapshot from the learner; None if drained first."""
 
-    from tidemill.actors.engines.membership import connected, first_row
     from tidemill.bus.liveness.heartbeats import Waiting
     from tidemill.weightstore.catch_up import fetch_model
 
@@ -226,9 +218,6 @@ async def run_actor(
 ) -> None:
     """Work on a run's tasks. Without ``config``, the run's is read from the bus."""
     from tidemill.actors.actor import process
-    from tidemill.actors.engines.membership import default_id
-    from tidemill.actors.rollout_settings import RolloutPrograms
-    from tidemill.bus.processes.limits import become_undumpable
 
     become_undumpable()  # the user's code in its children has the same user id: it could read the bus's credentials
     run = run or await found_run(bus_url, "actor", draining)
@@ -254,7 +243,6 @@ async def run_actor(
 async def _as_the_run_has_it(config: RunConfig, run: str, bus_url: str) -> str:
     """Return ``model.path``, of a name of the hub with the commit in the run's row. Waits for the row."""
     from tidemill.launch.run.learner_process import began_with
-    from tidemill.launch.settings.hub_names import MODEL, kept, parse
 
     name = parse(MODEL, config.model.path)
     if name is None or name.is_pinned:
@@ -267,8 +255,6 @@ def tokenizer_here(model: str) -> str:
     """Return ``model.path`` on this machine: of a pinned name the directory with its tokenizer, which is fetched if
     need be. Blocks. Raises HubRefused.
     """
-    from tidemill.launch.settings.hub_names import MODEL, MODEL_PATH, parse
-
     name = parse(MODEL, model)
     if name is None or not name.is_pinned:
         return model
@@ -281,10 +267,7 @@ async def run_scorer(
     config: RunConfig | None, run: str, bus_url: str, scorer_id: str, draining: asyncio.Event, local: LocalSettings
 ) -> None:
     """Compute a run's rewards for its actors. Without ``config``, the run's is read from the bus."""
-    from tidemill.actors.engines.membership import default_id
     from tidemill.actors.scoring.server import ScorerPlace, run_scorer
-    from tidemill.bus.client.addresses import AUTO
-    from tidemill.bus.processes.limits import become_undumpable
 
     become_undumpable()  # as actors do
     run = run or await found_run(bus_url, "scorer", draining)
@@ -296,30 +279,20 @@ async def run_scorer(
         config = await config_on_bus(run, bus_url, "scorer", scorer_id, draining, local)
         if config is None:
             return
-    host, advertise = (local.host or AUTO), local.advertise
+    host, advertise = local.host, local.advertise
     if config is not None:  # from the bus, addresses belong to another machine, unless they are changed here
-        scorers = config.actor.scorers
-        host = local.host or (scorers.host if is_own_config or "actor.scorers.host" in local.changed else AUTO)
-        advertise = local.advertise or (
-            scorers.advertise if is_own_config or "actor.scorers.advertise" in local.changed else ""
-        )
-    place = ScorerPlace(host=host, advertise=advertise, port=local.port)
+        scorers, changed = config.actor.scorers, local.changed
+        host = host or (scorers.host if is_own_config or "actor.scorers.host" in changed else "")
+        advertise = advertise or (scorers.advertise if is_own_config or "actor.scorers.advertise" in changed else "")
+    place = ScorerPlace(host=host or AUTO, advertise=advertise, port=local.port)
     actor, bus = (None, None) if config is None else (config.actor, config.bus)
     await run_scorer(bus_url, run, actor, bus, draining, scorer_id, place=place, allowed=tuple(local.allowed))
 
 
 async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
     """Wait for the one run of a bus; return its name, empty if drained first. Raises SeveralRuns, BusUnavailable."""
-    from tidemill.bus.streams.bus import find_run
-
-    name_found = ""
-
-    async def find() -> None:
-        """Set ``name_found`` to the name of the bus's one run."""
-        nonlocal name_found
-        name_found = await find_run(bus_url, name=name, wait_s=LONG_WAIT_S)
-
-    await first_of(find(), draining.wait())
-    if name_found:
-        log.info("run found run=%s", name_found)
-    return name_found
+    finding, _ = await first_of(find_run(bus_url, name=name, wait_s=LONG_WAIT_S), draining.wait())
+    if finding.cancelled() or finding.exception() is not None:  # drained first
+        return ""
+    log.info("run found run=%s", finding.result())
+    return str(finding.result())
