@@ -80,15 +80,8 @@ class RunAccounting:
 
     def balance(self) -> bool:
         """Return whether every published sample has one disposition: trained, dropped, duplicate, ... or lost."""
-        fates = (
-            self.trained_here
-            + sum(self.dropped.values())
-            + self.duplicates
-            + self.invalid
-            + self.buffered
-            + self.unrecorded
-        )
-        return self.published == fates
+        unused = self.dropped.total() + self.duplicates + self.invalid + self.buffered
+        return self.published == self.trained_here + unused + self.unrecorded
 
     def refuse(self, wrong: str, actor: str) -> None:
         """Count an invalid sample, by its wrong field and by the actor of its subject."""
@@ -140,8 +133,7 @@ async def audit(
     """Read the streams; return the accounting, and the outcomes of the steps in the order of their records.
 
     ``cursor`` None = there is no checkpoint; ``versions``: step of every version in the registry, None = not compared;
-    ``after``: version
-    -> sequence that its samples come after (0 if it is missing).
+    ``after``: version -> sequence that its samples come after (0 if it is missing).
     """
     reading = _Audit(cursor, versions, after or {}, vocab_size)
     async for _, record in bus.plans.scan():
@@ -196,10 +188,8 @@ class _Audit:
             for task in record.tasks.tolist():
                 self._dropped_task[task] = record.reason
             for seq in record.seqs.tolist():
-                if seq in self._step_of_seq:
-                    self._twice(
-                        f"sample {seq} is given up ({record.reason}) and trained in step {self._step_of_seq[seq]}"
-                    )
+                if step := self._step_of_seq.get(seq):
+                    self._twice(f"sample {seq} is given up ({record.reason}) and trained in step {step}")
                 self._dropped_seq[seq] = record.reason
         elif isinstance(record, Done):
             self.outcomes.append(record)
@@ -210,21 +200,16 @@ class _Audit:
         self._plans[plan.step] = plan
         for version, step in plan.version_steps.items():
             if self._versions is not None and self._versions.get(version) != step:
-                recorded_step = self._versions.get(version, "none")
-                self.accounting.add_problem(
-                    f"step {plan.step} takes version {version} for weights of step {step}; the registry has "
-                    f"{recorded_step}"
-                )
+                recorded = f"the registry has {self._versions.get(version, 'none')}"
+                text = f"step {plan.step} takes version {version} for weights of step {step}; {recorded}"
+                self.accounting.add_problem(text)
         for task in plan.tasks.tolist():
             if task in self._step_of_task or task in self._dropped_task:
                 self.accounting.add_problem(f"task {task} is in step {plan.step} and was settled before")
             self._step_of_task[task] = plan.step
-        places = [
-            (task, index)
-            for task, size in zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True)
-            for index in range(size)
-        ]
-        self._sizes.update(zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True))
+        sizes = dict(zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True))
+        places = [(task, index) for task, size in sizes.items() for index in range(size)]
+        self._sizes.update(sizes)
         for seq, place in zip(plan.seqs.tolist(), places, strict=True):
             if seq in self._step_of_seq or seq in self._dropped_seq:
                 self._twice(f"sample {seq} is in step {plan.step} and was settled before")
@@ -272,9 +257,8 @@ class _Audit:
         for plan in {self._step_of_seq[seq]: self._plans[self._step_of_seq[seq]] for seq in self._found}.values():
             self.accounting.max_lag_trained = max(self.accounting.max_lag_trained, _largest_lag(plan))
         if unclaimed:
-            self._lost(
-                f"{unclaimed} trimmed sequences are in no record and not behind the checkpoint's cursor", unclaimed
-            )
+            text = f"{unclaimed} trimmed sequences are in no record and not behind the checkpoint's cursor"
+            self._lost(text, unclaimed)
 
     def _sample(self, seq: int, sample: Sample, actor: str) -> None:
         accounting = self.accounting
@@ -298,9 +282,8 @@ class _Audit:
         elif sample.task in self._step_of_task:
             self._late[seq] = (sample.task, sample.index)
         elif self._cursor is not None and seq in self._cursor:
-            self._unrecorded(
-                f"sample {seq} (task {sample.task}) is behind the cursor of the checkpoint and in no record"
-            )
+            text = f"sample {seq} (task {sample.task}) is behind the cursor of the checkpoint and in no record"
+            self._unrecorded(text)
         else:
             accounting.buffered += 1
         # Behind the checks: an invalid sample may name any number of tokens.
@@ -327,10 +310,10 @@ class _Audit:
         return "version" if self._names_no_version(seq, sample) else mismatch(task, sample, 0)
 
     def _names_no_version(self, seq: int, sample: Sample) -> bool:
-        versions = self._versions
-        return versions is not None and any(
-            span.version not in versions or seq <= self._after.get(span.version, 0) for span in sample.spans
-        )
+        if self._versions is None:
+            return False
+        names = {span.version for span in sample.spans}
+        return any(name not in self._versions or seq <= self._after.get(name, 0) for name in names)
 
     def _count_trained(self, seq: int, sample: Sample, plan: Plan) -> None:
         accounting = self.accounting
@@ -343,9 +326,8 @@ class _Audit:
             start += span.num_tokens
             step = plan.version_steps.get(span.version)
             if step is None:
-                accounting.add_problem(
-                    f"step {plan.step} trains tokens of version {span.version}, whose step is not in its plan"
-                )
+                text = f"step {plan.step} trains tokens of version {span.version}, whose step is not in its plan"
+                accounting.add_problem(text)
                 continue
             if not tokens or (plan.oldest_step is not None and step < plan.oldest_step):
                 continue
@@ -364,28 +346,21 @@ class _Audit:
             if place is None:
                 self._lost(f"sample {seq} was trained in step {step} and is not in the stream")
                 continue
+            name = f"task {place[0]}, index {place[1]}"
             if place in trained:
-                self._twice(
-                    f"samples {trained[place]} and {seq} are both trained for task {place[0]}, index {place[1]}"
-                )
+                self._twice(f"samples {trained[place]} and {seq} are both trained for {name}")
             elif not self._is_planned(place, self._planned[seq]):
-                self.accounting.add_problem(
-                    f"sample {seq} is task {place[0]}, index {place[1]}; its plan lists it as {self._planned[seq]}"
-                )
+                self.accounting.add_problem(f"sample {seq} is {name}; its plan lists it as {self._planned[seq]}")
             trained[place] = seq
             if self._cursor is not None and step <= self._cursor.step and seq not in self._cursor:
-                self._twice(
-                    f"sample {seq} was trained in step {step} and is not behind the checkpoint's cursor: it "
-                    "would be trained again"
-                )
+                again = "is not behind the checkpoint's cursor: it would be trained again"
+                self._twice(f"sample {seq} was trained in step {step} and {again}")
         for seq, place in self._late.items():
             if place in trained or self._short(place[0]):
                 self.accounting.duplicates += 1
             else:
-                self._unrecorded(
-                    f"sample {seq} is the only one of task {place[0]}, index {place[1]}, and was left out "
-                    "when it was trained"
-                )
+                name = f"task {place[0]}, index {place[1]}"
+                self._unrecorded(f"sample {seq} is the only one of {name}, and was left out when it was trained")
         if self.accounting.trimmed and self._cursor is not None:
             counted = (Counter(self._cursor.invalid_by_field), Counter(self._cursor.invalid_by_actor))
             self.accounting.refuse_trimmed(counted[0] - self._refused[0], counted[1] - self._refused[1])
@@ -423,9 +398,8 @@ def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor 
     from tidemill.learner.buffer.ledger import read_state
     from tidemill.learner.checkpoints import disk
 
-    path, _ = disk.latest_valid(
-        (checkpoint.path for checkpoint in disk.listed(checkpoints)), partly=True, stored=stored
-    )
+    paths = (checkpoint.path for checkpoint in disk.listed(checkpoints))
+    path, _ = disk.latest_valid(paths, partly=True, stored=stored)
     if path is None:
         return None
     state = read_state(disk.read_state(path))

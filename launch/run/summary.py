@@ -30,21 +30,9 @@ SKIPPED = "train/skipped_minibatches"
 MOST_COUNT = 1e12
 # Fields of the summary that are printed at the end.
 REPORTED = (
-    "steps",
-    "reward_first",
-    "reward_last",
-    "seconds",
-    "samples_published",
-    "samples_trained",
-    "samples_lost",
-    "samples_trained_twice",
-    "samples_dropped",
-    "tasks_given_up",
-    "requests_aborted_by_pushes",
-    "multi_version_samples",
-    "max_lag_trained",
-    "pushes",
-    "restarts",
+    *("steps", "reward_first", "reward_last", "seconds", "samples_published", "samples_trained", "samples_lost"),
+    *("samples_trained_twice", "samples_dropped", "tasks_given_up", "requests_aborted_by_pushes"),
+    *("multi_version_samples", "max_lag_trained", "pushes", "restarts"),
 )
 ROLE = "up"  # Role and name of the live row
 # Shortest intervals in seconds of lines on the terminal, and of updates of the live row.
@@ -151,12 +139,8 @@ def _samples(accounting: RunAccounting) -> dict[str, object]:
 def _pushes(lines: Sequence[JsonMapping]) -> dict[str, float | None]:
     """Return means over pushes; several steps may have reported the same push."""
     pushes = {line["push/version"]: line for line in lines if line.get("push/version", -1) > 0}.values()
-    return {
-        "push_seconds_mean": mean([line["push/seconds"] for line in pushes if "push/seconds" in line]),
-        "stall_seconds_mean": mean(
-            [line["push/stall_seconds_max"] for line in pushes if "push/stall_seconds_max" in line]
-        ),
-    }
+    names = {"push_seconds_mean": "push/seconds", "stall_seconds_mean": "push/stall_seconds_max"}
+    return {key: mean([line[name] for line in pushes if name in line]) for key, name in names.items()}
 
 
 def broken_promises(summary: JsonMapping, *, require_reward: float) -> list[str]:
@@ -267,18 +251,14 @@ def scores_of(evaluations: Sequence[JsonMapping]) -> dict[str, list[tuple[int, f
 
 def reward_limits(rewards: Sequence[float]) -> tuple[float, float]:
     """Return the range of the reward panel: 0 to 1, or the extreme rewards beyond, with a margin."""
-    low, high = min(0.0, *rewards, 0.0), max(1.0, *rewards, 1.0)
+    low, high = min(0.0, *rewards, 0.0), max(1.0, *rewards, 1.0)  # without rewards, too
     margin = 0.02 * (high - low)
     return (low - margin if low < 0 else 0.0), high + margin
 
 
 def smooth(values: Sequence[float]) -> list[float]:
     """Return the mean of the last ``SMOOTH_STEPS`` values at each step."""
-    return [
-        sum(part) / len(part)
-        for end in range(1, len(values) + 1)
-        for part in [values[max(0, end - SMOOTH_STEPS) : end]]
-    ]
+    return [mean(list(values[max(0, end - SMOOTH_STEPS) : end])) for end in range(1, len(values) + 1)]
 
 
 @asynccontextmanager
@@ -290,9 +270,8 @@ async def audit_shown(
     show_every_s: float = SHOW_EVERY_S,
 ) -> AsyncIterator[Callable[[int, int], None]]:
     """Yield the function to which the audit reports its progress: messages read, and their total number."""
-    row = LiveRow(
-        role=ROLE, id=ROLE, host=socket.gethostname(), pid=os.getpid(), phase="auditing", waits_for="the log of plans"
-    )
+    host, pid = socket.gethostname(), os.getpid()
+    row = LiveRow(role=ROLE, id=ROLE, host=host, pid=pid, phase="auditing", waits_for="the log of plans")
     reported_s = shown_s = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -331,10 +310,7 @@ async def read_scores(bus: Bus, *, after_epoch: int = 0) -> dict[tuple[int, str]
 
 def newest_scores(evaluated: Iterable[Evaluated]) -> dict[str, Evaluated]:
     """Return the record of the newest version of each set."""
-    newest_records: dict[str, Evaluated] = {}
-    for record in sorted(evaluated, key=lambda record: record.version):
-        newest_records[record.dataset] = record
-    return newest_records
+    return {record.dataset: record for record in sorted(evaluated, key=lambda record: record.version)}
 
 
 def scores_in_words(line: JsonMapping) -> str:
@@ -350,19 +326,13 @@ def _versions(line: JsonMapping) -> str:
     oldest, newest = (version + int(line.get(name, 0)) for name in ("versions_later_min", "versions_later"))
     if newest == version:
         return f"version {version}"
-    return (
-        f"version {version}, tokens of {newest}"
-        if oldest == newest
-        else f"version {version}, tokens of {oldest} to {newest}"
-    )
+    return f"version {version}, tokens of {newest if oldest == newest else f'{oldest} to {newest}'}"
 
 
 def best_in_words(row: JsonMapping) -> str:
     """Return the row ``run/best`` in words."""
-    return (
-        f"{row['set']}/{row['metric']} {row['value']:.4g} (version {row['version']}, step {row['step']}): "
-        f"{row.get('directory', '')}"
-    )
+    score = f"{row['set']}/{row['metric']} {row['value']:.4g} (version {row['version']}, step {row['step']})"
+    return f"{score}: {row.get('directory', '')}"
 
 
 def newest_scores_in_words(evaluated: Iterable[Evaluated]) -> list[str]:

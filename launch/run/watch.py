@@ -46,15 +46,8 @@ class RunLines:
         self._files, self._on_event = [GrowingFile(file) for file in files], on_event
         self._unwritten = ""  # Reason why lines wait to be written; empty while none do
 
-    def add_step(self, line: Mapping[str, object]) -> None:
-        """Add a line of metrics."""
-        self._add(0, line)
-
-    def add_scores(self, line: Mapping[str, object]) -> None:
-        """Add a line of evaluations."""
-        self._add(1, line)
-
-    def _add(self, file: int, line: Mapping[str, object]) -> None:
+    def add(self, file: int, line: Mapping[str, object]) -> None:
+        """Add a line of metrics (0) or of evaluations (1)."""
         if self._files:
             self._files[file].append(line)
             self.write()
@@ -146,9 +139,8 @@ class RunWatch:
 
     def series(self, name: str) -> list[float]:
         """Return the values of a metric over the steps that have it."""
-        return [
-            self.outcomes[step].metrics[name] for step in sorted(self.outcomes) if name in self.outcomes[step].metrics
-        ]
+        metrics = [self.outcomes[step].metrics for step in sorted(self.outcomes)]
+        return [values[name] for values in metrics if name in values]
 
     def newest(self, name: str, otherwise: float = 0.0) -> float:
         """Return a metric of the last step; ``otherwise`` without a step, or if the step has no such metric."""
@@ -164,9 +156,8 @@ class RunWatch:
         recent = self._recent()
         if len(recent) < 2:
             return 0.0
-        tokens = sum(
-            self.outcomes[step].metrics.get("train/tokens", 0.0) for step, _ in recent[1:] if step in self.outcomes
-        )
+        outcomes = [self.outcomes[step] for step, _ in recent[1:] if step in self.outcomes]
+        tokens = sum(done.metrics.get("train/tokens", 0.0) for done in outcomes)
         passed_s = max(recent[-1][1], self.elapsed_s) - recent[0][1]
         return tokens / passed_s if passed_s > 0 else 0.0
 
@@ -197,7 +188,7 @@ class RunWatch:
                 self.outcomes[record.step] = record
                 self.reached_s.setdefault(record.step, self.elapsed_s)
                 seconds = round(self.reached_s[record.step], 3)
-                self._lines.add_step({"step": record.step, "epoch": record.epoch, "seconds": seconds, **record.metrics})
+                self._lines.add(0, {"step": record.step, "epoch": record.epoch, "seconds": seconds, **record.metrics})
             elif isinstance(record, Evaluated) and record.epoch > self.after_epoch:
                 self._note_scores(record)
 
@@ -206,7 +197,7 @@ class RunWatch:
         before = self.evaluated.get((record.version, record.dataset))
         self.evaluated[record.version, record.dataset] = record
         if before is None or before.metrics != record.metrics:
-            self._lines.add_scores(summary.scores_line(record))
+            self._lines.add(1, summary.scores_line(record))
 
     async def _await_answers(self) -> None:
         """Background loop: the beginning and the end of a time in which the bus does not answer are events."""
@@ -247,9 +238,8 @@ class RunWatch:
             if row.role == "engine":
                 self.aborted_by_pushes[row.id, row.pid] = count_in(row.load, "requests_aborted_by_pushes")
         self._note_refused()
-        generated = sum(
-            count_in(load, "tokens_generated") for name, load in self.loads.items() if name.startswith("actor.")
-        )
+        of_actors = [load for name, load in self.loads.items() if name.startswith("actor.")]
+        generated = sum(count_in(load, "tokens_generated") for load in of_actors)
         self._generated.append((time.monotonic(), generated))
         (t0, g0), (t1, g1) = self._generated[0], self._generated[-1]
         self.rate_generated = max(0.0, (g1 - g0) / (t1 - t0)) if t1 > t0 else 0.0
@@ -259,9 +249,8 @@ class RunWatch:
         while True:
             reason = await self.bus.full() if self.bus.connected else await asyncio.to_thread(self.room) or self.full
             if bool(reason) != bool(self.full):
-                self.event(
-                    f"bus: stores nothing, the run waits: {reason}" if reason else "bus: stores again, the run goes on"
-                )
+                waits = f"stores nothing, the run waits: {reason}"
+                self.event(f"bus: {waits if reason else 'stores again, the run goes on'}")
             self.full = reason
             if reason:  # which is an answer; rows are as old as the first one
                 self._answered_s = self._steady_s = time.monotonic()
@@ -297,9 +286,8 @@ class RunWatch:
             kind, _, actor = key.partition("/")
             if kind == "refused" and actor not in self._refused:
                 self._refused.add(actor)
-                self.event(
-                    f"actor {actor} sends only invalid samples and is refused (tidemill status; docs/recovery.md)"
-                )
+                where = "(tidemill status; docs/recovery.md)"
+                self.event(f"actor {actor} sends only invalid samples and is refused {where}")
 
     def share(self, role: str) -> float | None:
         """Return the mean waiting share that processes of a role report; None if none does."""
@@ -312,14 +300,11 @@ class RunWatch:
 
     def flat(self) -> dict[str, str]:
         """Return the names and values of a plain line."""
+        loss = self.newest("train/sft_loss", -1.0)
         return {
             "step": f"{self.step}/{self.steps}",
             "reward": f"{self.newest('data/reward_mean'):.3f}",
-            **(
-                {"cross-entropy": f"{self.newest('train/sft_loss'):.3f}"}
-                if self.newest("train/sft_loss", -1.0) >= 0
-                else {}
-            ),
+            **({"cross-entropy": f"{loss:.3f}"} if loss >= 0 else {}),
             "lag": f"{self.newest('offpolicy/lag_mean'):.2f} (max {self.newest('offpolicy/lag_max'):.0f})",
             "tokens/s": f"{self.rate_generated:.0f} generated, {self.rate_trained:.0f} trained",
             "learner waits": f"{self.newest('train/wait_share'):.0%}",
@@ -337,10 +322,8 @@ def _has_ended_here(row: LiveRow) -> bool:
         return False
     try:
         os.kill(row.pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
+    except (ProcessLookupError, PermissionError) as error:
+        return isinstance(error, ProcessLookupError)  # with the other one it is there, and another user's
     return False
 
 

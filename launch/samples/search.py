@@ -67,9 +67,8 @@ class SampleSearch:
         try:
             return await self.history.at_time(datetime.fromisoformat(since).timestamp())
         except ValueError:
-            raise ValueError(
-                f"--since: want a time ago (10m, 2h), an ISO time, or a sequence (#123), got {since!r}"
-            ) from None
+            want = "a time ago (10m, 2h), an ISO time, or a sequence (#123)"
+            raise ValueError(f"--since: want {want}, got {since!r}") from None
 
     async def forward(self, first: int, last: int | None = None) -> AsyncIterator[FoundSample]:
         """Yield the samples from ``first`` to ``last`` that fit; without ``last`` wait for new ones."""
@@ -142,17 +141,10 @@ def as_map(seq: int, sample: Sample | WireError) -> JsonObject:
         return {"seq": seq, "error": str(sample)}
     return {
         "seq": seq,
-        "task": sample.task,
-        "index": sample.index,
-        "group_size": sample.group_size,
-        "attempt": sample.attempt,
+        **{name: getattr(sample, name) for name in ("task", "index", "group_size", "attempt")},
         "kind": sample.kind.value,
         "status": sample.status.value,
-        "reward": sample.reward,
-        "score": sample.score,
-        "prompt": sample.prompt,
-        "response": sample.response,
-        "label": sample.label,
+        **{name: getattr(sample, name) for name in ("reward", "score", "prompt", "response", "label")},
         "tokens": sample.tokens.tolist(),
         "response_length": sample.response_length,
         "rollout_log_probs": [round(float(value), 6) for value in sample.rollout_log_probs],
@@ -161,9 +153,7 @@ def as_map(seq: int, sample: Sample | WireError) -> JsonObject:
         **({"sequences": [list(size) for size in sample.sequences]} if len(sample.sequences) > 1 else {}),
         **({"turns": turns_in(sample.turns)} if sample.turns is not None else {}),
         **({"transcript": list(sample.transcript)} if sample.transcript else {}),
-        "actor": sample.actor,
-        "engine": sample.engine,
-        "finish_reason": sample.finish_reason,
+        **{name: getattr(sample, name) for name in ("actor", "engine", "finish_reason")},
         "generating_s": sample.timings.generating_s,
         "created_s": sample.created_s,
         "metadata": sample.metadata,
@@ -243,42 +233,26 @@ class SampleHistory:
         """Return the disposition for JSON; without the fields of a step unless it is ``trained``."""
         if self.state != "trained":
             return {"state": self.state, "reason": self.reason}
-        return {
-            "state": self.state,
-            "step": self.step,
-            "rank": self.rank,
-            "micro_batch": self.micro_batch,
-            "lags": self.lags,
-            "masked_tokens": self.masked_tokens,
-            "masked_by_filter": self.masked_by_filter,
-            "step_logprob_diff_abs": None if self.done is None else self.done.metrics.get(DIFFERENCE),
-        }
+        names = ("state", "step", "rank", "micro_batch", "lags", "masked_tokens", "masked_by_filter")
+        difference = None if self.done is None else self.done.metrics.get(DIFFERENCE)
+        return {name: getattr(self, name) for name in names} | {"step_logprob_diff_abs": difference}
 
     def __str__(self) -> str:
         if self.state != "trained":
             return f"{self.state}: {self.reason}" if self.reason else self.state
-        lags = (
-            ""
-            if self.lags is None
-            else f", lag {self.lags[0]}" + (f" to {self.lags[1]}" if self.lags[1] > self.lags[0] else "")
-        )
+        smallest, largest = self.lags or (0, 0)
+        lags = "" if self.lags is None else f", lag {smallest}" + (f" to {largest}" if largest > smallest else "")
         masked = f", {self.masked_tokens} tokens masked as too old" if self.masked_tokens else ""
         if self.masked_by_filter:
             masked = ", all its tokens masked by a filter"
-        return (
-            f"trained in step {self.step} on rank {self.rank}, micro-batch {self.micro_batch}{lags}{masked}; "
-            f"{self._difference()}"
-        )
-
-    def _difference(self) -> str:
-        if self.done is None:
-            return "the step is not done yet"
-        mean = self.done.metrics.get(DIFFERENCE)
-        return (
-            "no log-prob difference recorded"
-            if mean is None
-            else f"mean |log-prob difference| of the whole step {mean:.4g}"
-        )
+        difference = "the step is not done yet"
+        if self.done is not None:
+            mean = self.done.metrics.get(DIFFERENCE)
+            difference = "no log-prob difference recorded"
+            if mean is not None:
+                difference = f"mean |log-prob difference| of the whole step {mean:.4g}"
+        place = f"step {self.step} on rank {self.rank}, micro-batch {self.micro_batch}"
+        return f"trained in {place}{lags}{masked}; {difference}"
 
 
 async def history_of(bus: Bus, seq: int, sample: Sample) -> SampleHistory:
@@ -292,29 +266,22 @@ async def history_of(bus: Bus, seq: int, sample: Sample) -> SampleHistory:
     history: SampleHistory | None = None
     start = await History(bus.jet).at_task(sample.task, name=subjects.PLAN)
     async for _, record in bus.plans.scan(start):
-        if isinstance(record, Plan | Settle) and (history is None or history.state != "trained"):
-            history = (
-                _planned(record, seq, sample) if isinstance(record, Plan) else _settled(record, seq, sample.task)
-            ) or history
-        elif (
-            isinstance(record, Done)
-            and history is not None
-            and record.step == history.step
-            and history.state == "trained"
-        ):
-            history.done = record
-            break
+        if history is not None and history.state == "trained":
+            if isinstance(record, Done) and record.step == history.step:
+                history.done = record
+                break
+        elif isinstance(record, Plan):
+            history = _planned(record, seq, sample) or history
+        elif isinstance(record, Settle):
+            history = _settled(record, seq, sample.task) or history
     return history or await _unplanned(bus, sample, start)
 
 
 def _planned(plan: Plan, seq: int, sample: Sample) -> SampleHistory | None:
     places = (plan.seqs == seq).nonzero()[0]
     if not len(places):
-        return (
-            SampleHistory(state="duplicate", reason=f"step {plan.step} trained another sample of this task and index")
-            if sample.task in plan.tasks
-            else None
-        )
+        reason = f"step {plan.step} trained another sample of this task and index"
+        return SampleHistory(state="duplicate", reason=reason) if sample.task in plan.tasks else None
     row = int(places[0] if plan.rows is None else plan.rows[: places[0]].sum())  # of several sequences, the first
     steps = [plan.version_steps[span.version] for span in sample.spans if span.version in plan.version_steps]
     old = [
@@ -335,11 +302,8 @@ def _planned(plan: Plan, seq: int, sample: Sample) -> SampleHistory | None:
 def _settled(record: Settle, seq: int, task: int) -> SampleHistory | None:
     if seq in record.seqs:
         return SampleHistory(state="dropped", reason=f"{record.reason}, when step {record.step} was planned")
-    return (
-        SampleHistory(state="dropped", reason=f"{record.reason}: its task was given up")
-        if task in record.tasks
-        else None
-    )
+    reason = f"{record.reason}: its task was given up"
+    return SampleHistory(state="dropped", reason=reason) if task in record.tasks else None
 
 
 async def _unplanned(bus: Bus, sample: Sample, start: int) -> SampleHistory:
