@@ -53,12 +53,17 @@ class Report:
         self.findings.append(Finding(level=OK, topic=topic, text=text))
 
     def error(self, topic: str, where: str, *, want: str, got: object, cure: str) -> None:
-        """Add an error, as ``where: want ..., got ...; cure``."""
-        self.findings.append(Finding(level=ERROR, topic=topic, text=_line(where, want, got, cure)))
+        """Add an error, as ``where: want ..., got ...; cure``. ``where``: a setting, or another place."""
+        self._refusal(ERROR, topic, where, want, got, cure)
 
     def warning(self, topic: str, where: str, *, want: str, got: object, cure: str) -> None:
-        """Add a warning, as ``where: want ..., got ...; cure``."""
-        self.findings.append(Finding(level=WARNING, topic=topic, text=_line(where, want, got, cure)))
+        """Add a warning, as ``error``."""
+        self._refusal(WARNING, topic, where, want, got, cure)
+
+    def _refusal(self, level: str, topic: str, where: str, want: str, got: object, cure: str) -> None:
+        shown = got if isinstance(got, str) else repr(got)
+        text = f"{self.at(where)}: want {want}, got {shown}; {cure}"
+        self.findings.append(Finding(level=level, topic=topic, text=text))
 
     def refuse(self) -> None:
         """Raise CheckFailed with all errors, if there are any."""
@@ -77,7 +82,3 @@ class CheckFailed(ValueError):
 
     def __str__(self) -> str:
         return "\n  ".join(self.reasons)
-
-
-def _line(where: str, want: str, got: object, cure: str) -> str:
-    return f"{where}: want {want}, got {got if isinstance(got, str) else repr(got)}; {cure}"

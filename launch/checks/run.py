@@ -121,12 +121,12 @@ def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> Prepared
     if not used.model and not used.prompts:
         want = "either this and data.path, or prepare, which makes both"
         cure = "remove prepare (--set prepare=null), or the two paths"
-        report.error("prepare", report.at("model.path"), want=want, got="all of them", cure=cure)
+        report.error("prepare", "model.path", want=want, got="all of them", cure=cure)
     elif not (used.model and used.prompts):
         setting, value = ("data.path", config.data.path) if used.model else ("model.path", config.model.path)
         got = f"{value!r}, which is used instead"
         want = f"{setting} to be what it makes"
-        report.warning("prepare", report.at(where), want=want, got=got, cure="no action needed if intended")
+        report.warning("prepare", where, want=want, got=got, cure="no action needed if intended")
     try:
         complete = not fresh and refuse_other(config.prepare, config.root / "prepared")
     except PreparedOtherwise as error:

@@ -54,9 +54,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_taskset(words: "Words") -> None:
-    taskset = words.add_parser(
-        "verifiers", help="write the tasks of a taskset of verifiers as prompts (docs/rollouts.md)"
-    )
+    about = "write the tasks of a taskset of verifiers as prompts (docs/rollouts.md)"
+    taskset = words.add_parser("verifiers", help=about)
     taskset.add_argument("taskset", metavar="TASKSET", help="id of the taskset, as in use: verifiers:TASKSET")
     taskset.add_argument("out", metavar="FILE", help="the prompt file, JSONL")
     taskset.add_argument("--python", default="", metavar="PATH", help="interpreter with verifiers (default: this one)")
@@ -151,9 +150,8 @@ def _rendered(tokens: RowTokens, text: Text, row: PromptRow) -> str:
     for response in recorded:
         all_ids, trained_ids = response.tokens, response.tokens[-len(response.loss_mask) :][response.loss_mask == 1]
         whole, trained = (text.decode(ids.tolist(), skip_special=False) for ids in (all_ids, trained_ids))
-        texts.append(
-            f"{len(all_ids)} tokens {whole!a:.{SHOWN}}, {len(trained_ids)} of them trained: {trained!a:.{SHOWN}}"
-        )
+        trained = f"{len(trained_ids)} of them trained: {trained!a:.{SHOWN}}"
+        texts.append(f"{len(all_ids)} tokens {whole!a:.{SHOWN}}, {trained}")
     return "; ".join(texts)
 
 
@@ -220,10 +218,8 @@ def write_tasks(args: argparse.Namespace) -> int:
     finally:
         part.unlink(missing_ok=True)
     settings = f"data.path={out}, data.metadata_key=metadata"
-    print(
-        f"{out}: {count} prompts of {args.taskset}; train on them with {settings} and a rollout with use: "
-        f"{OF_VERIFIERS}{args.taskset}"
-    )
+    rollout = f"a rollout with use: {OF_VERIFIERS}{args.taskset}"
+    print(f"{out}: {count} prompts of {args.taskset}; train on them with {settings} and {rollout}")
     return 0
 
 

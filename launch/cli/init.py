@@ -26,31 +26,25 @@ IGNORES = ".gitignore"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    about = (
-        "own (your prompts and your reward), gsm8k (school mathematics), tools (episodes with a tool), sft (your "
-        "responses), real (a pretrained model follows instructions)"
-    )
+    about = "own (your prompts and your reward), gsm8k (school mathematics), tools (episodes with a tool), "
+    about += "sft (your responses), real (a pretrained model follows instructions)"
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=about)
-    parser.add_argument(
-        "--model", default="", metavar="MODEL", help=f"for {', '.join(OF_MODELS)}: a directory, or org/name"
-    )
+    model = f"for {', '.join(OF_MODELS)}: a directory, or org/name"
+    parser.add_argument("--model", default="", metavar="MODEL", help=model)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the files of a kind of run, all or none, and print their names. Returns 0. Raises ValueError."""
     if bool(args.model) != (args.kind in OF_MODELS) and (args.model or args.kind != "real"):
-        want = (
-            "MODEL, a directory in Hugging Face format or org/name"
-            if args.kind in OF_MODELS
-            else f"none with {args.kind}, which makes a tiny model"
-        )
+        want = f"none with {args.kind}, which makes a tiny model"
+        if args.kind in OF_MODELS:
+            want = "MODEL, a directory in Hugging Face format or org/name"
         raise ValueError(f"--model: want {want}, got {args.model or 'nothing'}")
     texts = {CONFIG: _config(args.kind, args.model and yaml_file.dump(args.model, flow=True))}
     texts |= {file.name: file.read_text(encoding="utf-8") for file in KINDS[args.kind]}
     if present := [name for name in texts if Path(name).exists()]:
-        raise ValueError(
-            f"{present[0]}: want no such file, which is never overwritten; begin in another directory, or remove it"
-        )
+        cure = "begin in another directory, or remove it"
+        raise ValueError(f"{present[0]}: want no such file, which is never overwritten; {cure}")
     if not Path(IGNORES).exists():
         texts[IGNORES] = f"{env_file.NAME}\nruns/\n"  # no secret and no checkpoint into a repository
     for name, text in texts.items():

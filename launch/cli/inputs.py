@@ -1,6 +1,4 @@
-"""Inputs of a command: the configuration in its arguments, checked or printed, its name, the bus, and arguments for its
-children.
-"""
+"""Inputs of a command: its configuration, checked or printed, its name, the bus, and arguments for its children."""
 
 import argparse
 import asyncio

@@ -95,13 +95,8 @@ def parse(kind: str, text: str) -> HubName | None:
     match = _FORMS[kind].fullmatch(whole)
     if match is None or match["repo"].endswith(_FILES) or ".." in whole.split("/"):
         return None
-    name = HubName(
-        kind=kind,
-        repo=match["repo"],
-        revision=match["revision"] or "",
-        inside=match["inside"] or "",
-        rows=text[len(whole) :],
-    )
+    parts = {part: match[part] or "" for part in ("repo", "revision", "inside")}
+    name = HubName(kind=kind, **parts, rows=text[len(whole) :])
     # A file, or a path below a directory that exists here, is mistyped rather than a name.
     is_path = Path(whole).exists() or Path(name.repo.partition("/")[0]).is_dir()
     is_path |= not name.revision and name.inside.endswith(_FILES)

@@ -156,11 +156,9 @@ def sum_prompts(config: PrepareConfig, rng: random.Random) -> Iterator[dict[str,
     """Yield sums of two numbers without leading zeros."""
     for _ in range(config.count):
         lengths = [rng.randint(config.min_digits, config.max_digits) for _ in range(2)]
-        first, second = (
-            str(rng.randint(10 ** (length - 1) if length > 1 else 0, 10**length - 1)) for length in lengths
-        )
+        first, second = (rng.randint(10 ** (length - 1) if length > 1 else 0, 10**length - 1) for length in lengths)
         filler = FILLER * (2 * config.max_digits + 1 - len(f"{first}+{second}")) if config.fill else ""
-        yield {"prompt": f"{first}+{second}{filler}=", "label": str(int(first) + int(second))}
+        yield {"prompt": f"{first}+{second}{filler}=", "label": str(first + second)}
 
 
 def walk_prompts(config: PrepareConfig, rng: random.Random) -> Iterator[dict[str, str]]:
@@ -191,9 +189,8 @@ def gsm8k_prompts(path: Path) -> Iterator[dict[str, str]]:
             row = json.loads(line)
             _, marker, gold = row["answer"].rpartition(GOLD_MARKER)
             if not marker or not gold.strip():
-                raise ValueError(
-                    f"{path}:{number}: answer: want text that ends in '{GOLD_MARKER} number', got {row['answer']!r}"
-                )
+                want = f"text that ends in '{GOLD_MARKER} number'"
+                raise ValueError(f"{path}:{number}: answer: want {want}, got {row['answer']!r}")
             yield {"prompt": row["question"], "label": gold.strip()}
 
 
@@ -310,8 +307,13 @@ def prepare(config: PrepareConfig, directory: Path) -> Prepared:
     if refuse_other(config, directory):
         return prepared
     directory.mkdir(parents=True, exist_ok=True)
+    # The record comes first: files that a kill left are known to be of this program, and are made again.
     _write_record(directory, settings, complete=False)
-    _make(config, prepared)
+    shutil.rmtree(prepared.model, ignore_errors=True)
+    count = write_prompts(prepared.prompts, prompts(config))
+    logger.info("prompts written file=%s count=%d", prepared.prompts, count)
+    make_model(prepared.model, config)
+    logger.info("model written directory=%s", prepared.model)
     _write_record(directory, settings, complete=True)
     return prepared
 
@@ -321,9 +323,8 @@ def refuse_other(config: PrepareConfig, directory: Path) -> bool:
     prepared, settings = Prepared.in_(directory), config.recorded()
     record = _read_record(directory)
     if record is None and (prepared.model.exists() or prepared.prompts.exists()):
-        raise PreparedOtherwise(
-            directory, f"has a model or prompts but no {RECORD}: they were not made by this program"
-        )
+        reason = f"has a model or prompts but no {RECORD}: they were not made by this program"
+        raise PreparedOtherwise(directory, reason)
     if record is not None and record["config"] != settings:
         raise PreparedOtherwise(directory, f"was made from another config: {_differences(record['config'], settings)}")
     return record is not None and bool(record["complete"])
@@ -332,15 +333,6 @@ def refuse_other(config: PrepareConfig, directory: Path) -> bool:
 def digest(config: Mapping[str, object]) -> str:
     """Return the SHA-256 of a config, the same for the same values in any order."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-
-
-def _make(config: PrepareConfig, prepared: Prepared) -> None:
-
-    shutil.rmtree(prepared.model, ignore_errors=True)
-    count = write_prompts(prepared.prompts, prompts(config))
-    logger.info("prompts written file=%s count=%d", prepared.prompts, count)
-    make_model(prepared.model, config)
-    logger.info("model written directory=%s", prepared.model)
 
 
 def _read_record(directory: Path) -> JsonObject | None:
@@ -354,16 +346,10 @@ def _read_record(directory: Path) -> JsonObject | None:
 
 
 def _write_record(directory: Path, config: Mapping[str, object], *, complete: bool) -> None:
-    write_whole(
-        directory / RECORD,
-        json.dumps({"digest": digest(config), "complete": complete, "config": config}, indent=2) + "\n",
-    )
+    record = {"digest": digest(config), "complete": complete, "config": config}
+    write_whole(directory / RECORD, json.dumps(record, indent=2) + "\n")
 
 
 def _differences(recorded: Mapping[str, object], settings: Mapping[str, object]) -> str:
-    names = sorted({*recorded, *settings})
-    return ", ".join(
-        f"{n}: there {recorded.get(n)!r}, wanted {settings.get(n)!r}"
-        for n in names
-        if recorded.get(n) != settings.get(n)
-    )
+    names = [name for name in sorted({*recorded, *settings}) if recorded.get(name) != settings.get(name)]
+    return ", ".join(f"{name}: there {recorded.get(name)!r}, wanted {settings.get(name)!r}" for name in names)

@@ -184,21 +184,16 @@ class RunConfig:
     @property
     def sampled_limits(self) -> dict[str, int]:
         """Maximum number of sampled tokens of a sample, by the setting that limits it; 0 = no limit."""
-        trained = {
-            name: rollout for name, rollout in self.trained_rollouts.items() if name not in self.recorded_rollouts
-        }
-        limits = {f"rollouts.{name}.budget.tokens": rollout.budget.tokens for name, rollout in trained.items()}
+        trained = {name: self.trained_rollouts[name] for name in self.trained_rollouts.keys() - self.recorded_rollouts}
+        limits = {f"rollouts.{name}.budget.tokens": trained[name].budget.tokens for name in sorted(trained)}
         return limits | ({"sampling.max_new_tokens": self.sampling.max_new_tokens} if self.data.single_turns else {})
 
     @property
     def samples_nothing(self) -> bool:
         """True if all samples of the run are recorded responses, so that it needs no engine, no actor and no reward."""
         sources, recorded = self.data.used, self.recorded_rollouts
-        return (
-            bool(sources)
-            and not self.eval.every
-            and all(source.rollout in recorded and not source.rollout_key for source in sources)
-        )
+        alone = all(source.rollout in recorded and not source.rollout_key for source in sources)
+        return bool(sources) and not self.eval.every and alone
 
     def stream_bytes(self, max_prompt_tokens: int, routed_bytes: int = 0) -> int:
         """Return the bytes that SAMPLES needs for the longest samples, with ``routed_bytes`` more per token."""
@@ -227,15 +222,12 @@ class RunConfig:
         _leave_out(parts["staleness"], {"over_sampling": 0.0})
         _leave_out(parts["sampling"], {"stop_token_ids": ()})
         trained = self.trained_rollouts.items()
-        rollouts = {
-            name: (rollout.use, rollout.options, dataclasses.asdict(rollout.budget)) for name, rollout in trained
-        }
+        rollouts = {name: (own.use, own.options, dataclasses.asdict(own.budget)) for name, own in trained}
         if rollouts:
             parts["rollout"] = rollouts[self.data.rollout] if [self.data.rollout] == [*rollouts] else rollouts
         parts["push_every"] = self.weights.push_every
-        return hashlib.sha256(
-            json.dumps(named({"seed": self.seed, **parts}), sort_keys=True, default=str).encode()
-        ).hexdigest()
+        text = json.dumps(named({"seed": self.seed, **parts}), sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def _learner_settings(self) -> JsonObject:
         settings = {name: value for name, value in dataclasses.asdict(self.learner).items() if name not in _SAME_BITS}
@@ -250,9 +242,8 @@ class RunConfig:
         return settings
 
     def _data_settings(self) -> JsonObject:
-        settings = {
-            name: value for name, value in dataclasses.asdict(self.data).items() if name not in ("path", "bad_rows")
-        }
+        settings = dataclasses.asdict(self.data)
+        del settings["path"], settings["bad_rows"]
         settings |= {"sources": self.data.sources.given, "filters": self.data.filters.given}
         _leave_out(settings, _LATER_OF_DATA)
         if self.data.skip_easy <= 0 and self.data.skip_hard < 0:

@@ -1,5 +1,5 @@
-"""Relative paths in the configuration of a run (``config.yaml`` in its directory), read from another working directory
-than the run's own.
+"""The configurations and data inside the package, and relative paths in the configuration of a run (``config.yaml`` in
+its directory), read from another working directory than the run's own.
 
 The run's working directory follows from the file: ``/home/me/runs/digits/config.yaml`` with ``directory: runs/digits``
 has ``/home/me``. It is not recorded, so that a project can be moved. With an absolute ``directory`` it does not follow,
@@ -20,22 +20,12 @@ from tidemill.learner.data import SLICE
 # as it is.
 PATHS = (
     *("directory", "model.path", "model.megatron_checkpoint", "data.path", "data.sources.*.path", "eval.sets.*.path"),
-    *(
-        "learner.from_checkpoint",
-        "learner.critic.path",
-        "learner.lora.adapter",
-        "learner.algorithm.kl.reference",
-        "learner.checkpoint.store",
-    ),
+    *("learner.from_checkpoint", "learner.critic.path", "learner.lora.adapter", "learner.algorithm.kl.reference"),
+    "learner.checkpoint.store",
     *("bus.auth_dir", "bus.tls_cert", "bus.tls_key", "bus.tls_ca", "actor.teachers.*.model", "engine.sglang.log"),
     *("engine.sglang.python", "rollouts.*.python"),
-    *(
-        "debug.save_rollout",
-        "debug.load_rollout",
-        "debug.save_train",
-        "debug.dump_modules.path",
-        "debug.dump_modules.prompts",
-    ),
+    *("debug.save_rollout", "debug.load_rollout", "debug.save_train"),
+    *("debug.dump_modules.path", "debug.dump_modules.prompts"),
 )
 
 
@@ -72,11 +62,8 @@ def _make_absolute(values: JsonObject, base: Path) -> None:
         text = str(holder[name])
         sliced = SLICE.fullmatch(text)
         path = Path(sliced["path"] if sliced else text)
-        if (
-            any(fnmatchcase(setting, pattern) for pattern in PATHS)
-            and not path.is_absolute()
-            and (base / path).exists()
-        ):
+        is_path = any(fnmatchcase(setting, pattern) for pattern in PATHS)
+        if is_path and not path.is_absolute() and (base / path).exists():
             holder[name] = str(base / text)
 
 
@@ -112,6 +99,5 @@ def config_file(text: str) -> Path:
 def cure(text: str) -> str:
     """Return what to write in place of a file of settings that does not exist."""
     near = difflib.get_close_matches(Path(text).stem, names(), n=1)
-    return f"want a YAML file or one of {', '.join(names())}, got no such file" + (
-        f"; did you mean {near[0]}?" if near else ""
-    )
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"want a YAML file or one of {', '.join(names())}, got no such file{meant}"

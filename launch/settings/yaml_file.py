@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -89,9 +89,8 @@ def read(file: Path) -> tuple[Any, dict[str, Written]]:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise SettingsError(
-            f"{file}:{line}: want text in UTF-8, got the byte 0x{data[error.start]:02x}; save it as UTF-8"
-        ) from None
+        got = f"the byte 0x{data[error.start]:02x}"
+        raise SettingsError(f"{file}:{line}: want text in UTF-8, got {got}; save it as UTF-8") from None
     values, written = _parse(text, lambda line: f"{file}:{line}")
     if isinstance(values, dict):
         set_base(values, file)
@@ -131,19 +130,16 @@ def _parse(text: str, at: Callable[[int], str], path: str = "") -> tuple[Any, di
     except yaml.MarkedYAMLError as error:
         at_end = error.problem_mark is not None and not text[error.problem_mark.index :].strip()
         mark = (error.context_mark if at_end else None) or error.problem_mark or error.context_mark
-        reason = " ".join(part for part in (error.context, error.problem) if part).replace(
-            "'<stream end>'", "the end of the text"
-        )
+        reason = " ".join(part for part in (error.context, error.problem) if part)
+        reason = reason.replace("'<stream end>'", "the end of the text")
         raise SettingsError(f"{at(mark.line + 1 if mark else 1)}: not YAML: {reason}; {_hint(text, mark)}") from None
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
-        raise SettingsError(
-            f"{at(line)}: not YAML: want printable text, got the character {error.character!r}; remove it"
-        ) from None
+        got = f"the character {error.character!r}"
+        raise SettingsError(f"{at(line)}: not YAML: want printable text, got {got}; remove it") from None
     except RecursionError:
-        raise SettingsError(
-            f"{at(1)}: not usable as settings: maps or lists nested too deeply; write them flatter"
-        ) from None
+        reason = "maps or lists nested too deeply; write them flatter"
+        raise SettingsError(f"{at(1)}: not usable as settings: {reason}") from None
     except (ValueError, KeyError) as error:
         if isinstance(error, SettingsError):
             raise
@@ -169,33 +165,27 @@ class _Recorder:
         key_line = self._written.get(path, Written(line)).line
         self._written[path] = Written(key_line, node.value if isinstance(node, yaml.ScalarNode) else None)
         if any(node is outer for outer in above):
-            raise SettingsError(
-                f"{self._at(line)}: {path}: want a value, got a reference to what it is in; write it out"
-            )
+            self._refuse(line, path, "want a value, got a reference to what it is in; write it out")
         if self._nodes > MOST_NODES:
-            raise SettingsError(
-                f"{self._at(line)}: {path}: want <= {MOST_NODES} values, got more; are these references to references?"
-            )
+            self._refuse(line, path, f"want <= {MOST_NODES} values, got more; are these references to references?")
         if isinstance(node, yaml.SequenceNode):
             for place, item in enumerate(node.value):
                 self.note(item, f"{path}[{place}]", (*above, node))
         elif isinstance(node, yaml.MappingNode):
             self._note_map(node, path, (*above, node))
 
+    def _refuse(self, line: int, path: str, reason: str) -> NoReturn:
+        raise SettingsError(f"{self._at(line)}: {path}: {reason}")
+
     def _note_map(self, node: yaml.MappingNode, path: str, above: tuple[yaml.Node, ...]) -> None:
         first_lines: dict[str, int] = {}
         for key, item in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise SettingsError(
-                    f"{self._at(line)}: {path or 'the file'}: want names as keys, got a list or a map; write "
-                    "name: value"
-                )
+                self._refuse(line, path or "the file", "want names as keys, got a list or a map; write name: value")
             child = f"{path}.{key.value}" if path else str(key.value)
             if key.value in first_lines:
-                raise SettingsError(
-                    f"{self._at(line)}: {child}: given twice, first in line {first_lines[key.value]}; keep one of them"
-                )
+                self._refuse(line, child, f"given twice, first in line {first_lines[key.value]}; keep one of them")
             first_lines[key.value] = line
             self._written[child] = Written(line)
             self.note(item, child, above)
