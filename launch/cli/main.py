@@ -50,10 +50,10 @@ COMMANDS: Mapping[str, str] = {
     "debug": "find where numbers go wrong: compare dumps and weights, score prompts (docs/debugging.md)",
 }
 INNER = ("feeder", "rank")  # Commands with which the learner starts its processes; no help lists them
-# Modules of commands that share one; each other command has a module of its name.
-_MODULES = {
-    **dict.fromkeys(INNER, "learner"),
-    **dict.fromkeys(("engine", "actor", "scorer"), "worker"),
+# Modules of commands that share ``add`` and ``run``; each other command has a module of its name, or is in ``_WITH``.
+_MODULES = {**dict.fromkeys(("engine", "actor", "scorer"), "worker"), **dict.fromkeys(INNER, "learner")}
+# Modules of commands that are in one with others, and have functions of their own there: ``add_check``, ``run_check``.
+_WITH = {
     **dict.fromkeys(("bus", "router", "reward-server", "teacher"), "servers"),
     **dict.fromkeys(("check", "prepare"), "config"),
     "push": "convert",
@@ -125,10 +125,10 @@ def _inner_parser() -> argparse.ArgumentParser:
 
 def _declare(parser: argparse.ArgumentParser, command: str) -> None:
     name = command.replace("-", "_")
-    module = vars(import_module(f".{_MODULES.get(command, name)}", __package__))
-    # In a module with unlike commands each has functions of its own.
-    (module.get(f"add_{name}") or module["add"])(parser)
-    parser.set_defaults(run_command=module.get(f"run_{name}") or module["run"])
+    module = import_module(f".{_WITH.get(command) or _MODULES.get(command, name)}", __package__)
+    suffix = f"_{name}" if command in _WITH else ""
+    getattr(module, f"add{suffix}")(parser)
+    parser.set_defaults(run_command=getattr(module, f"run{suffix}"))
 
 
 def _find_modules_here() -> None:
