@@ -61,7 +61,8 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
     if node.devices and num_devices and engines:
         _refuse_by_hand(engine)
     has_devices = bool(node.devices)
-    dtype = dtype_on(ours.dtype, cuda=has_devices and ours.device != "cpu")
+    cuda = has_devices and ours.device != "cpu"
+    dtype = dtype_on(ours.dtype, cuda=cuda)
     weights = ITEM_BYTES[dtype_on(engine.dtype, cuda=has_devices and num_devices > 0)] * size.parameters
     return Want(
         ranks=ours.num_ranks // max(1, ours.nodes) if learner else 0,
@@ -81,19 +82,14 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
         backend=config.weights.backend,
         nccl_learner=nccl_of() if has_devices and learner else "",
         nccl_engine=nccl_of_engine(engine) if has_devices and engines else "",
-        memory_rank=training_bytes(
-            size.tensors, dtype, ours, cuda=has_devices and ours.device != "cpu", critic=size.critic
-        ),
+        memory_rank=training_bytes(size.tensors, dtype, ours, cuda=cuda, critic=size.critic),
         senders=num_senders(ours.tensor_parallel, ours.expert_parallel, config.weights.senders_per_stage),
         memory_sender=staged_bytes(size.tensors, config, dtype) if config.weights.staging == CUDA else 0,
         memory_group=group_bytes(size.largest_tensor, config, dtype),
         engines_together=config.weights.engines_together,
         memory_engine=weights // max(1, num_devices) if engine.kind == SGLANG else 2 * weights,
         memory_fraction=_fraction(engine),
-        bucket_bytes=max(
-            config.weights.bucket_size(on_gpu=has_devices and ours.device != "cpu"),
-            ITEM_BYTES[dtype] * size.largest_tensor,
-        ),
+        bucket_bytes=max(config.weights.bucket_size(on_gpu=cuda), ITEM_BYTES[dtype] * size.largest_tensor),
     )
 
 
@@ -129,14 +125,13 @@ def _fraction(engine: EngineConfig) -> float | None:
 def _refuse_by_hand(engine: EngineConfig) -> None:
     if engine.kind != SGLANG:
         return
-    for name in BY_HAND:
-        if (value := engine.sglang.argument(name)) is not None:
-            where, cure = f"engine.sglang.arguments.{name}", "remove it; engine.devices names the devices"
-            raise PlacementRefused(where, "no device: it would be the same for all engines", repr(value), cure)
-    if VARIABLE in engine.sglang.environment:
-        where, cure = f"engine.sglang.environment.{VARIABLE}", "remove it; engine.devices names the devices"
-        want_text = "no device: it would be the same for all engines"
-        raise PlacementRefused(where, want_text, repr(engine.sglang.environment[VARIABLE]), cure)
+    by_hand = {f"arguments.{name}": engine.sglang.argument(name) for name in BY_HAND}
+    by_hand[f"environment.{VARIABLE}"] = engine.sglang.environment.get(VARIABLE)
+    for name, value in by_hand.items():
+        if value is not None:
+            want_text = "no device: it would be the same for all engines"
+            cure = "remove it; engine.devices names the devices"
+            raise PlacementRefused(f"engine.sglang.{name}", want_text, repr(value), cure)
 
 
 # ---- places as environment
@@ -150,11 +145,8 @@ def rank_variables(node: Node, place: RankPlace, config: RunConfig, environment:
     """
     if config.learner.colocated and config.learner.device != "cpu" and (place.uuids or config.learner.device == CUDA):
         refuse_expandable(environment)
-    ring = (
-        dict([RING])
-        if config.learner.deterministic and config.learner.num_ranks > 1 and RING[0] not in environment
-        else {}
-    )
+    is_ring = config.learner.deterministic and config.learner.num_ranks > 1 and RING[0] not in environment
+    ring = dict([RING]) if is_ring else {}
     if not node.devices:  # without nvidia-smi torch may find some
         return ring if config.learner.device == CUDA else {}
     if not place.uuids:
@@ -177,10 +169,8 @@ def refuse_expandable(environment: Mapping[str, str], where: str = "") -> None:
     """
     for name in OWN_ALLOCATOR:
         if EXPANDS.search(environment.get(name, "")):
-            want_text = (
-                "no expandable_segments with learner.colocated: memory of such segments cannot be released for "
-                "the other side"
-            )
+            why = "memory of such segments cannot be released for the other side"
+            want_text = f"no expandable_segments with learner.colocated: {why}"
             cure = f"unset {name}, or take expandable_segments out of it"
             raise PlacementRefused(f"{where}.{name}" if where else name, want_text, repr(environment[name]), cure)
 

@@ -175,24 +175,17 @@ def described(nodes: Iterable[Node], placed: Placed) -> list[str]:
     names = {device.uuid: device.name for node in nodes for device in node.devices}
 
     def on(uuids: Sequence[str]) -> str:
-        """Return the devices of a process by name."""
-        return (
-            "the CPU"
-            if not uuids
-            else f"device{'s' if len(uuids) > 1 else ''} {', '.join(names[uuid] for uuid in uuids)}"
-        )
+        numbers = ", ".join(names[uuid] for uuid in uuids)
+        return f"device{'s' * (len(uuids) > 1)} {numbers}" if uuids else "the CPU"
 
-    several = len({process.node for process in placed.ranks} | {process.node for process in placed.engines}) > 1
+    numbers = {process.node for process in (*placed.ranks, *placed.engines)}
+    of = {number: f" of node {number}" if len(numbers) > 1 else "" for number in numbers}
     lines = []
     for node in sorted({rank.node for rank in placed.ranks}):
-        ranks_here = [rank for rank in placed.ranks if rank.node == node]
-        which = (
-            f"rank {ranks_here[0].rank}"
-            if len(ranks_here) == 1
-            else f"ranks {ranks_here[0].rank} to {ranks_here[-1].rank}"
-        )
-        lines.append(f"{which} on {on(ranks_here[0].uuids)}" + (f" of node {node}" if several else ""))
-    lines += [f"engine {e.number} on {on(e.uuids)}" + (f" of node {e.node}" if several else "") for e in placed.engines]
+        first, *others = [rank for rank in placed.ranks if rank.node == node]
+        which = f"ranks {first.rank} to {others[-1].rank}" if others else f"rank {first.rank}"
+        lines.append(f"{which} on {on(first.uuids)}{of[node]}")
+    lines += [f"engine {engine.number} on {on(engine.uuids)}{of[engine.node]}" for engine in placed.engines]
     if placed.transport:
         lines.append(f"weights over {placed.transport}")
     return lines + list(placed.why)

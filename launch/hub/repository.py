@@ -6,6 +6,7 @@ commit, and a branch counts as cached only when all its files are there.
 
 import glob
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -82,13 +83,8 @@ def fetch(
     _download(pinned, where, listing, chosen, say)
     if not name.is_pinned and not listing.is_offline and weights:
         write_whole(name.storage / "refs" / (name.revision or "main"), listing.commit)
-    return Fetched(
-        name=pinned,
-        written=name,
-        num_files=len(chosen),
-        size_bytes=sum(listing.files[file][0] for file in chosen),
-        is_offline=listing.is_offline,
-    )
+    counts = {"num_files": len(chosen), "size_bytes": sum(listing.files[file][0] for file in chosen)}
+    return Fetched(name=pinned, written=name, is_offline=listing.is_offline, **counts)
 
 
 def fetch_all(
@@ -123,14 +119,9 @@ def write_record(root: Path, values: JsonObject) -> None:
 
     The cache names a file's content by its digest: SHA-256 of large files, git's of small ones.
     """
-    record = {
-        setting: {"name": str(name), "files": {file: facts for file, facts in _files_of(name).items()}}
-        for setting, name in names_in(values).items()
-        if name.is_pinned
-    }
+    names = {setting: name for setting, name in names_in(values).items() if name.is_pinned}
+    record = {setting: {"name": str(name), "files": _files_of(name)} for setting, name in names.items()}
     if record:
-        import json
-
         write_whole(root / RECORD, json.dumps(record, indent=2) + "\n")
 
 

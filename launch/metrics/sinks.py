@@ -70,9 +70,8 @@ class Jsonl:
         try:
             self._file = Path(path).open("a+b", buffering=0)  # noqa: SIM115 - closed by ``close``
         except OSError as error:
-            raise ValueError(
-                f"path: want a file in a directory that is there and can be written, got {path!r}: {error.strerror}"
-            ) from None
+            want = "a file in a directory that is there and can be written"
+            raise ValueError(f"path: want {want}, got {path!r}: {error.strerror}") from None
         self._has = _lines_of(self._file)
 
     def has(self, record: StepMetrics) -> bool:

@@ -26,9 +26,8 @@ from tidemill.launch.settings.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
-AWAITED = PlacementRefused(
-    "engine", "the run's configuration, for the number of devices of an engine", "none yet", "start the learner"
-)
+_CONFIGURATION = "the run's configuration, for the number of devices of an engine"
+AWAITED = PlacementRefused("engine", _CONFIGURATION, "none yet", "start the learner")
 
 
 class EngineDevices:
@@ -101,6 +100,4 @@ class EngineDevices:
     def keep_only(self, names: Collection[str], *, desired: Collection[str]) -> None:
         """Take back the devices of engines without a name here. Rows of ``desired`` ones are of earlier processes."""
         self._held = {name: devices for name, devices in self._held.items() if name in names}
-        self._elsewhere = {
-            engine_id: devices for engine_id, devices in self._elsewhere.items() if engine_id not in desired
-        }
+        self._elsewhere = {name: devices for name, devices in self._elsewhere.items() if name not in desired}

@@ -37,16 +37,13 @@ async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated
     plan = await asyncio.to_thread(_plan, config)
     try:
         url = await start_bus(config, supervisor)
-        async with connect(
-            access.own_address(config, url), config.run, config.bus, name="eval", wait_s=BUS_START_S
-        ) as bus:
+        address = access.own_address(config, url)
+        async with connect(address, config.run, config.bus, name="eval", wait_s=BUS_START_S) as bus:
             await bus.create_layout()
             for role, count in (("engine", config.up.engines), ("actor", config.up.actors)):
-                for number in range(count):
-                    name = f"{role}-{number}"
-                    supervisor.keep(
-                        name, [role, "--config", str(config.root / CONFIG_FILE), "--bus", url, "--id", name]
-                    )
+                for name in (f"{role}-{number}" for number in range(count)):
+                    words = ["--config", str(config.root / CONFIG_FILE), "--bus", url, "--id", name]
+                    supervisor.keep(name, [role, *words])
             evaluating = asyncio.create_task(_scores(bus, plan, config), name="evaluation")
             try:
                 await first_of(asyncio.shield(evaluating), supervisor.failed(), draining.wait())

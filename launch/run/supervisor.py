@@ -132,10 +132,8 @@ class Supervisor:
         codes = await asyncio.gather(*(self._children[name].end(within_s) for name in names))
         for name, code in zip(names, codes, strict=True):
             if code == -signal.SIGKILL:
-                self._on_event(
-                    f"{name} did not drain within {within_s:.0f} s and was killed (log: "
-                    f"{self._children[name].log_file})"
-                )
+                log_file = self._children[name].log_file
+                self._on_event(f"{name} did not drain within {within_s:.0f} s and was killed (log: {log_file})")
             del self._keepers[name], self._children[name]
         return dict(zip(names, codes, strict=True))
 
