@@ -39,7 +39,6 @@ SYNC_EVERY_S = 1.0
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     add_run(parser)
     parser.add_argument("-o", "--out", required=True, metavar="DIRECTORY", help="directory of the recordings")
     parser.add_argument("--name", default="archive", help="name under which it is registered (default: archive)")
@@ -212,7 +211,6 @@ class ArchiveDirectory:
 
 
 def add_cursors(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tidemill cursors``."""
     add_run(parser)
     parser.add_argument("--forget", default="", metavar="NAME", help="remove this reader: trimming waits no longer")
 

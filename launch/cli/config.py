@@ -58,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tidemill check``."""
     add_config(parser, positional=True)
     parser.add_argument("--check-reward", action="store_true", help="also call a reward by import path, once")
 
@@ -81,7 +80,6 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def add_prepare(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tidemill prepare``."""
     add_config(parser, positional=True)
 
 

@@ -29,7 +29,6 @@ GGUF = ".gguf"  # end of the name of a file in llama.cpp's format
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     parser.add_argument("source", type=Path, metavar="FROM", help="a checkpoint, a model directory or a GGUF file")
     parser.add_argument("out", type=Path, metavar="TO", help="a directory that does not exist yet")
     parser.add_argument("--model", type=Path, metavar="DIR", help="the checkpoint's model (default: of the run)")
@@ -127,7 +126,6 @@ def _of_run(checkpoint: Path, model: Path | None) -> tuple[Path, str]:
 
 
 def add_push(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tidemill push``."""
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of a finished run: runs/digits")
     parser.add_argument("--to-hub", required=True, metavar="NAME", help="org/name; made if there is none")
     parser.add_argument("--public", action="store_true", help="make it public; default: private")

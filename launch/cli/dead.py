@@ -20,7 +20,6 @@ PROMPT_SHOWN = 72  # Maximum number of characters shown of a prompt
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     add_run(parser)
     parser.add_argument("word", nargs="?", choices=("list", "requeue", "drop"), default="list")
     parser.add_argument("tasks", nargs="*", type=int, metavar="TASK", help="these tasks; or --all, or --reason")

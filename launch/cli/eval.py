@@ -36,7 +36,6 @@ OPEN_TASKS = 256  # Prompts that are out at a time, where no training needs the 
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     parser.add_argument("model", type=Path, metavar="MODEL", help="runs/<run>/final, another directory, or org/name")
     data = "prompt file or org/name; default: eval.sets"
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help=data)
@@ -137,7 +136,6 @@ Pair = tuple[Sample, Sample]  # Responses of two versions to one prompt
 
 
 def add_texts(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tidemill texts``."""
     add_run(parser)
     parser.add_argument("--set", default="", metavar="NAME", help="evaluation set; default: the first one by name")
     parser.add_argument(

@@ -33,7 +33,6 @@ from tidemill.launch.settings.run_paths import config_file
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     add_bus(parser)
     parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     parser.add_argument("--name", default="", help="its name on the bus (default: this machine's)")
@@ -104,7 +103,6 @@ def _learner_node(args: argparse.Namespace) -> HostLearner | None:
 
 
 def add_scale(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tidemill scale``."""
     add_run(parser)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--host", default="", help="on this host, independent of the others")

@@ -25,7 +25,6 @@ IGNORES = ".gitignore"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     about = "own (your prompts and your reward), gsm8k (school mathematics), tools (episodes with a tool), "
     about += "sft (your responses), real (a pretrained model follows instructions)"
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=about)

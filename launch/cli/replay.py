@@ -47,7 +47,6 @@ _OF_THE_STORE = (PARTS_HEADER, REPLAYED_HEADER, "Nats-Msg-Size", "Nats-Expected-
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     add_run(parser)
     parser.add_argument("--from", dest="source", default="", metavar="FILE", help="samples of a recording")
     parser.add_argument("-o", "--out", default="", metavar="FILE", help="into a recording, or JSON lines (.jsonl)")

@@ -15,7 +15,6 @@ DRAIN_S = 30.0  # seconds that a router or a teacher has to finish its requests
 
 
 def add_bus(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tidemill bus``."""
     add_config(parser)
     parser.add_argument("--auth", action="store_true", help="with users, passwords and permissions: bus.auth=true")
     parser.add_argument("--auth-dir", default="", metavar="DIR", help="directory of their passwords: bus.auth_dir")
@@ -35,7 +34,6 @@ def run_bus(args: argparse.Namespace) -> int:
 
 
 def add_router(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tidemill router``."""
     parser.add_argument("--bus", default="", type=bus_url, metavar="URL", help="bus with the engines of a run")
     parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     parser.add_argument("--id", default="", help="its name on the bus")
@@ -86,7 +84,6 @@ def run_router(args: argparse.Namespace) -> int:
 
 
 def add_reward_server(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tidemill reward-server``."""
     parser.add_argument("reward", metavar="NAME", help="a name, or package.module:function")
     parser.add_argument("--group", action="store_true", help="of groups, for `actor.group_reward: remote`")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the reward")
@@ -125,7 +122,6 @@ def run_reward_server(args: argparse.Namespace) -> int:
 
 
 def add_teacher(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tidemill teacher``."""
     parser.add_argument("model", type=Path, metavar="MODEL_DIR", help="model with the vocabulary of the trained one")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=30000, help="0 = any free port")

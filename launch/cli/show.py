@@ -56,7 +56,6 @@ class Vocabulary:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     parser.add_argument("sample", metavar="SAMPLE", help="a sequence (#123 or 123) or TASK.INDEX (57.3)")
     add_run(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")

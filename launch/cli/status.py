@@ -39,7 +39,6 @@ _OF_EPISODES = (
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     add_run(parser)
     parser.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per line")
 

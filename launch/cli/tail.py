@@ -17,7 +17,6 @@ DEFAULT_LAST = 10
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     add_run(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="follow new samples")
     parser.add_argument("--last", type=int, metavar="N", help="start with the N newest (default 10; all, with --since)")

@@ -71,7 +71,6 @@ async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated
     await registry.publish_initial(config.model.path, epoch)
 
     async def store(task: Task) -> Task:
-        """Issue a task."""
         return replace(task, id=await bus.tasks.issue(task))
 
     rounds = await asyncio.to_thread(plan.rounds)
@@ -80,7 +79,6 @@ async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated
     failing = FailingTasks()
 
     async def read() -> None:
-        """Read the samples."""
         async for received in bus.samples.read(None, kinds=(Kind.EVAL,)):
             if isinstance(received.sample, Sample):
                 evaluations.arrived(received.sample)
@@ -88,7 +86,6 @@ async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated
                     failing.completed()
 
     async def follow_dead() -> None:
-        """Read the prompts that are given up."""
         async for _, letter in bus.dead.follow():
             if isinstance(letter, Dead):
                 evaluations.gone(letter)

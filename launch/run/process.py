@@ -106,7 +106,6 @@ def run(
     """
 
     async def observed(draining: asyncio.Event) -> None:
-        """Run ``main``, and report processes below this one that are stopped."""
         async with beside(report_stopped(on_event)):
             await main(draining)
 
@@ -124,7 +123,6 @@ def run_refusing(
     refused: list[Exception] = []
 
     async def recorded(draining: asyncio.Event) -> None:
-        """Run ``main``, and record its refusal."""
         try:
             await main(draining)
         except refusals as error:
@@ -146,7 +144,6 @@ async def _supervised(
     first_s = 0.0
 
     def on_signal(number: int) -> None:
-        """Drain at the first signal; cancel at one that comes ``same_signal_s`` seconds later or more."""
         nonlocal first_s
         if draining.is_set():
             # A terminal that is closed sends SIGHUP more than once: from the kernel, and from its shell.

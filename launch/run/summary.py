@@ -275,7 +275,6 @@ async def audit_shown(
     reported_s = shown_s = time.monotonic()
 
     def progress(done: int, total: int) -> None:
-        """Report ``done`` of ``total`` messages to the live row and the terminal, at their intervals."""
         nonlocal reported_s, shown_s
         now, text = time.monotonic(), f"{done:,} of {total:,} messages of SAMPLES read"
         if now - shown_s >= show_every_s:

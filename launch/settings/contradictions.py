@@ -40,10 +40,8 @@ def refuse_contradictions(config: "RunConfig") -> None:
         raise ValueError(f"learner.algorithm.{bad}") from None
     processes = max(config.up.actors, config.up.engines, config.up.scorers)
     if config.bus.auth and config.bus.auth_users < processes:
-        raise ValueError(
-            f"bus.auth_users: want a user for each of {processes} actors, engines or scorers, got "
-            f"{config.bus.auth_users}"
-        )
+        want = f"a user for each of {processes} actors, engines or scorers"
+        raise ValueError(f"bus.auth_users: want {want}, got {config.bus.auth_users}")
     for name, rollout in config.rollouts.items():
         if rollout.drain_s is not None and rollout.drain_s >= config.up.drain_s:
             want = f"less than up.drain_s = {config.up.drain_s:g}, after which an actor is ended; raise that one"
@@ -57,20 +55,14 @@ def refuse_contradictions(config: "RunConfig") -> None:
 def _refuse_sharing(config: "RunConfig") -> None:
     """Raise ValueError for settings that cannot hold where learner and engines share an accelerator."""
     if config.learner.colocated and config.weights.overlap:
-        raise ValueError(
-            "weights.overlap: want false with learner.colocated: the step has the memory that a push beside "
-            "it would need"
-        )
+        want = "false with learner.colocated: the step has the memory that a push beside it would need"
+        raise ValueError(f"weights.overlap: want {want}")
     if config.learner.colocated and config.weights.backend == "nccl":
-        raise ValueError(
-            "weights.backend: want auto or gloo with learner.colocated: NCCL refuses two processes on one "
-            "GPU, got 'nccl'"
-        )
+        want = "auto or gloo with learner.colocated: NCCL refuses two processes on one GPU"
+        raise ValueError(f"weights.backend: want {want}, got 'nccl'")
     if config.learner.colocated and config.weights.staging == "cuda":
-        raise ValueError(
-            "weights.staging: want host with learner.colocated: the copies would stay on the GPU in the "
-            "engines' turn, got 'cuda'"
-        )
+        want = "host with learner.colocated: the copies would stay on the GPU in the engines' turn"
+        raise ValueError(f"weights.staging: want {want}, got 'cuda'")
     if config.learner.colocated and config.engine.kind == "sglang" and config.engine.sglang.url:
         raise ValueError(
             "engine.sglang.url: want a server that is started here with learner.colocated: it needs arguments for that"
@@ -81,10 +73,8 @@ def _refuse_routing(config: "RunConfig") -> None:
     """Raise ValueError for a replay of the engines' experts that samples cannot have."""
     returns = config.engine.sglang.arguments.get("enable_return_routed_experts")
     if config.engine.routed_experts and returns is False:
-        raise ValueError(
-            "engine.sglang.arguments.enable_return_routed_experts: want true with learner.routing_replay: "
-            "rollout, got false; leave it out"
-        )
+        want = "true with learner.routing_replay: rollout, got false; leave it out"
+        raise ValueError(f"engine.sglang.arguments.enable_return_routed_experts: want {want}")
 
 
 def _refuse_stale(config: "RunConfig") -> None:
@@ -100,10 +90,8 @@ def _refuse_stale(config: "RunConfig") -> None:
     refuse_sampling(config.sampling.temperature, config.sampling.top_p, config.sampling.top_k)
     refuse_rare_pushes(push_every, max_lag=lag)
     if config.learner.checkpoint_every % push_every:
-        raise ValueError(
-            f"learner.checkpoint_every: want a multiple of weights.push_every = {push_every}, got "
-            f"{config.learner.checkpoint_every}"
-        )
+        got = f"{config.learner.checkpoint_every}"
+        raise ValueError(f"learner.checkpoint_every: want a multiple of weights.push_every = {push_every}, got {got}")
 
 
 def _refuse_hooks(config: "RunConfig") -> None:
@@ -127,11 +115,8 @@ def _refuse_columns(config: "RunConfig") -> None:
     algorithm = config.learner.algorithm
     held_out = [eval_set.data(config.data) for eval_set in config.eval.sets.values()]
     if config.actor.reward and any(data.names_rewards for data in (config.data, *held_out)):
-        raise ValueError(
-            f"data.reward: want actor.reward_parts with when: {{reward: NAME}}, got actor.reward: "
-            f"{config.actor.reward}, which scores all "
-            "rows; remove one of them"
-        )
+        got = f"actor.reward: {config.actor.reward}, which scores all rows; remove one of them"
+        raise ValueError(f"data.reward: want actor.reward_parts with when: {{reward: NAME}}, got {got}")
     constant = algorithm.by_constant
     if config.data.limits_rows and (algorithm.overlong.buffer or constant):
         raise ValueError(
@@ -185,10 +170,8 @@ def _refuse_debug(config: "RunConfig") -> None:
             f"learner.colocated: want false with {mode}: only one side of the run has memory to share, got true"
         )
     if debug.rollout_only and config.learner.from_checkpoint:
-        raise ValueError(
-            "learner.from_checkpoint: want none with debug.rollout_only, whose engines load model.path, got "
-            f"{config.learner.from_checkpoint!r}; set model.path to the model to generate with"
-        )
+        want = f"none with debug.rollout_only, whose engines load model.path, got {config.learner.from_checkpoint!r}"
+        raise ValueError(f"learner.from_checkpoint: want {want}; set model.path to the model to generate with")
     if debug.rollout_only and config.learner.lora.adapter:
         raise ValueError(
             "learner.lora.adapter: want none with debug.rollout_only, whose engines load model.path, got "
@@ -197,10 +180,8 @@ def _refuse_debug(config: "RunConfig") -> None:
         )
     if mode and config.learner.checkpoint.url:
         got = masked(config.learner.checkpoint.url)
-        raise ValueError(
-            f"learner.checkpoint.store: want local with {mode}, whose checkpoints have no weights to come "
-            f"back for, got {got!r}"
-        )
+        want = f"local with {mode}, whose checkpoints have no weights to come back for"
+        raise ValueError(f"learner.checkpoint.store: want {want}, got {got!r}")
     if debug.rollout_only and config.learner.nodes > 1:
         raise ValueError(
             f"learner.nodes: want 1 with debug.rollout_only, which has no ranks, got {config.learner.nodes}"
@@ -210,10 +191,8 @@ def _refuse_debug(config: "RunConfig") -> None:
             f"eval.every: want 0 with {mode}, which has no engine to evaluate with, got {config.eval.every}"
         )
     if debug.trains_only and config.learner.num_epochs:
-        raise ValueError(
-            f"learner.num_epochs: want 0 with {mode}, which reads no prompts, got "
-            f"{config.learner.num_epochs}; set learner.steps"
-        )
+        got = f"{config.learner.num_epochs}; set learner.steps"
+        raise ValueError(f"learner.num_epochs: want 0 with {mode}, which reads no prompts, got {got}")
     if debug.trains_only and debug.save_rollout:
         raise ValueError(
             f"debug.save_rollout: want none with {mode}: its batches are in files already; remove one of them"
@@ -225,24 +204,18 @@ def _refuse_recorded(config: "RunConfig") -> None:
     recorded = config.recorded_rollouts
     for name, eval_set in config.eval.sets.items():
         if wrong := sorted(eval_set.data(config.data).rollouts(config.rollouts) & recorded):
-            raise ValueError(
-                f"eval.sets.{name}.rollout: want {SINGLE_TURN}, or a rollout that asks the model, got "
-                f"{wrong[0]!r}, whose use is {DATASET}"
-            )
+            want = f"{SINGLE_TURN}, or a rollout that asks the model, got {wrong[0]!r}, whose use is {DATASET}"
+            raise ValueError(f"eval.sets.{name}.rollout: want {want}")
     used = config.data.rollouts(config.rollouts) & recorded
     if used:
         return
     cure = f"rollouts: {{NAME: {{use: {DATASET}}}}} and data.rollout: NAME"
     if any(source.responses_key for source in config.data.used):
-        raise ValueError(
-            f"data.responses_key: want a rollout of recorded responses with it ({cure}), got none; set them, "
-            "or remove it"
-        )
+        got = "none; set them, or remove it"
+        raise ValueError(f"data.responses_key: want a rollout of recorded responses with it ({cure}), got {got}")
     if config.learner.algorithm.sft_coef:
-        raise ValueError(
-            f"learner.algorithm.sft_coef: want a rollout of recorded responses with it ({cure}), got none; "
-            "set them, or 0"
-        )
+        want = f"a rollout of recorded responses with it ({cure}), got none"
+        raise ValueError(f"learner.algorithm.sft_coef: want {want}; set them, or 0")
 
 
 def _refuse_teachers(config: "RunConfig") -> None:
@@ -262,11 +235,8 @@ def _refuse_teachers(config: "RunConfig") -> None:
             "distill.teacher: reference with kl.reference"
         )
     if algorithm.advantage == "none" and not algorithm.distill.coef:
-        raise ValueError(
-            "learner.algorithm.advantage: none learns nothing from rewards; want "
-            "learner.algorithm.distill.coef > 0, or "
-            f"another advantage, got distill.coef {algorithm.distill.coef:g}"
-        )
+        why = "none learns nothing from rewards; want learner.algorithm.distill.coef > 0, or another advantage"
+        raise ValueError(f"learner.algorithm.advantage: {why}, got distill.coef {algorithm.distill.coef:g}")
 
 
 def _refuse_rewards(config: "RunConfig") -> None:
@@ -294,24 +264,16 @@ def _refuse_rewards(config: "RunConfig") -> None:
         )
     parts = config.actor.reward_parts
     if algorithm.advantage == "gdpo" and not parts and not algorithm.gdpo.weights:
-        raise ValueError(
-            "learner.algorithm.advantage: gdpo wants several rewards: set actor.reward_parts, or "
-            "learner.algorithm.gdpo.weights with the "
-            "names that the reward returns"
-        )
+        why = "set actor.reward_parts, or learner.algorithm.gdpo.weights with the names that the reward returns"
+        raise ValueError(f"learner.algorithm.advantage: gdpo wants several rewards: {why}")
     if parts and (unknown := sorted(name for name in algorithm.gdpo.weights if name.partition(".")[0] not in parts)):
-        raise ValueError(
-            f"learner.algorithm.gdpo.weights: want names of actor.reward_parts ({', '.join(parts)}), got "
-            f"{', '.join(unknown)}"
-        )
+        want = f"names of actor.reward_parts ({', '.join(parts)}), got {', '.join(unknown)}"
+        raise ValueError(f"learner.algorithm.gdpo.weights: want {want}")
     if config.actor.reward == BY_ROLLOUT:
         for place, data in _places(config).items():
             if data.single_turns:
-                raise ValueError(
-                    f"actor.reward: want the reward of rows without a program, got {BY_ROLLOUT}: {place} has "
-                    "such rows, or may have; name "
-                    f"one, or set {place}.rollout"
-                )
+                got = f"{BY_ROLLOUT}: {place} has such rows, or may have; name one, or set {place}.rollout"
+                raise ValueError(f"actor.reward: want the reward of rows without a program, got {got}")
 
 
 def _refuse_terms(config: "RunConfig") -> None:
@@ -324,17 +286,12 @@ def _refuse_terms(config: "RunConfig") -> None:
         )
     for place, limit in config.sampled_limits.items():
         if algorithm.overlong.buffer > limit > 0:
-            raise ValueError(
-                f"learner.algorithm.overlong.buffer: want <= {place} = {limit}, got "
-                f"{algorithm.overlong.buffer}: every response would lose "
-                "reward; lower it"
-            )
+            got = f"{algorithm.overlong.buffer}: every response would lose reward; lower it"
+            raise ValueError(f"learner.algorithm.overlong.buffer: want <= {place} = {limit}, got {got}")
         if not limit and (algorithm.overlong.buffer or algorithm.by_constant):
             setting = "overlong.buffer" if algorithm.overlong.buffer else "loss_constant: 0"
-            raise ValueError(
-                f"{place}: want > 0 with learner.algorithm.{setting}, which refers to the most tokens that an "
-                "episode may sample, got 0"
-            )
+            want = f"> 0 with learner.algorithm.{setting}, which refers to the most tokens that an episode may sample"
+            raise ValueError(f"{place}: want {want}, got 0")
     if algorithm.kl.target and algorithm.kl.horizon <= 0.2 * config.samples_per_step:
         raise ValueError(
             f"learner.algorithm.kl.horizon: want > 0.2 x samples per step = {0.2 * config.samples_per_step:g}, got "
