@@ -1,5 +1,4 @@
-"""Checks of the prompts: rows, the keys that settings name, lengths; the evaluation sets; the files of the debugging
-modes.
+"""Checks of the prompts (rows, keys, lengths), of the evaluation sets, and of the files of the debugging modes.
 
 Reads for a second at most, and at least some hundred rows.
 """
@@ -52,20 +51,14 @@ class SourceReading:
     """The rows of a source that were read."""
 
     source: Source
-    rows: list[PromptRow] = field(default_factory=list)
-    """Those that can be used."""
-    bad: list[PromptError] = field(default_factory=list)
-    """Errors of rows that were read."""
-    rejected: list[PromptError] = field(default_factory=list)
-    """Errors of rows that were tokenized."""
+    rows: list[PromptRow] = field(default_factory=list)  # Those that can be used
+    bad: list[PromptError] = field(default_factory=list)  # Errors of rows that were read
+    rejected: list[PromptError] = field(default_factory=list)  # Errors of rows that were tokenized
     read: int = 0
-    total: int | None = None
-    """Rows of the source; None = not known."""
-    readable: int = 0
-    """Rows that had no error before they were tokenized."""
+    total: int | None = None  # Rows of the source; None = not known
+    readable: int = 0  # Rows that had no error before they were tokenized
     tokenized: int = 0
-    longest: int = 0
-    """Tokens of the longest prompt that is used."""
+    longest: int = 0  # Tokens of the longest prompt that is used
 
     @classmethod
     def of(cls, source: Source, rules: RowRules, recorded: Collection[str]) -> "SourceReading":
@@ -151,12 +144,9 @@ class SourceReading:
 class Prompts:
     """Facts about the prompts that the other checks use."""
 
-    rows: Sequence[PromptRow]
-    """The rows read, at least one."""
-    longest: int = 0
-    """Tokens of the longest prompt that is used; 0 = not all of them were counted."""
-    warm: PromptRow | None = None
-    """The first row read with a temperature of its own other than 1."""
+    rows: Sequence[PromptRow]  # The rows read, at least one
+    longest: int = 0  # Tokens of the longest prompt that is used; 0 = not all of them were counted
+    warm: PromptRow | None = None  # The first row read with a temperature of its own other than 1
 
     @property
     def first(self) -> PromptRow:

@@ -12,12 +12,9 @@ OK, WARNING, ERROR = "ok", "warning", "error"
 class Finding:
     """One line of the report."""
 
-    level: str
-    """ok | warning | error."""
-    topic: str
-    """model | tokenizer | data | reward | ..."""
-    text: str
-    """Location, expected value, actual value and cure."""
+    level: str  # ok | warning | error
+    topic: str  # model | tokenizer | data | reward | ..
+    text: str  # Location, expected value, actual value and cure
 
     def __str__(self) -> str:
         return f"{self.level:<8}{self.topic:<10}{self.text}"

@@ -41,23 +41,16 @@ HEADER_MOST = 100_000_000  # Largest header, in bytes. Source: the safetensors l
 class CheckedModel:
     """Facts about the model that the other checks use."""
 
-    directory: Path | None
-    """None = ``prepare`` makes it when the run starts."""
+    directory: Path | None  # None = `prepare` makes it when the run starts
     vocab_size: int
-    context: int
-    """Tokens of prompt and response together that the model takes, or the engine if it takes fewer."""
-    num_parameters: int
-    """0 = not known."""
-    shape: ModelShape | None
-    """None for a family that only SGLang serves."""
-    tensors: Shapes = field(default_factory=dict, repr=False)
-    """Shapes of the weights by name."""
+    context: int  # Tokens of prompt and response together that the model takes, or the engine if it takes fewer
+    num_parameters: int  # 0 = not known
+    shape: ModelShape | None  # None for a family that only SGLang serves
+    tensors: Shapes = field(default_factory=dict, repr=False)  # Shapes of the weights by name
+    # The model in `learner.critic.path`; None = none, or of a family that the built-in engine lacks.
     critic: ModelShape | None = None
-    """The model in ``learner.critic.path``; None = none, or of a family that the built-in engine lacks."""
-    routed_bytes: int = 0
-    """Bytes of the experts of one token in a sample, where they are replayed; else 0."""
-    num_trained: int | None = None
-    """Parameters that the learner trains; None = all."""
+    routed_bytes: int = 0  # Bytes of the experts of one token in a sample, where they are replayed; else 0
+    num_trained: int | None = None  # Parameters that the learner trains; None = all
 
     @property
     def critic_tensors(self) -> Shapes | None:

@@ -20,18 +20,13 @@ from tidemill.launch.settings.run_config import RunConfig
 class Purpose:
     """The intended use of a configuration by the calling process."""
 
-    trains: bool = True
-    """False if it starts no learner: the evaluation sets are its only data."""
+    trains: bool = True  # False if it starts no learner: the evaluation sets are its only data
+    # True if it starts actors, engines and scorers on this machine: reward and program must be here.
     starts_workers: bool = True
-    """True if it starts actors, engines and scorers on this machine: reward and program must be here."""
-    uses_bus: bool = False
-    """True if it needs the server at ``bus.url`` at once."""
-    resumes: bool = False
-    """True if it resumes the run in its directory, when there is one."""
-    fresh: bool = False
-    """True if the content of the run's directory is removed first."""
-    call_reward: bool = False
-    """True if a reward by import path is called, too; it may do anything."""
+    uses_bus: bool = False  # True if it needs the server at `bus.url` at once
+    resumes: bool = False  # True if it resumes the run in its directory, when there is one
+    fresh: bool = False  # True if the content of the run's directory is removed first
+    call_reward: bool = False  # True if a reward by import path is called, too; it may do anything
 
 
 def check(loaded: Loaded, purpose: Purpose) -> Report:

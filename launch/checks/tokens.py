@@ -1,8 +1,4 @@
-"""Checks of the tokenizer, the chat template, the end tokens and the gateway's renderer, with prompts as the learner
-tokenizes them.
-
-Loads neither torch nor transformers.
-"""
+"""Checks of tokenizer, chat template, end tokens and the gateway's renderer. Loads neither torch nor transformers."""
 
 import asyncio
 from collections.abc import Sequence

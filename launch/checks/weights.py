@@ -1,5 +1,4 @@
-"""Checks of the weights that a run begins with and trains: checkpoints (Megatron's, too), frozen names, adapters. Loads
-no torch.
+"""Checks of the weights that a run begins with and trains: checkpoints (Megatron's, too), frozen names, adapters.
 
 A checkpoint of Megatron is compared with the model by the names and shapes in its index; no tensor is read.
 """

@@ -1,6 +1,4 @@
-"""``tidemill data``: checks files of prompts row by row, writes the tasks of a taskset as prompts, and imports
-responses.
-"""
+"""``tidemill data``: checks prompts row by row, writes a taskset's tasks as prompts, and imports responses."""
 
 import argparse
 import json
@@ -78,12 +76,9 @@ class RowReader:
     """How rows are read, beyond their columns."""
 
     rules: RowRules = field(default_factory=RowRules)
-    recorded: Collection[str] = ()
-    """Rollouts with recorded responses."""
-    tokens: RowTokens | None = None
-    """None without a model."""
-    render: Rendering | None = None
-    """Shows the tokens of a row; None without a model."""
+    recorded: Collection[str] = ()  # Rollouts with recorded responses
+    tokens: RowTokens | None = None  # None without a model
+    render: Rendering | None = None  # Shows the tokens of a row; None without a model
 
     def row(self, row: PromptRow | PromptError) -> PromptRow | PromptError:
         """Return the row as it is used, or its error."""

@@ -1,6 +1,4 @@
-"""Which run a command is for, from any machine that reaches its bus; and a connection to it for the time of the
-command.
-"""
+"""Which run a command is for, and a connection to its bus for the time of the command."""
 
 import argparse
 import asyncio
@@ -52,11 +50,9 @@ def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[s
 class RunLocation:
     """The bus at which a run can be read."""
 
-    url: str
-    """Address with the password in it: not to be shown."""
+    url: str  # Address with the password in it: not to be shown
     run: str
-    ended: bool = False
-    """True if the run is over: no more messages will follow."""
+    ended: bool = False  # True if the run is over: no more messages will follow
 
 
 @contextmanager

@@ -1,6 +1,4 @@
-"""``tidemill init``: write the files of a new run into the current directory, with a comment at each setting that
-matters.
-"""
+"""``tidemill init``: write the files of a new run here, with a comment at each setting that matters."""
 
 import argparse
 import re

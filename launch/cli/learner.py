@@ -1,6 +1,4 @@
-"""``tidemill learner``, and the commands with which it starts its feeder and its ranks
-(``tidemill.launch.run.learner_process``).
-"""
+"""``tidemill learner``, and the inner commands with which it starts its feeder and its ranks."""
 
 import argparse
 import asyncio

@@ -74,15 +74,11 @@ class Token:
 
     id: int
     text: str
-    logprob: float
-    """Log-prob in nats, under the distribution it was sampled from; 0 if it was not sampled."""
+    logprob: float  # Log-prob in nats, under the distribution it was sampled from; 0 if it was not sampled
     version: int
-    span: int
-    """Number of its span, from 0."""
-    sampled: bool
-    """False if the environment inserted it (``loss_mask`` 0)."""
-    sequence: int = 0
-    """Number of its token sequence, from 0."""
+    span: int  # Number of its span, from 0
+    sampled: bool  # False if the environment inserted it (`loss_mask` 0)
+    sequence: int = 0  # Number of its token sequence, from 0
 
     @property
     def probability(self) -> float:

@@ -169,19 +169,15 @@ class _Plans:
 
     planned: int = 0
     newest: Done | None = None
-    tasks: set[int] = field(default_factory=set)
-    """Settled tasks: trained or given up."""
-    trained: int = 0
-    """Number of trained samples."""
+    tasks: set[int] = field(default_factory=set)  # Settled tasks: trained or given up
+    trained: int = 0  # Number of trained samples
+    # Number of samples given up with their tasks, by reason; FAILED ones are in no record.
     dropped: Counter[str] = field(default_factory=Counter)
-    """Number of samples given up with their tasks, by reason; FAILED ones are in no record."""
-    given_up: Counter[str] = field(default_factory=Counter)
-    """Number of tasks given up, by reason."""
+    given_up: Counter[str] = field(default_factory=Counter)  # Number of tasks given up, by reason
+    # Number of minibatches with a loss or gradients that were not finite, by step.
     skipped: dict[int, float] = field(default_factory=dict)
-    """Number of minibatches with a loss or gradients that were not finite, by step."""
     report_look: dict[int, int] = field(default_factory=dict)
-    evaluated: dict[str, Evaluated] = field(default_factory=dict)
-    """Newest scores of each evaluation set."""
+    evaluated: dict[str, Evaluated] = field(default_factory=dict)  # Newest scores of each evaluation set
 
 
 async def _read_plans(bus: Bus) -> _Plans:

@@ -56,12 +56,11 @@ class EngineChecksums:
 
     engine: str
     version: str
+    # (scheme, dtype, tensors, zeros) -> checksum.
     sums: dict[tuple[str, str, tuple[str, ...], int], str] = field(default_factory=dict)
-    """(scheme, dtype, tensors, zeros) -> checksum."""
-    silent: str = ""
-    """Reason why there are no checksums; empty if there are."""
+    silent: str = ""  # Reason why there are no checksums; empty if there are
+    # Tensors in which it differs from most other engines of this version.
     differs: list[str] = field(default_factory=list)
-    """Tensors in which it differs from most other engines of this version."""
 
 
 async def show_weights(bus: Bus, args: argparse.Namespace) -> int:
@@ -154,10 +153,8 @@ class Compared:
 
     what: str
     tensors: int = 0
-    differs: Sequence[str] = ()
-    """A line for each tensor that differs or is missing, by layer."""
-    failure: str = ""
-    """Why there is no comparison; empty if there is one."""
+    differs: Sequence[str] = ()  # A line for each tensor that differs or is missing, by layer
+    failure: str = ""  # Why there is no comparison; empty if there is one
 
     def __str__(self) -> str:
         if self.failure:

@@ -22,12 +22,12 @@ class Activations:
     dtype: str
     tensor_parallel: int = 1
     recompute: str = NONE
+    # True on CUDA: a norm keeps its input and a scale, not the normalised value in float32 as well.
     norm_kernel: bool = False
-    """True on CUDA: a norm keeps its input and a scale, not the normalised value in float32 as well."""
+    # Rotary positions, and the norms of queries and keys, are kernels, with cosines and sines for all layers.
     rotary_kernel: bool = False
-    """Rotary positions, and the norms of queries and keys, are kernels, with cosines and sines for all layers."""
+    # With adapters a norm, whose weight is frozen, keeps its input alone, and a layer without one keeps no input.
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """With adapters a norm, whose weight is frozen, keeps its input alone, and a layer without one keeps no input."""
 
     def kept_per_token(self, shape: ModelShape) -> int:
         """Return the bytes that the decoder keeps per token between forward and backward pass, logits excluded."""

@@ -40,8 +40,7 @@ class ModelSize:
     """The tensors of a model; none = not known."""
 
     tensors: Shapes = field(default_factory=dict)
-    critic: Shapes | None = None
-    """The tensors of the critic's model; None = as large as the policy."""
+    critic: Shapes | None = None  # The tensors of the critic's model; None = as large as the policy
 
     @property
     def parameters(self) -> int:

@@ -1,5 +1,4 @@
-"""Memory that each process of a run needs, in bytes, from the model's sizes and the configuration. Pure: reads nothing,
-loads no torch.
+"""Memory that each process of a run needs, in bytes, from the model's sizes and the configuration. Pure.
 
 The tensors of a rank are counted as Megatron's classes allocate them here, and the tensors that a layer keeps for the
 backward pass one by one (``activations.py``); tests compare both with a real rank. Memory of libraries (CUDA context,
@@ -36,12 +35,10 @@ CONTEXT_BYTES = 500_000_000
 class MemoryRow:
     """One line of the table."""
 
-    process: str
-    """rank | rank that sends weights, besides | engine."""
+    process: str  # rank | rank that sends weights, besides | engine
     part: str
     bytes: int
-    on_host: bool = False
-    """True for memory of the host even where the process computes on an accelerator."""
+    on_host: bool = False  # True for memory of the host even where the process computes on an accelerator
 
 
 def _of_rank(part: str, num_bytes: int, *, on_host: bool = False) -> MemoryRow:
@@ -230,12 +227,9 @@ class _Elements:
     """Numbers of elements of one rank."""
 
     own: int
-    trained: int
-    """Elements with a gradient, adapters included."""
-    share: int
-    """Elements with their optimizer state on this rank."""
-    experts: bool
-    """True where experts are trained."""
+    trained: int  # Elements with a gradient, adapters included
+    share: int  # Elements with their optimizer state on this rank
+    experts: bool  # True where experts are trained
 
 
 def _elements(stage: Shapes, learner: LearnerConfig, trained: Shapes | None = None) -> _Elements:

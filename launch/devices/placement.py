@@ -1,5 +1,4 @@
-"""Placement: which rank and which engine gets which accelerator. Pure: reads no environment, no bus and no device,
-loads no torch.
+"""Placement: which rank and which engine gets which accelerator. Pure: it reads no device.
 
     nodes (machines with their visible devices) + Want (sizes and settings)  ->  Placed | PlacementRefused
 

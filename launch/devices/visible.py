@@ -1,5 +1,4 @@
-"""The devices of this machine, read with nvidia-smi, as CUDA_VISIBLE_DEVICES leaves them. Loads no torch and
-initialises no CUDA.
+"""The devices of this machine, read with nvidia-smi, as CUDA_VISIBLE_DEVICES leaves them. No CUDA is initialised.
 
 A CUDA context of a parent would take memory of a device, and its children could not use CUDA after a fork. The numbers
 are nvidia-smi's: those of the PCI bus, which are CUDA's own only with CUDA_DEVICE_ORDER=PCI_BUS_ID, or where all GPUs

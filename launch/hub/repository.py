@@ -37,10 +37,8 @@ _WRONG = "fewer, or some with another digest than the hub lists"
 class Fetched:
     """A repository in the cache, as a setting names it."""
 
-    name: HubName
-    """Pinned; of a data set with the file or pattern inside."""
-    written: HubName
-    """As it stands in the settings."""
+    name: HubName  # Pinned; of a data set with the file or pattern inside
+    written: HubName  # As it stands in the settings
     num_files: int
     size_bytes: int
     is_offline: bool

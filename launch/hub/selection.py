@@ -1,5 +1,4 @@
-"""Which files of a repository are fetched: safetensors, JSON, tokenizer and templates of a model; the rows of one split
-of a data set. Pure.
+"""Which files of a repository are fetched: of a model, or of one split of a data set. Pure.
 
 Never pickles, and no code: a repository that has nothing else is refused.
 """

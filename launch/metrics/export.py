@@ -1,5 +1,4 @@
-"""``tidemill metrics``: gives the metrics of a run to a sink, from the first step that the bus has, and then as steps
-are done.
+"""``tidemill metrics``: gives the metrics of a run to a sink, from the first step that the bus has.
 
     PLAN (outcomes, scores) --read--> sink
 
@@ -49,10 +48,8 @@ class Exported:
 
     steps: int = 0
     evaluations: int = 0
-    failures: int = 0
-    """Calls of the sink that raised."""
-    had: int = 0
-    """Steps and evaluations that the sink had from an earlier command."""
+    failures: int = 0  # Calls of the sink that raised
+    had: int = 0  # Steps and evaluations that the sink had from an earlier command
 
 
 def open_sink(name: str, options: Mapping[str, object]) -> Bound:

@@ -1,5 +1,4 @@
-"""Credentials of a process on the bus: user, password and certificates, put into its address; and the settings it
-accepts from there.
+"""Credentials of a process on the bus: put into its address; and the settings that it accepts from there.
 
 A password comes from the environment, or from a file of the run; never from a command line, which all users of the
 machine can read.

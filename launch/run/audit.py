@@ -1,5 +1,4 @@
-"""The accounting of a run's samples, from the streams, the registry and the last checkpoint. Uses no process and no
-counter.
+"""The accounting of a run's samples, from the streams, the registry and the last checkpoint.
 
 SAMPLES  published samples             TASKS  issued tasks                registry            step of each version
 PLAN     trained or dropped samples    checkpoint's cursor  samples settled before the checkpoint
@@ -31,52 +30,39 @@ Place = tuple[int, int]  # (task, index): at most one of the samples of a place 
 class RunAccounting:
     """The count of every sample of a run, and the problems found."""
 
+    # Logical training samples, the trimmed ones that PLAN names or that were invalid included; parts of large ones
+    # count once.
     published: int = 0
-    """Logical training samples, the trimmed ones that PLAN names or that were invalid included; parts of large ones
-    count once.
-    """
-    trained: int = 0
-    """Samples named by plans."""
+    trained: int = 0  # Samples named by plans
+    # Samples or places that are trained twice, trained and given up, or trained and not behind the checkpoint's cursor.
     trained_twice: int = 0
-    """Samples or places that are trained twice, trained and given up, or trained and not behind the checkpoint's
-    cursor.
-    """
+    # Samples that are gone, or behind the cursor, or of a trained task, and without any record of their place.
     lost: int = 0
-    """Samples that are gone, or behind the cursor, or of a trained task, and without any record of their place."""
+    # Samples by drop reason: stale, filtered (or filtered:NAME), empty, dead, lost, failed, aborted. A late sample of a
+    # task given up has its reason.
     dropped: Counter[str] = field(default_factory=Counter)
-    """Samples by drop reason: stale, filtered (or filtered:NAME), empty, dead, lost, failed, aborted.
-    A late sample of a task given up has its reason."""
-    duplicates: int = 0
-    """Samples of a place in a group, where another sample of the place was trained."""
+    duplicates: int = 0  # Samples of a place in a group, where another sample of the place was trained
+    # Samples that are undecodable, violate the invariants, or have no task or version of this run; trimmed ones as the
+    # learner counted.
     invalid: int = 0
-    """Samples that are undecodable, violate the invariants, or have no task or version of this run; trimmed ones as the
-    learner counted.
-    """
     invalid_by_field: Counter[str] = field(default_factory=Counter)
     invalid_by_actor: Counter[str] = field(default_factory=Counter)
-    buffered: int = 0
-    """Samples neither trained nor given up yet, and not behind the cursor."""
+    buffered: int = 0  # Samples neither trained nor given up yet, and not behind the cursor
     eval: int = 0
-    trimmed: int = 0
-    """Sequences before the first one in the stream; counts of tokens do not include trimmed samples."""
+    trimmed: int = 0  # Sequences before the first one in the stream; counts of tokens do not include trimmed samples
     tasks_issued: int = 0
     tasks_open: int = 0
+    # Tasks by reason: stale, filtered, filtered:NAME, empty, dead, lost.
     tasks_given_up: Counter[str] = field(default_factory=Counter)
-    """Tasks by reason: stale, filtered, filtered:NAME, empty, dead, lost."""
     aborted: int = 0
-    multi_version: int = 0
-    """Trained samples with tokens of more than one version."""
+    multi_version: int = 0  # Trained samples with tokens of more than one version
     max_lag_trained: int = 0
-    lag_tokens: Counter[int] = field(default_factory=Counter)
-    """Trained tokens by lag."""
+    lag_tokens: Counter[int] = field(default_factory=Counter)  # Trained tokens by lag
     tokens_generated: int = 0
     tokens_trained: int = 0
-    trained_here: int = 0
-    """Trained samples that were published: in the stream, or trimmed from it."""
-    unrecorded: int = 0
-    """Lost samples that are still in the stream."""
-    problems: list[str] = field(default_factory=list)
-    """Descriptions of the first ``_MAX_PROBLEMS`` problems."""
+    trained_here: int = 0  # Trained samples that were published: in the stream, or trimmed from it
+    unrecorded: int = 0  # Lost samples that are still in the stream
+    problems: list[str] = field(default_factory=list)  # Descriptions of the first `_MAX_PROBLEMS` problems
 
     def balance(self) -> bool:
         """Return whether every published sample has one disposition: trained, dropped, duplicate, ... or lost."""
@@ -108,10 +94,9 @@ class CheckpointCursor:
 
     floor: int
     settled: frozenset[int]
-    step: int = 0
-    """Step of the checkpoint: samples of plans up to it must be settled."""
+    step: int = 0  # Step of the checkpoint: samples of plans up to it must be settled
+    # Invalid samples that the learner had counted by then; likewise `invalid_by_actor`.
     invalid_by_field: Mapping[str, int] = field(default_factory=dict)
-    """Invalid samples that the learner had counted by then; likewise ``invalid_by_actor``."""
     invalid_by_actor: Mapping[str, int] = field(default_factory=dict)
 
     def __contains__(self, seq: int) -> bool:

@@ -1,5 +1,4 @@
-"""The body of ``tidemill bus``: the run's nats-server, or three, each started again when it ends or has stopped
-storing.
+"""The body of ``tidemill bus``: the run's nats-server, or three, started again when they end or stop storing.
 
     room on the disk? -> servers start -> streams -> the address in a file -> heartbeats
     every 0.2 s: the servers that have ended or stopped storing are started again, as soon as their disk has room

@@ -1,5 +1,4 @@
-"""Devices of the engines that a host starts: each gets a free block of the machine's devices, or a reason why there is
-none.
+"""Devices of the engines that a host starts: a free block of the machine's devices for each.
 
 The machine is read once, when the first engine is wanted. Free are the devices that no rank and no other engine has:
 ranks by the placement (``tidemill up``) or by the learner's live row (``tidemill host``), engines of this host by their

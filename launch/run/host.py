@@ -231,10 +231,9 @@ class HostLearner:
 
     config: RunConfig
     rank: int
-    arguments: Sequence[str]
-    """Those behind ``python -m tidemill``."""
+    arguments: Sequence[str]  # Those behind `python -m tidemill`
+    # Directory with the credentials of the learner's user; None = no users, or the run's own files.
     users: Path | None = None
-    """Directory with the credentials of the learner's user; None = no users, or the run's own files."""
 
     def __post_init__(self) -> None:
         if self.users is not None and not credentials_file(self.users, LEARNER).exists():
@@ -259,17 +258,14 @@ class Machine:
 
     name: str
     pool: str
-    own: Mapping[str, int]
-    """Desired numbers of this machine itself, by role; empty = its share of the total."""
+    own: Mapping[str, int]  # Desired numbers of this machine itself, by role; empty = its share of the total
     directory: Path
     drain_s: float
     restarts: int
     users: Mapping[str, Sequence[Path]] | None
     allowed: Sequence[str]
-    server_words: Sequence[str]
-    """Arguments passed on to its engines and scorers."""
-    learner: "HostLearner | None" = None
-    """The learner's node of this machine."""
+    server_words: Sequence[str]  # Arguments passed on to its engines and scorers
+    learner: "HostLearner | None" = None  # The learner's node of this machine
 
     def command(self, role: str, id: str, *, bus_url: str, run: str) -> list[str]:
         """Return the arguments behind ``python -m tidemill`` of one of its processes."""

@@ -1,5 +1,4 @@
-"""The end of a run: summary.json from its accounting, metrics.jsonl from its outcomes, its curves, and a check of its
-promises.
+"""The end of a run: summary.json, metrics.jsonl, its curves, and a check of its promises.
 
 While the accounting is made, a line on the terminal every few seconds, and a live row, show its progress.
 """
@@ -69,12 +68,9 @@ class Observed:
     run: str
     max_lag: int
     seconds: float
-    seconds_to_reward: float | None
-    """Seconds until the mean reward first reached 0.9; None = it has not."""
-    loads: Mapping[str, Mapping[str, float]]
-    """Last counters that each process reported, by ``role.id``."""
-    troubles: Mapping[str, str] = field(default_factory=dict)
-    """Repeated failure that each process last reported, by id."""
+    seconds_to_reward: float | None  # Seconds until the mean reward first reached 0.9; None = it has not
+    loads: Mapping[str, Mapping[str, float]]  # Last counters that each process reported, by `role.id`
+    troubles: Mapping[str, str] = field(default_factory=dict)  # Repeated failure that each process last reported, by id
     aborted_by_pushes: int
     restarts: Mapping[str, int]
 

@@ -75,41 +75,34 @@ class RunWatch:
     bus: Bus = field(kw_only=False)
     steps: int
     metrics_file: InitVar[Path | None] = None
+    # Seconds at which earlier starts of this run had done their steps; time continues from there.
     earlier: InitVar[Mapping[int, float]] = MappingProxyType({})
-    """Seconds at which earlier starts of this run had done their steps; time continues from there."""
+    # Returns why the bus of this machine, while it is away, is not started; empty = for no reason known here.
     room: Callable[[], str] = str
-    """Returns why the bus of this machine, while it is away, is not started; empty = for no reason known here."""
-    after_epoch: int = 0
-    """Scores up to this epoch are of another run."""
+    after_epoch: int = 0  # Scores up to this epoch are of another run
 
-    outcomes: dict[int, Done] = field(default_factory=dict, init=False)
-    """Newest outcome of every step."""
+    outcomes: dict[int, Done] = field(default_factory=dict, init=False)  # Newest outcome of every step
+    # Newest scores by version and evaluation set.
     evaluated: dict[tuple[int, str], Evaluated] = field(default_factory=dict, init=False)
-    """Newest scores by version and evaluation set."""
+    # Seconds since the run began at which a step's outcome was first seen.
     reached_s: dict[int, float] = field(default_factory=dict, init=False)
-    """Seconds since the run began at which a step's outcome was first seen."""
-    rows: list[tuple[LiveRow, float]] = field(default_factory=list, init=False)
-    """(row, seconds since it changed)."""
+    rows: list[tuple[LiveRow, float]] = field(default_factory=list, init=False)  # (row, seconds since it changed)
+    # Last counters of every process ever seen, by `role.id`.
     loads: dict[str, dict[str, float]] = field(default_factory=dict, init=False)
-    """Last counters of every process ever seen, by ``role.id``."""
+    # Repeated failure that each process last reported, by id.
     troubles: dict[str, str] = field(default_factory=dict, init=False)
-    """Repeated failure that each process last reported, by id."""
+    # Requests aborted by pushes, as every engine process (id, pid) last reported.
     aborted_by_pushes: dict[tuple[str, int], float] = field(default_factory=dict, init=False)
-    """Requests aborted by pushes, as every engine process (id, pid) last reported."""
     samples: StreamState | None = field(default=None, init=False)
-    backlog: tuple[int, int] | None = field(default=None, init=False)
-    """Tasks (waiting, leased)."""
-    sample: Sample | None = field(default=None, init=False)
-    """A recent sample."""
+    backlog: tuple[int, int] | None = field(default=None, init=False)  # Tasks (waiting, leased)
+    sample: Sample | None = field(default=None, init=False)  # A recent sample
     events: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_EVENTS), init=False)
-    rate_generated: float = field(default=0.0, init=False)
-    """Tokens per second, all actors."""
-    full: str = field(default="", init=False)
-    """Reason for which the bus stores nothing; empty while it does."""
+    rate_generated: float = field(default=0.0, init=False)  # Tokens per second, all actors
+    full: str = field(default="", init=False)  # Reason for which the bus stores nothing; empty while it does
+    # Sentence on a bus that does not answer, with the time; empty while it does.
     bus_silence: str = field(default="", init=False)
-    """Sentence on a bus that does not answer, with the time; empty while it does."""
+    # Set when the processes are drained on purpose, so that their drains are no events.
     ending: bool = field(default=False, init=False)
-    """Set when the processes are drained on purpose, so that their drains are no events."""
 
     def __post_init__(self, metrics_file: Path | None, earlier: Mapping[int, float]) -> None:
         self._lines = RunLines(metrics_file, self.event)

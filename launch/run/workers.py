@@ -56,15 +56,13 @@ def run_prepare(config: RunConfig) -> None:
 class LocalSettings:
     """Settings of an engine's or actor's own machine; they override the configuration on the bus."""
 
+    # Patterns of settings from the bus that may name code and files here (`actors/guarded_settings.py`).
     allowed: Sequence[str] = ()
-    """Patterns of settings from the bus that may name code and files here (``actors/guarded_settings.py``)."""
+    # Settings of this machine, by path: they replace the run's settings.
     changed: "Mapping[str, Setting]" = field(default_factory=dict)
-    """Settings of this machine, by path: they replace the run's settings."""
-    host: str = ""
-    """Address to listen on; empty = the address in the configuration of this machine."""
+    host: str = ""  # Address to listen on; empty = the address in the configuration of this machine
     advertise: str = ""
-    port: int = 0
-    """Port of a scorer; 0 = any free one."""
+    port: int = 0  # Port of a scorer; 0 = any free one
 
 
 @contextmanager

@@ -53,19 +53,15 @@ class Headline:
     seq: int
     stored_s: float
     kind: str
-    actor: str
-    """Actor as its subject has it: see ``subjects.token``."""
+    actor: str  # Actor as its subject has it: see `subjects.token`
     task: int | None = None
     index: int | None = None
-    versions: tuple[int, int] | None = None
-    """Oldest and newest version; (-1, -1) for an empty response."""
+    versions: tuple[int, int] | None = None  # Oldest and newest version; (-1, -1) for an empty response
     reward: float | None = None
     status: str | None = None
-    tokens: int | None = None
-    """Number of tokens of the response."""
+    tokens: int | None = None  # Number of tokens of the response
     engine: str | None = None
-    lag: int | None = None
-    """Lag in steps when it was stored: see ``tidemill.launch.samples.search``."""
+    lag: int | None = None  # Lag in steps when it was stored: see `tidemill.launch.samples.search`
 
 
 def headline_of(seq: int, stored_s: float, subject: str, sample: Sample) -> Headline:
@@ -129,8 +125,7 @@ class Filter:
     index: int | None = None
     actor: str | None = None
     engine: str | None = None
-    text: re.Pattern[str] | None = None
-    """Pattern that must be found in the prompt or in the response."""
+    text: re.Pattern[str] | None = None  # Pattern that must be found in the prompt or in the response
 
     @property
     def of_headers(self) -> bool:

@@ -1,5 +1,4 @@
-"""Samples in a file (``docs/wire.md``): frames of a length and a msgpack map, and an index of subjects and headers
-behind them.
+"""Samples in a file (``docs/wire.md``): frames, and an index of subjects and headers behind them.
 
     frame       4 bytes length, little-endian | msgpack map
     recording   the first frame: run, creation time of the stream
@@ -44,8 +43,7 @@ class Origin:
     """Run and stream from which the samples of a recording come."""
 
     run: str
-    created: str
-    """Creation time of the stream that the sequences belong to."""
+    created: str  # Creation time of the stream that the sequences belong to
 
 
 class RecordingWriter:
@@ -222,8 +220,7 @@ class ImportedRows:
     """The groups read so far, in the order of their first responses."""
 
     groups: dict[object, JsonObject] = field(default_factory=dict)
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Samples that are in no row, by reason."""
+    left_out: Counter[str] = field(default_factory=Counter)  # Samples that are in no row, by reason
     _seen: set[tuple[object, int]] = field(default_factory=set)
 
     def add_sample(self, file: str, sample: Sample) -> None:

@@ -215,19 +215,15 @@ DIFFERENCE = "offpolicy/logprob_diff_abs"
 class SampleHistory:
     """The disposition of one sample; fields below ``reason`` describe the step that trained it."""
 
-    state: str
-    """trained | dropped | duplicate | invalid | unplanned | unknown | evaluation."""
+    state: str  # trained | dropped | duplicate | invalid | unplanned | unknown | evaluation
     reason: str = ""
     step: int = 0
     rank: int = 0
     micro_batch: int = 0
-    lags: tuple[int, int] | None = None
-    """Smallest and largest lag of its tokens, masked ones included."""
+    lags: tuple[int, int] | None = None  # Smallest and largest lag of its tokens, masked ones included
     masked_tokens: int = 0
-    masked_by_filter: bool = False
-    """Tokens older than the bound, which were not trained."""
-    done: Done | None = None
-    """Outcome of the step; None while it is not recorded."""
+    masked_by_filter: bool = False  # Tokens older than the bound, which were not trained
+    done: Done | None = None  # Outcome of the step; None while it is not recorded
 
     def as_map(self) -> dict[str, object]:
         """Return the disposition for JSON; without the fields of a step unless it is ``trained``."""

@@ -1,5 +1,4 @@
-"""Builds the typed tree of dataclasses from defaults, YAML files, ``--set path.to.key=value``, the environment and
-derived values.
+"""Builds the configuration from defaults, YAML files, ``--set path.to.key=value``, the environment and derived values.
 
 Every value keeps its origin; every error states location, expected and actual value, and the nearest name.
 """
@@ -41,8 +40,8 @@ class Setting:
 
     value: Any
     origin: str
+    # How its parts are written in their text, by the dotted path.
     written: Mapping[str, Written] = dataclasses.field(default_factory=dict)
-    """How its parts are written in their text, by the dotted path."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,4 @@
-"""Contradictions between the settings of a run: values that are right one by one and wrong together, each refused with
-the reason.
-"""
+"""Contradictions between settings: values that are right one by one and wrong together, refused with the reason."""
 
 from typing import TYPE_CHECKING
 

@@ -49,12 +49,10 @@ class HubName:
 
     kind: str
     repo: str
-    revision: str = ""
-    """Branch, tag, ``refs/...`` or commit hash; empty = the default branch."""
+    revision: str = ""  # Branch, tag, `refs/...` or commit hash; empty = the default branch
+    # Of a data set: configuration and split; with a commit hash the file, directory or pattern in the repository.
     inside: str = ""
-    """Of a data set: configuration and split; with a commit hash the file, directory or pattern in the repository."""
-    rows: str = ""
-    """A slice, ``@[a:b]``."""
+    rows: str = ""  # A slice, `@[a:b]`
 
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""

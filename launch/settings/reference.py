@@ -1,8 +1,4 @@
-"""The configuration reference: a page of Markdown (``docs/configuration.md``) and a JSON Schema, both from the types of
-the settings.
-
-Knows no setting by name.
-"""
+"""The configuration reference: ``docs/configuration.md`` and a JSON Schema, both from the types of the settings."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,10 +80,8 @@ def _accepted(value: JsonObject, types: Mapping[str, JsonObject]) -> JsonObject:
 class Entry:
     """One setting, or one section."""
 
-    path: str
-    """With NAME for the name of an entry of a map."""
-    schema: JsonObject
-    """Its JSON Schema, without null, and without a text that stands for a map."""
+    path: str  # With NAME for the name of an entry of a map
+    schema: JsonObject  # Its JSON Schema, without null, and without a text that stands for a map
     nullable: bool
 
     @property

@@ -1,8 +1,6 @@
-"""The configuration of a run: one frozen tree, made from defaults, a YAML file, ``--set``, the environment and derived
-values.
+"""The configuration of a run: one frozen tree.
 
-Strict: an unknown key or a wrong type is refused with its full path, where it stands, and the nearest name. Loads no
-torch.
+Strict: an unknown key or a wrong type is refused with its full path, where it stands, and the nearest name.
 """
 
 import dataclasses

@@ -1,6 +1,4 @@
-"""YAML 1.2 as plain values, with the line and the characters of each, and back. Every defect of a text is one
-SettingsError of one line.
-"""
+"""YAML 1.2 as plain values, with the line and the characters of each. Every defect is a SettingsError of one line."""
 
 import re
 from collections.abc import Callable
@@ -69,8 +67,8 @@ class Written:
     """A value as it stands in its text."""
 
     line: int
+    # Its characters, which for a number are lost in the value (007, 1.50); None for a list or a map.
     scalar: str | None = None
-    """Its characters, which for a number are lost in the value (007, 1.50); None for a list or a map."""
 
 
 def read(file: Path) -> tuple[Any, dict[str, Written]]:
