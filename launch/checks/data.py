@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
-from tidemill.launch.checks.rows import row_check
+from tidemill.launch.checks.rows import recordings_of, row_check
 from tidemill.launch.settings.prepare import prompts
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.data import REFUSE, DataConfig, Source
@@ -22,7 +22,6 @@ from tidemill.learner.errors import DebugFileRefused, PromptError, TemplateLacks
 from tidemill.learner.prompts.bad_rows import RowTooLong
 from tidemill.learner.prompts.formats import count_rows
 from tidemill.learner.prompts.prompt_file import Share
-from tidemill.learner.prompts.responses import Recordings
 from tidemill.learner.prompts.rows import (
     PromptRow,
     RowRules,
@@ -33,7 +32,6 @@ from tidemill.learner.prompts.rows import (
     with_responses,
 )
 from tidemill.learner.prompts.tokenizer import PromptTokenizer
-from tidemill.rewards.model_text.end_tokens import EndTokens
 from tidemill.rewards.part_settings import fits
 
 SETTING = "data.path"
@@ -239,8 +237,9 @@ def read_sources(
     readings = [SourceReading.of(source, rules, config.recorded_rollouts) for source in data.used]
     if model is not None and tokenize is not None:
         tokens = tokens_of(config, data, model, tokenize, max_new_tokens=max_new_tokens)
-        for reading in readings if tokens is not None else ():
-            reading.tokenize(tokens)
+        for reading in readings:
+            if tokens is not None:
+                reading.tokenize(tokens)
     return readings
 
 
@@ -251,14 +250,7 @@ def tokens_of(
     limit = data.max_prompt_tokens or model.context - max_new_tokens
     recordings = None
     if config.recorded_rollouts and model.directory is not None:
-        recordings = Recordings(
-            tokenize.bounded(model.context),
-            rollouts=config.recorded_rollouts,
-            end_ids=EndTokens.read(model.directory).ids,
-            max_tokens=model.context,
-            chat=config.data.apply_chat_template,
-            texts=tokenize,
-        )
+        recordings = recordings_of(config, model.directory, tokenize, model.context)
     return RowTokens(tokenize.bounded(limit), max_tokens=limit, recordings=recordings) if limit > 0 else None
 
 

@@ -85,7 +85,7 @@ def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *
 
 
 def _report_unchecked(report: Report, node: Node, placed: Placed, size: ModelSize) -> None:
-    used = {uuid for process in (*placed.ranks, *placed.engines) for uuid in process.uuids}
+    used = {uuid for process in placed.processes for uuid in process.uuids}
     unknown = [device.name for device in node.devices if device.uuid in used and not device.memory_bytes]
     if unknown:
         report.good(PLACEMENT, f"memory of device {', '.join(unknown)} not checked: nvidia-smi does not report it")

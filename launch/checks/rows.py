@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
+from pathlib import Path
 
 from tidemill.actors.rollout_settings import OF_VERIFIERS
 from tidemill.bus.config import SINGLE_TURN
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.responses import Recordings
 from tidemill.learner.prompts.rows import PromptRow
+from tidemill.learner.prompts.tokenizer import PromptTokenizer
+from tidemill.rewards.model_text.end_tokens import EndTokens
 
 
 def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None) -> Callable[[PromptRow], None]:
@@ -80,3 +84,15 @@ def _refuse_responses(row: PromptRow, config: RunConfig, vocab_size: int | None)
             why = f"{place}, which has no log_probs: it is trained by its cross-entropy alone"
             want = f"learner.algorithm.{term}: 0 with {why}"
             raise PromptError(row.where, want, attrgetter(term)(algorithm))
+
+
+def recordings_of(config: RunConfig, model: Path, tokenize: PromptTokenizer, max_context: int) -> Recordings:
+    """Return the reader of the rows' recorded responses, as the feeder has it."""
+    return Recordings(
+        tokenize.bounded(max_context),
+        rollouts=config.recorded_rollouts,
+        end_ids=EndTokens.read(model).ids,
+        max_tokens=max_context,
+        chat=config.data.apply_chat_template,
+        texts=tokenize,
+    )

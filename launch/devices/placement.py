@@ -289,7 +289,7 @@ def _no_block(
 def _remark_idle(
     nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], engines: Sequence[EnginePlace], why: list[str]
 ) -> None:
-    used = {uuid for process in (*ranks, *engines) for uuid in process.uuids}
+    used = {uuid for rank in ranks for uuid in rank.uuids} | {uuid for engine in engines for uuid in engine.uuids}
     idle = [device.name for device in every_device(nodes) if device.uuid not in used]
     if idle and ranks and engines:
         why.append(f"no process on device {', '.join(idle)}")

@@ -124,6 +124,11 @@ class Placed:
     transport: str = ""  # Way of the weights: nccl | gloo | handles; empty = no engine is placed
     why: tuple[str, ...] = field(default=())  # Remarks on choices that a user may not expect
 
+    @property
+    def processes(self) -> "list[RankPlace | EnginePlace]":
+        """All ranks, then all engines."""
+        return [*self.ranks, *self.engines]
+
 
 def every_device(nodes: Sequence[Node]) -> list[Device]:
     """Return the visible devices of all machines."""
@@ -146,7 +151,7 @@ def described(nodes: Iterable[Node], placed: Placed) -> list[str]:
         numbers = ", ".join(names[uuid] for uuid in uuids)
         return f"device{'s' * (len(uuids) > 1)} {numbers}" if uuids else "the CPU"
 
-    numbers = {process.node for process in (*placed.ranks, *placed.engines)}
+    numbers = {process.node for process in placed.processes}
     of = {number: f" of node {number}" if len(numbers) > 1 else "" for number in numbers}
     lines = []
     for node in sorted({rank.node for rank in placed.ranks}):

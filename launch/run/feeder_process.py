@@ -133,9 +133,8 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
     # 260 MB.
     os.environ.setdefault("USE_TORCH", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from tidemill.launch.checks.rows import row_check
+    from tidemill.launch.checks.rows import recordings_of, row_check
     from tidemill.learner.prompts.prompt_file import PromptFile
-    from tidemill.learner.prompts.responses import Recordings
     from tidemill.learner.prompts.rows import RowRules
     from tidemill.learner.prompts.tokenizer import model_tokenizer
 
@@ -151,14 +150,7 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
         max_tokens=max_tokens,
         shuffle=data.shuffle,
         seed=data.seed,
-        recordings=Recordings(
-            tokenize.bounded(max_context),
-            rollouts=recorded_in(config.rollouts),
-            end_ids=EndTokens.read(Path(config.model.path)).ids,
-            max_tokens=max_context,
-            chat=data.apply_chat_template,
-            texts=tokenize,
-        ),
+        recordings=recordings_of(config, Path(config.model.path), tokenize, max_context),
         chat_template_args=data.chat_template_args,
         rules=RowRules(
             policy=data.bad_rows, unfit=row_check(config, max_new_tokens=max_new_tokens, vocab_size=vocab_size)

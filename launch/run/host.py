@@ -83,9 +83,9 @@ class Host:
 
     async def run(self, draining: asyncio.Event, *, drain: bool = True) -> None:
         """Keep the processes until ``draining`` is set; then drain them, unless ``drain`` is False."""
-        waiter, trusted_from, host = Waiter(), 0.0, self._live_host
-        process = {"host": socket.gethostname(), "pid": os.getpid()}
-        row = LiveRow(role=ROLE, id=host.name, phase="working", pool=host.pool, **process)
+        waiter, trusted_from, own = Waiter(), 0.0, self._live_host
+        host, pid = socket.gethostname(), os.getpid()
+        row = LiveRow(role=ROLE, id=own.name, host=host, pid=pid, phase="working", pool=own.pool)
         async with HeartbeatPublisher(self._bus, row) as heartbeat, self._waking(waiter.wake, draining):
             while not draining.is_set():
                 began_s = time.monotonic()

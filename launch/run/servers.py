@@ -124,15 +124,7 @@ def commands(config: RunConfig) -> dict[str, list[str]]:
     for teacher in config.actor.teachers.values():
         if teacher.model and teacher.servers:
             port = urlsplit(teacher.servers[0]).port
-            words = [
-                "--port",
-                str(port),
-                "--threads",
-                str(config.engine.threads),
-                "--device",
-                "cpu",
-                "--dtype",
-                "float32",
-            ]
+            words = ["--port", str(port), "--threads", str(config.engine.threads)]
+            words += ["--device", "cpu", "--dtype", "float32"]
             arguments[f"teacher-{teacher.name}"] = ["teacher", teacher.model, *words]
     return arguments

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -162,8 +163,8 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
         engine = dataclasses.replace(engine, sglang=dataclasses.replace(engine.sglang, arguments=arguments))
     memory = [device.memory_bytes for device in node.devices if device.uuid in place.uuids]
     log.info("devices own=%s visible=%d", ",".join(place.uuids), len(place.visible))
-    held = {"own": place.uuids, "visible": place.visible, "memory_bytes": min(memory)}
-    return engine, HeldDevices(**held, nccl=nccl_of_engine(engine))
+    nccl = nccl_of_engine(engine)
+    return engine, HeldDevices(own=place.uuids, visible=place.visible, nccl=nccl, memory_bytes=min(memory))
 
 
 def refuse_small_devices(config: RunConfig, model: Path) -> None:
@@ -180,10 +181,10 @@ async def config_on_bus(
 ) -> RunConfig | None:
     """Return the learner's configuration with the changes made here; None if drained first. Raises NotAllowed."""
 
-    own = {"role": role, "id": process_id, "allowed": local.allowed, "changed": local.changed}
+    read = partial(config_of_run, role=role, id=process_id, allowed=local.allowed, changed=local.changed)
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, BusConfig(), name=role, draining=draining)
-        values = None if bus is None else await config_of_run(bus, draining, **own)
+        values = None if bus is None else await read(bus, draining)
     return None if values is None else from_map(values, f"run {run}, row run/{CONFIG_KEY}", local.changed)
 
 

@@ -3,7 +3,7 @@
 import argparse
 import math
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -134,7 +134,7 @@ class Filter:
 
     def of(self, line: Headline) -> bool | None:
         """Return whether the metadata fits; None if fields are missing for it. The text is not matched here."""
-        conditions: list[tuple[Container[Any] | None, object]] = [
+        conditions: list[tuple[Any, object]] = [
             (self.reward, line.reward),
             (self.tokens, line.tokens),
             (self.status or None, line.status),
@@ -167,8 +167,8 @@ def filter_of(args: argparse.Namespace) -> Filter:
     """Return the filter of the arguments. Raises ValueError naming the argument."""
     task, index = task_of("--task", args.task) if args.task else (None, None)
     texts = {name: getattr(args, name) for name in ("reward", "lag", "tokens")}
-    ranges = {name: Range.parse(f"--{name}", text) for name, text in texts.items() if text}
-    same = {name: getattr(args, name) for name in ("kind", "actor", "engine")}
+    ranges: dict[str, Any] = {name: Range.parse(f"--{name}", text) for name, text in texts.items() if text}
+    same: dict[str, Any] = {name: getattr(args, name) for name in ("kind", "actor", "engine")}
     try:
         pattern = re.compile(args.text) if args.text else None
     except re.error as error:
