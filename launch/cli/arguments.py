@@ -56,6 +56,13 @@ def bus_url(text: str) -> str:
     return text
 
 
+def refuse_no_model(where: str, directory: Path) -> None:
+    """Raise ValueError for a directory without a Hugging Face model. ``where``: the argument that names it."""
+    if not (directory / "config.json").is_file():
+        want = "a directory with a Hugging Face model (config.json in it)"
+        raise ValueError(f"{where}: want {want}, got {str(directory)!r}")
+
+
 def add_config(parser: argparse.ArgumentParser, *, positional: bool = False, required: bool = True) -> None:
     """Add the configuration, the settings that change it, and --print-config."""
     if positional:

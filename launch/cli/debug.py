@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.system.processes import direct_opener
+from tidemill.launch.cli.arguments import refuse_no_model
 from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.run_paths import config_file
 from tidemill.learner.debug.config import read_prompts
@@ -139,10 +140,7 @@ def _score(args: argparse.Namespace) -> int:
         outputs, source = engine.log_probs(prompts), args.engine
         dtype = _dtype_of_engine(engine, args.dtype) if args.out is not None else ""
     else:
-        if not (args.model / "config.json").exists():
-            raise ValueError(
-                f"--model: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}"
-            )
+        refuse_no_model("--model", args.model)
         require("learner" if args.by == "learner" else "engine")
         source = f"{args.by} {args.model}"
         score = _score_by_sglang if args.by == "sglang" else _score_here

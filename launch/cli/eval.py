@@ -19,7 +19,7 @@ from rich.text import Text
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Kind, Sample
 from tidemill.launch.checks.run import Purpose, check
-from tidemill.launch.cli.arguments import add_run
+from tidemill.launch.cli.arguments import add_run, refuse_no_model
 from tidemill.launch.cli.find_run import look
 from tidemill.launch.cli.inputs import loaded_config, with_fetched
 from tidemill.launch.run.summary import scores_in_words, scores_line
@@ -67,10 +67,8 @@ def run(args: argparse.Namespace) -> int:
 def settings(args: argparse.Namespace, directory: Path) -> list[str]:
     """Return the settings that the arguments stand for. Raises ValueError for options of DATA without DATA."""
     model = args.model if parse(MODEL, str(args.model)) else args.model.resolve()
-    if model.is_absolute() and not (model / "config.json").exists():
-        raise ValueError(
-            f"MODEL: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}"
-        )
+    if model.is_absolute():
+        refuse_no_model("MODEL", args.model)
     given = {name: getattr(args, name) for name in ("samples", "temperature", "limit")}
     options = {name: value for name, value in given.items() if value is not None}
     if args.data is None and options:

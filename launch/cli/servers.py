@@ -7,7 +7,7 @@ import math
 import os
 from pathlib import Path
 
-from tidemill.launch.cli.arguments import add_config, bus_url
+from tidemill.launch.cli.arguments import add_config, bus_url, refuse_no_model
 from tidemill.launch.cli.inputs import bus_address, given_options, process_id, unprinted_config
 from tidemill.launch.settings.extras import require
 
@@ -136,10 +136,7 @@ def add_teacher(parser: argparse.ArgumentParser) -> None:
 
 def run_teacher(args: argparse.Namespace) -> int:
     """Serve a fixed model until drained. Returns the exit code of ``process.run``. Raises ValueError."""
-    if not (args.model / "config.json").is_file():
-        raise ValueError(
-            f"MODEL_DIR: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}"
-        )
+    refuse_no_model("MODEL_DIR", args.model)
     if not 0 <= args.port < 65536 or args.max_context < 0:
         raise ValueError(f"want --port 0 to 65535 and --max-context >= 0, got {args.port}, {args.max_context}")
     require("engine")

@@ -45,9 +45,8 @@ def refuse_contradictions(config: "RunConfig") -> None:
             want = f"less than up.drain_s = {config.up.drain_s:g}, after which an actor is ended; raise that one"
             raise ValueError(f"rollouts.{name}.drain_s: want {want}, got {rollout.drain_s:g}")
     if config.up.scorers and not config.actor.scorers.enabled:
-        raise ValueError(
-            f"up.scorers: want actor.scorers.enabled: true, or none is asked; got up.scorers: {config.up.scorers}"
-        )
+        got = f"up.scorers: {config.up.scorers}"
+        raise ValueError(f"up.scorers: want actor.scorers.enabled: true, or none is asked; got {got}")
 
 
 def _refuse_sharing(config: "RunConfig") -> None:
@@ -62,9 +61,8 @@ def _refuse_sharing(config: "RunConfig") -> None:
         want = "host with learner.colocated: the copies would stay on the GPU in the engines' turn"
         raise ValueError(f"weights.staging: want {want}, got 'cuda'")
     if config.learner.colocated and config.engine.kind == "sglang" and config.engine.sglang.url:
-        raise ValueError(
-            "engine.sglang.url: want a server that is started here with learner.colocated: it needs arguments for that"
-        )
+        why = "it needs arguments for that"
+        raise ValueError(f"engine.sglang.url: want a server that is started here with learner.colocated: {why}")
 
 
 def _refuse_routing(config: "RunConfig") -> None:
@@ -79,12 +77,9 @@ def _refuse_stale(config: "RunConfig") -> None:
     """Raise ValueError for data that is too old, or from a distribution that cannot be corrected for."""
     algorithm, lag, push_every = config.learner.algorithm, config.staleness.max_lag, config.weights.push_every
     if algorithm.uncorrected and lag > 0 and not algorithm.train_without_correction:
-        raise ValueError(
-            f"learner.algorithm.correction: {algorithm.correction} with staleness.max_lag = {lag} trains on "
-            "stale data as if it were "
-            "fresh, which looks healthy and then collapses; use decoupled, tis or bypass, or set "
-            "learner.algorithm.train_without_correction: true as well"
-        )
+        what = f"{algorithm.correction} with staleness.max_lag = {lag} trains on stale data as if it were fresh"
+        cure = "use decoupled, tis or bypass, or set learner.algorithm.train_without_correction: true as well"
+        raise ValueError(f"learner.algorithm.correction: {what}, which looks healthy and then collapses; {cure}")
     refuse_sampling(config.sampling.temperature, config.sampling.top_p, config.sampling.top_k)
     refuse_rare_pushes(push_every, max_lag=lag)
     if config.learner.checkpoint_every % push_every:
@@ -99,13 +94,11 @@ def _refuse_hooks(config: "RunConfig") -> None:
         minibatches=learner.minibatches, published_every=push_every
     )
     if learner.hooks.before_log_probs and not passes:
-        raise ValueError(
-            "learner.hooks.before_log_probs: want a run with a pass for log-probs before the steps (a "
-            "reference, a coupled correction, or "
-            "learner.minibatches or weights.push_every above 1 with a proximal anchor), got "
-            f"{learner.hooks.before_log_probs!r}, which would never be called; remove it, or take "
-            "learner.hooks.before_step"
-        )
+        several = "learner.minibatches or weights.push_every above 1 with a proximal anchor"
+        want = f"a run with a pass for log-probs before the steps (a reference, a coupled correction, or {several})"
+        got = f"{learner.hooks.before_log_probs!r}, which would never be called"
+        cure = "remove it, or take learner.hooks.before_step"
+        raise ValueError(f"learner.hooks.before_log_probs: want {want}, got {got}; {cure}")
 
 
 def _refuse_columns(config: "RunConfig") -> None:
@@ -117,11 +110,9 @@ def _refuse_columns(config: "RunConfig") -> None:
         raise ValueError(f"data.reward: want actor.reward_parts with when: {{reward: NAME}}, got {got}")
     constant = algorithm.by_constant
     if config.data.limits_rows and (algorithm.overlong.buffer or constant):
-        raise ValueError(
-            "data.sampling_key: want none with "
-            f"learner.algorithm.{'loss_constant: 0' if constant else 'overlong.buffer'}, which refers to "
-            "one sampling.max_new_tokens of all rows; remove one of them"
-        )
+        setting = f"learner.algorithm.{'loss_constant: 0' if constant else 'overlong.buffer'}"
+        why = "which refers to one sampling.max_new_tokens of all rows"
+        raise ValueError(f"data.sampling_key: want none with {setting}, {why}; remove one of them")
 
 
 def _places(config: "RunConfig") -> dict[str, DataConfig]:
@@ -148,15 +139,12 @@ def _refuse_megatron(config: "RunConfig") -> None:
     """Raise ValueError for a checkpoint of Megatron where the weights of ``model.path`` are used."""
     lora, generates = config.learner.lora.rank > 0, config.debug.rollout_only
     if config.model.megatron_checkpoint and (lora or generates):
-        why = (
-            "debug.rollout_only, whose engines load model.path"
-            if generates
-            else "learner.lora, whose adapters belong to model.path"
-        )
+        why = "learner.lora, whose adapters belong to model.path"
+        if generates:
+            why = "debug.rollout_only, whose engines load model.path"
         cure = "convert it (tidemill convert), and make the result model.path"
-        raise ValueError(
-            f"model.megatron_checkpoint: want none with {why}, got {config.model.megatron_checkpoint!r}; {cure}"
-        )
+        got = repr(config.model.megatron_checkpoint)
+        raise ValueError(f"model.megatron_checkpoint: want none with {why}, got {got}; {cure}")
 
 
 def _refuse_debug(config: "RunConfig") -> None:
@@ -164,37 +152,33 @@ def _refuse_debug(config: "RunConfig") -> None:
     debug = config.debug
     mode = "debug.rollout_only" if debug.rollout_only else "debug.load_rollout" if debug.trains_only else ""
     if mode and config.learner.colocated:
-        raise ValueError(
-            f"learner.colocated: want false with {mode}: only one side of the run has memory to share, got true"
-        )
+        why = "only one side of the run has memory to share"
+        raise ValueError(f"learner.colocated: want false with {mode}: {why}, got true")
     if debug.rollout_only and config.learner.from_checkpoint:
         want = f"none with debug.rollout_only, whose engines load model.path, got {config.learner.from_checkpoint!r}"
         raise ValueError(f"learner.from_checkpoint: want {want}; set model.path to the model to generate with")
     if debug.rollout_only and config.learner.lora.adapter:
-        raise ValueError(
-            "learner.lora.adapter: want none with debug.rollout_only, whose engines load model.path, got "
-            f"{config.learner.lora.adapter!r}; merge the adapters first (tidemill convert their checkpoint), "
-            "and make the result model.path"
-        )
+        want = f"none with debug.rollout_only, whose engines load model.path, got {config.learner.lora.adapter!r}"
+        cure = "merge the adapters first (tidemill convert their checkpoint), and make the result model.path"
+        raise ValueError(f"learner.lora.adapter: want {want}; {cure}")
     if mode and config.learner.checkpoint.url:
         got = masked(config.learner.checkpoint.url)
         want = f"local with {mode}, whose checkpoints have no weights to come back for"
         raise ValueError(f"learner.checkpoint.store: want {want}, got {got!r}")
     if debug.rollout_only and config.learner.nodes > 1:
-        raise ValueError(
-            f"learner.nodes: want 1 with debug.rollout_only, which has no ranks, got {config.learner.nodes}"
-        )
+        got = config.learner.nodes
+        raise ValueError(f"learner.nodes: want 1 with debug.rollout_only, which has no ranks, got {got}")
     if debug.trains_only and config.eval.every:
-        raise ValueError(
-            f"eval.every: want 0 with {mode}, which has no engine to evaluate with, got {config.eval.every}"
-        )
+        got = config.eval.every
+        raise ValueError(f"eval.every: want 0 with {mode}, which has no engine to evaluate with, got {got}")
     if debug.trains_only and config.learner.num_epochs:
-        got = f"{config.learner.num_epochs}; set learner.steps"
-        raise ValueError(f"learner.num_epochs: want 0 with {mode}, which reads no prompts, got {got}")
-    if debug.trains_only and debug.save_rollout:
+        got = config.learner.num_epochs
         raise ValueError(
-            f"debug.save_rollout: want none with {mode}: its batches are in files already; remove one of them"
+            f"learner.num_epochs: want 0 with {mode}, which reads no prompts, got {got}; set learner.steps"
         )
+    if debug.trains_only and debug.save_rollout:
+        why = "its batches are in files already"
+        raise ValueError(f"debug.save_rollout: want none with {mode}: {why}; remove one of them")
 
 
 def _refuse_recorded(config: "RunConfig") -> None:
@@ -220,18 +204,14 @@ def _refuse_teachers(config: "RunConfig") -> None:
     """Raise ValueError for scores of teachers that nothing uses, and for a loss that no teacher serves."""
     algorithm, teachers = config.learner.algorithm, config.actor.teachers
     if teachers and not algorithm.needs_teacher:
-        raise ValueError(
-            "actor.teachers: nothing uses their scores; want learner.algorithm.distill.coef > 0 with "
-            "distill.teacher: engine, got "
-            f"distill.coef {algorithm.distill.coef:g}, distill.teacher {algorithm.distill.teacher}; set it, "
-            "or remove the teachers"
-        )
+        want = "learner.algorithm.distill.coef > 0 with distill.teacher: engine"
+        got = f"distill.coef {algorithm.distill.coef:g}, distill.teacher {algorithm.distill.teacher}"
+        cure = "set it, or remove the teachers"
+        raise ValueError(f"actor.teachers: nothing uses their scores; want {want}, got {got}; {cure}")
     if algorithm.needs_teacher and not teachers and not config.debug.trains_only:
-        raise ValueError(
-            "learner.algorithm.distill.teacher: engine wants actor.teachers: {NAME: {urls: "
-            "[http://HOST:PORT]}}, got none; set them, or "
-            "distill.teacher: reference with kl.reference"
-        )
+        teacher = "{NAME: {urls: [http://HOST:PORT]}}"
+        cure = "set them, or distill.teacher: reference with kl.reference"
+        raise ValueError(f"learner.algorithm.distill.teacher: engine wants actor.teachers: {teacher}, got none; {cure}")
     if algorithm.advantage == "none" and not algorithm.distill.coef:
         why = "none learns nothing from rewards; want learner.algorithm.distill.coef > 0, or another advantage"
         raise ValueError(f"learner.algorithm.advantage: {why}, got distill.coef {algorithm.distill.coef:g}")
@@ -240,26 +220,20 @@ def _refuse_teachers(config: "RunConfig") -> None:
 def _refuse_rewards(config: "RunConfig") -> None:
     """Raise ValueError for rewards from which nothing is learnt."""
     algorithm = config.learner.algorithm
+    several = "learner.group_size >= 2, got 1: the rewards of a group of one are all equal, so every group "
+    several += "would be dropped"
     if config.staleness.filter_zero_variance and config.learner.group_size == 1:
-        raise ValueError(
-            "staleness.filter_zero_variance: want learner.group_size >= 2, got 1: the rewards of a group of "
-            "one are all equal, so every "
-            "group would be dropped; turn it off, or raise learner.group_size"
-        )
+        cure = "turn it off, or raise learner.group_size"
+        raise ValueError(f"staleness.filter_zero_variance: want {several}; {cure}")
     if config.staleness.filter_zero_variance and algorithm.by_critic:
-        raise ValueError(
-            "staleness.filter_zero_variance: want false with learner.algorithm.advantage: "
-            f"{algorithm.advantage}: groups of equal rewards "
-            "teach a critic too, and without them its values are biased"
-        )
+        want = f"false with learner.algorithm.advantage: {algorithm.advantage}"
+        why = "groups of equal rewards teach a critic too, and without them its values are biased"
+        raise ValueError(f"staleness.filter_zero_variance: want {want}: {why}")
     filters = config.data.filters.values()
     equal = [entry.name for entry in filters if entry.use == "equal_rewards" and not entry.count_only]
     if equal and config.learner.group_size == 1:
-        raise ValueError(
-            f"data.filters.{equal[0]}: want learner.group_size >= 2, got 1: the rewards of a group of one are "
-            "all equal, so every group "
-            "would be dropped; remove it, or raise learner.group_size"
-        )
+        cure = "remove it, or raise learner.group_size"
+        raise ValueError(f"data.filters.{equal[0]}: want {several}; {cure}")
     parts = config.actor.reward_parts
     if algorithm.advantage == "gdpo" and not parts and not algorithm.gdpo.weights:
         why = "set actor.reward_parts, or learner.algorithm.gdpo.weights with the names that the reward returns"
@@ -278,10 +252,9 @@ def _refuse_terms(config: "RunConfig") -> None:
     """Raise ValueError for terms that outweigh the reward, or have nothing to refer to."""
     algorithm = config.learner.algorithm
     if algorithm.distill.coef and algorithm.distill.teacher == "reference" and not algorithm.kl.reference:
-        raise ValueError(
-            f"learner.algorithm.distill.coef: want learner.algorithm.kl.reference, the directory of the teacher, got "
-            f"{algorithm.distill.coef!r} without one: the teacher would be the model that the run starts from"
-        )
+        want = "learner.algorithm.kl.reference, the directory of the teacher"
+        got = f"{algorithm.distill.coef!r} without one: the teacher would be the model that the run starts from"
+        raise ValueError(f"learner.algorithm.distill.coef: want {want}, got {got}")
     for place, limit in config.sampled_limits.items():
         if algorithm.overlong.buffer > limit > 0:
             got = f"{algorithm.overlong.buffer}: every response would lose reward; lower it"
@@ -291,7 +264,6 @@ def _refuse_terms(config: "RunConfig") -> None:
             want = f"> 0 with learner.algorithm.{setting}, which refers to the most tokens that an episode may sample"
             raise ValueError(f"{place}: want {want}, got 0")
     if algorithm.kl.target and algorithm.kl.horizon <= 0.2 * config.samples_per_step:
-        raise ValueError(
-            f"learner.algorithm.kl.horizon: want > 0.2 x samples per step = {0.2 * config.samples_per_step:g}, got "
-            f"{algorithm.kl.horizon:g}: one step could turn the sign of the coefficient"
-        )
+        want = f"> 0.2 x samples per step = {0.2 * config.samples_per_step:g}"
+        got = f"{algorithm.kl.horizon:g}: one step could turn the sign of the coefficient"
+        raise ValueError(f"learner.algorithm.kl.horizon: want {want}, got {got}")
