@@ -102,13 +102,13 @@ def run_prepare(args: argparse.Namespace) -> int:
 def print_memory(loaded: Loaded) -> None:
     """Print the memory that each process of a run needs, and a sum for each. Raises CheckFailed, DeviceError."""
     from rich.console import Console
-    from rich.table import Table
 
     from tidemill.actors.serving.builtin.blocks import host_memory
     from tidemill.launch.checks.findings import CheckFailed, Report
     from tidemill.launch.checks.model import check_model, rank_rows
     from tidemill.launch.checks.run import check_prepare
     from tidemill.launch.devices.visible import this_node
+    from tidemill.launch.samples.text import plain_table
 
     config, report = loaded.config, Report(loaded.origins)
     model = check_model(report, config, prepared=check_prepare(report, config, fresh=False).model)
@@ -119,11 +119,8 @@ def print_memory(loaded: Loaded) -> None:
     devices = this_node(os.environ).devices
     cuda = config.learner.device == "cuda" or (config.learner.device == "auto" and bool(devices))
     engine_memory = min((device.memory_bytes for device in devices), default=0) if cuda else host_memory()
-    shown = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("process", "part"):
-        shown.add_column(name)
-    for name in ("device", "host") if cuda else ("memory",):
-        shown.add_column(name, justify="right")
+    sizes = ("device", "host") if cuda else ("memory",)
+    shown = plain_table("process", "part", *sizes, right=sizes)
     rows = rank_rows(model, config, cuda=cuda, engine_memory=engine_memory)
     for process, rows_of_process in groupby(rows, lambda row: row.process):
         parts = list(rows_of_process)

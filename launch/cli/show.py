@@ -19,7 +19,7 @@ from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import look
 from tidemill.launch.samples.filters import Filter, prompt_text, task_of
 from tidemill.launch.samples.search import FoundSample, SampleHistory, SampleSearch, as_map, history_of, opened
-from tidemill.launch.samples.text import conversation, facts, plain, to_json, turns_table
+from tidemill.launch.samples.text import conversation, facts, plain, plain_table, to_json, turns_table
 
 # (lowest probability, style) of a token, in descending order.
 _SHADES = (
@@ -241,9 +241,8 @@ def _legend(sample: Sample, tokens: Sequence[Token]) -> Text:
 
 
 def _table(tokens: Sequence[Token]) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("place", "id", "token", "probability", "log-prob", "version"):
-        table.add_column(name, justify="left" if name == "token" else "right")
+    numbers = ("place", "id", "probability", "log-prob", "version")
+    table = plain_table("place", "id", "token", "probability", "log-prob", "version", right=numbers)
     for place, token in enumerate(tokens):
         odds = (f"{token.probability:.4f}", f"{token.logprob:.4f}") if token.sampled else ("not sampled", "")
         text = Text(repr(token.text), style=shade(token.probability))

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from tidemill.actors.engines.address_checks import CURE, unreachable, verified
@@ -26,7 +25,7 @@ from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import look
 from tidemill.launch.run import summary
 from tidemill.launch.run.summary import SKIPPED
-from tidemill.launch.samples.text import plain
+from tidemill.launch.samples.text import plain, plain_table
 from tidemill.learner.debug.report import LOOKS
 
 _FULL_READ_S = 10.0  # Seconds for the reads while the bus stores nothing
@@ -325,9 +324,7 @@ def _print_counts(console: Console, status: JsonObject) -> None:
 
 
 def _print_processes(console: Console, status: JsonObject) -> None:
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("process", "host", "pid", "phase", "version", "waits for"):
-        table.add_column(name)
+    table = plain_table("process", "host", "pid", "phase", "version", "waits for")
     for row in status["processes"]:
         phase = Text(f"silent for {row['silent_s']} s or more", style="red") if row["silent_s"] else _cell(row["phase"])
         version = str(row["version"]) if row["version"] >= 0 else ""

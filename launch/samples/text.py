@@ -4,7 +4,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,14 @@ def shortened(text: str, lines: int, characters: int) -> str:
     return text
 
 
+def plain_table(*names: str, right: Collection[str] = ()) -> Table:
+    """Return a table without lines. ``right``: columns of numbers."""
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left")
+    return table
+
+
 def to_json(value: object) -> str:
     """Return JSON of any value of a message: bytes in hexadecimal, keys as text, numbers that JSON lacks as text."""
     return json.dumps(_plain(value), allow_nan=False)
@@ -82,18 +90,10 @@ def turns_in(turns: Turns) -> list[JsonObject]:
 
 def turns_table(turns: Turns) -> Table:
     """Return the turns as a table: tokens, seconds of model and tools, agent, reward, finish reason."""
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    columns = {
-        "tokens": "tokens",
-        "begin_s": "begins at s",
-        "seconds": "model s",
-        "tools_s": "tools s",
-        "reward": "reward",
-    }
-    for name in ("turn", *columns.values()):
-        table.add_column(name, justify="right")
-    for name in ("finish", "agent"):
-        table.add_column(name)
+    columns = {"tokens": "tokens", "begin_s": "begins at s", "seconds": "model s", "tools_s": "tools s"}
+    columns |= {"reward": "reward"}
+    numbers = ("turn", *columns.values())
+    table = plain_table(*numbers, "finish", "agent", right=numbers)
     for number, turn in enumerate(turns_in(turns)):
         numbers = [
             f"{turn[name]:.3f}" if isinstance(turn.get(name), float) else str(turn.get(name, "")) for name in columns
