@@ -7,9 +7,9 @@ from tidemill.bus.public_names import public_names
 if TYPE_CHECKING:
     from tidemill.learner.algorithms.aggregation import Denominators
     from tidemill.learner.algorithms.config import AlgorithmConfig
-    from tidemill.learner.algorithms.objective import Tokens
     from tidemill.learner.algorithms.policy_losses import PolicyLoss
     from tidemill.learner.algorithms.ratios import log_ratio, sequence_means, spread
+    from tidemill.learner.algorithms.tokens import Tokens
     from tidemill.learner.debug.train_file import read_train
     from tidemill.learner.filters.buffer_filters import FilterBuffer
     from tidemill.learner.filters.filters import Decision, FilterGroup
@@ -26,7 +26,7 @@ _MODULES = {
     "FilterGroup": "filters.filters",
     "LocalLayers": "megatron.bridges.local_layers",
     "PolicyLoss": "algorithms.policy_losses",
-    "Tokens": "algorithms.objective",
+    "Tokens": "algorithms.tokens",
     "log_ratio": "algorithms.ratios",
     "read_train": "debug.train_file",
     "sequence_means": "algorithms.ratios",

@@ -173,9 +173,7 @@ class FilterConfig:
 
 
 Filters = ShortNamed[Annotated[FilterConfig, short("use", FilterConfig)]]
-"""The filters by name, in their order; one that is a text alone is what it uses. Names are parts of reasons, metrics
-and messages.
-"""
+"""The filters by name, in their order; a text alone is ``use``. Names are parts of reasons and metrics."""
 
 
 def identity_of(filters: Iterable[FilterConfig]) -> str:
@@ -219,13 +217,9 @@ class DataConfig:
     ``python:module:function``, which returns rows; ``path@[a:b]`` = its rows a to b - 1 (docs/data.md).
     """
     sources: ShortNamed[SourceConfig] = field(default_factory=ShortNamed)
-    """Several sources by name, instead of ``path``: maps with path, weight, and keys that differ from those here
-    (docs/data.md).
-    """
+    """Several sources by name, instead of ``path``: path, weight, and keys that differ from those here."""
     prompt_key: str = "prompt"
-    """Column with the prompt: text, or chat messages. Dots lead into maps: ``extra_info.question``; a column of that
-    very name wins.
-    """
+    """Column with the prompt: text, or chat messages. Dots lead into maps, unless a column has that very name."""
     label_key: Annotated[str, BASIC] = "label"
     """Column with the value that the reward compares with (``reward_model.ground_truth``); empty = none."""
     metadata_key: str = ""

@@ -7,12 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from tests.algorithm_settings import algorithm_of
-from tidemill.learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS
+from tidemill.learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, PRESETS
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.objective import LOSS_FUNCTIONS, Tokens
-from tidemill.learner.algorithms.policy_losses import PolicyLoss
-from tidemill.learner.algorithms.presets import PRESETS
+from tidemill.learner.algorithms.policy_losses import LOSS_FUNCTIONS, PolicyLoss
 from tidemill.learner.algorithms.sections import KLConfig
+from tidemill.learner.algorithms.tokens import Tokens
 
 KL = KLConfig(coef=0.1)
 ENGINE: dict[str, Any] = {"advantage": "none", "distill": {"coef": 0.5, "teacher": "engine"}}

@@ -1,3 +1,1 @@
-"""Off-policy learning: advantages, corrections, losses, diagnostics as pure functions of tensors, and one way to choose
-them.
-"""
+"""Off-policy learning: advantages, corrections, losses and diagnostics as pure functions of tensors."""

@@ -1,43 +1,21 @@
 """Advantages from outcome rewards, by explicit group ids: groups may have any size and stand in any order.
 
-Pure functions of torch tensors, float32 or float64. Shape letters: T = tokens of a packed row, N = samples of the step,
-G = groups (in formulas, the size of one group). All estimators have the same signature::
-
-    advantages_N = grpo(rewards_N, groups_N, lengths_N=None, valid_N=None, members="count")
-
-``lengths_N``: trainable tokens (only ``opo`` uses them). ``valid_N`` False: the sample failed, was aborted or has no
-response; its advantage is 0. ``members`` chooses its effect on the other samples of its group:
-
-    count      its reward (0 for a failure) is in every statistic of the group
-    leave_out  the group consists of the valid samples; its reward is ignored, NaN included
-
-The right choice depends on why samples are missing. Let P be the probability that a response is valid and R its mean
-reward if it is; the mean gradients of ``rloo`` over the valid samples are
-
-    missing independently of the response (a crash)    both: P grad J. leave_out has the smaller variance
-    missing because of the response (a time-out on long ones), failures worth 0, J = P R, grad J = P grad R + R grad P:
-        leave_out    P grad R: the reward of the valid responses; the gradient ignores that fewer of them are valid
-        count        P grad R + (1 - P) R grad P: part of the gradient away from failing
-        valid, reward 0, trained    P grad R + R grad P: the whole gradient: train on the partial responses
-
-(leave_out: given at least two valid samples; their number in the group is a factor). Mean-centred estimators add the
-factor (G - 1) / G with G the counted members, which differs between groups with missing samples.
+Pure functions of torch tensors, float32 or float64: one advantage per sample, [N], in the dtype of the rewards. Shape
+letters: T = tokens of a packed row, N = samples of the step, G = groups (in formulas, the size of one group).
+``groups_N``: integer ids, equal within a group. Mean-centred estimators add the factor (G - 1) / G to the gradient.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tidemill.learner.algorithms.gae_vtrace import gae
+from tidemill.learner.algorithms.ratios import log_ratio
 
 MOST_ROLES = 1024
-"""Most baselines that a run may have. A key with a value for each prompt would have a new baseline, of 0, for each
-sample.
-"""
+"""Maximum number of baselines of a run: a key with a value for each prompt would make one for each sample."""
 
 
 def roles_of(metadata: Sequence[Mapping[str, object]], key: str, *, num_samples: int) -> list[str]:
@@ -89,7 +67,6 @@ STD_EPSILON = 1e-6
 """
 WHITEN_EPSILON = 1e-8
 """Added to the variance in whitening. Source: the masked whitening of verl."""
-MEMBERS = ("count", "leave_out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +77,7 @@ class GroupMoments:
     mean_N: Tensor
     """Mean reward of the counted members; 0 in a group without any."""
     centered_N: Tensor
-    """r_i less the mean of its group; exactly 0 where all rewards of the group are equal, and for samples that are not
-    counted.
-    """
+    """r_i less the mean of its group; exactly 0 where all its rewards are equal, and where not counted."""
     std_N: Tensor
     """Unbiased standard deviation (divides by size - 1); 0 in a group of one."""
     constant_N: Tensor
@@ -110,9 +85,7 @@ class GroupMoments:
 
 
 def group_moments(rewards_N: Tensor, groups_N: Tensor, counted_N: Tensor | None = None) -> GroupMoments:
-    """Return the moments of every sample's group. ``groups_N``: integer ids, equal within a group; ``counted_N``: None
-    = all.
-    """
+    """Return the moments of every sample's group, over its ``counted_N`` members (None = all)."""
     if counted_N is None:
         counted_N = torch.ones_like(groups_N, dtype=torch.bool)
     _, place_N = torch.unique(groups_N, return_inverse=True)
@@ -137,155 +110,75 @@ def group_moments(rewards_N: Tensor, groups_N: Tensor, counted_N: Tensor | None 
     )
 
 
-class Advantage(Protocol):
-    """An advantage estimator: returns one advantage per sample, [N], in the dtype of the rewards."""
-
-    def __call__(
-        self,
-        rewards_N: Tensor,
-        groups_N: Tensor,
-        *,
-        lengths_N: Tensor | None = None,
-        valid_N: Tensor | None = None,
-        members: str = "count",
-    ) -> Tensor: ...
+Advantage = Callable[..., Tensor]
+"""``(rewards_N, groups_N) -> advantages_N``; opo takes each sample's trainable tokens, too, and pass_at_k its k."""
 
 
-def grpo(
-    rewards_N: Tensor,
-    groups_N: Tensor,
-    *,
-    lengths_N: Tensor | None = None,
-    valid_N: Tensor | None = None,
-    members: str = "count",
-) -> Tensor:
+def grpo(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
     """Return ``(r_i - mean) / (std + 1e-6)`` within each group; 0 where all rewards are equal, and in a group of one.
 
     Source: DeepSeekMath, Shao et al. 2024.
     """
-    moments = group_moments(rewards_N, groups_N, _counted(valid_N, members))
-    return _own(moments.centered_N / (moments.std_N + STD_EPSILON), valid_N)
+    moments = group_moments(rewards_N, groups_N)
+    return moments.centered_N / (moments.std_N + STD_EPSILON)
 
 
-def grpo_no_std(
-    rewards_N: Tensor,
-    groups_N: Tensor,
-    *,
-    lengths_N: Tensor | None = None,
-    valid_N: Tensor | None = None,
-    members: str = "count",
-) -> Tensor:
+def grpo_no_std(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
     """Return ``r_i - mean`` within each group; 0 where all rewards are equal, and in a group of one.
 
     The baseline includes the sample's own reward, so the mean gradient is (G - 1) / G of the true one. Source: Dr.
     GRPO, Liu et al. 2025.
     """
-    return _own(group_moments(rewards_N, groups_N, _counted(valid_N, members)).centered_N, valid_N)
+    return group_moments(rewards_N, groups_N).centered_N
 
 
-def batch_std(
-    rewards_N: Tensor,
-    groups_N: Tensor,
-    *,
-    lengths_N: Tensor | None = None,
-    valid_N: Tensor | None = None,
-    members: str = "count",
-) -> Tensor:
+def batch_std(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
     """Return ``(r_i - mean of the group) / (std of all rewards of the step + 1e-6)``; 0 where all rewards of the group
     are equal.
 
     Unlike in ``grpo``, all groups of a step share one scale, so a group with nearly equal rewards is not amplified.
     Source: Liu et al. 2025 (2508.08221).
     """
-    counted_N = _counted(valid_N, members)
-    everything = group_moments(rewards_N, torch.zeros_like(groups_N), counted_N)
-    centered_N = group_moments(rewards_N, groups_N, counted_N).centered_N
-    return _own(centered_N / (everything.std_N + STD_EPSILON), valid_N)
+    everything = group_moments(rewards_N, torch.zeros_like(groups_N))
+    return group_moments(rewards_N, groups_N).centered_N / (everything.std_N + STD_EPSILON)
 
 
-def rloo(
-    rewards_N: Tensor,
-    groups_N: Tensor,
-    *,
-    lengths_N: Tensor | None = None,
-    valid_N: Tensor | None = None,
-    members: str = "count",
-) -> Tensor:
+def rloo(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
     """Return ``r_i - mean of the others = G / (G - 1) (r_i - mean)``; 0 in a group of one, and where all rewards are
     equal.
 
     The mean gradient is the true one. Source: Ahmadian et al. 2024, Kool et al. 2019.
     """
-    moments = group_moments(rewards_N, groups_N, _counted(valid_N, members))
-    return _own(moments.centered_N * moments.sizes_N / (moments.sizes_N - 1).clamp(min=1), valid_N)
+    moments = group_moments(rewards_N, groups_N)
+    return moments.centered_N * moments.sizes_N / (moments.sizes_N - 1).clamp(min=1)
 
 
-def reinforce(
-    rewards_N: Tensor,
-    groups_N: Tensor,
-    *,
-    lengths_N: Tensor | None = None,
-    valid_N: Tensor | None = None,
-    members: str = "count",
-) -> Tensor:
-    """Return ``r_i``, independent of the group: no baseline, so the true gradient with the largest variance. Source:
-    Williams 1992.
-    """
-    _counted(valid_N, members)
-    return _own(rewards_N, valid_N)
+def reinforce(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    """Return ``r_i``: no baseline, so the true gradient with the largest variance. Source: Williams 1992."""
+    return rewards_N
 
 
-def none(
-    rewards_N: Tensor,
-    groups_N: Tensor,
-    *,
-    lengths_N: Tensor | None = None,
-    valid_N: Tensor | None = None,
-    members: str = "count",
-) -> Tensor:
+def none(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
     """Return 0 for every sample: rewards are measured, and nothing is learnt from them (distillation alone)."""
-    _counted(valid_N, members)
     return torch.zeros_like(rewards_N)
 
 
-def opo(
-    rewards_N: Tensor,
-    groups_N: Tensor,
-    *,
-    lengths_N: Tensor | None = None,
-    valid_N: Tensor | None = None,
-    members: str = "count",
-) -> Tensor:
-    """Return ``r_i - sum_j L_j r_j / sum_j L_j`` with L the trainable tokens; 0 where all rewards are equal, and in a
-    group of one.
+def opo(rewards_N: Tensor, groups_N: Tensor, trainable_N: Tensor) -> Tensor:
+    """Return ``r_i - sum_j L_j r_j / sum_j L_j`` with L the trainable tokens; 0 where all rewards are equal.
 
     This is the baseline of least variance if the squared norm of a response's score grows with its length; it includes
-    the sample's own reward. It is the mean of the group where no counted member has a token; otherwise a member without
-    tokens (a failure) has weight 0 under either ``members``. Raises ValueError without ``lengths_N``. Source: OPO, Hao
-    et al. 2025.
+    the sample's own reward. It is the mean of the group where no member has a token. Source: OPO, Hao et al. 2025.
     """
-    if lengths_N is None:
-        raise ValueError("lengths_N: opo weighs rewards by trainable tokens, got None")
-    counted_N = _counted(valid_N, members)
-    centered_N = group_moments(rewards_N, groups_N, counted_N).centered_N
-    lengths_N = lengths_N.to(rewards_N.dtype)
-    weights_N = lengths_N if counted_N is None else torch.where(counted_N, lengths_N, 0.0)
+    centered_N = group_moments(rewards_N, groups_N).centered_N
+    lengths_N = trainable_N.to(rewards_N.dtype)
     # Two means over the same samples: their quotient is that of the sums. Centred rewards, so that equal ones give
     # exactly 0.
-    total_N = group_moments(weights_N, groups_N).mean_N
-    product_N = group_moments(weights_N * centered_N, groups_N).mean_N
-    offset_N = product_N / torch.where(total_N > 0, total_N, torch.inf)
-    return _own(centered_N - offset_N, valid_N)
+    total_N = group_moments(lengths_N, groups_N).mean_N
+    product_N = group_moments(lengths_N * centered_N, groups_N).mean_N
+    return centered_N - product_N / torch.where(total_N > 0, total_N, torch.inf)
 
 
-def maxrl(
-    rewards_N: Tensor,
-    groups_N: Tensor,
-    *,
-    lengths_N: Tensor | None = None,
-    valid_N: Tensor | None = None,
-    members: str = "count",
-) -> Tensor:
+def maxrl(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
     """Return ``(r_i - mean) / mean`` within each group, for rewards >= 0; 0 where the mean is not above 1e-6 std or all
     rewards are equal.
 
@@ -293,20 +186,12 @@ def maxrl(
     is ``(1 - (1 - p)^(G - 1)) grad log p``: likelihood rather than ``grad p``, as far as G samples can see it. Rewards
     of both signs can have a mean near 0 and advantages of about 1e6. Source: MaxRL 2602.02710.
     """
-    moments = group_moments(rewards_N, groups_N, _counted(valid_N, members))
+    moments = group_moments(rewards_N, groups_N)
     positive_N = moments.mean_N > STD_EPSILON * moments.std_N
-    return _own(moments.centered_N / torch.where(positive_N, moments.mean_N, torch.inf), valid_N)
+    return moments.centered_N / torch.where(positive_N, moments.mean_N, torch.inf)
 
 
-def pass_at_k(
-    rewards_N: Tensor,
-    groups_N: Tensor,
-    *,
-    lengths_N: Tensor | None = None,
-    valid_N: Tensor | None = None,
-    members: str = "count",
-    k: int = 2,
-) -> Tensor:
+def pass_at_k(rewards_N: Tensor, groups_N: Tensor, *, k: int) -> Tensor:
     """Return the mean of ``(R - mean R) / std R`` over the sets of k samples of the group that include the sample.
 
     R of a set is 1 if any of its rewards is above 0, else 0; mean and std are over all sets. So one success in k is
@@ -314,8 +199,7 @@ def pass_at_k(
     k = 1 is ``grpo`` of successes with the standard deviation ÷ G. Source: pass@k training, Chen et al. 2025
     (2508.10751), the analytical form.
     """
-    counted_N = _counted(valid_N, members)
-    failed_N = group_moments((rewards_N <= 0).to(rewards_N.dtype), groups_N, counted_N)
+    failed_N = group_moments((rewards_N <= 0).to(rewards_N.dtype), groups_N)
     sizes_N, failures_N = failed_N.sizes_N, (failed_N.mean_N * failed_N.sizes_N).round()
     all_fail_N, others_fail_N = torch.ones_like(rewards_N), torch.ones_like(rewards_N)
     for drawn in range(k):
@@ -325,9 +209,7 @@ def pass_at_k(
     deviation_N = (all_fail_N * (1 - all_fail_N)).sqrt()
     gain_N = torch.where(rewards_N > 0, all_fail_N, all_fail_N - others_fail_N)
     usable_N = (deviation_N > 0) & (sizes_N >= k)
-    if counted_N is not None:
-        usable_N = usable_N & counted_N
-    return _own(torch.where(usable_N, gain_N / torch.where(usable_N, deviation_N, 1.0), 0.0), valid_N)
+    return torch.where(usable_N, gain_N / torch.where(usable_N, deviation_N, 1.0), 0.0)
 
 
 def gdpo(rewards_NK: Tensor, groups_N: Tensor, weights_K: Tensor) -> Tensor:
@@ -338,54 +220,31 @@ def gdpo(rewards_NK: Tensor, groups_N: Tensor, weights_K: Tensor) -> Tensor:
     NaN: the sample has no such reward, which is then 0 for it and not in the statistics of its group. The method
     whitens the result over the step (``whitened``; over tokens here, over samples there). Source: GDPO 2601.05242.
     """
-    parts_KN = torch.stack(
-        [
-            grpo(rewards_N, groups_N, valid_N=~rewards_N.isnan(), members="leave_out")
-            for rewards_N in rewards_NK.unbind(1)
-        ]
-    )
+    parts = [group_moments(part_N, groups_N, ~part_N.isnan()) for part_N in rewards_NK.unbind(1)]
+    parts_KN = torch.stack([part.centered_N / (part.std_N + STD_EPSILON) for part in parts])
     return (weights_K.to(parts_KN.dtype)[:, None] * parts_KN).sum(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Estimator:
-    """An estimator, and whether its advantages are whitened."""
-
-    function: Advantage
-    whiten: bool = False
-    """True: advantages are whitened over the trainable tokens of the step (``whitened``)."""
-
-
-ADVANTAGES: Mapping[str, Estimator] = {
-    "grpo": Estimator(grpo),
-    "grpo_no_std": Estimator(grpo_no_std),
-    "batch_std": Estimator(batch_std),
-    "rloo": Estimator(rloo),
-    "reinforce": Estimator(reinforce),
-    "reinforce_pp": Estimator(reinforce, whiten=True),
-    "reinforce_pp_baseline": Estimator(grpo_no_std, whiten=True),
-    "opo": Estimator(opo),
-    "maxrl": Estimator(maxrl),
-    "pass_at_k": Estimator(pass_at_k),
-    "gdpo": Estimator(grpo, whiten=True),
-    "none": Estimator(none),
+ADVANTAGES: Mapping[str, Advantage] = {
+    "grpo": grpo,
+    "grpo_no_std": grpo_no_std,
+    "batch_std": batch_std,
+    "rloo": rloo,
+    "reinforce": reinforce,
+    "reinforce_pp": reinforce,
+    "reinforce_pp_baseline": grpo_no_std,
+    "opo": opo,
+    "maxrl": maxrl,
+    "pass_at_k": pass_at_k,
+    "gdpo": grpo,
+    "none": none,
 }
-"""Estimators by the name in ``AlgorithmConfig.advantage``; ``gdpo`` of a reward without parts, which is then the only
-part.
+"""Estimators by the name in ``AlgorithmConfig.advantage``; ``gdpo`` of a reward without parts, as its only part."""
+WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gdpo")
+"""Estimators whose advantages are whitened over the trainable tokens of the step, unless the config says otherwise.
 
 Source of reinforce_pp and its baseline: REINFORCE++, Hu et al. 2025.
 """
-
-
-def _counted(valid_N: Tensor | None, members: str) -> Tensor | None:
-    """Return the mask of the samples in the statistics; None = all. Raises ValueError for an unknown ``members``."""
-    if members not in MEMBERS:
-        raise ValueError(f"members: want {' | '.join(MEMBERS)}, got {members!r}")
-    return valid_N if members == "leave_out" else None
-
-
-def _own(advantages_N: Tensor, valid_N: Tensor | None) -> Tensor:
-    return advantages_N if valid_N is None else torch.where(valid_N, advantages_N, 0.0)
 
 
 # ---- whitening
@@ -402,33 +261,49 @@ def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([counts.sum(), (counts * kept).sum(), (counts * kept.square()).sum()])
 
 
-def whitened(values: Tensor, mask: Tensor, moments: Tensor | None = None, *, shift: bool = True) -> Tensor:
-    """Return ``(x - mean) / sqrt(variance + 1e-8)``, plus the mean again without ``shift``; 0 where masked (counted 0
-    times).
+def whitened(values: Tensor, mask: Tensor, moments: Tensor | None = None) -> Tensor:
+    """Return ``(x - mean) / sqrt(variance + 1e-8)``; 0 where masked (counted 0 times).
 
     ``moments``: those of all values of the step, over rows and ranks; None = ``values`` are all of them. The variance
-    divides by their number (not by one less): one value, or equal values, give 0 up to rounding. Mask invalid samples:
-    their 0 would become -mean / std.
+    divides by their number (not by one less): one value, or equal values, give 0 up to rounding.
     """
     number, total, squares = (masked_moments(values, mask) if moments is None else moments).unbind()
     mean = total / number.clamp(min=1)
     variance = (squares / number.clamp(min=1) - mean.square()).clamp(min=0)
     scaled = (torch.where(mask != 0, values, 0.0).double() - mean) * torch.rsqrt(variance + WHITEN_EPSILON)
-    return torch.where(mask != 0, scaled if shift else scaled + mean, 0.0).to(values.dtype)
+    return torch.where(mask != 0, scaled, 0.0).to(values.dtype)
 
 
-# ---- rewards of tokens
+def whitened_rows(
+    values: Sequence[Tensor], masks: Sequence[Tensor], summed: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Return the values of this rank's rows, whitened over all rows and ranks. Collective through ``summed``."""
+    moments = summed(torch.stack([masked_moments(*row) for row in zip(values, masks, strict=True)]).sum(0))
+    return [whitened(*row, moments) for row in zip(values, masks, strict=True)]
 
 
-def returns_to_go(token_rewards_T: Tensor, sample_T: Tensor, *, gamma: float, mask_T: Tensor | None = None) -> Tensor:
-    """Return ``R_t = r_t + gamma R_next`` within each sample, [T], detached; 0 where masked and in padding
-    (``sample_T`` < 0).
+# ---- penalties and distillation
 
-    Masked tokens pass the return on without discount, and their own rewards are ignored (``values.terminal_rewards``
-    puts a reward at the last trainable token). ``mask_T`` None: every token of a sample is a step. REINFORCE++ whitens
-    these returns over all tokens of the step, with ``r_t = -coef (log pi - log pi_ref)`` and the outcome at the last
-    token.
-    Raises ValueError for gamma outside 0..1. Source: REINFORCE++, Hu et al. 2025.
+
+def overlong_penalty(lengths_N: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
+    """Return ``clamp((max_tokens - buffer - length) / buffer, -1, 0)``, float64 [N], which the caller adds to the
+    reward.
+
+    It is 0 up to ``max_tokens - buffer`` response tokens, falls linearly to -1 at ``max_tokens``, and is -1 beyond.
+    Source: soft overlong punishment, DAPO 2503.14476 (max_tokens
+    20480, buffer 4096).
     """
-    steps_T = sample_T >= 0 if mask_T is None else mask_T & (sample_T >= 0)
-    return gae(token_rewards_T, torch.zeros_like(token_rewards_T), steps_T, sample_T, gamma=gamma, lam=1.0)[0]
+    return ((max_tokens - buffer - lengths_N.double()) / buffer).clamp(-1, 0)
+
+
+def distillation_advantages(log_probs_T: Tensor, teacher_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Return ``log pi_teacher - log pi_student`` of the sampled tokens (nats, clamped to +-20), detached, [T]; 0 where
+    masked.
+
+    The policy gradient ``-A grad log pi`` on tokens of the student is the gradient of KL(student || teacher) of each
+    next token given its sampled prefix. (``returns_to_go`` of it with gamma = 1 has the gradient of the KL of whole
+    responses.) Both log-probs must be at the sampling temperature: a teacher at another temperature pulls towards a
+    flatter or sharper policy, which no diagnostic shows. Source: on-policy distillation, Agarwal et al. 2024; as an
+    advantage, Lu et al. 2025.
+    """
+    return log_ratio(teacher_T, log_probs_T, mask_T).detach()

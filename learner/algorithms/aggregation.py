@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tidemill.learner.algorithms.choices import AGGREGATIONS
-from tidemill.learner.algorithms.importance_weights import ImportanceWeights
+from tidemill.learner.algorithms.correction import ImportanceWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,7 @@ class Denominators:
     trainable_N: Tensor
     """Trainable tokens of every sample, int64; 0 for one that this optimizer step does not train."""
     constant: float
-    """Tokens that a sample counts as in mode ``constant``, by default those of the largest response. Other modes ignore
-    it.
-    """
+    """Tokens that a sample counts as in mode ``constant``, by default those of the largest response."""
     groups_N: Tensor | None = None
     """Group id of every sample, for mode ``prompt_mean``. Other modes ignore it."""
 

@@ -13,13 +13,9 @@ from typing import Any, Literal
 from tidemill.bus.section import Positive, section
 
 MIN_TOKENS = 256
-"""With fewer trainable tokens in a step, statistics are too noisy: only the alarms of the lag and of skipped
-minibatches are checked.
-"""
+"""With fewer trainable tokens in a step, only the alarms that need no statistics are checked."""
 MOST_EMPTY_STEPS = 20
-"""Steps in a row of which every minibatch was skipped, after which a run ends unless alarms are off: nothing is learnt
-from then on.
-"""
+"""Steps in a row that train nothing, after which a run ends unless alarms are off."""
 MIN_GAP = 0.02
 """An entropy gap below this (nats) raises no alarm, even if it is statistically significant."""
 MIN_SPREAD = 0.1
@@ -32,9 +28,7 @@ class AlarmConfig:
     """Action when a diagnostic passes its threshold (docs/metrics.md)."""
 
     action: Literal["off", "warn", "stop"] = "warn"
-    """off | warn (log it) | stop (end the learner at an error-level alarm). Unless off, 20 new steps in a row that
-    train nothing end it.
-    """
+    """off | warn (log) | stop (end at an error-level alarm). Unless off, 20 new steps that train nothing end it."""
     patience: Positive = 3
     """Steps in a row at error level before ``stop`` stops."""
     ignore: tuple[str, ...] = ()

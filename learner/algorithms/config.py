@@ -19,12 +19,13 @@ from tidemill.learner.algorithms.choices import (
     AGGREGATIONS,
     BY_COVARIANCE,
     BY_CRITIC,
+    DEFAULTS,
     LOSSES,
     OF_ADVANTAGE,
+    PRESETS,
     RUNNING,
 )
 from tidemill.learner.algorithms.contradictions import refuse_contradictions, refuse_foreign_range
-from tidemill.learner.algorithms.presets import DEFAULTS, PRESETS
 from tidemill.learner.algorithms.sections import (
     ClipConfig,
     CovarianceConfig,
@@ -74,13 +75,9 @@ class AlgorithmConfig:
     gdpo: GdpoConfig = field(default_factory=GdpoConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     mask_truncated: bool = False
-    """Do not train responses that ran into their length limit; their rewards still count in the baseline of their
-    group.
-    """
+    """Do not train responses that ran into their length limit; their rewards count in their group's baseline."""
     sft_coef: NotNegativeFloat = 0.0
-    """Coefficient of the cross-entropy of demonstrations (recorded responses without log-probs) beside another loss; 0
-    = none (docs/sft.md).
-    """
+    """Coefficient of the cross-entropy of demonstrations beside another loss; 0 = none (docs/sft.md)."""
     distill: DistillConfig = field(default_factory=DistillConfig)
 
     loss: Annotated[str, OneOf(LOSSES, by_path=True)] | None = None
@@ -90,9 +87,7 @@ class AlgorithmConfig:
     anchor: Literal["proximal", "rollout", "none"] | None = None
     """Policy that the loss compares with: proximal (three policies) | rollout (two) | none."""
     proximal: Literal["recompute", "loglinear"] | None = None
-    """recompute (a forward pass under the weights the step starts from, or those last published) | loglinear (none:
-    A-3PO).
-    """
+    """recompute (a forward pass under the weights last published, or of the step's begin) | loglinear (A-3PO)."""
     clip: ClipConfig = field(default_factory=ClipConfig)
     sapo: SapoConfig = field(default_factory=SapoConfig)
     dppo: DppoConfig = field(default_factory=DppoConfig)
@@ -183,9 +178,7 @@ class AlgorithmConfig:
 
     @property
     def coupled(self) -> bool:
-        """True if a token's weight depends on all tokens of the update: then log-probs are needed before the first
-        backward pass.
-        """
+        """True if weights depend on all tokens of the update: log-probs are needed before the first backward pass."""
         chooses = self.top_entropy < 1 or self.loss in BY_COVARIANCE or self.advantage == "vtrace"
         return bool(self.weight.self_normalise or self.m2.limit or self.kl.reward_coef or chooses)
 

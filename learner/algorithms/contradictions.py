@@ -1,6 +1,4 @@
-"""Settings of ``learner.algorithm`` that are right one by one and wrong together, or that nothing reads: each is
-refused with the reason.
-"""
+"""Refusals of ``learner.algorithm``: settings that are wrong together, or that nothing reads."""
 
 from collections.abc import Mapping
 from operator import attrgetter
@@ -14,10 +12,10 @@ from tidemill.learner.algorithms.choices import (
     DISCOUNTED,
     DPPO,
     IN_REWARD,
+    PRESETS,
     RUNNING,
     WEIGHTS,
 )
-from tidemill.learner.algorithms.presets import PRESETS
 
 if TYPE_CHECKING:
     from tidemill.learner.algorithms.config import AlgorithmConfig
@@ -65,9 +63,7 @@ _LOWEST_RATIO = ("ppo", "clip_cov", "gspo", "gspo_token")
 
 
 def refuse_foreign_range(config: "AlgorithmConfig") -> None:
-    """Raise ValueError if the preset would fill in a clip range that it has for another kind of loss, or for another
-    anchor.
-    """
+    """Raise ValueError if the preset has the clip range of another kind of loss, or of another anchor."""
     if config.clip.low is not None and config.clip.high is not None:
         return
     preset = PRESETS[config.correction]

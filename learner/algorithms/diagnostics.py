@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tidemill.learner.algorithms.advantages import group_moments
 from tidemill.learner.algorithms.aggregation import TokenLoss
-from tidemill.learner.algorithms.objective import Tokens
 from tidemill.learner.algorithms.ratios import DELTA_BOUND, log_ratio
+from tidemill.learner.algorithms.tokens import Tokens
 
 MAX_LAG_BUCKETS = 16
 """Lags of this many steps or more share the bucket ``over``."""
@@ -65,9 +65,7 @@ def merged(parts: Iterable[Sums]) -> Sums:
 
 
 def all_reduced(sums: Sums, group: dist.ProcessGroup | None) -> Sums:
-    """Return the sums over the ranks of ``group`` (None = this rank alone), in two all-reduces for any number of
-    names.
-    """
+    """Return the sums over the ranks of ``group`` (None = this rank alone), in two all-reduces."""
     if group is None or dist.get_world_size(group) == 1:
         return sums
     return Sums(
@@ -270,9 +268,7 @@ def _by(bucket_M: Tensor, values_MC: Tensor, num_buckets: int) -> Tensor:
 def _sample_sums(
     row: _Trainable, counts_N: Tensor, span_N: Tensor, rejected_M: Tensor | None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the sums over the samples of this micro-batch that have a trainable token, and the longest span of
-    versions.
-    """
+    """Return the sums over the samples with a trainable token in this micro-batch, and the longest version span."""
     here_S = counts_N.nonzero()[:, 0]
     counts_S = counts_N[here_S]
 
@@ -325,6 +321,39 @@ def sample_metrics(
     }
 
 
+_MEANS = {
+    "train/entropy": "entropy",
+    "train/ppo_clip_fraction": "clipped",
+    "train/ppo_kl": "moved",
+    "offpolicy/logprob_diff_abs": "abs_delta",
+    "offpolicy/k2": "k2",
+    "offpolicy/k3": "k3",
+    "offpolicy/js": "js",
+    "offpolicy/weight_mean": "w",
+    "offpolicy/prob_error": "prob_error",
+    "offpolicy/prob_diff_mean": "prob_diff",
+    "offpolicy/lag_mean": "lag",
+    "offpolicy/fresh_share": "fresh",
+}
+"""Metrics that are a sum over the trainable tokens divided by their number."""
+_SAMPLE_MEANS = {
+    "offpolicy/ppl_train": "ppl_train",
+    "offpolicy/ppl_rollout": "ppl_rollout",
+    "offpolicy/ppl_ratio": "ppl_ratio",
+    "offpolicy/log_ppl_diff": "log_ppl_diff",
+    "offpolicy/log_ppl_diff_abs": "log_ppl_diff_abs",
+    "offpolicy/span_mean": "span",
+    "offpolicy/mixed_share": "mixed",
+}
+"""Metrics that are a sum over the samples divided by their number."""
+_MAXIMA = {
+    "offpolicy/logprob_diff_max": "abs_delta",
+    "offpolicy/prob_diff_max": "prob_diff",
+    "offpolicy/lag_max": "lag",
+    "offpolicy/span_max": "span",
+}
+
+
 def finalize(sums: Sums) -> dict[str, float]:
     """Return the metrics by name (``docs/metrics.md``). A metric with an empty denominator is left out."""
     total = {name: float(value) for name, value in sums.totals.items() if value.ndim == 0}
@@ -338,38 +367,17 @@ def finalize(sums: Sums) -> dict[str, float]:
         return {"train/tokens": demonstrated, **supervised}
     mean = {name: value / tokens for name, value in total.items()}
     of_samples = {name: value / samples for name, value in total.items()}
-    metrics = {
-        **supervised,
-        "train/tokens": tokens + demonstrated,
-        "train/entropy": mean["entropy"],
-        "train/ppo_clip_fraction": mean["clipped"],
-        "train/ppo_kl": mean["moved"],
-        "offpolicy/logprob_diff_abs": mean["abs_delta"],
-        "offpolicy/logprob_diff_max": maximum["abs_delta"],
+    metrics = supervised | {"train/tokens": tokens + demonstrated}
+    metrics |= {metric: mean[name] for metric, name in _MEANS.items()}
+    metrics |= {metric: of_samples[name] for metric, name in _SAMPLE_MEANS.items()}
+    metrics |= {metric: maximum[name] for metric, name in _MAXIMA.items()}
+    metrics |= {
         "offpolicy/k1": -mean["delta"],
-        "offpolicy/k2": mean["k2"],
-        "offpolicy/k3": mean["k3"],
-        "offpolicy/js": mean["js"],
-        "offpolicy/weight_mean": mean["w"],
         "offpolicy/chi2": mean["w_squared"] - 1,
         "offpolicy/ess": total["w"] ** 2 / (tokens * total["w_squared"]),
         "offpolicy/sequence_chi2": of_samples["sequence_w_squared"] - 1,
         "offpolicy/sequence_ess": total["sequence_w"] ** 2 / (samples * total["sequence_w_squared"]),
-        "offpolicy/prob_error": mean["prob_error"],
-        "offpolicy/prob_diff_mean": mean["prob_diff"],
         "offpolicy/prob_diff_std": math.sqrt(max(0.0, mean["prob_diff_squared"] - mean["prob_diff"] ** 2)),
-        "offpolicy/prob_diff_max": maximum["prob_diff"],
-        "offpolicy/ppl_train": of_samples["ppl_train"],
-        "offpolicy/ppl_rollout": of_samples["ppl_rollout"],
-        "offpolicy/ppl_ratio": of_samples["ppl_ratio"],
-        "offpolicy/log_ppl_diff": of_samples["log_ppl_diff"],
-        "offpolicy/log_ppl_diff_abs": of_samples["log_ppl_diff_abs"],
-        "offpolicy/lag_mean": mean["lag"],
-        "offpolicy/lag_max": maximum["lag"],
-        "offpolicy/span_mean": of_samples["span"],
-        "offpolicy/span_max": maximum["span"],
-        "offpolicy/mixed_share": of_samples["mixed"],
-        "offpolicy/fresh_share": mean["fresh"],
     }
     metrics |= _optional(total, mean, of_samples)
     by_lag, by_position, by_probability = (
@@ -415,19 +423,16 @@ def _optional(
             "offpolicy/touched_samples": of_samples["touched_samples"],
         }
         metrics |= {f"offpolicy/{name}": value for name, value in mean.items() if name.startswith("rejected/")}
-    if "kl_reference" in total:
-        metrics["train/kl_reference"] = mean["kl_reference"]
-    if "teacher_kl" in total:
-        metrics["train/teacher_kl"] = mean["teacher_kl"]
-    if "teacher_top_kl" in total:
-        metrics["train/teacher_top_kl"] = mean["teacher_top_kl"]
-    return metrics
+    divergences = {
+        "train/kl_reference": "kl_reference",
+        "train/teacher_kl": "teacher_kl",
+        "train/teacher_top_kl": "teacher_top_kl",
+    }
+    return metrics | {metric: mean[name] for metric, name in divergences.items() if name in total}
 
 
 def _pearson(total: Mapping[str, float]) -> dict[str, float]:
-    """Return the correlation of the probabilities e^{log pi} and e^{log mu}, and the standard deviation of the
-    latter.
-    """
+    """Return the correlation of the probabilities pi and mu, and the standard deviation of mu."""
     n = total["tokens"]
     spread_pi = total["pi_squared"] - total["pi"] ** 2 / n
     spread_mu = total["mu_squared"] - total["mu"] ** 2 / n

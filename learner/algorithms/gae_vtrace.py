@@ -1,17 +1,27 @@
-"""Advantages and targets with a learned value function, on packed rows of several sequences, and the loss of that
-function.
+"""Advantages by token, and targets of the value function, from the values of a critic; and the critic's loss.
+
+    rewards of samples, divergence of tokens -> rewards of tokens -+
+    values before the step ----------------------------------------+-> GAE or V-trace -> whitened advantages, returns
 
 Pure functions of torch tensors; T = tokens of a packed row, M = trainable tokens in it. ``values_T[t]`` is V of the
 prefix that token t was sampled after, in units of the reward. ``sample_T`` is the index of a token's sample; a sample's
 tokens are neighbours, all in one row. A masked token inside a sample is skipped without discount, and its reward, value
 and ratio are ignored. The value after the last trainable token of a sample is 0, also if the sample is truncated.
-Everything but the loss is detached.
+That holds for a truncated response as well: it was scored as it is, and no later token will ever be sampled; slime,
+verl and TRL do the same. Each sequence of an episode ends with the episode's reward. Everything but the loss is
+detached.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from tidemill.learner.algorithms.advantages import whitened_rows
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.ratios import log_ratio
+from tidemill.learner.algorithms.tokens import Tokens
 
 
 def recurrence(terms_T: Tensor, factors_T: Tensor) -> Tensor:
@@ -82,45 +92,14 @@ def gae(
 
     ``A_t = d_t + gamma lam A_next``, ``d_t = r_t + gamma V_next - V_t``, ``returns = A + V`` (target of the value
     function, before any whitening of A). lam = 1: the discounted return less V; lam = 0: d. It assumes data of the
-    policy itself and does not correct for their age (``vtrace`` does). Raises ValueError for gamma or lam outside 0..1.
+    policy itself and does not correct for their age (``vtrace`` does).
     Source: Schulman et al. 2016; masked tokens skipped as in verl.
     """
-    _check(gamma=gamma, lam=lam)
     steps = _Steps.of(mask_T, sample_T)
     values_M = steps.gathered(values_T)
     errors_M = steps.gathered(rewards_T) + gamma * steps.following(values_M) - values_M
     advantages_M = steps.summed(errors_M, gamma * lam)
     return steps.spread(advantages_M, rewards_T), steps.spread(advantages_M + values_M, values_T)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VTrace:
-    """Targets of the value function and advantages of the policy, both detached, [T]; 0 where masked."""
-
-    targets_T: Tensor
-    advantages_T: Tensor
-    """Advantages that include the weight min(rho_pg_bar, pi / mu): the loss is ``-A log pi``, with no further weight
-    and no ratio.
-    """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bars:
-    """Upper bounds of V-trace's weights. Raises ValueError unless 0 < c_bar <= rho_bar and rho_pg_bar > 0: there is no
-    fixed point else.
-    """
-
-    rho_bar: float = 1.0
-    c_bar: float = 1.0
-    rho_pg_bar: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (0 < self.c_bar <= self.rho_bar and self.rho_pg_bar > 0):
-            got = f"c_bar {self.c_bar}, rho_bar {self.rho_bar}, rho_pg_bar {self.rho_pg_bar}"
-            raise ValueError(f"want 0 < c_bar <= rho_bar, rho_pg_bar > 0, got {got}")
-
-
-_ALL_ONE = Bars()
 
 
 @torch.no_grad()
@@ -133,30 +112,22 @@ def vtrace(
     *,
     gamma: float,
     lam: float = 1.0,
-    bars: Bars = _ALL_ONE,
-) -> VTrace:
-    """Return value targets v and advantages that correct for data of mu, ``log_ratio_T = log pi - log mu``.
+    rho: float = 1.0,
+    c: float = 1.0,
+) -> Tensor:
+    """Return value targets v that correct for data of mu, [T], detached; 0 where masked. ``log_ratio_T``: log pi / mu.
 
-    ``d_t = min(rho_bar, w_t) (r_t + gamma V_next - V_t)``, ``v_t - V_t = d_t + gamma lam min(c_bar, w_t) (v_next -
-    V_next)``, ``A_t = min(rho_pg_bar, w_t) (r_t + gamma v_next - V_t)`` with w = pi / mu. On policy with bounds >= 1
-    and lam = 1, v is the discounted return. The mean of v over data of mu is V when V is the value of the policy
-    proportional to ``min(rho_bar mu, pi)``, between mu and
-    pi: rho_bar determines the fixed point, c_bar the speed (the product of c over many tokens goes to 0, and with it
-    the effect of a late reward on early tokens).
-    Raises ValueError for gamma or lam outside 0..1.
-    Source: IMPALA, Espeholt et al. 2018.
+    ``d_t = min(rho, w_t) (r_t + gamma V_next - V_t)``, ``v_t - V_t = d_t + gamma lam min(c, w_t) (v_next - V_next)``
+    with w = pi / mu. On policy with bounds >= 1 and lam = 1, v is the discounted return. The mean of v over data of mu
+    is V when V is the value of the policy proportional to ``min(rho mu, pi)``, between mu and pi: rho determines the
+    fixed point, c the speed (the product of c over many tokens goes to 0, and with it the effect of a late reward on
+    early tokens). Source: IMPALA, Espeholt et al. 2018.
     """
-    _check(gamma=gamma, lam=lam)
     steps = _Steps.of(mask_T, sample_T)
-    rewards_M, values_M, weights_M = (
-        steps.gathered(rewards_T),
-        steps.gathered(values_T),
-        steps.gathered(log_ratio_T).exp(),
-    )
-    errors_M = weights_M.clamp(max=bars.rho_bar) * (rewards_M + gamma * steps.following(values_M) - values_M)
-    targets_M = values_M + steps.summed(errors_M, gamma * lam * weights_M.clamp(max=bars.c_bar))
-    advantages_M = weights_M.clamp(max=bars.rho_pg_bar) * (rewards_M + gamma * steps.following(targets_M) - values_M)
-    return VTrace(targets_T=steps.spread(targets_M, values_T), advantages_T=steps.spread(advantages_M, rewards_T))
+    values_M, weights_M = steps.gathered(values_T), steps.gathered(log_ratio_T).exp()
+    errors_M = steps.gathered(rewards_T) + gamma * steps.following(values_M) - values_M
+    corrections_M = steps.summed(weights_M.clamp(max=rho) * errors_M, gamma * lam * weights_M.clamp(max=c))
+    return steps.spread(values_M + corrections_M, values_T)
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, clip: float) -> Tensor:
@@ -164,8 +135,7 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, mask_T
     where masked.
 
     It is never below the unclipped loss. The gradient is 0 iff V is more than ``clip`` from V_old and nearer to R than
-    the clamped value: V has moved towards R as far as it may. ``clip``: in units of the value, ``math.inf`` = none;
-    raises ValueError unless > 0.
+    the clamped value: V has moved towards R as far as it may. ``clip``: > 0, in units of the value; infinity = none.
     Source: PPO as in OpenAI baselines, Dhariwal et al. 2017.
     """
     plain_T, held_T = _squares(values_T, old_values_T, returns_T, mask_T, clip)
@@ -182,8 +152,6 @@ def _squares(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, mask_T: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
     """Return the squared errors of V and of V clamped near V_old; 0 where masked."""
-    if not clip > 0:
-        raise ValueError(f"clip: want > 0 (math.inf = none), got {clip}")
     values_T = torch.where(mask_T, values_T, 0.0)
     old_T = torch.where(mask_T, old_values_T.detach(), 0.0)
     returns_T = torch.where(mask_T, returns_T.detach(), 0.0)
@@ -191,7 +159,61 @@ def _squares(
     return (values_T - returns_T).square(), (held_T - returns_T).square()
 
 
-def _check(**shares: float) -> None:
-    for name, share in shares.items():
-        if not 0 <= share <= 1:
-            raise ValueError(f"{name}: want 0..1, got {share}")
+# ---- from the values of a step to its advantages
+
+
+def with_token_advantages(
+    rows: Sequence[Tokens],
+    rewards_N: Tensor,
+    config: AlgorithmConfig,
+    *,
+    kl_scale: float,
+    summed: Callable[[Tensor], Tensor],
+) -> list[Tokens]:
+    """Return the rows with ``advantages_T`` and ``returns_T``, from their ``values_T``. Collective through ``summed``.
+
+    ``rows``: all rows of this rank in the step. ``rewards_N``: shaped rewards, on the CPU. Advantages are whitened over
+    the trainable tokens of the step on all ranks if the config whitens (``gae`` by default); the targets never are.
+    """
+    coef = kl_scale * config.kl.reward_coef if config.kl.reward_by == "token" else 0.0
+    estimates = [_estimate(row, token_rewards(row, rewards_N, coef=coef), config) for row in rows]
+    advantages = [advantages_T for advantages_T, _ in estimates]
+    if config.advantage == "gae" if config.whiten is None else config.whiten:
+        advantages = whitened_rows(advantages, [row.mask_T for row in rows], summed)
+    kind = rows[0].advantages_T.dtype
+    return [
+        replace(row, advantages_T=advantages_T.to(kind), returns_T=returns_T.to(kind))
+        for row, advantages_T, (_, returns_T) in zip(rows, advantages, estimates, strict=True)
+    ]
+
+
+def token_rewards(row: Tokens, rewards_N: Tensor, *, coef: float = 0.0) -> Tensor:
+    """Return the reward of every token, float64 [T]: the sample's at the last trainable token of each of its sequences.
+
+    With ``coef`` every token pays ``coef (log pi_proximal - log pi_reference)``. 0 where masked.
+    """
+    place_T, number = row.by_sequence
+    ends_T = (
+        terminal_rewards(torch.ones(number, dtype=torch.float64, device=row.mask_T.device), row.mask_T, place_T) > 0
+    )
+    rewards_N = rewards_N.to(row.mask_T.device).double()
+    rewards_T = torch.where(ends_T, rewards_N[row.sample_T.clamp(min=0)], 0.0)
+    if coef:
+        assert row.old_T is not None and row.reference_T is not None
+        rewards_T = rewards_T - coef * torch.where(row.mask_T, (row.old_T - row.reference_T).double(), 0.0)
+    return rewards_T
+
+
+def _estimate(row: Tokens, rewards_T: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Return (advantages, targets of the value function), float64 [T]; 0 where masked."""
+    assert row.values_T is not None, "the values of a critic are needed"
+    values_T, place = row.values_T.double(), (row.mask_T, row.by_sequence[0])
+    if config.advantage == "gae":
+        return gae(rewards_T, values_T, *place, gamma=config.gamma, lam=config.lam)
+    assert row.old_T is not None, "V-trace weighs by pi_proximal / mu"
+    ratio_T = log_ratio(row.old_T, row.rollout_T, row.mask_T)
+    gamma, lam, (rho, c) = config.gamma, config.lam, (config.vtrace.rho, config.vtrace.c)
+    targets_T = vtrace(ratio_T, rewards_T, values_T, *place, gamma=gamma, lam=lam, rho=rho, c=c)
+    # r + gamma v_next - V, without the weight of the policy gradient, which the loss applies (``algorithm.weight``).
+    ahead_T = gae(rewards_T, targets_T, *place, gamma=config.gamma, lam=0.0)[0]
+    return ahead_T + torch.where(row.mask_T, targets_T - values_T, 0.0), targets_T

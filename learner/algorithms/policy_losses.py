@@ -1,5 +1,6 @@
-"""Policy losses per token. Pure functions of torch tensors; T = tokens of a packed row, N = samples of the step.
+"""Policy losses per token, and the cross-entropy of demonstrations. Pure functions; T = tokens of a packed row.
 
+Built-in losses have the signature of users' own: ``(log_probs_T, anchor_T, tokens, config) -> PolicyLoss``.
 ``anchor_T``: log-probs of the policy that the new one is compared with, the proximal policy (three policies) or mu
 itself (two). ``r = pi_theta / pi_anchor``. Every loss is exactly 0 with exactly 0 gradient where the mask is False, and
 its value is a surrogate with the formula as its gradient (``-A r`` rather than ``-A log pi``), so that the first step
@@ -7,14 +8,17 @@ has loss ``-mean A``. ``aggregation`` divides it.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from tidemill.learner.algorithms.aggregation import Denominators, Reducer, aggregate
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.correction import binary_kl_moved, total_variation_outside
 from tidemill.learner.algorithms.ratios import log_ratio, prefix_sums, sequence_means, sequence_sums, spread
-from tidemill.learner.algorithms.rejection import binary_kl_moved, total_variation_outside
+from tidemill.learner.algorithms.tokens import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,19 +29,15 @@ class PolicyLoss:
     clipped_T: Tensor
     """True where the advantage has no gradient although it is not 0, but a penalty may; False where masked."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """Values by name, [T] each, of which the step reports the mean over the trainable tokens as ``custom/NAME``; the
-    same names in every row.
-    """
+    """Values by name, [T]; a step reports their means as ``custom/NAME``. Every row has the same names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clip:
-    """Trust region of a ratio: 1 - low .. 1 + high."""
+LossFunction = Callable[[Tensor, Tensor, Tokens, AlgorithmConfig], PolicyLoss]
+"""``(log_probs_T, anchor_T, tokens, config)``: a policy loss, 0 with 0 gradient where masked."""
 
-    low: float
-    high: float
-    dual: float = 0.0
-    """Bound of the ratio where the advantage is negative, > 1; 0 = none."""
+
+def _advantages(tokens: Tokens) -> Tensor:
+    return torch.where(tokens.mask_T, tokens.advantages_T, 0.0)
 
 
 def _score(log_probs_T: Tensor, mask_T: Tensor) -> Tensor:
@@ -45,135 +45,100 @@ def _score(log_probs_T: Tensor, mask_T: Tensor) -> Tensor:
     return log_ratio(log_probs_T, log_probs_T.detach(), mask_T).exp()
 
 
-def _nowhere(mask_T: Tensor) -> Tensor:
-    return torch.zeros_like(mask_T)
+def _sequence_ratio(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens) -> Tensor:
+    """Return the log of each token's sequence ratio, detached, [T]."""
+    sums_M = sequence_sums(log_ratio(log_probs_T, anchor_T, tokens.mask_T), tokens.mask_T, *tokens.by_sequence).detach()
+    return spread(sums_M, tokens.by_sequence[0])
+
+
+def _weighted(weight_T: Tensor, log_probs_T: Tensor, tokens: Tokens) -> PolicyLoss:
+    """Return the loss with the gradient ``-weight A grad log pi``; there is no trust region."""
+    loss_T = -weight_T * _score(log_probs_T, tokens.mask_T) * _advantages(tokens)
+    return _made(loss_T, torch.zeros_like(tokens.mask_T), tokens.mask_T)
 
 
 def _made(loss_T: Tensor, clipped_T: Tensor, mask_T: Tensor) -> PolicyLoss:
     return PolicyLoss(loss_T=torch.where(mask_T, loss_T, 0.0), clipped_T=clipped_T & mask_T)
 
 
-def reinforce(log_probs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> PolicyLoss:
+def reinforce(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     """REINFORCE, ``-A grad log pi_theta``. With weights ``min(pi_theta / mu, C)`` it is token TIS or AIPO; without,
     wrong on old data.
 
     Sources: Williams 1992; with weights Yao et al. 2025 (TIS), LlamaRL 2505.24034 (AIPO).
     """
-    advantages_T = torch.where(mask_T, advantages_T, 0.0)
-    return _made(-_score(log_probs_T, mask_T) * advantages_T, _nowhere(mask_T), mask_T)
+    advantages_T = _advantages(tokens)
+    loss_T = -_score(log_probs_T, tokens.mask_T) * advantages_T
+    return _made(loss_T, torch.zeros_like(tokens.mask_T), tokens.mask_T)
 
 
-def ppo(
-    log_probs_T: Tensor,
-    anchor_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    *,
-    clip: Clip,
-) -> PolicyLoss:
+def ppo(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     """PPO, ``-min(r A, clip(r, 1 - low, 1 + high) A)``; with ``dual = c > 1`` at most ``-c A`` where A < 0.
 
     The gradient is 0 iff (A > 0 and r > 1 + high) or (A < 0 and r < 1 - low) or (dual, A < 0 and r > c), else ``-A r``.
     Sources: PPO, Schulman et al. 2017; asymmetric range, DAPO 2503.14476; dual clip, Ye et al. 2020.
     """
-    ratio_T = log_ratio(log_probs_T, anchor_T.detach(), mask_T).exp()
-    return _clipped(ratio_T, torch.where(mask_T, advantages_T, 0.0), mask_T, clip)
+    return _clipped(log_ratio(log_probs_T, anchor_T.detach(), tokens.mask_T).exp(), tokens, config)
 
 
-def _clipped(ratio_T: Tensor, advantages_T: Tensor, mask_T: Tensor, clip: Clip) -> PolicyLoss:
+def _clipped(ratio_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
+    (low, high), dual, advantages_T = config.clip.bounds, config.clip.dual, _advantages(tokens)
     plain_T = ratio_T * advantages_T
-    held_T = ratio_T.clamp(1 - clip.low, 1 + clip.high) * advantages_T
+    held_T = ratio_T.clamp(1 - low, 1 + high) * advantages_T
     loss_T, clipped_T = -torch.minimum(plain_T, held_T), held_T < plain_T
-    if clip.dual:
-        over_T = (advantages_T < 0) & (ratio_T > clip.dual)
-        loss_T, clipped_T = torch.where(over_T, -clip.dual * advantages_T, loss_T), clipped_T | over_T
-    return _made(loss_T, clipped_T, mask_T)
+    if dual:
+        over_T = (advantages_T < 0) & (ratio_T > dual)
+        loss_T, clipped_T = torch.where(over_T, -dual * advantages_T, loss_T), clipped_T | over_T
+    return _made(loss_T, clipped_T, tokens.mask_T)
 
 
-def cispo(
-    log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, clip_low: float, clip_high: float
-) -> PolicyLoss:
+def cispo(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     """CISPO, ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi_theta``: the weight is clipped, and every token keeps
     its gradient.
 
     ``clip_low >= 1`` = no lower bound. There is no trust region: nothing limits how far the policy moves from its data.
     Source: CISPO, MiniMax-M1 2506.13585 (TRL's epsilon_high is the cap itself, here it is cap - 1).
     """
-    ratio_T = log_ratio(log_probs_T, anchor_T, mask_T).exp().clamp(max(0.0, 1 - clip_low), 1 + clip_high)
-    advantages_T = torch.where(mask_T, advantages_T, 0.0)
-    return _made(-ratio_T.detach() * _score(log_probs_T, mask_T) * advantages_T, _nowhere(mask_T), mask_T)
+    low, high = config.clip.bounds
+    ratio_T = log_ratio(log_probs_T, anchor_T, tokens.mask_T).exp().clamp(max(0.0, 1 - low), 1 + high)
+    return _weighted(ratio_T.detach(), log_probs_T, tokens)
 
 
-def gspo(
-    log_probs_T: Tensor,
-    anchor_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    sample_T: Tensor,
-    num_samples: int,
-    *,
-    clip: Clip,
-) -> PolicyLoss:
+def gspo(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     """GSPO: PPO on the sequence ratio ``s = exp(mean_t log r_t)``, the same at every token of a sample.
 
     With ``seq_mean_token_mean`` the gradient is ``-A s / T`` at each token. The usual clip range of 3e-4 / 4e-4 is of
     the size of bfloat16
     noise: against mu it clips nearly every sample, so anchor it at the proximal policy. Source: GSPO 2507.18071.
     """
-    mean_N = sequence_means(log_ratio(log_probs_T, anchor_T.detach(), mask_T), mask_T, sample_T, num_samples)
-    ratio_T = torch.where(mask_T, spread(mean_N, sample_T), 0.0).exp()
-    return _clipped(ratio_T, torch.where(mask_T, advantages_T, 0.0), mask_T, clip)
+    delta_T = log_ratio(log_probs_T, anchor_T.detach(), tokens.mask_T)
+    means_T = spread(sequence_means(delta_T, tokens.mask_T, *tokens.by_sequence), tokens.by_sequence[0])
+    return _clipped(torch.where(tokens.mask_T, means_T, 0.0).exp(), tokens, config)
 
 
-def gspo_token(
-    log_probs_T: Tensor,
-    anchor_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    sample_T: Tensor,
-    num_samples: int,
-    *,
-    clip: Clip,
-) -> PolicyLoss:
+def gspo_token(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     """GSPO with token gradients, ``s_t = sg(s) pi_theta / sg(pi_theta)``: advantages may differ by token.
 
     It equals ``gspo`` for one advantage per sample, and PPO for a response of one token. Source: GSPO 2507.18071,
     section 4.3.
     """
-    means_N = sequence_means(log_ratio(log_probs_T, anchor_T, mask_T), mask_T, sample_T, num_samples).detach()
-    ratio_T = torch.where(mask_T, spread(means_N, sample_T), 0.0).exp() * _score(log_probs_T, mask_T)
-    return _clipped(ratio_T, torch.where(mask_T, advantages_T, 0.0), mask_T, clip)
+    delta_T = log_ratio(log_probs_T, anchor_T, tokens.mask_T)
+    means_T = spread(sequence_means(delta_T, tokens.mask_T, *tokens.by_sequence).detach(), tokens.by_sequence[0])
+    ratio_T = torch.where(tokens.mask_T, means_T, 0.0).exp() * _score(log_probs_T, tokens.mask_T)
+    return _clipped(ratio_T, tokens, config)
 
 
-def topr(
-    log_probs_T: Tensor,
-    anchor_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    sample_T: Tensor,
-    num_samples: int,
-) -> PolicyLoss:
+def topr(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     """TOPR, ``-w A log pi``: w = 1 for A >= 0, and the detached *sequence* ratio clipped to 0 .. 1 for A < 0.
 
     The bound of 1 keeps updates from negative samples finite on data of any age; positive samples keep full weight, so
     the policy sharpens on old solutions. Source: TOPR 2503.14286 (others use the token ratio under this name).
     """
-    sums_N = sequence_sums(log_ratio(log_probs_T, anchor_T, mask_T), mask_T, sample_T, num_samples).detach()
-    ratio_T = spread(sums_N, sample_T).clamp(max=0.0).exp()
-    advantages_T = torch.where(mask_T, advantages_T, 0.0)
-    weight_T = torch.where(advantages_T < 0, ratio_T, 1.0)
-    return _made(-weight_T * _score(log_probs_T, mask_T) * advantages_T, _nowhere(mask_T), mask_T)
+    ratio_T = _sequence_ratio(log_probs_T, anchor_T, tokens).clamp(max=0.0).exp()
+    return _weighted(torch.where(_advantages(tokens) < 0, ratio_T, 1.0), log_probs_T, tokens)
 
 
-def sapo(
-    log_probs_T: Tensor,
-    anchor_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    *,
-    tau_positive: float,
-    tau_negative: float,
-) -> PolicyLoss:
+def sapo(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     """SAPO, ``-f(r) A`` with the soft gate ``f(r) = 4 / tau sigmoid(tau (r - 1))``: slope 1 at r = 1, fading smoothly
     on both sides.
 
@@ -181,111 +146,60 @@ def sapo(
     is one.
     Source: SAPO 2511.20347.
     """
-    ratio_T = log_ratio(log_probs_T, anchor_T.detach(), mask_T).exp()
-    advantages_T = torch.where(mask_T, advantages_T, 0.0)
-    tau_T = torch.where(advantages_T > 0, ratio_T.new_tensor(tau_positive), tau_negative)
-    return _made(-4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * advantages_T, _nowhere(mask_T), mask_T)
+    ratio_T = log_ratio(log_probs_T, anchor_T.detach(), tokens.mask_T).exp()
+    advantages_T = _advantages(tokens)
+    tau_T = torch.where(advantages_T > 0, ratio_T.new_tensor(config.sapo.tau_positive), config.sapo.tau_negative)
+    loss_T = -4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * advantages_T
+    return _made(loss_T, torch.zeros_like(tokens.mask_T), tokens.mask_T)
 
 
-def dppo_tv(
-    log_probs_T: Tensor,
-    anchor_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    *,
-    low: float,
-    high: float,
-    penalty: float = 0.0,
-    cap: float = 0.0,
-) -> PolicyLoss:
+def dppo_tv(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     """DPPO, ``-A r`` inside a trust region of total variation (``total_variation_outside``), plus ``penalty * (log
     r)^2`` at every token.
 
     With ``cap`` >= 1 the gradient is ``-A min(r, cap)``. Sources: DPPO 2602.04879; the penalty (1e-3) is that of
     prime-rl, the cap verl's.
     """
-    advantages_T = torch.where(mask_T, advantages_T, 0.0)
-    out_T = total_variation_outside(log_probs_T, anchor_T, advantages_T, mask_T, low=low, high=high)
-    return _inside(log_probs_T, anchor_T, advantages_T, mask_T, out_T, penalty=penalty, cap=cap)
+    (low, high), place = config.clip.bounds, (_advantages(tokens), tokens.mask_T)
+    out_T = total_variation_outside(log_probs_T, anchor_T, *place, low=low, high=high)
+    return _inside(out_T, log_probs_T, anchor_T, tokens, config)
 
 
-def dppo_kl(
-    log_probs_T: Tensor,
-    anchor_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    *,
-    low: float,
-    high: float,
-    penalty: float = 0.0,
-    cap: float = 0.0,
-) -> PolicyLoss:
-    """DPPO with the binary KL divergence as the distance (``binary_kl_moved``), else ``dppo_tv``. Source: DPPO
-    2602.04879.
-    """
-    advantages_T = torch.where(mask_T, advantages_T, 0.0)
-    out_T = binary_kl_moved(log_probs_T, anchor_T, advantages_T, mask_T, low=low, high=high)
-    return _inside(log_probs_T, anchor_T, advantages_T, mask_T, out_T, penalty=penalty, cap=cap)
+def dppo_kl(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
+    """DPPO with the binary KL as the distance (``binary_kl_moved``), else ``dppo_tv``. Source: DPPO 2602.04879."""
+    (low, high), place = config.clip.bounds, (_advantages(tokens), tokens.mask_T)
+    out_T = binary_kl_moved(log_probs_T, anchor_T, *place, low=low, high=high)
+    return _inside(out_T, log_probs_T, anchor_T, tokens, config)
 
 
-def ipo(
-    log_probs_T: Tensor,
-    anchor_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    *,
-    low: float,
-    high: float,
-    penalty: float = 0.0,
-    cap: float = 0.0,
-) -> PolicyLoss:
+def ipo(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     """IPO, ``-A r`` while the probability of the token is ``q - low .. q + high``, whatever the sign of A; else
     ``dppo_tv``.
 
     Tokens that the gradient would bring back have none either. Source: prime-rl's loss of this name (0.1 on both
     sides).
     """
-    advantages_T = torch.where(mask_T, advantages_T, 0.0)
+    (low, high), mask_T = config.clip.bounds, tokens.mask_T
     moved_T = torch.where(mask_T, log_probs_T.detach(), 0.0).exp() - torch.where(mask_T, anchor_T, 0.0).exp()
     out_T = mask_T & ((moved_T > high) | (moved_T < -low))
-    return _inside(log_probs_T, anchor_T, advantages_T, mask_T, out_T, penalty=penalty, cap=cap)
+    return _inside(out_T, log_probs_T, anchor_T, tokens, config)
 
 
 def _inside(
-    log_probs_T: Tensor,
-    anchor_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    out_T: Tensor,
-    *,
-    penalty: float,
-    cap: float,
+    out_T: Tensor, log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig
 ) -> PolicyLoss:
-    """Return ``-A r`` (with a cap: ``-A sg(min(r, cap)) log pi``) where ``out_T`` is False, plus the penalty
-    everywhere.
-    """
-    delta_T = log_ratio(log_probs_T, anchor_T.detach(), mask_T)
+    """Return ``-A r`` (with a cap: ``-A sg(min(r, cap)) log pi``) outside of ``out_T``, and the penalty everywhere."""
+    advantages_T, cap = _advantages(tokens), config.dppo.ratio_cap
+    delta_T = log_ratio(log_probs_T, anchor_T.detach(), tokens.mask_T)
     ratio_T = delta_T.exp()
     if cap:
-        ratio_T = ratio_T.detach().clamp(max=cap) * _score(log_probs_T, mask_T)
-    return _made(
-        torch.where(out_T, 0.0, -ratio_T * advantages_T) + penalty * delta_T.square(),
-        out_T & (advantages_T != 0),
-        mask_T,
-    )
+        ratio_T = ratio_T.detach().clamp(max=cap) * _score(log_probs_T, tokens.mask_T)
+    penalty_T = (config.dppo.penalty or 0.0) * delta_T.square()
+    loss_T = torch.where(out_T, 0.0, -ratio_T * advantages_T) + penalty_T
+    return _made(loss_T, out_T & (advantages_T != 0), tokens.mask_T)
 
 
-def gmpo(
-    log_probs_T: Tensor,
-    anchor_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    sample_T: Tensor,
-    num_samples: int,
-    *,
-    low: float,
-    high: float,
-) -> PolicyLoss:
+def gmpo(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     """GMPO, ``-s A`` with the geometric mean s of the *clipped* token ratios, the same at every token of a sample.
 
     A log-ratio counts as ``min(log r, high)`` where A > 0, and as ``max(log r, -low)`` where A < 0 (nats): a single
@@ -293,24 +207,15 @@ def gmpo(
     without a clip.
     Source: GMPO 2507.20673 (0.4 on both sides).
     """
-    advantages_T = torch.where(mask_T, advantages_T, 0.0)
-    delta_T = log_ratio(log_probs_T, anchor_T.detach(), mask_T)
+    (low, high), advantages_T = config.clip.bounds, _advantages(tokens)
+    delta_T = log_ratio(log_probs_T, anchor_T.detach(), tokens.mask_T)
     over_T = ((advantages_T > 0) & (delta_T > high)) | ((advantages_T < 0) & (delta_T < -low))
     held_T = torch.where(over_T, delta_T.detach().clamp(-low, high), delta_T)
-    ratio_T = spread(sequence_means(held_T, mask_T, sample_T, num_samples), sample_T).exp()
-    return _made(-ratio_T * advantages_T, over_T, mask_T)
+    ratio_T = spread(sequence_means(held_T, tokens.mask_T, *tokens.by_sequence), tokens.by_sequence[0]).exp()
+    return _made(-ratio_T * advantages_T, over_T, tokens.mask_T)
 
 
-def dro(
-    log_probs_T: Tensor,
-    anchor_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    sample_T: Tensor,
-    num_samples: int,
-    *,
-    tau: float,
-) -> PolicyLoss:
+def dro(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     """DRO, ``-sg(A - tau log R) log pi`` with the sequence ratio R: the gradient of ``(A - tau log R)^2 / (2 tau)`` of
     a response.
 
@@ -318,57 +223,27 @@ def dro(
     advantages stands in for the value function of the paper, and the anchor for its reference policy. Source: DRO
     2405.19107.
     """
-    sums_N = sequence_sums(log_ratio(log_probs_T, anchor_T, mask_T), mask_T, sample_T, num_samples).detach()
-    advantages_T = torch.where(mask_T, advantages_T, 0.0)
-    return _made(
-        -(advantages_T - tau * spread(sums_N, sample_T)) * _score(log_probs_T, mask_T), _nowhere(mask_T), mask_T
-    )
+    residual_T = _advantages(tokens) - config.dro.tau * _sequence_ratio(log_probs_T, anchor_T, tokens)
+    loss_T = -residual_T * _score(log_probs_T, tokens.mask_T)
+    return _made(loss_T, torch.zeros_like(tokens.mask_T), tokens.mask_T)
 
 
-def vespo(
-    log_probs_T: Tensor,
-    anchor_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    sample_T: Tensor,
-    num_samples: int,
-    *,
-    positive: tuple[float, float] = (2.0, 3.0),
-    negative: tuple[float, float] = (3.0, 2.0),
-) -> PolicyLoss:
+VESPO_POSITIVE, VESPO_NEGATIVE = (2.0, 3.0), (3.0, 2.0)
+"""(k, lambda) of VESPO by the sign of the advantage. Source: VESPO 2602.10693."""
+
+
+def vespo(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     """VESPO, ``-sg(phi(W)) A log pi``: sequence ratio W, ``phi(W) = W^k e^(lambda (1 - W))``, so phi(1) = 1 with the
     maximum at k / lambda.
 
     ``positive`` and ``negative`` are (k, lambda) by the sign of A. Source: VESPO 2602.10693.
     """
-    log_w_N = sequence_sums(log_ratio(log_probs_T, anchor_T, mask_T), mask_T, sample_T, num_samples).detach()
     # e^50 is finite in float32, and phi is all but 0 at either bound.
-    log_w_T = spread(log_w_N, sample_T).clamp(-50.0, 50.0)
-    advantages_T = torch.where(mask_T, advantages_T, 0.0)
-    k_T = torch.where(advantages_T > 0, log_w_T.new_tensor(positive[0]), negative[0])
-    lambda_T = torch.where(advantages_T > 0, log_w_T.new_tensor(positive[1]), negative[1])
-    weight_T = (k_T * log_w_T + lambda_T * (1 - log_w_T.exp())).exp()
-    return _made(-weight_T * _score(log_probs_T, mask_T) * advantages_T, _nowhere(mask_T), mask_T)
-
-
-def gepo_ratio(log_probs_T: Tensor, anchor_T: Tensor, mask_T: Tensor, sample_T: Tensor, groups_N: Tensor) -> Tensor:
-    """Return the group-expectation weight ``p_i / (sum_j q_j^2 / sum_j q_j)``, [N], with length-normalised ``p, q =
-    exp(mean log prob)``.
-
-    The sums are over the samples of i's group, which must all be in this row (an absent sample has no tokens and is
-    left out). For equal q, and in a group of one, the weight is p / q. Source: GEPO 2508.17850.
-    """
-    num_samples = len(groups_N)
-    p_N = sequence_means(torch.where(mask_T, log_probs_T, 0.0), mask_T, sample_T, num_samples).exp()
-    q_N = sequence_means(torch.where(mask_T, anchor_T.detach(), 0.0), mask_T, sample_T, num_samples).exp()
-    # An absent sample has a mean log-prob of 0, and so would count with q = 1.
-    there_N = sequence_sums(torch.ones_like(log_probs_T), mask_T, sample_T, num_samples) > 0
-    q_N = torch.where(there_N, q_N, 0.0)
-    _, place_N = torch.unique(groups_N, return_inverse=True)
-    zeros_G = q_N.new_zeros(int(place_N.max()) + 1 if len(place_N) else 0)
-    sums_G, squares_G = zeros_G.index_add(0, place_N, q_N), zeros_G.index_add(0, place_N, q_N.square())
-    expected_N = (squares_G / torch.where(sums_G > 0, sums_G, math.inf))[place_N]
-    return torch.where(there_N, p_N / torch.where(there_N, expected_N, 1.0), 1.0)
+    log_w_T = _sequence_ratio(log_probs_T, anchor_T, tokens).clamp(-50.0, 50.0)
+    is_positive_T = _advantages(tokens) > 0
+    k_T = torch.where(is_positive_T, log_w_T.new_tensor(VESPO_POSITIVE[0]), VESPO_NEGATIVE[0])
+    lambda_T = torch.where(is_positive_T, log_w_T.new_tensor(VESPO_POSITIVE[1]), VESPO_NEGATIVE[1])
+    return _weighted((k_T * log_w_T + lambda_T * (1 - log_w_T.exp())).exp(), log_probs_T, tokens)
 
 
 def loglinear_proximal(log_probs_T: Tensor, rollout_T: Tensor, mask_T: Tensor, lag_T: Tensor) -> Tensor:
@@ -386,9 +261,7 @@ def loglinear_proximal(log_probs_T: Tensor, rollout_T: Tensor, mask_T: Tensor, l
 
 
 def top_cut(values_M: Tensor, share: float) -> float:
-    """Return the smallest of the ``share`` largest values, at least of one; -infinity if there are none. Equal values
-    go together.
-    """
+    """Return the least of the ``share`` largest values (at least one); -infinity for none. Equal ones go together."""
     if not len(values_M):
         return -math.inf
     num_chosen = max(1, int(share * len(values_M)))
@@ -462,33 +335,84 @@ def chosen(covariance_T: Tensor, draws_T: Tensor, mask_T: Tensor, cut: Covarianc
     return mask_T & (covariance_T > cut.low) & (covariance_T < cut.high) & (draws_T <= cut.last_draw)
 
 
-def clip_cov(
-    log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, clip: Clip, chosen_T: Tensor | None
-) -> PolicyLoss:
+def clip_cov(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     """Clip-Cov: PPO, without the gradient of the chosen tokens (None = none): a share drawn from those of large
     covariance.
 
     Source: Cui et al. 2025 (2505.22617); 2e-4 of the tokens, of covariances 1 .. 5, as in verl. verl does not draw
     tokens that PPO clips already; here it may.
     """
-    loss = ppo(log_probs_T, anchor_T, advantages_T, mask_T, clip=clip)
+    loss, chosen_T = ppo(log_probs_T, anchor_T, tokens, config), tokens.chosen_T
     if chosen_T is None:
         return loss
-    return PolicyLoss(
-        loss_T=torch.where(chosen_T, 0.0, loss.loss_T), clipped_T=loss.clipped_T | (chosen_T & (advantages_T != 0))
-    )
+    clipped_T = loss.clipped_T | (chosen_T & (tokens.advantages_T != 0))
+    return replace(loss, loss_T=torch.where(chosen_T, 0.0, loss.loss_T), clipped_T=clipped_T)
 
 
-def kl_cov(
-    log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, coef: float, chosen_T: Tensor | None
-) -> PolicyLoss:
+def kl_cov(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     """KL-Cov, ``-A r``, plus ``coef |log r|`` at the chosen tokens (None = none): those of the largest covariance.
 
     There is no trust region elsewhere. Where policy and anchor are equal the penalty has no gradient.
     Source: Cui et al. 2025 (2505.22617); the form of the penalty is verl's.
     """
-    delta_T = log_ratio(log_probs_T, anchor_T.detach(), mask_T)
-    loss_T = -delta_T.exp() * torch.where(mask_T, advantages_T, 0.0)
-    if chosen_T is not None:
-        loss_T = loss_T + torch.where(chosen_T, coef * delta_T.abs(), 0.0)
-    return PolicyLoss(loss_T=torch.where(mask_T, loss_T, 0.0), clipped_T=torch.zeros_like(mask_T))
+    delta_T = log_ratio(log_probs_T, anchor_T.detach(), tokens.mask_T)
+    loss_T = -delta_T.exp() * _advantages(tokens)
+    if tokens.chosen_T is not None:
+        loss_T = loss_T + torch.where(tokens.chosen_T, config.covariance.kl_coef * delta_T.abs(), 0.0)
+    return _made(loss_T, torch.zeros_like(tokens.mask_T), tokens.mask_T)
+
+
+# ---- demonstrations
+
+
+def sft_loss(log_probs_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Return the cross-entropy ``-log pi_theta`` (nats), [T]; exactly 0 with exactly 0 gradient where masked."""
+    return torch.where(mask_T, -log_probs_T, 0.0)
+
+
+def sft(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
+    """Cross-entropy of every token."""
+    return PolicyLoss(loss_T=sft_loss(log_probs_T, tokens.mask_T), clipped_T=torch.zeros_like(tokens.mask_T))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervised:
+    """The term of the demonstrations in the number that an update minimises: ``coef`` times their aggregated
+    cross-entropy.
+
+    Demonstrations have no log-probs of a policy that sampled them, so they are in no ratio, no baseline and no
+    diagnostic of the others, and the two terms have denominators of their own.
+    """
+
+    coef: float
+    mode: str | Reducer
+    """Aggregation mode, as in ``Objective.mode``."""
+    denominators: Denominators
+    """Denominators of the update's demonstrations; with ``loss: sft`` of all its samples, which then have one loss."""
+
+    def term(self, log_probs_T: Tensor, mask_T: Tensor, sample_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a row's part, and its sums for ``train/sft_loss``. ``mask_T``: trainable tokens of demonstrations."""
+        loss_T = sft_loss(log_probs_T, mask_T)
+        total = self.coef * aggregate(loss_T, mask_T, sample_T, self.denominators, mode=self.mode)
+        return total, {"sft_tokens": mask_T.sum().double(), "sft_loss": loss_T.detach().sum().double()}
+
+
+LOSS_FUNCTIONS: Mapping[str, LossFunction] = {
+    "ppo": ppo,
+    "clip_cov": clip_cov,
+    "cispo": cispo,
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "gmpo": gmpo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "ipo": ipo,
+    "kl_cov": kl_cov,
+    "topr": topr,
+    "sapo": sapo,
+    "vespo": vespo,
+    "dro": dro,
+    "reinforce": reinforce,
+    "sft": sft,
+}
+"""Built-in losses by the name in ``AlgorithmConfig.loss``."""

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 DELTA_BOUND = 20.0
-"""Log-ratios are clamped to +-20 before exp: e^20 is far outside every clip and finite. Source: the SAFETY_BOUND of
-verl.
-"""
+"""Log-ratios are clamped to +-20 before exp: e^20 is outside every clip, and finite. Source: verl's SAFETY_BOUND."""
 
 
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:

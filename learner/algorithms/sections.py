@@ -1,9 +1,10 @@
 """Sections of ``learner.algorithm``: the settings that one estimator, one loss or one term reads.
 
-A field that is None takes the value of the preset (``presets.py``). A section checks what its own fields decide;
+A field that is None takes the value of the preset (``choices.py``). A section checks what its own fields decide;
 ``contradictions.py`` checks the rest.
 """
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
@@ -19,7 +20,6 @@ from tidemill.bus.section import (
     section,
 )
 from tidemill.learner.algorithms.choices import KL_ESTIMATORS, WEIGHTS
-from tidemill.learner.algorithms.reject_rules import RejectRule, by_path, reject_rule
 
 MAX_LISTED = 1024
 """Maximum number of tokens that a teacher may list at each position."""
@@ -67,9 +67,7 @@ class RaeConfig:
     """Share of a role's baseline that stays when one reward of the role has been added to it; at 1 it would never move.
     """
     role: str = ""
-    """Key of the samples' metadata with the role, each of which has a baseline of its own; empty = one baseline for all
-    samples.
-    """
+    """Key of the samples' metadata with the role; each role has a baseline. Empty = one for all samples."""
 
 
 @section
@@ -104,17 +102,13 @@ class DistillConfig:
     """On-policy distillation (docs/distillation.md)."""
 
     coef: NotNegativeFloat = 0.0
-    """Adds coef (log pi_teacher - log pi) to each token's advantage, or coef times a KL of the teacher's top-k tokens
-    to the loss (``loss``).
-    """
+    """Factor of log pi_teacher - log pi in each token's advantage, or of the KL in the loss (``loss``)."""
     teacher: Literal["reference", "engine"] = "reference"
     """The teacher: reference (``kl.reference``, a model of the trained one's architecture) | engine (the scores in the
     samples, from one of ``actor.teachers``); derived: engine where there are ``actor.teachers``.
     """
     loss: Literal["token", "forward_kl", "reverse_kl"] = "token"
-    """token (the sampled token alone, as an advantage) | forward_kl, reverse_kl (of the teacher's ``top_k`` tokens and
-    the rest, as a loss).
-    """
+    """token (an advantage of the sampled token) | forward_kl, reverse_kl (a loss of ``top_k`` tokens and the rest)."""
     top_k: Annotated[int, Field(ge=0, le=MAX_LISTED)] = 0
     """Most probable tokens of the teacher at each position, for forward_kl and reverse_kl."""
 
@@ -153,6 +147,12 @@ class ClipConfig:
     dual: NotNegativeFloat = 0.0
     """Upper bound of the ratio where the advantage is negative (ppo, gspo, gspo_token); 0 = none, else > 1."""
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """(low, high), after a preset has filled them in."""
+        assert self.low is not None and self.high is not None
+        return self.low, self.high
+
 
 @section
 @dataclass(frozen=True, kw_only=True)
@@ -183,14 +183,10 @@ class DppoConfig:
 @section
 @dataclass(frozen=True, kw_only=True)
 class CovarianceConfig:
-    """Tokens that the losses clip_cov and kl_cov treat apart, by their covariance
-    (A - mean A) (log pi - mean log pi).
-    """
+    """Tokens that clip_cov and kl_cov treat apart, by covariance (A - mean A) (log pi - mean log pi)."""
 
     share: Annotated[float, Field(gt=0, le=1)] = 0.0002
-    """Share of the tokens, at least one, whose gradient clip_cov drops (drawn) or which kl_cov holds back (largest
-    covariance).
-    """
+    """Share of the tokens, at least one, that clip_cov leaves out (drawn) or kl_cov holds back (largest)."""
     low: NotNegativeFloat = 1.0
     """clip_cov draws from tokens with a covariance of low .. high."""
     high: float = 5.0
@@ -209,9 +205,7 @@ class DroConfig:
     """Setting of ``loss: dro``."""
 
     tau: PositiveFloat = 0.1
-    """Weight of the squared log-ratio of a response, in units of the advantage per nat; at 0 nothing would correct for
-    old data.
-    """
+    """Weight of a response's squared log-ratio, in units of the advantage per nat."""
 
 
 # ---- correction
@@ -233,6 +227,67 @@ class WeightConfig:
     self_normalise: bool = False
     """Divide the weights by their mean over the update on all ranks."""
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """(low, high), after a preset has filled them in; a ``high`` of 0 is no bound."""
+        assert self.low is not None and self.high is not None
+        return self.low, self.high or math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class RejectRule:
+    """One entry of ``RejectConfig.rules``."""
+
+    metric: str
+    span: str
+    low: float
+    """Lower bound, for k1 only; 0 = none."""
+    high: float
+
+    @property
+    def name(self) -> str:
+        """Name of the rule in the metrics: ``<metric>_<span>``."""
+        return f"{self.metric}_{self.span}"
+
+
+def by_path(text: str) -> bool:
+    """Return whether a rule is the import path of a function (``module:function``)."""
+    module, colon, function = text.partition(":")
+    return bool(module and colon and function) and not text.split()[1:]
+
+
+def reject_rule(text: str) -> RejectRule:
+    """Return the rule in ``"k3 seq_mean 0.01"`` (metric, span, upper bound) or ``"k1 token 0.5 2"`` (lower and upper
+    bound).
+
+    Raises ValueError for any other text, for bounds in the wrong order or not finite, and for bounds of k1 without 1
+    between them.
+    """
+    parts = text.split()
+    form = (
+        "'METRIC SPAN HIGH' or 'k1 SPAN LOW HIGH' with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max, or "
+        "module:function"
+    )
+    try:
+        metric, span, *bounds = parts
+        numbers = [float(bound) for bound in bounds]
+        low, high = numbers if len(numbers) == 2 else (0.0, *numbers)
+    except ValueError:
+        raise ValueError(f"rules: want {form}, got {text!r}") from None
+    if (
+        metric not in ("k1", "k2", "k3")
+        or span not in ("token", "seq_sum", "seq_mean", "seq_max")
+        or (low and metric != "k1")
+    ):
+        raise ValueError(f"rules: want {form}, got {text!r}")
+    if not 0 <= low < high < math.inf:
+        raise ValueError(f"rules: want 0 <= low < high, finite, got {text!r}")
+    if low and span == "seq_max":
+        raise ValueError(f"rules: seq_max is of the absolute log-ratio, want one bound, got {text!r}")
+    if metric == "k1" and not low <= 1 <= high:
+        raise ValueError(f"rules: k1 bounds the ratio pi / mu, 1 for fresh data: want low <= 1 <= high, got {text!r}")
+    return RejectRule(metric, span, low, high)
+
 
 @section
 @dataclass(frozen=True, kw_only=True)
@@ -248,9 +303,7 @@ class RejectConfig:
     binary_kl: NotNegativeFloat | None = None
     """Largest binary KL of a token (KPop); 0 = off."""
     opsm: NotNegativeFloat | None = None
-    """Off-policy sequence masking: largest mean log-ratio, log mu - log pi, of a sample with a negative advantage; 0 =
-    off.
-    """
+    """Off-policy sequence masking: largest mean log mu - log pi of a sample with a negative advantage; 0 = off."""
 
     def __post_init__(self) -> None:
         self.parsed  # noqa: B018  # for the errors of rules
@@ -274,13 +327,17 @@ class M2Config:
     limit: NotNegativeFloat | None = None
     """Largest mean of the squared log-ratio (0.04); 0 = off."""
     tokens: Literal["all", "harmful"] | None = None
-    """Tokens that are counted and rejected: all | harmful (A > 0 and ratio > 1, or both below: the update moves them
-    away from mu).
-    """
+    """Tokens that are counted and rejected: all | harmful (the update moves them away from mu)."""
     keep_low: NotNegativeFloat | None = None
     """Tokens with a ratio of keep_low .. keep_high are not rejected; both 0 = no such range."""
     keep_high: NotNegativeFloat | None = None
     """Upper bound of that range."""
+
+    @property
+    def kept(self) -> tuple[float, float]:
+        """(keep_low, keep_high), after a preset has filled them in."""
+        assert self.keep_low is not None and self.keep_high is not None
+        return self.keep_low, self.keep_high
 
 
 # ---- further terms
@@ -294,9 +351,7 @@ class EntropyConfig:
     coef: NotNegativeFloat = 0.0
     """Coefficient in the loss, with ``target`` the first one; 0 = none."""
     target: NotNegativeFloat = 0.0
-    """> 0: mean entropy per token, nats, below which the coefficient grows; above it there is no bonus, and the
-    coefficient falls.
-    """
+    """> 0: mean entropy per token, nats, below which the coefficient grows; above it falls, with no bonus."""
     delta: float = 0.005
     """Change of the coefficient in a step, with ``target``."""
     coef_max: float = 1.0
@@ -330,23 +385,17 @@ class KLConfig:
     reward_coef: NotNegativeFloat = 0.0
     """Coefficient of the summed k1 of a sample, subtracted from its reward; 0 = none."""
     reward_by: Literal["sample", "token"] = "sample"
-    """sample (its sum, before the advantages) | token (REINFORCE++: each token's advantage loses the sum from it to the
-    end).
-    """
+    """sample (its sum, before the advantages) | token (each advantage loses the sum from its token on)."""
     target: NotNegativeFloat = 0.0
     """> 0: the coefficients adapt so that the mean divergence per token stays there."""
     horizon: PositiveFloat = 10_000.0
     """Samples over which the coefficients adapt."""
     reference: str = ""
-    """Directory of the reference model, Hugging Face format, the same architecture; empty = the model the run starts
-    from.
-    """
+    """Directory of the reference model, of the same architecture; empty = the model the run starts from."""
     reference_every: NotNegative = 0
     """The policy becomes the reference after every so many steps; 0 = never."""
     reference_ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the reference that stays in each step, the rest becoming the policy's weights (0.99: a moving average;
-    at 1 it would never move); 0 = off.
-    """
+    """Share of the reference that stays in each step, the rest becoming the policy's (0.99); 0 = off."""
 
     def __post_init__(self) -> None:
         if self.reward_by != "sample" and not self.reward_coef:

@@ -8,15 +8,15 @@ tokens and the later sequences, both discounted by gamma per trainable token bet
 different ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tidemill.learner.algorithms.advantages import returns_to_go
-from tidemill.learner.algorithms.gae_vtrace import recurrence
+from tidemill.learner.algorithms.gae_vtrace import gae, recurrence
 from tidemill.learner.algorithms.ratios import prefix_sums, running_sums, sequence_sums
+from tidemill.learner.algorithms.tokens import Tokens
 
 
 def turn_returns(rewards_N: Tensor, turn_rewards_C: Tensor, turn_samples_C: Tensor, *, gamma: float) -> Tensor:
@@ -91,10 +91,43 @@ def turn_advantages(
     return advantages_NO[turn_samples_C, ordinals_C]
 
 
-def sums_and_owners(gap_T: Tensor, mask_T: Tensor, sample_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
-    """Return (sum of the gaps, sample) of each sequence in this row, 0 for the others, float64 [2, M]; add them over
-    rows and ranks.
+def advantages_of_tokens(
+    rows: Sequence[Tokens],
+    gaps: Sequence[Tensor],
+    *,
+    gamma: float,
+    scale: float,
+    summed: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    """Return each token's advantage by row, float64 [T]: its sample's, discounted, less ``scale`` times the gaps to go.
+
+    ``gaps``: divergence of each token by row, 0 where masked. Collective through ``summed``.
     """
+    if gamma == 1:
+        parts = [
+            sums_and_owners(gap_T, row.mask_T, row.sample_T, *row.by_sequence)
+            for gap_T, row in zip(gaps, rows, strict=True)
+        ]
+        sums_M, owners_M = summed(torch.stack(parts).sum(0)).unbind()
+        later_M = later_sums(sums_M, owners_M)
+        return [
+            row.advantages_T.double()
+            - scale * divergences_to_go(gap_T, row.mask_T, row.by_sequence[0], sums_M, later_M)
+            for gap_T, row in zip(gaps, rows, strict=True)
+        ]
+    parts = [
+        discounted_sums(gap_T, row.mask_T, row.sample_T, *row.by_sequence, gamma=gamma)
+        for gap_T, row in zip(gaps, rows, strict=True)
+    ]
+    ahead, values = discounted(summed(torch.stack(parts).sum(0)), gamma=gamma), []
+    for gap_T, row in zip(gaps, rows, strict=True):
+        factor_T, charge_T = discounted_to_go(gap_T, row.mask_T, row.by_sequence[0], ahead, gamma=gamma)
+        values.append(factor_T * row.advantages_T.double() - scale * charge_T)
+    return values
+
+
+def sums_and_owners(gap_T: Tensor, mask_T: Tensor, sample_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+    """Return (sum of gaps, sample) of each sequence in this row, float64 [2, M]; add them over rows and ranks."""
     sums_M = sequence_sums(gap_T.double(), mask_T, sequence_T, num_sequences)
     owners_M = torch.zeros_like(sums_M).scatter_reduce(
         0, sequence_T.clamp(min=0), sample_T.clamp(min=0).double(), "amax"
@@ -103,9 +136,7 @@ def sums_and_owners(gap_T: Tensor, mask_T: Tensor, sample_T: Tensor, sequence_T:
 
 
 def later_sums(sums_M: Tensor, owners_M: Tensor) -> Tensor:
-    """Return the sum over the later sequences of the same sample, [M]; the sequences of a sample are neighbours, in
-    order.
-    """
+    """Return the sum over the later sequences of the same sample, [M]; they are neighbours, in order."""
     if not len(sums_M):
         return sums_M
     owners_M = owners_M.long()
@@ -182,6 +213,15 @@ def discounted_to_go(
     own_T = returns_to_go(gap_T.double(), sequence_T, gamma=gamma, mask_T=mask_T)
     factor_T = torch.where(mask_T, gamma ** (left_T + ahead.later_tokens_M[place_T]), 0.0)
     return factor_T, torch.where(mask_T, own_T + gamma ** (left_T + 1) * ahead.later_M[place_T], 0.0)
+
+
+def returns_to_go(token_rewards_T: Tensor, sample_T: Tensor, *, gamma: float, mask_T: Tensor) -> Tensor:
+    """Return ``R_t = r_t + gamma R_next`` within each sample, [T], detached; 0 where masked and in padding.
+
+    Masked tokens pass the return on without discount, and their own rewards are ignored.
+    """
+    steps_T = mask_T & (sample_T >= 0)
+    return gae(token_rewards_T, torch.zeros_like(token_rewards_T), steps_T, sample_T, gamma=gamma, lam=1.0)[0]
 
 
 def _counts(mask_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:

@@ -67,9 +67,7 @@ def num_shared(tokens: NDArray[np.int64], before: NDArray[np.int64]) -> int:
 
 
 def tree_of(row: MicroBatch) -> Tree | None:
-    """Return the tree of a row; None if it would save less than ``SAVED_SHARE``. Each sequence may share the beginning
-    of the one before it.
-    """
+    """Return the tree of a row, each sequence beside the one before it; None if it saves less than ``SAVED_SHARE``."""
     take: list[NDArray[np.int64]] = []
     source_T = np.full(len(row.tokens_T), -1, np.int64)
     lengths, prefixes = list[int](), list[Runs]()

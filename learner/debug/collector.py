@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.algorithms.aggregation import TokenLoss
-from tidemill.learner.algorithms.objective import Tokens
+from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.debug import train_file
 from tidemill.learner.layout.parallel import Parallel
@@ -118,9 +118,7 @@ class Collector:
         self._updates: list[_Pass] = []
 
     def begin(self, batch: StepBatch, first_pass: Sequence[Fields], routed: Sequence[Routed] = ()) -> None:
-        """Begin a step. ``first_pass``: fields of each micro-batch before the first update; ``routed``: as for
-        ``update``.
-        """
+        """Begin a step. ``first_pass``: fields of each micro-batch before any update; ``routed``: as for ``update``."""
         self._batch, self._updates, self._open = batch, [], _Pass()
         rows = [_on_host(fields) for fields in first_pass] if self.writes else []
         self._record = _Pass(rows=rows, routed=routed if self._keeps else ())
@@ -136,9 +134,7 @@ class Collector:
             self._open.rows[-1] |= _on_host({"logits_sample": logits_KV, "logits_positions": at_K})
 
     def update(self, loss_dict: Mapping[str, float], grad_norm: float | None, routed: Sequence[Routed] = ()) -> None:
-        """End an optimizer step. ``loss_dict``: of this rank's rows. ``routed``: this stage's routing of each row, if
-        any.
-        """
+        """End an optimizer step. ``loss_dict``: of this rank's rows. ``routed``: this stage's routing of each row."""
         self._open.loss_dict, self._open.grad_norm = loss_dict, grad_norm
         self._open.routed = routed if self._keeps else ()
         self._updates.append(self._open)

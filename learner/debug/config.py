@@ -80,9 +80,7 @@ class DumpModulesConfig:
     """Dump of the learner's activations for fixed prompts (docs/debugging.md)."""
 
     step: NotNegative = 0
-    """The dump is made with the weights that this step starts from (1 = the weights of the model directory); 0 = no
-    dump.
-    """
+    """The dump is made with the weights that this step starts from (1 = those of the model directory); 0 = no dump."""
     prompts: str = ""
     """File of prompts: one JSON list of token ids per line, or a map with ``tokens``."""
     names: str = "*"
@@ -101,13 +99,9 @@ class DebugConfig:
     """Debugging modes: generation without a learner, training on recorded batches, and dumps (docs/debugging.md)."""
 
     rollout_only: bool = False
-    """Run engines and actors for ``learner.steps`` steps without training: the weights stay as they are in
-    ``model.path``.
-    """
+    """Run engines and actors for ``learner.steps`` steps without training, with the weights of ``model.path``."""
     save_rollout: str = ""
-    """File for the samples of each step, with ``{step}`` in its name, such as ``dump/rollout_{step}.msgpack``; empty =
-    none.
-    """
+    """File for the samples of each step, such as ``dump/rollout_{step}.msgpack``; empty = none."""
     load_rollout: str = ""
     """Files of ``save_rollout`` to train on, without engines and actors; a name without ``{step}`` is the batch of
     every step. Empty = none.

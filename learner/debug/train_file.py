@@ -58,9 +58,7 @@ class DumpedStep:
     grad_norm: float | None
     """Over all ranks, before clipping; None = the step was skipped, or nothing is trained (record)."""
     debug_data: JsonMapping
-    """For each field, a list of arrays, one per sequence (``BY_TOTAL``, ``BY_RESPONSE``), or an array (``BY_SEQUENCE``,
-    logits_*).
-    """
+    """By field: a list of arrays, one per sequence, or one array (``BY_SEQUENCE``, logits_*)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

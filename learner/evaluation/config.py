@@ -53,9 +53,7 @@ class EvalSet:
     chat_template_args: dict[str, typing.Any] | None = None
     """Overrides ``data.chat_template_args`` for this set."""
     reward: str | None = None
-    """Overrides ``data.reward`` for this set: the name that ``when: {reward: NAME}`` of ``actor.reward_parts`` refers
-    to.
-    """
+    """Overrides ``data.reward`` for this set (``when: {reward: NAME}`` of ``actor.reward_parts``)."""
     reward_key: str | None = None
     """Overrides ``data.reward_key`` for this set."""
     sampling_key: str | None = None
@@ -105,19 +103,13 @@ class EvalConfig:
     """Held-out sets by name: a map with the file's path, and settings that differ from training (docs/evaluation.md).
     """
     best: str = ""
-    """SET/METRIC (``mean`` or ``pass_at_<k>``): every version that is evaluated gets a checkpoint, and that of the best
-    is kept.
-    """
+    """SET/METRIC (``mean`` or ``pass_at_<k>``): each evaluated version gets a checkpoint, and the best is kept."""
     stop_after: NotNegative = 0
     """End the run after this number of evaluations without a better ``best``; 0 = never."""
     max_open_tasks: Positive = 8
-    """Maximum number of evaluation prompts that are out at a time; bounds the share of the engines that evaluation
-    takes.
-    """
+    """Maximum number of evaluation prompts that are out at a time; it bounds their share of the engines."""
     exact: bool = False
-    """No step is trained before the evaluation of a version is over, so that all its tokens are of that version; false
-    = of version 0.
-    """
+    """True: no step is trained while a version is evaluated, so that all its tokens are of it; false: of version 0."""
     stall_s: PositiveFloat = 600.0
     """Seconds without any result after which an evaluation ends with the results it has; missing ones are counted."""
     seed: int = 0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tidemill.learner.algorithms.aggregation import Denominators, aggregate
 from tidemill.learner.algorithms.gae_vtrace import value_clipped, value_loss
-from tidemill.learner.algorithms.objective import Tokens
+from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.collector import Collector, Fields, of_critic
 from tidemill.learner.layout.stages import of_last, tensors_of_last

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.learner.algorithms.aggregation import Denominators
-from tidemill.learner.algorithms.objective import RewardParts, Tokens, TurnColumns
+from tidemill.learner.algorithms.tokens import RewardParts, Tokens, TurnColumns
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.batch.prefixes import Tree, tree_of
 from tidemill.learner.layout.parallel import Parallel

@@ -24,13 +24,14 @@ from tidemill.learner.algorithms import diagnostics
 from tidemill.learner.algorithms.aggregation import Denominators
 from tidemill.learner.algorithms.choices import RUNNING
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.correction import rate_factor
 from tidemill.learner.algorithms.diagnostics import Sums
-from tidemill.learner.algorithms.importance_weights import rate_factor
+from tidemill.learner.algorithms.gae_vtrace import with_token_advantages
 from tidemill.learner.algorithms.kl import EntropyBonus, counted_samples, next_coefficient
-from tidemill.learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
+from tidemill.learner.algorithms.objective import Coupled, Objective, sequence_weight_sums
+from tidemill.learner.algorithms.policy_losses import Supervised
 from tidemill.learner.algorithms.ratios import log_ratio, sequence_sums
-from tidemill.learner.algorithms.shaping import Supervised
-from tidemill.learner.algorithms.token_advantages import with_token_advantages
+from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import StepBatch, without_truncated
 from tidemill.learner.batch.prefixes import any_common
 from tidemill.learner.batch.repacking import packings, repacked

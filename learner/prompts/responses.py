@@ -29,9 +29,7 @@ from tidemill.learner.prompts.formats import kind_of, messages_in, refuse_unsend
 from tidemill.learner.prompts.tokenizer import Tokenize
 
 _ANCHORS = ("", "\n", "a")
-"""Texts before the one that is tokenized, whose tokens are removed: a tokenizer that puts a blank before every text
-puts it before them.
-"""
+"""Texts put before the tokenized one, whose tokens are removed: some tokenizers put a blank before every text."""
 
 
 class ChatTexts(Protocol):

@@ -9,9 +9,7 @@ LOCAL, SHARED = "local", "shared"
 OF_THIS_MACHINE = ("file", "local")
 """Protocols for directories of the machine itself."""
 MOST_PENDING = 2
-"""Checkpoints that wait for their copies, or for their upload, at a time: while there are as many, no other one is
-written.
-"""
+"""Checkpoints that may wait for their copies, or for their upload; while there are as many, none is written."""
 _FORM = re.compile(r"[a-z][a-z0-9+.-]*://[^\s?#*\[\]]+")
 _USER = re.compile(r"(?<=://)[^\s]*:[^\s]*@")
 """A user with a password, which may have any character: up to the last @ of the word."""
@@ -33,9 +31,7 @@ class CheckpointConfig:
     """With ``local`` and several nodes: number of nodes that have each file before a checkpoint counts as the latest.
     """
     background: bool = True
-    """Write while training goes on, from a copy of the rank's state in host memory; false = the step waits, and no copy
-    is kept.
-    """
+    """Write while training goes on, from a copy in host memory; false = the step waits, and no copy is kept."""
 
     def __post_init__(self) -> None:
         if self.store not in (LOCAL, SHARED):
@@ -56,9 +52,7 @@ def protocol_of(url: str) -> str:
 
 
 def refuse_url(store: str) -> None:
-    """Raise ValueError for a text that is no URL of a store, and for one with a password: settings are in files, rows
-    and logs.
-    """
+    """Raise ValueError for a text that is no URL of a store, and for a password: settings are in files and logs."""
     shown = masked(store)
     if _USER.search(store):
         raise ValueError(
@@ -76,7 +70,5 @@ def refuse_url(store: str) -> None:
 
 
 def masked(text: str) -> str:
-    """Return a text in which no URL has a user with a password, or a query, which may be a signature, and no key of an
-    account is shown.
-    """
+    """Return a text without passwords, queries (which may be signatures) and keys of accounts in its URLs."""
     return _SECRET.sub(r"\1***", _QUERY.sub(r"\1?***", _USER.sub("***@", text)))

@@ -76,9 +76,7 @@ class StalenessConfig:
     filter_zero_variance: bool = False
     """Drop groups with equal rewards and draw others (dynamic sampling)."""
     over_sampling: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """Further groups in flight, as a share of groups_per_step, so that filters leave enough. Those left over grow old;
-    the gate applies.
-    """
+    """Further groups in flight, as a share of groups_per_step, so that filters leave enough. The gate applies."""
     max_refill: PositiveFloat = 4.0
     """After max_refill x groups_per_step filtered groups a step runs with fewer groups and logs a warning."""
 
@@ -96,9 +94,7 @@ class CriticConfig:
     value_clip: NotNegativeFloat = 0.2
     """Largest move of a value within a step that the loss rewards, in units of the reward; 0 = any."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """The critic's optimizer, with settings of its own: adamw or adam. A learning rate of 5 to 10 times the policy's is
-    usual.
-    """
+    """The critic's optimizer: adamw or adam, usually with 5 to 10 times the policy's learning rate."""
 
     def __post_init__(self) -> None:
         if self.optimizer.freeze:
@@ -117,17 +113,13 @@ class LearnerConfig:
     steps: Annotated[Positive, BASIC] = 100
     """Batches of the run: each makes a new version."""
     num_epochs: NotNegative = 0
-    """Passes over the prompts after which the run ends, if ``steps`` does not end it before; 0 = any number
-    (docs/data.md).
-    """
+    """Passes over the prompts after which the run ends, if ``steps`` does not end it; 0 = any (docs/data.md)."""
     groups_per_step: Annotated[Positive, BASIC] = 32
     """Groups (prompts) in the batch of one step."""
     group_size: Annotated[Positive, BASIC] = 8
     """Samples of one task (n)."""
     min_group_size: NotNegative = 0
-    """Samples with which the group of a dead task is trained, when others of it failed for good; 0 = all: it is
-    dropped.
-    """
+    """Samples with which the group of a dead task is trained, when its others failed for good; 0 = it is dropped."""
     credit: Annotated[str, OneOf(CREDITS)] = "episode"
     """Unit of an advantage: episode, or turn (discounted return of each turn; algorithm.advantage reinforce, rloo or
     grpo_no_std).
@@ -143,9 +135,7 @@ class LearnerConfig:
     tensor_parallel: Positive = 1
     """Ranks over which every matrix is split; must divide vocabulary, key/value heads and intermediate size."""
     sequence_parallel: bool = False
-    """With tensor_parallel, divide the tokens between the split matrices too: fewer activations, the same traffic
-    (docs/parallelism.md).
-    """
+    """With tensor_parallel, divide the tokens between the split matrices, too (docs/parallelism.md)."""
     pipeline_parallel: Positive = 1
     """Stages of the layers, each on its own ranks; divides the layers, or those that the next two settings leave
     (docs/parallelism.md).
@@ -155,17 +145,11 @@ class LearnerConfig:
     last_stage_layers: NotNegative = 0
     """Layers of the last stage of the pipeline, which computes the logits, too; 0 = as many as each other stage."""
     virtual_pipeline: Positive = 1
-    """Chunks of layers of each stage, in turn, so that stages wait less; pipeline_parallel x virtual_pipeline must
-    divide the layers.
-    """
+    """Chunks of layers of each stage, so that stages wait less; with the stages they must divide the layers."""
     context_parallel: Positive = 1
-    """Ranks that divide the tokens of each packed row; tensor_parallel x context_parallel must divide the attention
-    heads.
-    """
+    """Ranks that divide the tokens of each packed row; times tensor_parallel they must divide the attention heads."""
     distributed_optimizer: bool = False
-    """Each data-parallel replica has the optimizer state of its share of the weights only; no effect with one copy of
-    the model.
-    """
+    """Each data-parallel replica has the optimizer state of its share of the weights; no effect with one replica."""
     overlap_grad_reduce: Literal["auto", "always", "never"] = "auto"
     """Reduce gradients over the replicas during the backward pass: auto | always | never; auto = on CUDA."""
     overlap_param_gather: Literal["auto", "always", "never"] = "auto"
@@ -204,30 +188,20 @@ class LearnerConfig:
     (each layer).
     """
     fused_activation: Literal["auto", "always", "never"] = "auto"
-    """SwiGLU as one kernel of torch.compile: auto | always | never; auto = on CUDA with triton and a C compiler, unless
-    deterministic.
-    """
+    """SwiGLU as one kernel; auto = on CUDA with triton and a C compiler, unless deterministic."""
     grouped_experts: Literal["auto", "always", "never"] = "auto"
-    """One product for all experts of a rank instead of one for each: auto | always | never; auto = on the CPU, and on
-    CUDA in bfloat16.
-    """
+    """One product for all experts of a rank instead of one for each; auto = on the CPU, and on CUDA in bfloat16."""
     fused_log_probs: Literal["auto", "always", "never"] = "auto"
     """Log-probs and entropies by kernels of triton: auto | always | never; auto = on CUDA with triton and a C compiler.
     """
     fused_rotary: Literal["auto", "always", "never"] = "auto"
-    """Rotary positions, and norms of queries and keys, by kernels of triton: auto | always | never; auto = as for
-    ``fused_log_probs``.
-    """
+    """Rotary positions, and norms of queries and keys, by kernels of triton; auto = as for ``fused_log_probs``."""
     megatron: JsonObject = field(default_factory=dict)
-    """Further arguments of Megatron's TransformerConfig by name: those that are known to have an effect here
-    (docs/parallelism.md).
-    """
+    """Further arguments of Megatron's TransformerConfig that are known to have an effect (docs/parallelism.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto | cpu | cuda."""
     devices: tuple[str, ...] = ()
-    """GPUs of the ranks, one each in their order: numbers of nvidia-smi or UUIDs; empty = the first ones
-    (docs/devices.md).
-    """
+    """GPUs of the ranks: numbers of nvidia-smi or UUIDs; empty = the first ones (docs/devices.md)."""
     nodes: NotNegative = 1
     """Machines with ranks, an agent on each (docs/machines.md); 0 = from the variables of torchrun or Slurm."""
     nodes_wait_s: PositiveFloat = 600.0
@@ -243,17 +217,11 @@ class LearnerConfig:
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """Newest checkpoints kept on disk; older ones are deleted."""
     save_hf_every: NotNegative = 0
-    """Steps after which the model is saved as a Hugging Face directory, ``models/step-<k>``, beside training; 0 = only
-    ``final``.
-    """
+    """Steps after which the model is saved, ``models/step-<k>``, in Hugging Face format; 0 = only ``final``."""
     keep_hf: NotNegative = 2
-    """Newest of these that are kept; 0 = all. One whose step has a checkpoint, as the best has (``eval.best``), is kept
-    with it.
-    """
+    """Newest of these that are kept; 0 = all. One whose step has a checkpoint is kept with it."""
     from_checkpoint: str = ""
-    """Directory of a checkpoint of this model, of any run and layout: a new run begins with its weights and nothing
-    else.
-    """
+    """Directory of a checkpoint of this model, whose weights, and nothing else, a new run begins with."""
     prefetch: bool = True
     """Plan one batch ahead (never at max_lag 0)."""
     weights_digest: bool = False
@@ -261,19 +229,13 @@ class LearnerConfig:
     batch_timeout_s: PositiveFloat = 3600.0
     """Seconds without a batch after which the learner ends with an error."""
     failing_tasks: NotNegative = 16
-    """Tasks in a row that fail for good, without a complete group between them, after which the run ends (exit code
-    78); 0 = never.
-    """
+    """Tasks that fail for good, without a complete group between them, after which the run ends (78); 0 = never."""
     failing_s: NotNegativeFloat = 600.0
-    """Seconds for which all tasks must have failed by then, as behind a server that is away; before the first step a
-    tenth of it.
-    """
+    """Seconds for which all tasks must have failed by then; before the first step a tenth of it."""
     deterministic: bool = True
     """Use deterministic kernels: a resumed run repeats the recorded steps to the same bits on one machine."""
     colocated: bool = False
-    """Share the accelerator with the engines that ``tidemill up`` starts: they use its memory between the steps
-    (docs/colocated.md).
-    """
+    """Share the accelerator with the engines of ``tidemill up`` (docs/colocated.md)."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Where checkpoints are kept, and how they are written (docs/recovery.md)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -47,9 +47,7 @@ class LoraConfig:
     targets: tuple[Annotated[str, OneOf(TARGETS)], ...] = TARGETS
     """Layers with adapters, by the last part of their Hugging Face names."""
     adapter: str = ""
-    """Directory of adapters in PEFT's format with which the run begins; their rank, alpha and targets must be those
-    here.
-    """
+    """Directory of adapters in PEFT's format, with this rank, alpha and targets, with which the run begins."""
 
     def __post_init__(self) -> None:
         if not self.targets or len(set(self.targets)) != len(self.targets):
@@ -81,9 +79,7 @@ class LoraConfig:
 
 
 def adapter_refusals(config: LoraConfig) -> list[ConfigRefused]:
-    """Return an error for each difference between the settings and the adapter_config.json of ``config.adapter``; none
-    without one.
-    """
+    """Return an error for each difference between the settings and ``config.adapter``; none without one."""
     if not config.adapter:
         return []
     path = Path(config.adapter) / CONFIG

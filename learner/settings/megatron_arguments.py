@@ -153,9 +153,7 @@ def refuse_untried(arguments: JsonMapping) -> None:
 
 
 def refusals(arguments: JsonMapping) -> list[ConfigRefused]:
-    """Return an error for each argument that the installed Megatron does not have, that is not tried, or that has
-    another type.
-    """
+    """Return an error for each argument that the installed Megatron lacks, that is not tried, or of another type."""
     types, refused = annotations(), []
     for name, value in arguments.items():
         if name not in types:
@@ -177,9 +175,7 @@ def refusals(arguments: JsonMapping) -> list[ConfigRefused]:
 
 @functools.cache
 def annotations() -> Mapping[str, str]:
-    """Return the type of each argument of the installed Megatron, as it is written in its source; empty where there is
-    no Megatron.
-    """
+    """Return the type of each argument of the installed Megatron, as its source has it; empty without Megatron."""
     spec = importlib.util.find_spec("megatron")
     roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
     types: dict[str, str] = {}

@@ -1,6 +1,4 @@
-"""Settings of the optimizer, the learning rate of each step, and the weights that are not trained. Pure: loads no
-torch.
-"""
+"""Settings of the optimizer, the learning rate of each step, and the frozen weights. Loads no torch."""
 
 import math
 import re
@@ -40,9 +38,7 @@ class OptimizerConfig:
     the warm-up).
     """
     lr_decay_steps: NotNegative = 0
-    """Steps, warm-up included, behind which ``linear``, ``cosine`` and ``wsd`` reach min_lr; the rate stays there. 0 =
-    those of the run.
-    """
+    """Steps, warm-up included, behind which ``linear``, ``cosine`` and ``wsd`` stay at min_lr; 0 = the run's."""
     warmup_tokens: NotNegative = 0
     """Trained tokens of linear warm-up, in a schedule by tokens."""
     lr_decay_tokens: NotNegative = 0

@@ -17,12 +17,12 @@ from torch import Tensor
 from tests.algorithm_settings import algorithm_of
 from tidemill.bus.system.functions import find_function
 from tidemill.learner.algorithms.aggregation import Denominators, Reducer, coefficients
-from tidemill.learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, LOSSES
+from tidemill.learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, LOSSES, PRESETS
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.importance_weights import LEVELS, WeightFunction, raw_weights
-from tidemill.learner.algorithms.objective import Coupled, Objective, RewardParts, Tokens
+from tidemill.learner.algorithms.correction import LEVELS, WeightFunction, raw_weights
+from tidemill.learner.algorithms.objective import Coupled, Objective
 from tidemill.learner.algorithms.policy_losses import PolicyLoss
-from tidemill.learner.algorithms.presets import PRESETS
+from tidemill.learner.algorithms.tokens import RewardParts, Tokens
 
 LENGTHS = (5, 1, 7, 3, 4)
 """Tokens of each sample; the last one is padding."""

@@ -15,8 +15,8 @@ from tests.algorithm_settings import algorithm_of
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.objective import LOSS_FUNCTIONS, Tokens
-from tidemill.learner.algorithms.policy_losses import PolicyLoss
+from tidemill.learner.algorithms.policy_losses import LOSS_FUNCTIONS, PolicyLoss
+from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state

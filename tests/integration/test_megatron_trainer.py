@@ -26,8 +26,8 @@ from tests.metric_names import undocumented
 from tests.tiny_models import write_tiny_model
 from tidemill.bus.wire.messages import Sample, Status
 from tidemill.learner.algorithms.advantages import grpo_no_std
+from tidemill.learner.algorithms.choices import PRESETS
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.presets import PRESETS
 from tidemill.learner.batch.batch import MicroBatch
 from tidemill.learner.errors import ConfigRefused, HookFailed
 from tidemill.learner.layout import parallel

@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.examples import examples
 from tidemill.learner.algorithms import choices
 from tidemill.learner.algorithms.advantages import (
     ADVANTAGES,
-    MEMBERS,
+    WHITENED,
     Advantage,
     batch_std,
     gdpo,
@@ -30,7 +31,6 @@ from tidemill.learner.algorithms.advantages import (
     opo,
     pass_at_k,
     reinforce,
-    returns_to_go,
     rloo,
     whitened,
 )
@@ -46,14 +46,12 @@ def _close(got: Tensor, wanted: Tensor) -> None:
 class Member:
     reward: float
     length: int
-    valid: bool
 
 
 MEMBER = st.builds(
     Member,
     reward=st.floats(-10, 10).map(lambda value: round(value, 3)),
     length=st.integers(0, 9),
-    valid=st.integers(0, 3).map(bool),
 )
 GROUPS = st.lists(st.lists(MEMBER, min_size=1, max_size=6), min_size=1, max_size=5)
 
@@ -65,7 +63,6 @@ class Samples:
     rewards: Tensor
     groups: Tensor
     lengths: Tensor
-    valid: Tensor
 
     @classmethod
     def of(cls, groups: list[list[Member]]) -> "Samples":
@@ -74,27 +71,25 @@ class Samples:
             torch.tensor([member.reward for member in flat], dtype=torch.float64),
             torch.tensor([1000 - 7 * number for number, group in enumerate(groups) for _ in group]),
             torch.tensor([member.length for member in flat]),
-            torch.tensor([member.valid for member in flat]),
         )
 
     def at(self, order: Tensor) -> "Samples":
-        return Samples(self.rewards[order], self.groups[order], self.lengths[order], self.valid[order])
+        return Samples(self.rewards[order], self.groups[order], self.lengths[order])
 
-    def advantages(self, kind: str, members: str = "count") -> Tensor:
-        estimate = ADVANTAGES[kind].function
-        return estimate(self.rewards, self.groups, lengths_N=self.lengths, valid_N=self.valid, members=members)
+    def advantages(self, kind: str) -> Tensor:
+        return estimated(kind, self.rewards, self.groups, self.lengths)
 
 
-def _loop(kind: str, groups: list[list[Member]], members: str) -> list[float]:
+def estimated(kind: str, rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+    further: dict[str, dict[str, Any]] = {"opo": {"trainable_N": lengths}, "pass_at_k": {"k": 2}}
+    return ADVANTAGES[kind](rewards, groups, **further.get(kind, {}))
+
+
+def _loop(kind: str, groups: list[list[Member]]) -> list[float]:
     """Compute the definitions, sample by sample."""
-    asked = [[member for member in group if members == "count" or member.valid] for group in groups]
-    everything = [member.reward for group in asked for member in group]
+    everything = [member.reward for group in groups for member in group]
     scale = statistics.stdev(everything) if len(everything) > 1 else 0.0
-    return [
-        _own(kind, member, there, scale) if member.valid else 0.0
-        for group, there in zip(groups, asked, strict=True)
-        for member in group
-    ]
+    return [_own(kind, member, group, scale) for group in groups for member in group]
 
 
 def _pass_at_2(member: Member, group: list[Member]) -> float:
@@ -136,33 +131,27 @@ def _own(kind: str, member: Member, group: list[Member], scale: float) -> float:
 
 
 EACH = examples(40)
-"""Number of examples for every estimator with every treatment of failed members."""
+"""Number of examples for every estimator."""
 
 
-@pytest.mark.parametrize("members", MEMBERS)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=EACH)
 @given(groups=GROUPS)
-def test_every_kind_is_the_loop_over_groups(kind: str, members: str, groups: list[list[Member]]) -> None:
+def test_every_kind_is_the_loop_over_groups(kind: str, groups: list[list[Member]]) -> None:
     """Properties 40-44."""
-    got = Samples.of(groups).advantages(kind, members)
-    torch.testing.assert_close(
-        got, torch.tensor(_loop(kind, groups, members), dtype=torch.float64), rtol=1e-8, atol=1e-10
-    )
+    got = Samples.of(groups).advantages(kind)
+    torch.testing.assert_close(got, torch.tensor(_loop(kind, groups), dtype=torch.float64), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("members", MEMBERS)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=EACH)
 @given(groups=GROUPS, seed=st.integers(0, 1000))
-def test_advantages_go_with_their_samples_in_any_order(
-    kind: str, members: str, groups: list[list[Member]], seed: int
-) -> None:
+def test_advantages_go_with_their_samples_in_any_order(kind: str, groups: list[list[Member]], seed: int) -> None:
     """Property 40."""
     samples = Samples.of(groups)
     order = torch.randperm(len(samples.rewards), generator=torch.Generator().manual_seed(seed))
-    got = samples.at(order).advantages(kind, members)
-    torch.testing.assert_close(got, samples.advantages(kind, members)[order], rtol=1e-8, atol=1e-10)
+    got = samples.at(order).advantages(kind)
+    torch.testing.assert_close(got, samples.advantages(kind)[order], rtol=1e-8, atol=1e-10)
 
 
 @settings(deadline=None)
@@ -181,29 +170,19 @@ def test_grpo_sums_to_zero_and_ignores_shift_and_scale(groups: list[list[Member]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_degenerate_groups_have_finite_advantages(kind: str, dtype: torch.dtype) -> None:
-    """Properties 40 and 60: equal rewards, one sample (with a torch.std of NaN), no valid sample, no samples at all."""
-    estimate = ADVANTAGES[kind].function
-    cases = {
-        "equal": ([0.1, 0.1, 0.1], [1, 1, 1], [True] * 3),
-        "equal but for one left out": ([-0.1, -0.1, -0.1, -3.0], [1, 1, 1, 1], [True, True, True, False]),
-        "equal but for one left out, above": ([0.1, 0.1, 0.1, 3.0], [1, 1, 1, 1], [True, True, True, False]),
-        "of one": ([7.0], [2], [True]),
-        "a step of groups of one": ([7.0, 7.0], [2, 3], [True] * 2),
-        "one valid": ([0.0, 3.0], [1, 1], [False, True]),
-        "none valid": ([math.nan, math.nan], [1, 1], [False, False]),
-        "empty": ([], [], []),
+    """Properties 40 and 60: equal rewards, one sample (with a torch.std of NaN), no samples at all."""
+    cases: dict[str, tuple[list[float], list[int]]] = {
+        "equal": ([0.1, 0.1, 0.1], [1, 1, 1]),
+        "of one": ([7.0], [2]),
+        "a step of groups of one": ([7.0, 7.0], [2, 3]),
+        "empty": ([], []),
     }
-    for name, (rewards, groups, valid) in cases.items():
-        got = estimate(
-            torch.tensor(rewards, dtype=dtype),
-            torch.tensor(groups, dtype=torch.int64),
-            lengths_N=torch.ones(len(groups), dtype=torch.int64),
-            valid_N=torch.tensor(valid, dtype=torch.bool),
-            members="leave_out",
-        )
+    for name, (rewards, groups) in cases.items():
+        place = torch.tensor(rewards, dtype=dtype), torch.tensor(groups, dtype=torch.int64)
+        got = estimated(kind, *place, torch.ones(len(groups), dtype=torch.int64))
         assert got.dtype == dtype, name
-        raw = [reward if ok else 0.0 for reward, ok in zip(rewards, valid, strict=True)]
-        assert torch.equal(got, torch.tensor(raw if estimate is reinforce else [0.0] * len(raw), dtype=dtype)), name
+        wanted = rewards if ADVANTAGES[kind] is reinforce else [0.0] * len(rewards)
+        assert torch.equal(got, torch.tensor(wanted, dtype=dtype)), name
 
 
 def test_moments_are_those_of_the_counted_members() -> None:
@@ -238,13 +217,11 @@ def test_the_leave_one_out_baseline_excludes_the_samples_own_reward() -> None:
 def test_opo_is_the_mean_baseline_where_lengths_are_equal_and_weighs_longer_ones_more_elsewhere() -> None:
     """Property 44."""
     rewards, groups = torch.tensor([0.0, 1.0, 5.0, 9.0], dtype=torch.float64), torch.tensor([3, 3, 3, 8])
-    _close(opo(rewards, groups, lengths_N=torch.tensor([4, 4, 4, 1])), grpo_no_std(rewards, groups))
+    _close(opo(rewards, groups, torch.tensor([4, 4, 4, 1])), grpo_no_std(rewards, groups))
     _close(
-        opo(rewards, groups, lengths_N=torch.tensor([1, 1, 2, 1])),
+        opo(rewards, groups, torch.tensor([1, 1, 2, 1])),
         torch.tensor([-2.75, -1.75, 2.25, 0], dtype=torch.float64),
     )
-    with pytest.raises(ValueError, match="lengths_N"):
-        opo(rewards, groups)
 
 
 @pytest.mark.parametrize("successes", [1, 2, 4])
@@ -279,14 +256,11 @@ class Scene:
     def gradient(self, number: Tensor) -> Tensor:
         return gradient(number, self.policy).reshape(-1)
 
-    def mean_gradient(
-        self, estimate: Advantage, rewards_N: Tensor, size: int, valid_N: Tensor | None = None, members: str = "count"
-    ) -> Tensor:
+    def mean_gradient(self, estimate: Advantage, rewards_N: Tensor, size: int) -> Tensor:
         """``E[(1 / G) sum_i A_i grad log pi(y_i)]`` over all 27^G groups, given to the estimator as one step."""
         tuples = torch.tensor(list(itertools.product(range(27), repeat=size)))
         flat, groups = tuples.reshape(-1), torch.arange(len(tuples)).repeat_interleave(size)
-        valid = None if valid_N is None else valid_N[flat]
-        advantages = estimate(rewards_N[flat], groups, valid_N=valid, members=members)
+        advantages = estimate(rewards_N[flat], groups)
         p = self.p_N.detach()[tuples].prod(-1).repeat_interleave(size)
         return (p * advantages / size) @ self.scores_ND[flat]
 
@@ -302,7 +276,7 @@ def test_mean_gradient_over_all_groups(kind: str, size: int, scene: Scene) -> No
     """Property 43: exact without a baseline and for the leave-one-out baseline; (G - 1) / G of it for the mean."""
     share = (size - 1) / size if kind == "grpo_no_std" else 1.0
     wanted = share * scene.gradient((scene.p_N * scene.rewards_N).sum())
-    _close(scene.mean_gradient(ADVANTAGES[kind].function, scene.rewards_N, size), wanted)
+    _close(scene.mean_gradient(ADVANTAGES[kind], scene.rewards_N, size), wanted)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -320,69 +294,9 @@ def test_batch_std_of_one_group_is_grpo_and_of_two_is_not(scene: Scene) -> None:
     _close(batch_std(scene.rewards_N, groups), centered / (float(scene.rewards_N.std()) + 1e-6))
 
 
-def test_members_that_fail_because_of_their_response_bias_the_gradient_as_documented(scene: Scene) -> None:
-    """Property 20, within groups: membership depends on the response, as in a time-out on long ones. P, R as in the
-    module.
-    """
-    valid = torch.arange(27) % 4 != 0
-    size = 3
-    p_valid = (scene.p_N * valid).sum()
-    mean = (scene.p_N * valid * scene.rewards_N).sum() / p_valid
-    share, grad_share, grad_mean = float(p_valid.detach()), scene.gradient(p_valid), scene.gradient(mean)
-    failed_is_zero = torch.where(valid, scene.rewards_N, 0.0)
-
-    enough = sum(k * math.comb(size, k) * share**k * (1 - share) ** (size - k) for k in range(2, size + 1)) / size
-    leave_out = scene.mean_gradient(rloo, torch.where(valid, scene.rewards_N, math.nan), size, valid, "leave_out")
-    _close(leave_out, enough * grad_mean)
-
-    count = scene.mean_gradient(rloo, failed_is_zero, size, valid, "count")
-    _close(count, share * grad_mean + (1 - share) * float(mean.detach()) * grad_share)
-
-    trained = scene.mean_gradient(rloo, failed_is_zero, size)
-    _close(trained, share * grad_mean + float(mean.detach()) * grad_share)
-
-
-def test_members_that_fail_by_chance_bias_neither(scene: Scene) -> None:
-    """Property 20: members are missing independently of the response. Sample 2 of each group of 3 has crashed, or all
-    three are there.
-    """
-    grad = scene.gradient((scene.p_N * scene.rewards_N).sum())
-
-    def crash(members: str) -> Advantage:
-        def estimate(
-            rewards_N: Tensor, groups_N: Tensor, *, lengths_N: object = None, valid_N: object = None, **_: object
-        ) -> Tensor:
-            there_N = torch.arange(len(rewards_N)) % 3 != 2
-            return rloo(torch.where(there_N, rewards_N, 0.0), groups_N, valid_N=there_N, members=members)
-
-        return estimate
-
-    for members in MEMBERS:
-        _close(scene.mean_gradient(crash(members), scene.rewards_N, 3), 2 / 3 * grad)
-
-
-def test_a_reward_that_is_left_out_is_never_looked_at_and_one_that_counts_is_seen() -> None:
-    rewards, groups = torch.tensor([1.0, math.nan, 3.0, 1.0, 2.0]), torch.tensor([0, 0, 0, 1, 1])
-    valid, lengths = torch.tensor([True, False, True, True, True]), torch.ones(5)
-    for kind in KINDS:
-        estimate = ADVANTAGES[kind].function
-        alone = estimate(rewards[[0, 2, 3, 4]], groups[[0, 2, 3, 4]], lengths_N=lengths[:4])
-        left_out = estimate(rewards, groups, lengths_N=lengths, valid_N=valid, members="leave_out")
-        torch.testing.assert_close(left_out[[0, 2, 3, 4]], alone)
-        assert left_out[1] == 0
-    assert rloo(rewards, groups, valid_N=valid).isnan().tolist() == [True, False, True, False, False]
-    for kind in KINDS:
-        with pytest.raises(ValueError, match="members"):
-            ADVANTAGES[kind].function(rewards, groups, lengths_N=lengths, members="forget")
-
-
 def test_the_table_is_what_the_config_offers() -> None:
     assert set(ADVANTAGES) == set(choices.ADVANTAGES)
-    assert {name for name, estimator in ADVANTAGES.items() if estimator.whiten} == {
-        "reinforce_pp",
-        "reinforce_pp_baseline",
-        "gdpo",
-    }
+    assert set(WHITENED) < set(ADVANTAGES)
 
 
 # ---- whitening
@@ -393,16 +307,13 @@ VALUES = st.lists(
 
 
 @settings(deadline=None)
-@given(values=VALUES, shift=st.booleans())
-def test_whitening_counts_a_sample_as_often_as_it_has_tokens(values: list[tuple[float, int]], shift: bool) -> None:
+@given(values=VALUES)
+def test_whitening_counts_a_sample_as_often_as_it_has_tokens(values: list[tuple[float, int]]) -> None:
     tokens = [value for value, count in values for _ in range(count)]
     mean, spread = (statistics.fmean(tokens), statistics.pvariance(tokens)) if tokens else (0.0, 0.0)
-    wanted = [
-        ((value - mean) / math.sqrt(spread + 1e-8) + (0 if shift else mean)) if count else 0.0
-        for value, count in values
-    ]
+    wanted = [(value - mean) / math.sqrt(spread + 1e-8) if count else 0.0 for value, count in values]
     rewards = torch.tensor([value if count else math.nan for value, count in values], dtype=torch.float64)
-    got = whitened(rewards, torch.tensor([count for _, count in values]), shift=shift)
+    got = whitened(rewards, torch.tensor([count for _, count in values]))
     torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
 
@@ -450,38 +361,6 @@ def test_whitening_takes_float32_and_has_variance_one() -> None:
     assert float(got[:3].mean()) == pytest.approx(0, abs=1e-6) and float(got[:3].square().mean()) == pytest.approx(
         1, abs=1e-6
     )
-
-
-# ---- rewards of tokens
-
-
-@settings(deadline=None)
-@given(
-    rows=st.lists(st.lists(st.tuples(st.floats(-5, 5), st.booleans()), min_size=1, max_size=6), max_size=5),
-    padding=st.integers(0, 3),
-    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
-    masked=st.booleans(),
-)
-def test_returns_to_go_are_the_loop_within_each_sample(
-    rows: list[list[tuple[float, bool]]], padding: int, gamma: float, masked: bool
-) -> None:
-    wanted: list[float] = []
-    for row in rows:
-        there = [kept or not masked for _, kept in row]
-        for at in range(len(row)):
-            later = [reward for (reward, _), kept in zip(row[at:], there[at:], strict=True) if kept]
-            wanted.append(math.fsum(gamma**k * reward for k, reward in enumerate(later)) if there[at] else 0.0)
-    rewards = [reward if kept or not masked else math.nan for row in rows for reward, kept in row] + [
-        math.nan
-    ] * padding
-    sample_T = torch.tensor(
-        [number for number, row in enumerate(rows) for _ in row] + [-1] * padding, dtype=torch.int64
-    )
-    mask_T = (
-        torch.tensor([kept for row in rows for _, kept in row] + [True] * padding, dtype=torch.bool) if masked else None
-    )
-    got = returns_to_go(torch.tensor(rewards, dtype=torch.float64), sample_T, gamma=gamma, mask_T=mask_T)
-    _close(got, torch.tensor(wanted + [0.0] * padding, dtype=torch.float64))
 
 
 @settings(deadline=None, max_examples=examples(60))

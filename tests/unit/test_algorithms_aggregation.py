@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.algorithm_settings import loss_by
 from tests.examples import examples
 from tidemill.learner.algorithms.aggregation import Denominators, aggregate, coefficients
 from tidemill.learner.algorithms.choices import AGGREGATIONS
-from tidemill.learner.algorithms.policy_losses import Clip, ppo
-from tidemill.learner.algorithms.shaping import Supervised, sft_loss
+from tidemill.learner.algorithms.policy_losses import Supervised, sft_loss
 
 CONSTANT = 7.5
 DIVIDED = [mode for mode in AGGREGATIONS if mode != "token_sum"]
@@ -216,7 +216,7 @@ def test_the_first_step_has_loss_zero_and_a_gradient(mode: str) -> None:
     step = _step([6] * 4, masked_share=0.0)
     advantages_T = torch.tensor([1.0, -1.0, 0.5, -0.5], dtype=torch.float64)[step.sample_T]
     theta_T = (-torch.rand(24, generator=generator, dtype=torch.float64)).requires_grad_()
-    made = ppo(theta_T, theta_T.detach(), advantages_T, step.mask_T, clip=Clip(low=0.2, high=0.28))
+    made = loss_by("ppo", theta_T, theta_T.detach(), advantages_T, step.mask_T)
     number = replace(step, values_T=made.loss_T).number(mode)
     (gradient_T,) = torch.autograd.grad(number, theta_T)
     assert abs(number.item()) < 1e-12 and not bool(made.clipped_T.any())

@@ -15,12 +15,10 @@ import torch
 from tests.algorithm_settings import algorithm_of
 from tidemill.launch.settings.config_loader import load, render
 from tidemill.learner.algorithms.alarms import AlarmConfig
-from tidemill.learner.algorithms.choices import ADVANTAGES
+from tidemill.learner.algorithms.choices import ADVANTAGES, PRESETS
 from tidemill.learner.algorithms.config import AlgorithmConfig, unset_names
 from tidemill.learner.algorithms.objective import Objective
-from tidemill.learner.algorithms.presets import PRESETS
-from tidemill.learner.algorithms.reject_rules import RejectRule, reject_rule
-from tidemill.learner.algorithms.sections import KLConfig
+from tidemill.learner.algorithms.sections import KLConfig, RejectRule, reject_rule
 from tidemill.learner.settings.config import LearnerConfig
 
 DIGITS = Path(__file__).parents[2] / "launch/configs/digits.yaml"

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.algorithm_settings import loss_by
 from tests.enumerated import (
     MASK_T,
     PLACE,
@@ -25,15 +26,22 @@ from tests.enumerated import (
     per_token,
 )
 from tests.examples import examples
-from tidemill.learner.algorithms.importance_weights import (
+from tidemill.learner.algorithms.correction import (
+    beyond,
+    binary_kl_outside,
     bounded,
     effective_sample_share,
+    opsm,
+    outside,
     rate_factor,
     raw_weights,
+    second_moment_cut,
     self_normalised,
+    total_variation_outside,
+    vetoed,
     weight_sums,
 )
-from tidemill.learner.algorithms.policy_losses import gepo_ratio, loglinear_proximal, reinforce
+from tidemill.learner.algorithms.policy_losses import loglinear_proximal
 from tidemill.learner.algorithms.ratios import (
     DELTA_BOUND,
     log_ratio,
@@ -41,15 +49,6 @@ from tidemill.learner.algorithms.ratios import (
     sequence_means,
     sequence_sums,
     spread,
-)
-from tidemill.learner.algorithms.rejection import (
-    beyond,
-    binary_kl_outside,
-    opsm,
-    outside,
-    second_moment_cut,
-    total_variation_outside,
-    vetoed,
 )
 
 PI = Policy(Policy.random(1).logits_PV.requires_grad_())
@@ -68,7 +67,7 @@ def different(one: Tensor, other: Tensor) -> None:
 
 def weighted_gradient(weight_T: Tensor, signal_T: Tensor, under: Policy = MU) -> Tensor:
     """Return ``E_under[sum_t w_t signal_t grad log pi]`` through the loss of the trainer."""
-    loss_T = reinforce(PI.log_probs_T, signal_T, MASK_T).loss_T
+    loss_T = loss_by("reinforce", PI.log_probs_T, PI.log_probs_T, signal_T, MASK_T).loss_T
     return -gradient(expected(weight_T * loss_T, under), PI)
 
 
@@ -99,7 +98,7 @@ def test_token_weights_are_unbiased_for_one_token() -> None:
     first_T = torch.arange(len(SAMPLE_T)) % STEPS == 0
     by_first = torch.tensor([REWARDS_N[9 * response[0]] for response in RESPONSES])
     raw_T = raw_weights(torch.where(first_T, DELTA_T, 0.0), first_T, SAMPLE_T, len(RESPONSES), level="token")
-    loss_T = reinforce(PI.log_probs_T, per_token(by_first), first_T).loss_T
+    loss_T = loss_by("reinforce", PI.log_probs_T, PI.log_probs_T, per_token(by_first), first_T).loss_T
     same(-gradient(expected(raw_T * loss_T, MU), PI), objective_gradient(PI, by_first))
 
 
@@ -227,7 +226,7 @@ def test_per_token_log_probs_are_right_for_samples_of_two_versions() -> None:
 
     def estimate(behaviour_T: Tensor) -> Tensor:
         weight_T = raw_weights((PI.log_probs_T - behaviour_T).detach(), *PLACE, level="sequence")
-        loss_T = reinforce(PI.log_probs_T, per_token(REWARDS_N), MASK_T).loss_T
+        loss_T = loss_by("reinforce", PI.log_probs_T, PI.log_probs_T, per_token(REWARDS_N), MASK_T).loss_T
         return -gradient((per_token(mixed) * weight_T * loss_T).sum(), PI)
 
     same(estimate(mixed_T), objective_gradient(PI, REWARDS_N))
@@ -261,17 +260,6 @@ def test_what_happens_outside_the_bounds(action: str, wanted: list[float]) -> No
     assert not weights.weight_T.requires_grad
     assert weights.too_high_T.tolist() == [False, False, False, False, True, False]
     assert weights.too_low_T.tolist() == [action != "truncate", False, False, False, False, False]
-
-
-def test_names_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match="level: want one of token"):
-        raw("word")
-    with pytest.raises(ValueError, match="action: want one of truncate"):
-        bounded(raw("token"), MASK_T, high=2.0, action="bend")
-    with pytest.raises(ValueError, match="metric: want one of k1"):
-        outside(DELTA_T, *PLACE, metric="k4", span="token", high=1.0)
-    with pytest.raises(ValueError, match="span: want one of token"):
-        outside(DELTA_T, *PLACE, metric="k1", span="word", high=1.0)
 
 
 @st.composite
@@ -464,21 +452,6 @@ def test_the_loglinear_proximal_policy_lies_between_mu_and_pi() -> None:
         assert not found_T.requires_grad
     nan_T = torch.full((2,), math.nan, dtype=torch.float64)
     assert loglinear_proximal(nan_T, nan_T, torch.zeros(2, dtype=torch.bool), torch.ones(2)).tolist() == [0.0, 0.0]
-
-
-def test_the_group_expectation_weight() -> None:
-    """26: p / q alone and among equals; otherwise divided by the group's sum q^2 / sum q; absent samples do not
-    contribute.
-    """
-    p_T = torch.tensor([-0.5, -1.5, -0.3, -2.0], dtype=torch.float64)
-    q_T = torch.tensor([-1.0, -1.0, -0.7, -0.2], dtype=torch.float64)
-    mask_T, sample_T = torch.tensor([True, True, True, True]), torch.tensor([0, 0, 1, 2])
-    p, q = [math.exp(-1.0), math.exp(-0.3), math.exp(-2.0)], [math.exp(-1.0), math.exp(-0.7), math.exp(-0.2)]
-    alone = gepo_ratio(p_T, q_T, mask_T, sample_T, torch.tensor([1, 2, 3, 4]))
-    assert alone.tolist() == pytest.approx([p[0] / q[0], p[1] / q[1], p[2] / q[2], 1.0])
-    base = (q[0] ** 2 + q[1] ** 2) / (q[0] + q[1])
-    together = gepo_ratio(p_T, q_T, mask_T, sample_T, torch.tensor([5, 5, 3, 5]))
-    assert together.tolist() == pytest.approx([p[0] / base, p[1] / base, p[2] / q[2], 1.0])
 
 
 def test_log_ratios_are_bounded_and_blind_to_what_is_masked() -> None:

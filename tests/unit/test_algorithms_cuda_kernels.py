@@ -15,8 +15,9 @@ from tests.cuda_kernels import RaisingOnCuda
 from tidemill.learner.algorithms import diagnostics
 from tidemill.learner.algorithms.aggregation import Denominators
 from tidemill.learner.algorithms.choices import RUNNING
-from tidemill.learner.algorithms.objective import Objective, Tokens, sequence_weight_sums
+from tidemill.learner.algorithms.objective import Objective, sequence_weight_sums
 from tidemill.learner.algorithms.ratios import running_sums
+from tidemill.learner.algorithms.tokens import Tokens
 
 NUMBERS = torch.rand(6, generator=torch.Generator().manual_seed(0))
 INDEX = torch.tensor([0, 1, 0, 1, 0, 1])

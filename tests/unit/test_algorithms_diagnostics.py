@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.metric_names import undocumented
 from tidemill.learner.algorithms import objective
 from tidemill.learner.algorithms.aggregation import TokenLoss
+from tidemill.learner.algorithms.correction import ImportanceWeights
 from tidemill.learner.algorithms.diagnostics import (
     POSITIONS,
     PROBABILITIES,
@@ -25,7 +26,6 @@ from tidemill.learner.algorithms.diagnostics import (
     sample_metrics,
     token_sums,
 )
-from tidemill.learner.algorithms.importance_weights import ImportanceWeights
 
 LENGTHS = (9, 3, 14, 1, 20, 6)
 MAX_LAG = 2

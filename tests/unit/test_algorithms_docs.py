@@ -2,10 +2,8 @@
 work.
 """
 
-import importlib
 import inspect
 import math
-import pkgutil
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -16,7 +14,6 @@ from typing import Any, get_type_hints
 import pytest
 import yaml
 
-import tidemill.learner.algorithms
 from tests.algorithm_settings import algorithm_of
 from tests.contract import test_custom_algorithms as contract
 from tidemill.launch.settings.config_loader import load
@@ -27,13 +24,13 @@ from tidemill.learner.algorithms.choices import (
     BY_CRITIC,
     KL_ESTIMATORS,
     LOSSES,
+    PRESETS,
     RUNNING,
     WEIGHTS,
 )
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import Objective
-from tidemill.learner.algorithms.presets import PRESETS
-from tidemill.learner.algorithms.reject_rules import reject_rule
+from tidemill.learner.algorithms.sections import reject_rule
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/algorithms.md").read_text()
@@ -160,7 +157,7 @@ def test_a_row_begins_with_a_setting_of_ours() -> None:
                 assert [reject_rule(rule) for rule in value or ()]
 
 
-def test_a_metric_or_function_that_is_named_exists() -> None:
+def test_a_metric_that_is_named_exists() -> None:
     sources = "".join(
         (ROOT / "learner" / name).read_text()
         for name in ("algorithms/diagnostics.py", "megatron/trainer.py", "megatron/critic.py")
@@ -170,14 +167,6 @@ def test_a_metric_or_function_that_is_named_exists() -> None:
     assert not {
         metric for metric in metrics if f'"{metric}"' not in sources and not metric.startswith("offpolicy/rejected/")
     }
-    modules = [
-        importlib.import_module(f"tidemill.learner.algorithms.{module.name}")
-        for module in pkgutil.iter_modules(tidemill.learner.algorithms.__path__)
-    ]
-    unwired = next(table for table in tables() if table[0][0] == "function")
-    functions = {quote for row in unwired[1:] for quote in re.findall(r"`(\w+)`", row[0])} - {"valid_N", "members"}
-    assert len(functions) >= 2
-    assert not {name for name in functions if not any(callable(getattr(module, name, None)) for module in modules)}
 
 
 @pytest.mark.parametrize("number", range(len(blocks("yaml"))))

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.enumerated import MASK_T, PREFIXES, RESPONSES, SAMPLE_T, STEPS, VOCABULARY, Policy, per_token
-from tidemill.learner.algorithms.advantages import returns_to_go
 from tidemill.learner.algorithms.gae_vtrace import (
-    Bars,
     gae,
     recurrence,
     terminal_rewards,
@@ -22,6 +20,7 @@ from tidemill.learner.algorithms.gae_vtrace import (
     value_loss,
     vtrace,
 )
+from tidemill.learner.algorithms.token_returns import returns_to_go
 
 
 def _close(got: Tensor, wanted: Tensor) -> None:
@@ -169,47 +168,38 @@ def test_a_reward_at_the_end_reaches_every_token_unchanged(row: Row) -> None:
 
 # ---- V-trace
 
-BOUNDS = st.sampled_from([(1.0, 1.0, 1.0), (2.0, 1.0, 1.5), (1e9, 0.7, 0.5), (0.8, 0.4, 1e9)])
+BOUNDS = st.sampled_from([(1.0, 1.0), (2.0, 1.0), (1e9, 0.7), (0.8, 0.4)])
 
 
 @settings(deadline=None)
 @given(row=_rows(), gamma=SHARES, lam=SHARES, bounds=BOUNDS)
-def test_vtrace_is_its_definition(row: Row, gamma: float, lam: float, bounds: tuple[float, float, float]) -> None:
+def test_vtrace_is_its_definition(row: Row, gamma: float, lam: float, bounds: tuple[float, float]) -> None:
     """v_s = V_s + sum_t gamma^(t - s) (product of c from s to t - 1) rho_t error_t. Source: remark 1 of the paper."""
-    rho_bar, c_bar, rho_pg_bar = bounds
+    rho, c = bounds
     targets: dict[int, float] = {}
-    advantages: dict[int, float] = {}
     for sample in row.samples():
         errors = _errors(sample, gamma)
         weights = [math.exp(step.log_ratio) for step in sample]
         v = [
             sample[s].value
             + math.fsum(
-                gamma ** (t - s)
-                * math.prod(lam * min(c_bar, w) for w in weights[s:t])
-                * min(rho_bar, weights[t])
-                * errors[t]
+                gamma ** (t - s) * math.prod(lam * min(c, w) for w in weights[s:t]) * min(rho, weights[t]) * errors[t]
                 for t in range(s, len(sample))
             )
             for s in range(len(sample))
         ]
         for s, step in enumerate(sample):
-            after = v[s + 1] if s + 1 < len(v) else 0.0
             targets[step.place] = v[s]
-            advantages[step.place] = min(rho_pg_bar, weights[s]) * (step.reward + gamma * after - step.value)
-    bars = Bars(rho_bar=rho_bar, c_bar=c_bar, rho_pg_bar=rho_pg_bar)
-    got = vtrace(row.log_ratio_T, row.rewards_T, row.values_T, *row.place, gamma=gamma, lam=lam, bars=bars)
-    _close(got.targets_T, row.spread(targets))
-    _close(got.advantages_T, row.spread(advantages))
+    got = vtrace(row.log_ratio_T, row.rewards_T, row.values_T, *row.place, gamma=gamma, lam=lam, rho=rho, c=c)
+    _close(got, row.spread(targets))
 
 
 @settings(deadline=None)
 @given(row=_rows(), gamma=SHARES)
 def test_vtrace_on_policy_is_the_discounted_return(row: Row, gamma: float) -> None:
-    """Property 46: the n-step return to the end, so its advantages are those of GAE with lam = 1."""
+    """Property 46: the n-step return to the end."""
     got = vtrace(torch.zeros_like(row.rewards_T), row.rewards_T, row.values_T, *row.place, gamma=gamma)
-    _close(got.targets_T, returns_to_go(row.rewards_T, row.sample_T, gamma=gamma, mask_T=row.mask_T))
-    _close(got.advantages_T, gae(row.rewards_T, row.values_T, *row.place, gamma=gamma, lam=1.0)[0])
+    _close(got, returns_to_go(row.rewards_T, row.sample_T, gamma=gamma, mask_T=row.mask_T))
 
 
 @settings(deadline=None)
@@ -218,8 +208,7 @@ def test_vtrace_relies_on_the_values_where_the_weights_vanish(row: Row) -> None:
     """Property 46."""
     for log_weight in (-60.0, -math.inf):
         got = vtrace(torch.full_like(row.rewards_T, log_weight), row.rewards_T, row.values_T, *row.place, gamma=0.9)
-        _close(got.targets_T, torch.where(row.mask_T, row.values_T, 0.0))
-        _close(got.advantages_T, torch.zeros_like(row.rewards_T))
+        _close(got, torch.where(row.mask_T, row.values_T, 0.0))
 
 
 PREFIX_T = torch.tensor([PREFIXES.index(response[:step]) for response in RESPONSES for step in range(STEPS)])
@@ -251,10 +240,10 @@ class Tree:
 
     def mean_target(self, values_P: Tensor, *, gamma: float, rho_bar: float, c_bar: float) -> Tensor:
         """Return the mean V-trace target of every prefix over data of mu, [13]."""
-        bars = Bars(rho_bar=rho_bar, c_bar=c_bar)
-        got = vtrace(self.log_ratio_T, self.rewards_T, values_P[PREFIX_T], MASK_T, SAMPLE_T, gamma=gamma, bars=bars)
+        bounds = {"gamma": gamma, "rho": rho_bar, "c": c_bar}
+        got = vtrace(self.log_ratio_T, self.rewards_T, values_P[PREFIX_T], MASK_T, SAMPLE_T, **bounds)
         zeros_P = torch.zeros_like(values_P)
-        return zeros_P.index_add(0, PREFIX_T, self.p_T * got.targets_T) / zeros_P.index_add(0, PREFIX_T, self.p_T)
+        return zeros_P.index_add(0, PREFIX_T, self.p_T * got) / zeros_P.index_add(0, PREFIX_T, self.p_T)
 
 
 @pytest.mark.parametrize(("rho_bar", "c_bar"), [(1e9, 1.0), (1.0, 1.0), (0.5, 0.3), (1.5, 0.1)])
@@ -271,34 +260,12 @@ def test_vtrace_comes_to_rest_at_the_value_of_the_clipped_policy(rho_bar: float,
     assert rho_bar > 1e8 or float((wanted - tree.value(tree.pi.logits_PV.softmax(-1), gamma)).abs().max()) > 0.01
 
 
-@pytest.mark.parametrize(
-    ("changed", "name"),
-    [
-        ({"gamma": 1.1}, "gamma"),
-        ({"lam": -0.1}, "lam"),
-        ({"rho_bar": 0.5}, "rho_bar"),
-        ({"c_bar": 0.0}, "c_bar"),
-        ({"rho_pg_bar": 0.0}, "pg"),
-    ],
-)
-def test_vtrace_refuses_settings_without_a_fixed_point(changed: dict[str, float], name: str) -> None:
-    zeros = torch.zeros(1)
-    with pytest.raises(ValueError, match=name):
-        shares = {"gamma": 1.0} | {share: value for share, value in changed.items() if share in ("gamma", "lam")}
-        bars = Bars(**{bar: value for bar, value in changed.items() if bar not in shares})
-        vtrace(
-            zeros, zeros, zeros, torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), bars=bars, **shares
-        )
-
-
 # ---- both
 
 
 def _estimates(row: Row) -> list[Tensor]:
-    traced = vtrace(
-        row.log_ratio_T, row.rewards_T, row.values_T, *row.place, gamma=0.9, lam=0.8, bars=Bars(rho_bar=2.0)
-    )
-    return [*gae(row.rewards_T, row.values_T, *row.place, gamma=0.9, lam=0.8), traced.targets_T, traced.advantages_T]
+    targets_T = vtrace(row.log_ratio_T, row.rewards_T, row.values_T, *row.place, gamma=0.9, lam=0.8, rho=2.0)
+    return [*gae(row.rewards_T, row.values_T, *row.place, gamma=0.9, lam=0.8), targets_T]
 
 
 @settings(deadline=None)
@@ -373,7 +340,28 @@ def test_a_masked_value_has_no_loss_and_no_gradient(broken: float) -> None:
     assert value_clipped(values, others, others, mask, clip=0.2).tolist() == [False, False]
 
 
-def test_a_clip_of_nothing_is_refused() -> None:
-    one = torch.ones(1)
-    with pytest.raises(ValueError, match="clip"):
-        value_loss(one, one, one, torch.ones(1, dtype=torch.bool), clip=0.0)
+# ---- rewards of tokens
+
+
+@settings(deadline=None)
+@given(
+    rows=st.lists(st.lists(st.tuples(st.floats(-5, 5), st.booleans()), min_size=1, max_size=6), max_size=5),
+    padding=st.integers(0, 3),
+    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+)
+def test_returns_to_go_are_the_loop_within_each_sample(
+    rows: list[list[tuple[float, bool]]], padding: int, gamma: float
+) -> None:
+    wanted: list[float] = []
+    for row in rows:
+        there = [kept for _, kept in row]
+        for at in range(len(row)):
+            later = [reward for (reward, _), kept in zip(row[at:], there[at:], strict=True) if kept]
+            wanted.append(math.fsum(gamma**k * reward for k, reward in enumerate(later)) if there[at] else 0.0)
+    rewards = [reward if kept else math.nan for row in rows for reward, kept in row] + [math.nan] * padding
+    sample_T = torch.tensor(
+        [number for number, row in enumerate(rows) for _ in row] + [-1] * padding, dtype=torch.int64
+    )
+    mask_T = torch.tensor([kept for row in rows for _, kept in row] + [True] * padding, dtype=torch.bool)
+    got = returns_to_go(torch.tensor(rewards, dtype=torch.float64), sample_T, gamma=gamma, mask_T=mask_T)
+    _close(got, torch.tensor(wanted + [0.0] * padding, dtype=torch.float64))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.algorithm_settings import algorithm_of
 from tidemill.learner.algorithms.aggregation import Denominators
-from tidemill.learner.algorithms.objective import Coupled, Objective, Tokens
+from tidemill.learner.algorithms.objective import Coupled, Objective
+from tidemill.learner.algorithms.tokens import Tokens
 
 LOW, HIGH = 3e-4, 4e-4
 CONFIG = algorithm_of(correction="luspo", weight={"level": "none", "high": 0.0})

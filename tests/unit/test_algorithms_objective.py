@@ -15,8 +15,9 @@ from tests.algorithm_settings import algorithm_of
 from tests.examples import examples
 from tidemill.learner.algorithms.aggregation import Denominators
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.importance_weights import bounded, geometric_means
-from tidemill.learner.algorithms.objective import Objective, RewardParts, Tokens
+from tidemill.learner.algorithms.correction import bounded, geometric_means
+from tidemill.learner.algorithms.objective import Objective
+from tidemill.learner.algorithms.tokens import RewardParts, Tokens
 
 N, EACH = 4, 6
 

@@ -11,12 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithm_settings import algorithm_of
+from tests.algorithm_settings import algorithm_of, loss_by
 from tests.enumerated import MASK_T, RESPONSES, Policy, expected, gradient, per_token
 from tidemill.learner.algorithms.advantages import MOST_ROLES, over_baselines, roles_of
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import Objective
-from tidemill.learner.algorithms.policy_losses import reinforce
 from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.settings.config import LearnerConfig
 
@@ -123,7 +122,12 @@ def test_the_mean_gradient_is_the_true_one() -> None:
     advantages_N, _ = over_baselines(rewards_N, [""] * len(rewards_N), {"": 0.4}, decay=0.95)
     assert torch.equal(advantages_N, rewards_N - 0.4)
     got, wanted = (
-        gradient(expected(reinforce(policy.log_probs_T, per_token(each_N), MASK_T).loss_T, policy), policy)
+        gradient(
+            expected(
+                loss_by("reinforce", policy.log_probs_T, policy.log_probs_T, per_token(each_N), MASK_T).loss_T, policy
+            ),
+            policy,
+        )
         for each_N in (advantages_N, rewards_N)
     )
     torch.testing.assert_close(got, wanted, atol=1e-12, rtol=0)

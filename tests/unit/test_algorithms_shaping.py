@@ -1,6 +1,4 @@
-"""Shaped rewards: the overlong line, groups without variance, and the exact mean gradients of distillation and of KL in
-the reward.
-"""
+"""Shaped rewards: the overlong line, and the exact mean gradients of distillation."""
 
 import math
 
@@ -19,16 +17,9 @@ from tests.enumerated import (
     Policy,
     expected,
     gradient,
-    objective_gradient,
-    per_token,
 )
-from tidemill.learner.algorithms.advantages import returns_to_go
-from tidemill.learner.algorithms.shaping import (
-    distillation_advantages,
-    kl_in_reward,
-    overlong_penalty,
-    zero_variance_groups,
-)
+from tidemill.learner.algorithms.advantages import distillation_advantages, overlong_penalty
+from tidemill.learner.algorithms.token_returns import returns_to_go
 
 
 def _close(got: Tensor, wanted: Tensor) -> None:
@@ -47,19 +38,6 @@ def test_the_overlong_penalty_is_a_line_between_nothing_and_one(max_tokens: int,
     assert not penalty[: begin + 1].any() and bool((penalty[max_tokens:] == -1).all())
     _close(steps[begin:max_tokens], torch.full((buffer,), -1 / buffer, dtype=torch.float64))
     assert penalty.dtype == torch.float64
-
-
-@pytest.mark.parametrize("buffer", [0, -1, 11])
-def test_a_buffer_outside_the_response_is_refused(buffer: int) -> None:
-    with pytest.raises(ValueError, match="buffer"):
-        overlong_penalty(torch.tensor([5]), max_tokens=10, buffer=buffer)
-
-
-def test_groups_without_variance_are_found_whatever_their_order() -> None:
-    rewards = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1, 5.0])
-    groups = torch.tensor([70, 3, 70, 3, 70, 12])
-    assert zero_variance_groups(rewards, groups).tolist() == [True, False, True, False, True, True]
-    assert zero_variance_groups(rewards[:0], groups[:0]).tolist() == []
 
 
 def test_what_is_masked_teaches_nothing_and_a_teacher_that_excludes_a_token_stays_finite() -> None:
@@ -107,14 +85,5 @@ def test_distillation_follows_the_gradient_of_the_divergence_of_the_next_token(s
 
 def test_distillation_summed_to_the_end_follows_that_of_whole_responses(scene: Scene) -> None:
     """Property 34."""
-    to_go_T = returns_to_go(scene.distillation(), SAMPLE_T, gamma=1.0)
+    to_go_T = returns_to_go(scene.distillation(), SAMPLE_T, gamma=1.0, mask_T=MASK_T)
     _close(scene.policy_gradient(to_go_T), gradient(scene.divergence(), scene.student))
-
-
-def test_kl_in_the_reward_is_the_gradient_of_reward_less_divergence(scene: Scene) -> None:
-    """The score term alone: k1 in a reward needs no gradient of its own."""
-    rewards_N = torch.randn(27, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    shaped_N = kl_in_reward(rewards_N, scene.gap_T.view(-1, STEPS).sum(-1), 0.3)
-    assert not shaped_N.requires_grad
-    wanted = objective_gradient(scene.student, rewards_N) - 0.3 * gradient(scene.divergence(), scene.student)
-    _close(scene.policy_gradient(per_token(shaped_N)), -wanted)

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from tests.algorithm_settings import algorithm_of
 from tests.examples import examples
-from tidemill.learner.algorithms.objective import Coupled, Objective, TokenLoss, Tokens
+from tidemill.learner.algorithms.aggregation import TokenLoss
+from tidemill.learner.algorithms.objective import Coupled, Objective
 from tidemill.learner.algorithms.policy_losses import draws, last_draw, top_cut
+from tidemill.learner.algorithms.tokens import Tokens
 
 N, EACH = 5, 8
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.algorithm_settings import algorithm_of
+from tests.algorithm_settings import algorithm_of, loss_by
 from tests.enumerated import MASK_T, RESPONSES, SAMPLE_T, Policy, expected, gradient, per_token
 from tests.examples import examples
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.objective import Objective, Tokens
-from tidemill.learner.algorithms.policy_losses import reinforce
+from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.algorithms.sections import KLConfig
+from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.settings.config import LearnerConfig
 
 OWNERS = [0, 0, 1, 2, 2, 2]
@@ -187,7 +187,10 @@ def test_the_mean_gradient_is_that_of_the_divergence_in_the_reward_of_samples() 
     summed_T = per_token(rewards_N - 0.3 * gap_T.view(len(RESPONSES), -1).sum(1))
     assert not torch.allclose(made.advantages_T, summed_T)
     got, wanted = (
-        gradient(expected(reinforce(policy.log_probs_T, advantages_T, MASK_T).loss_T, policy), policy)
+        gradient(
+            expected(loss_by("reinforce", policy.log_probs_T, policy.log_probs_T, advantages_T, MASK_T).loss_T, policy),
+            policy,
+        )
         for advantages_T in (made.advantages_T, summed_T)
     )
     torch.testing.assert_close(got, wanted, atol=1e-12, rtol=0)

@@ -26,9 +26,10 @@ from tidemill.learner.algorithms.advantages import ADVANTAGES
 from tidemill.learner.algorithms.aggregation import Denominators, aggregate
 from tidemill.learner.algorithms.choices import AGGREGATIONS, OF_TURNS
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.objective import Objective, Tokens
+from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.algorithms.objective import TurnColumns as StepTurns
 from tidemill.learner.algorithms.token_returns import turn_advantages, turn_returns
+from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.batch.frames import decode, encode
@@ -448,14 +449,13 @@ def test_the_baseline_of_an_episode_does_not_see_its_sequences(
 ) -> None:
     samples = [replace(sample, reward=reward) for sample, reward in zip(step(told, borders), rewards, strict=True)]
     (batch,) = make_batches(samples)
-    for name in ADVANTAGES:
-        lengths_N = torch.from_numpy(batch.trainable_N)
-        got = ADVANTAGES[name].function(
-            torch.from_numpy(batch.rewards_N).double(), torch.from_numpy(batch.groups_N), lengths_N=lengths_N
-        )
-        wanted = ADVANTAGES[name].function(
-            torch.tensor(np.array(rewards, np.float32)).double(), torch.tensor([1, 1, 1, 2, 2, 2]), lengths_N=lengths_N
-        )
+    trainable_N = torch.from_numpy(batch.trainable_N)
+    further: dict[str, dict[str, Any]] = {"opo": {"trainable_N": trainable_N}, "pass_at_k": {"k": 2}}
+    for name, estimator in ADVANTAGES.items():
+        values = further.get(name, {})
+        got = estimator(torch.from_numpy(batch.rewards_N).double(), torch.from_numpy(batch.groups_N), **values)
+        rewards_N = torch.tensor(np.array(rewards, np.float32)).double()
+        wanted = estimator(rewards_N, torch.tensor([1, 1, 1, 2, 2, 2]), **values)
         assert got.tolist() == wanted.tolist(), name
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.algorithm_settings import algorithm_of
 from tidemill.learner.algorithms.alarms import AlarmConfig
+from tidemill.learner.algorithms.choices import PRESETS
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.former_names import flat
-from tidemill.learner.algorithms.presets import PRESETS
 from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.settings.config import CriticConfig, HooksConfig, LearnerConfig

@@ -25,8 +25,9 @@ from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import SettingsError, load
 from tidemill.learner.algorithms.aggregation import Denominators
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.objective import Objective, Tokens
-from tidemill.learner.algorithms.shaping import top_k_divergence
+from tidemill.learner.algorithms.kl import top_k_divergence
+from tidemill.learner.algorithms.objective import Objective
+from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import MicroBatch
 from tidemill.learner.batch.frames import decode, encode
 from tidemill.learner.buffer.datasource import DataSource

@@ -15,9 +15,9 @@ from tests.examples import examples
 from tests.unit.test_algorithms_token_returns import part_of
 from tests.unit.test_algorithms_token_returns import row as unvalued
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.objective import Tokens
+from tidemill.learner.algorithms.gae_vtrace import with_token_advantages
 from tidemill.learner.algorithms.sections import KLConfig
-from tidemill.learner.algorithms.token_advantages import with_token_advantages
+from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.settings.config import CriticConfig, LearnerConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
 
