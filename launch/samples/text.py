@@ -92,12 +92,11 @@ def turns_table(turns: Turns) -> Table:
     """Return the turns as a table: tokens, seconds of model and tools, agent, reward, finish reason."""
     columns = {"tokens": "tokens", "begin_s": "begins at s", "seconds": "model s", "tools_s": "tools s"}
     columns |= {"reward": "reward"}
-    numbers = ("turn", *columns.values())
-    table = plain_table(*numbers, "finish", "agent", right=numbers)
+    headers = ("turn", *columns.values())
+    table = plain_table(*headers, "finish", "agent", right=headers)
     for number, turn in enumerate(turns_in(turns)):
-        numbers = [
-            f"{turn[name]:.3f}" if isinstance(turn.get(name), float) else str(turn.get(name, "")) for name in columns
-        ]
+        values = [turn.get(name, "") for name in columns]
+        numbers = [f"{value:.3f}" if isinstance(value, float) else str(value) for value in values]
         table.add_row(str(number), *numbers, *(Text(plain(str(turn.get(name, "")))) for name in ("finish", "agent")))
     return table
 

@@ -166,15 +166,15 @@ def _refuse_debug(config: "RunConfig") -> None:
         want = f"local with {mode}, whose checkpoints have no weights to come back for"
         raise ValueError(f"learner.checkpoint.store: want {want}, got {got!r}")
     if debug.rollout_only and config.learner.nodes > 1:
-        got = config.learner.nodes
-        raise ValueError(f"learner.nodes: want 1 with debug.rollout_only, which has no ranks, got {got}")
+        nodes = config.learner.nodes
+        raise ValueError(f"learner.nodes: want 1 with debug.rollout_only, which has no ranks, got {nodes}")
     if debug.trains_only and config.eval.every:
-        got = config.eval.every
-        raise ValueError(f"eval.every: want 0 with {mode}, which has no engine to evaluate with, got {got}")
+        every = config.eval.every
+        raise ValueError(f"eval.every: want 0 with {mode}, which has no engine to evaluate with, got {every}")
     if debug.trains_only and config.learner.num_epochs:
-        got = config.learner.num_epochs
+        epochs = config.learner.num_epochs
         raise ValueError(
-            f"learner.num_epochs: want 0 with {mode}, which reads no prompts, got {got}; set learner.steps"
+            f"learner.num_epochs: want 0 with {mode}, which reads no prompts, got {epochs}; set learner.steps"
         )
     if debug.trains_only and debug.save_rollout:
         why = "its batches are in files already"
