@@ -98,7 +98,7 @@ test test-chaos test-late test-frozen test-net test-net-all test-all test-sglang
 # Several files at a time for two cores: many tests wait, and those that compute are spread among them (tests/conftest.py). A file stays on
 # one worker, whose fixtures its tests share.
 BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
-ALL_BESIDE := -n 5 --dist loadfile --no-loadscope-reorder
+ALL_BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
 # One of the three runs the tests on a shared server of SGLang (tests/sglang_servers.py), the others those that start servers of their own.
 SERVERS_BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 

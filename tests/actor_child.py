@@ -2,10 +2,10 @@
 
 import asyncio
 import itertools
-import time
 from pathlib import Path
 from typing import Any
 
+from tests.waits import poll
 from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.membership import section
@@ -27,8 +27,7 @@ async def answers_twice(request: RewardRequest) -> float:
 
 def opened(request: RewardRequest, *, gate: str) -> float:
     """Return 0.5 once the file ``gate`` exists."""
-    while not Path(gate).exists():
-        time.sleep(0.01)
+    poll(Path(gate).exists)
     return 0.5
 
 

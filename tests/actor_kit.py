@@ -152,8 +152,11 @@ async def row_until(rows: Rows, key: str, reached: Callable[[dict[str, Any]], bo
 
 async def settled(bus: Bus) -> None:
     """Return when no task waits and none is leased."""
-    while await bus.tasks.backlog() != (0, 0):  # noqa: ASYNC110 - the server sends no event
-        await asyncio.sleep(0.02)
+
+    async def nothing_left() -> bool:
+        return await bus.tasks.backlog() == (0, 0)
+
+    await until(nothing_left)
 
 
 async def at_work(built: BuiltinEngine, requests: int) -> None:

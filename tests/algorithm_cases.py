@@ -1,12 +1,13 @@
 """Algorithms that are trained in tests: every preset, and settings that no preset uses."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from tests.algorithm_settings import algorithm_of
+from tests.examples import THOROUGH
 from tidemill.learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, PRESETS
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.policy_losses import LOSS_FUNCTIONS, PolicyLoss
@@ -105,6 +106,22 @@ EVERYWHERE = (EVERY_TERM, EVERY_REJECTION, EQUAL_REWARDS)
 """Cases that a layout trains besides those of its stride: together they have every metric, a teacher's and the
 reference's tokens, and a running baseline.
 """
+ALTERNATIVES = (
+    "naive in 2 minibatches",
+    "bypass in 2 minibatches",
+    "tis in 2 minibatches",
+    "decoupled in 2 minibatches",
+    "m2po in 2 minibatches",
+    "cispo in 2 minibatches",
+    *(f"advantage {name}" for name in ADVANTAGES if name not in ("gae", "vtrace")),
+    *(f"aggregation {name}" for name in AGGREGATIONS if name != "prompt_mean"),
+    *(f"kl {name}" for name in KL_ESTIMATORS if name != "k3"),
+)
+"""Cases that are one choice of a kind of which another one is tried everywhere: their formulas have tests of their own
+(``tests/unit/test_algorithms_*``).
+"""
+TRIED: Sequence[str] = [name for name in CASES if THOROUGH or name not in ALTERNATIVES]
+"""Cases that are trained: all, or one of each kind."""
 SHOWN_GROUPS: Mapping[str, int] = {SHOWN: 6, EVERY_TERM: 2}
 """Groups of demonstrations among the six of a step."""
 OWN_TEMPERATURES = (EVERY_REJECTION,)

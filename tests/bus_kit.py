@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from tests.waits import until
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.codec import Joining, PartsManifest
 from tidemill.bus.wire.messages import Partial, Sample, Sampling, SequenceSize, Span, Status, Task, Turns
@@ -116,15 +117,6 @@ async def take(stream: AsyncIterator[T], count: int, timeout_s: float = 60.0) ->
         return [await anext(stream) for _ in range(count)]
 
 
-async def until(met: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Wait for a condition that another task of this process, or the server, makes true."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            if met():
-                return
-            await asyncio.sleep(0.01)
-
-
 class Proxy:
     """A TCP proxy in front of the server that can break its connections, or drop everything that the server sends."""
 
@@ -176,5 +168,8 @@ class Proxy:
 
 async def until_backlog(bus: Bus, waiting: int, leased: int, rollout: str | None = None) -> None:
     """Wait until the queue has these numbers: the server counts a stored task for its consumers a moment later."""
-    while await bus.tasks.backlog(rollout=rollout) != (waiting, leased):  # noqa: ASYNC110 - the server sends no event
-        await asyncio.sleep(0.01)
+
+    async def counted() -> bool:
+        return await bus.tasks.backlog(rollout=rollout) == (waiting, leased)
+
+    await until(counted)

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.examples import examples
 from tests.template import has_template, template
+from tests.waits import turn
 from tests.workers import fork_workers
 
 pytest_plugins = ["tests.bus_fixtures", "tests.cost", "tests.sglang_servers", "tests.skips"]
@@ -153,7 +154,7 @@ async def _guarded(test: Callable[..., Coroutine[Any, Any, None]], args: dict[st
     async with asyncio.timeout(limit_s) as limit:
         await test(**args)
     assert not limit.expired(), f"it took more than {limit_s:g} s, and has swallowed the cancellation"
-    await asyncio.sleep(0)
+    await turn()
     leaked = asyncio.all_tasks() - {asyncio.current_task()}
     assert not leaked, f"tasks left running: {leaked}"
 

@@ -120,5 +120,5 @@ def flat(tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
 
 
 def serves(served: Served, model: Any) -> bool:
-    weights = served.engine.updates._served.named
+    weights = served.engine.updates.weights.named
     return all(torch.equal(weights[name], tensor.detach()) for name, tensor in named(model))

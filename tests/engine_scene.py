@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.waits import turn
 from tidemill.actors.engines.port import EngineInfo, Generation
 from tidemill.actors.engines.server_discovery import ServerStatus
 from tidemill.actors.engines.server_pool import EnginePool
@@ -61,7 +62,7 @@ class ScriptedEngine:
         self.asked.append(
             (sampling, {"request_id": request_id, "min_version": min_version, "timeout_s": timeout_s, "begun": begun})
         )
-        await asyncio.sleep(0)
+        await turn()
         if self.hold is not None:
             await self.hold.wait()
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -77,7 +78,7 @@ class ScriptedEngine:
         self.asked.append((sampling, options))
         states = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         for state in states if isinstance(states, tuple) else ():
-            await asyncio.sleep(0)
+            await turn()
             if isinstance(state, Exception):
                 raise state
             yield state

@@ -100,7 +100,7 @@ class Served:
 
 def commands_of(engine: Any) -> list[str]:
     """Return the paths of an engine's commands."""
-    rules = engine._server.listener.rules
+    rules = engine.server.listener.rules
     return sorted({route.partition(" ")[2] for route, rule in rules.items() if rule is Rule.COMMAND})
 
 

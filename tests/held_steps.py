@@ -1,9 +1,10 @@
 """Hooks of ranks, which find them by import path: a run holds before a step, until a test lets it go on."""
 
+import math
 import os
-import time
 from pathlib import Path
 
+from tests.waits import poll
 from tidemill.learner.megatron.hooks import BeforeStep
 
 HELD = "HELD_STEP"
@@ -12,5 +13,4 @@ HELD = "HELD_STEP"
 
 def hold(moment: BeforeStep) -> None:
     step, _, file = os.environ[HELD].partition(":")
-    while moment.batch.step >= int(step) and not Path(file).exists():
-        time.sleep(0.02)
+    poll(lambda: moment.batch.step < int(step) or Path(file).exists(), timeout_s=math.inf)

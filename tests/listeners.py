@@ -73,7 +73,7 @@ async def _engine(made: Callable[[EngineConfig, Authority], Any], authority: Aut
         url = await engine.start()
         engine.phase = "serving"
         yield Place(
-            listener=engine._server.listener, url=url, request="POST /generate", headers=KEYS.headers if far else {}
+            listener=engine.server.listener, url=url, request="POST /generate", headers=KEYS.headers if far else {}
         )
     finally:
         await engine.close()

@@ -1,11 +1,12 @@
 """Reward functions as they are written for slime, verl and TRL."""
 
-import asyncio
 from typing import Any
+
+from tests.waits import turn
 
 
 async def slime_rm(args: Any, sample: Any, **kwargs: Any) -> float:
-    await asyncio.sleep(0)
+    await turn()
     return (
         args.scale * float(sample.label in sample.response)
         + 0.1 * (sample.status.value == "truncated")

@@ -255,7 +255,7 @@ class ByHandles:
     async def run_shielded(self, operation: Coroutine[Any, Any, Any]) -> Any:
         return await operation
 
-    async def begin(self, version: int | None) -> None:
+    async def begin(self, version: int | None, *, adapter: None) -> None:
         self.fail_at("begin")
         await self.engine.begin({})
 
@@ -266,10 +266,10 @@ class ByHandles:
         self.engine.read += 1
         await asyncio.to_thread(lambda: self.engine.store(bucket, offered.tensor()))
 
-    async def checksum_report(self, *, of_update: bool) -> tuple[int, ChecksumReport]:
+    async def checksum_report(self, *, of: str) -> tuple[int, ChecksumReport]:
         if self.engine.behaviour.mute:
             raise CannotTell("", "mute")
-        return 0, ChecksumReport.parse(await self.engine.checksums({"of": "update"}))
+        return 0, ChecksumReport.parse(await self.engine.checksums({"of": of}))
 
     async def end(self, version: int | None) -> float:
         self.fail_at("end")

@@ -1,6 +1,7 @@
 """Catch-up: how an engine reaches the current version when it starts, and after pushes that it missed.
 
-version < head  ->  a peer that serves the head  ->  or a snapshot of the learner  ->  download, verify, load
+version < head  ->  the head's adapter alone, on the weights that the engine holds
+                ->  or a peer that serves the head  ->  or a snapshot of the learner  ->  download, verify, load
                     (a push that arrives meanwhile is as good)
 """
 
@@ -10,7 +11,7 @@ import logging
 import random
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +144,8 @@ class Joiner:
     """Where snapshots are downloaded to."""
     on_wait: OnWait = lambda text: None
     """Called with the thing that is waited for; "" = nothing."""
+    adapters: bool = False
+    """It can load a version as an adapter on the weights that it holds."""
 
 
 class Loading:
@@ -198,6 +201,23 @@ def cure_of(url: str) -> str:
     if "/snapshots/" in url:
         return "engine: --advertise ADDRESS that this machine reaches, at the engine with the snapshot"
     return "learner: --set weights.advertise=ADDRESS that this machine reaches"
+
+
+class AdapterSnapshot:
+    """The adapter of the head alone, for an engine that holds the weights to which it is added."""
+
+    def __init__(self, bus: Bus, loading: Loading) -> None:
+        self._registry, self._loading = VersionRegistry(bus), loading
+
+    async def load(self, goal: VersionRow) -> bool:
+        """Download the newest adapter. Returns False when there is none, or the engine holds other weights."""
+        row, refused = await self._registry.head() if self._loading.joiner.adapters else None, self._loading.refused
+        if row is None or row.version < goal.version or not row.adapter or row.adapter in refused:
+            return False
+        if await self._loading.from_url(row, row.adapter):
+            return True
+        refused.add(row.adapter)
+        return False
 
 
 class Peers:
@@ -299,7 +319,9 @@ async def catch_up(bus: Bus, joiner: Joiner, *, deadline_s: float) -> VersionRow
     try:
         async with asyncio.timeout(deadline_s):
             return await _reach_head(
-                VersionRegistry(bus), joiner.version, [Peers(bus, loading), LearnerSnapshot(bus, loading)]
+                VersionRegistry(bus),
+                joiner.version,
+                [AdapterSnapshot(bus, loading), Peers(bus, loading), LearnerSnapshot(bus, loading)],
             )
     except TimeoutError:
         raise CatchUpTimeout(
@@ -310,7 +332,7 @@ async def catch_up(bus: Bus, joiner: Joiner, *, deadline_s: float) -> VersionRow
 
 
 async def _reach_head(
-    registry: VersionRegistry, version: Callable[[], int], sources: list[Peers | LearnerSnapshot]
+    registry: VersionRegistry, version: Callable[[], int], sources: Sequence[AdapterSnapshot | Peers | LearnerSnapshot]
 ) -> VersionRow | None:
     goal = await registry.head()
     while goal is not None and version() < goal.version:

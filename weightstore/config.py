@@ -32,6 +32,10 @@ class WeightsConfig:
     """Ranks of each pipeline stage that send weights, each its share of the stage's layers: 0 = all that have a part of
     the stage (its tensor- and expert-parallel ranks), 1 = one, which gathers the stage.
     """
+    adapters: Literal["auto", "merged"] = "auto"
+    """Pushes of a run with ``learner.lora``: auto = the adapters alone to engines that add them to the weights that
+    they hold, merged weights to all others; merged = merged weights to all.
+    """
     group: str = "pairs"
     """Engines of one process group: pairs (each has its own with the learner) | a number (groups of at most that many)
     | all.

@@ -104,7 +104,7 @@ class Gateway:
         """``renderer``: None = the model's chat template. ``untrained_models``: calls for these are context."""
         self._model, self._responses = model, responses
         self._renderer, self._untrained_models = renderer, untrained_models
-        self._episodes: dict[str, _OpenEpisode] = {}
+        self.open_episodes: dict[str, _OpenEpisode] = {}
         """Open episodes by key."""
         self._ended_keys: OrderedDict[str, None] = OrderedDict()
         routes = {"* /{path:.*}": Route.request(self._handle)}
@@ -128,11 +128,11 @@ class Gateway:
         episode.restore(lambda ids: self._model.text.decode(ids.tolist(), skip_special=False))
         remember_restored(history, self._model, episode.log.restored)
         open_episode = _OpenEpisode(episode, history, asyncio.Semaphore(max_calls_in_flight))
-        self._episodes[key] = open_episode
+        self.open_episodes[key] = open_episode
         try:
             yield key
         finally:
-            del self._episodes[key]
+            del self.open_episodes[key]
             self._ended_keys[key] = None
             if len(self._ended_keys) > ENDED_KEYS:
                 self._ended_keys.popitem(last=False)
@@ -152,8 +152,8 @@ class Gateway:
     def _admit(self, http_request: web.Request) -> tuple[_OpenEpisode, str]:
         """Return the episode of a request's key, and the path behind it. Raises HTTPUnauthorized, HTTPGone."""
         key, path = _key(http_request)
-        if key in self._episodes:
-            return self._episodes[key], path
+        if key in self.open_episodes:
+            return self.open_episodes[key], path
         if key in self._ended_keys:
             raise _refusal(web.HTTPGone, "this episode has ended")
         raise _refusal(web.HTTPUnauthorized, "want the key of an episode: /e/KEY/... or Authorization: Bearer KEY")

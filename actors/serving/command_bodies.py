@@ -9,6 +9,7 @@ from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.serving.port import COMMAND_S
 from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS
 from tidemill.weightstore.errors import WeightstoreError
+from tidemill.weightstore.format.adapters import AdapterHeader
 from tidemill.weightstore.format.manifest import TensorSpec
 
 MAX_S = 1e6
@@ -27,6 +28,8 @@ class UpdateBody(Struct, kw_only=True):
     """SGLang's versions are strings; ours are numbers in them."""
     group_name: str = "weight_update_group"
     timeout_s: _Seconds = COMMAND_S
+    adapter: AdapterHeader | None = None
+    """The adapter that a push has; None = a push of weights."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a version that is no number."""
@@ -127,14 +130,14 @@ class MemoryBody(Struct, kw_only=True):
 
 
 class ChecksumBody(Struct, kw_only=True):
-    """Body of /weights_checksums: of the served weights, or of the open update."""
+    """Body of /weights_checksums: of the served weights, of the base of their adapter, or of the open update."""
 
     of: str = "served"
 
     def __post_init__(self) -> None:
         """Raise ValueError for anything else."""
-        if self.of not in ("served", "update"):
-            raise ValueError(f"of: want served or update, got {self.of!r:.80}")
+        if self.of not in ("served", "base", "update"):
+            raise ValueError(f"of: want served, base or update, got {self.of!r:.80}")
 
 
 class CheckerBody(Struct, kw_only=True):

@@ -257,6 +257,7 @@ class _Follower:
             load=self._load,
             directory=directory,
             on_wait=served.set_waits_for,
+            adapters=engine.capabilities.adapters,
         )
 
     async def run(self) -> None:

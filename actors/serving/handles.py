@@ -144,18 +144,18 @@ class HandleListener:
     async def _push(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
         """Begin a push and read all its buckets. The learner gets a message after each bucket but the last."""
         sent = need(body, "buckets", list)
-        version, timeout_s = need(body, "version", int), decode(body, UpdateBody).timeout_s
+        version, update = need(body, "version", int), decode(body, UpdateBody)
         buckets = self._buckets = {
             packed: self._buckets.get(packed) or Bucket.unpacked(packed) for packed in map(_packed, sent)
         }
 
         async def read_all() -> None:  # in one operation, so that no other one comes between
-            await self._updates.begin(version)
+            await self._updates.begin(version, adapter=update.adapter)
             for number, entry in enumerate(sent, 1):
                 try:
                     offered = self._offered(self._joined(envelope), entry)
                     await self._updates.read_bucket(
-                        buckets[_packed(entry)], offered, version=version, timeout_s=timeout_s
+                        buckets[_packed(entry)], offered, version=version, timeout_s=update.timeout_s
                     )
                 except (EngineError, WeightstoreError, RuntimeError) as error:  # CUDA's are RuntimeErrors
                     raise _BucketFailed(number, error) from error
@@ -166,7 +166,8 @@ class HandleListener:
         return {}
 
     async def _begin(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
-        await self._updates.run_shielded(self._updates.begin(need(body, "version", int)))
+        adapter = decode(body, UpdateBody).adapter
+        await self._updates.run_shielded(self._updates.begin(need(body, "version", int), adapter=adapter))
         return {}
 
     async def _bucket(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
@@ -184,7 +185,7 @@ class HandleListener:
         return offered
 
     async def _checksums(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
-        _, report = await self._updates.run_shielded(self._updates.checksum_report(of_update=True))
+        _, report = await self._updates.run_shielded(self._updates.checksum_report(of="update"))
         return report.to_json()
 
     async def _end(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:

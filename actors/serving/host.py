@@ -61,7 +61,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         self._phase = "joining"
         self._changed = Waiter()
         self._updates: AnyUpdates | None = None
-        self._server: EngineServer | None = None
+        self.server: EngineServer | None = None
         self._handles: HandleListener | None = None
         self._to_gpu = False
         """True where this process copies pushed weights to a GPU."""
@@ -100,12 +100,12 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         Without a bus an engine serves this machine only. ``host`` and ``port``: instead of the settings. Raises
         OSError, ValueError for an address that other machines reach without a key.
         """
-        self._server = EngineServer(self, await self._open())
+        self.server = EngineServer(self, await self._open())
         if self.authority.accepts_commands:
             self._handles = HandleListener(self.updates, self.authority, to_gpu=self._to_gpu)
             self.handles = await self._handles.start()
         config, bind = self.config, self.config.host if host is None else host
-        self.url = await self._server.listener.start(
+        self.url = await self.server.listener.start(
             LOOPBACK if bind == AUTO else bind,
             config.port if port is None else port,
             advertise=config.advertise,
@@ -125,8 +125,8 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
 
     async def close(self) -> None:
         """Stop listening, and end the updates, in this order: then no command reaches updates that have ended."""
-        if self._server is not None:
-            await self._server.listener.close()
+        if self.server is not None:
+            await self.server.listener.close()
         if self._handles is not None:
             await self._handles.close()
         if self._updates is not None:

@@ -70,7 +70,7 @@ class EngineServer:
             "POST /weights_checker": Route.request(self._weights_checker),
             "POST /weights_checksums": Route.request(
                 self._operation(
-                    lambda body: self._updates.checksum_report(of_update=decode(body, ChecksumBody).of == "update"),
+                    lambda body: self._updates.checksum_report(of=decode(body, ChecksumBody).of),
                     _report,
                 )
             ),
@@ -81,7 +81,7 @@ class EngineServer:
 
         def begin(body: Body) -> Coroutine[object, None, None]:
             update = decode(body, UpdateBody)
-            return updates.begin(update.version, update.timeout_s)
+            return updates.begin(update.version, update.timeout_s, update.adapter)
 
         def join(body: Body) -> Coroutine[object, None, None]:
             decode(body, JoinBody)  # here, because the SGLang adapter passes the body on as it is

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tidemill.actors.errors import StaleEpoch, UpdateRefused
 from tidemill.actors.serving.port import COMMAND_S, Body, Result
+from tidemill.weightstore.format.adapters import AdapterHeader
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.format.manifest import Bucket
 from tidemill.weightstore.transport.handles import Offered
@@ -69,8 +70,12 @@ class Updates(ABC):
         """Discard an open update that is sent in messages: there will be no more of them."""
 
     @abstractmethod
-    async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
-        """Open an update; an unfinished one is discarded. Each operation that follows takes at most ``timeout_s``."""
+    async def begin(
+        self, version: int | None, timeout_s: float = COMMAND_S, adapter: AdapterHeader | None = None
+    ) -> None:
+        """Open an update; an unfinished one is discarded. Each operation that follows takes at most ``timeout_s``.
+        ``adapter``: it has an adapter, and all weights only if the header names no base.
+        """
 
     @abstractmethod
     async def receive_bucket(self, body: Body, version: int | None) -> None:
@@ -99,8 +104,10 @@ class Updates(ABC):
         """Return checksums of the served weights by name, as SGLang computes them."""
 
     @abstractmethod
-    async def checksum_report(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
-        """Return version and checksums of the served weights, or of the open update, which must be complete."""
+    async def checksum_report(self, *, of: str) -> tuple[int | None, ChecksumReport]:
+        """Return version and checksums ``of`` the weights that are ``served``, of the ``base`` to which their adapter
+        is added, or of the open ``update``, which must be complete.
+        """
 
     @abstractmethod
     async def release(self, tags: frozenset[str]) -> None:

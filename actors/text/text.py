@@ -37,21 +37,21 @@ class Text:
     """A tokenizer; thread-safe."""
 
     def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...]) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self._max_tokens = self._max_bytes = 0
         """Bounds of a text; 0 = none."""
 
     def bounded(self, max_tokens: int) -> "Text":
         """Return this tokenizer, which refuses a text that cannot have at most ``max_tokens``, by its length alone."""
-        bounded = Text(self._tokenizer, self.eos_ids)
+        bounded = Text(self.tokenizer, self.eos_ids)
         bounded._max_tokens, bounded._max_bytes = max_tokens, max_tokens * self.longest_token_bytes
         return bounded
 
     @property
     def longest_token_bytes(self) -> int:
         """Bytes of the longest token, as the vocabulary has it."""
-        return max((len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        return max((len(token.encode()) for token in self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
     def read(cls, model_dir: Path) -> "Text | None":
@@ -74,11 +74,11 @@ class Text:
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token by its text; None when the vocabulary has no such token."""
-        token_id = self._tokenizer.token_to_id(token)
+        token_id = self.tokenizer.token_to_id(token)
         return None if token_id is None else int(token_id)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
@@ -101,7 +101,7 @@ class Text:
         # The library raises plain Exception, for a vocabulary without a token for unknown text.
         with errors_as(lambda error: ValueError(f"text: the tokenizer has no tokens for {text[:100]!r}: {error}")):
             # A batch of one: unlike ``encode`` it lets other threads run meanwhile.
-            (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special)
+            (encoded,) = self.tokenizer.encode_batch([text], add_special_tokens=add_special)
         return list(encoded.ids)
 
     async def encoded(self, text: str, *, add_special: bool = True) -> list[int]:
@@ -110,7 +110,7 @@ class Text:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids; ``skip_special``: without special tokens (end of sequence, padding, ...)."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special))
 
 
 class StopStrings:

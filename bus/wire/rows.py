@@ -60,6 +60,8 @@ class Capabilities:
     """NCCL version of the processes that receive weights (``2.29.7``); empty = not known."""
     device_memory_bytes: Natural = 0
     """Memory of its smallest accelerator; 0 = not known."""
+    adapters: bool = False
+    """It receives a low-rank adapter without the weights that it is added to, which it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,8 @@ class VersionRow:
     """Digest of the manifest (names, shapes, dtypes)."""
     snapshot: Text = ""
     """URL or directory of a snapshot of these weights, when there is one."""
+    adapter: Text = ""
+    """URL of a snapshot of these weights as an adapter alone, when there is one."""
     after: Whole = -1
     """Last sequence of SAMPLES before any engine could have it, so no sample up to there is of it; -1 = not set."""
 

@@ -157,7 +157,7 @@ async def show_texts(bus: Bus, args: argparse.Namespace) -> int:
     versions = sorted(responses[name])
     first, last = (responses[name][version] for version in (versions[0], versions[-1]))
     pairs = [(first[row], last[row]) for row in sorted(first.keys() & last.keys())]
-    shown = pairs if not args.count else pairs[:: max(1, len(pairs) // args.count)][: args.count]
+    shown = evenly_spaced(pairs, args.count) if args.count else pairs
     if args.json:
         for before, after in shown:
             print(to_json(_as_map(before, after)))
@@ -166,6 +166,15 @@ async def show_texts(bus: Bus, args: argparse.Namespace) -> int:
         console.print(_table(shown, f"version {versions[0]}", f"version {versions[-1]}"))
         console.print(_means(pairs), markup=False)
     return int(len(versions) < 2)
+
+
+def evenly_spaced(pairs: Sequence[Pair], count: int) -> list[Pair]:
+    """Return ``count`` pairs, the first and the last among them.
+
+    A constant step would show only some kinds of prompts where kinds take turns: every sixth of four kinds, two.
+    """
+    last = len(pairs) - 1
+    return [pairs[number * last // max(1, count - 1)] for number in range(count)] if count <= last else list(pairs)
 
 
 async def responses_by_version(bus: Bus) -> dict[str, dict[int, dict[int, Sample]]]:

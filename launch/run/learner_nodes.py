@@ -79,7 +79,7 @@ async def run_agent(
         place=here(),
         pid=os.getpid(),
         address=bare(addresses.advertised),
-        versions=await asyncio.to_thread(_versions, config, devices),
+        versions=await asyncio.to_thread(library_versions, config, devices),
         devices=tuple(device.uuid for device in devices),
         device_memory_bytes=min((device.memory_bytes for device in devices), default=0),
     )
@@ -242,7 +242,7 @@ def _node_of(row: NodeRow) -> Node:
     return Node(rank=row.node, host=row.host, devices=devices)
 
 
-def _versions(config: RunConfig, devices: Sequence[Device]) -> dict[str, str]:
+def library_versions(config: RunConfig, devices: Sequence[Device]) -> dict[str, str]:
     """Return versions and settings that must be equal on all nodes. Blocks while the source files are read."""
     code = hashlib.sha256()
     root = Path(__file__).parents[2]
@@ -269,12 +269,12 @@ def _text(file: Path) -> str:
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-class _Entry(ctypes.Structure):
+class InterfaceEntry(ctypes.Structure):
     """``struct ifaddrs``; the fields after the address are not read."""
 
 
-_Entry._fields_ = [
-    ("next", ctypes.POINTER(_Entry)),
+InterfaceEntry._fields_ = [
+    ("next", ctypes.POINTER(InterfaceEntry)),
     ("name", ctypes.c_char_p),
     ("flags", ctypes.c_uint),
     ("address", ctypes.c_void_p),
@@ -300,8 +300,8 @@ def _interface_addresses() -> list[tuple[str, IpAddress]]:
     if sys.platform != "linux":
         return []
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.freeifaddrs.argtypes = [ctypes.POINTER(_Entry)]
-    first = ctypes.POINTER(_Entry)()
+    libc.freeifaddrs.argtypes = [ctypes.POINTER(InterfaceEntry)]
+    first = ctypes.POINTER(InterfaceEntry)()
     if libc.getifaddrs(ctypes.byref(first)):
         return []
     addresses: list[tuple[str, IpAddress]] = []

@@ -106,7 +106,7 @@ class RunWatch:
 
     def __post_init__(self, metrics_file: Path | None, earlier: Mapping[int, float]) -> None:
         self._lines = RunLines(metrics_file, self.event)
-        self._answered_s = self._steady_s = time.monotonic()
+        self.answered_s = self.steady_s = time.monotonic()
         """Times of the bus's last answer, and since which it has answered without a gap."""
         self._resumed_at = max(earlier, default=0)
         self._began_s = time.monotonic() - max(earlier.values(), default=0.0)
@@ -173,7 +173,7 @@ class RunWatch:
             group.create_task(self._follow_outcomes(), name="outcomes")
             group.create_task(self._read_state(), name="state")
             group.create_task(self._watch_room(), name="room of the bus")
-            group.create_task(self._await_answers(), name="answers")
+            group.create_task(self.await_answers(), name="answers")
 
     async def _follow_outcomes(self) -> None:
         async for _, record in self.bus.plans.follow():
@@ -183,19 +183,19 @@ class RunWatch:
                 seconds = round(self.reached_s[record.step], 3)
                 self._lines.add(0, {"step": record.step, "epoch": record.epoch, "seconds": seconds, **record.metrics})
             elif isinstance(record, Evaluated) and record.epoch > self.after_epoch:
-                self._note_scores(record)
+                self.note_scores(record)
 
-    def _note_scores(self, record: Evaluated) -> None:
+    def note_scores(self, record: Evaluated) -> None:
         """Register the scores of a set at a version; scores that a restart has recorded again are no news."""
         before = self.evaluated.get((record.version, record.dataset))
         self.evaluated[record.version, record.dataset] = record
         if before is None or before.metrics != record.metrics:
             self._lines.add(1, summary.scores_line(record))
 
-    async def _await_answers(self) -> None:
+    async def await_answers(self) -> None:
         """Background loop: the beginning and the end of a time in which the bus does not answer are events."""
         while True:
-            silent_s = time.monotonic() - self._answered_s
+            silent_s = time.monotonic() - self.answered_s
             silence = f"the bus has not answered for {silent_s:.0f} s" if silent_s > UNANSWERED_S else ""
             if silence and not self.bus_silence:
                 self.event(silence)
@@ -210,10 +210,10 @@ class RunWatch:
             self._lines.write()
             try:
                 rows, now = await view.refresh(), time.monotonic()
-                if now - self._answered_s > UNANSWERED_S:
-                    self._steady_s = now
-                self._answered_s = now
-                self._note_rows(rows)
+                if now - self.answered_s > UNANSWERED_S:
+                    self.steady_s = now
+                self.answered_s = now
+                self.note_rows(rows)
                 self.samples = await self.bus.samples.info()
                 self.backlog = await self.bus.tasks.backlog()
                 if self.samples.messages:
@@ -222,7 +222,7 @@ class RunWatch:
                 log.info("not read: %s", error)
             await asyncio.sleep(LOOK_EVERY_S)
 
-    def _note_rows(self, rows: list[tuple[LiveRow, float]]) -> None:
+    def note_rows(self, rows: list[tuple[LiveRow, float]]) -> None:
         self.rows = rows
         for row, age in rows:
             self.loads[f"{row.role}.{row.id}"] = row.load
@@ -246,7 +246,7 @@ class RunWatch:
                 self.event(f"bus: {waits if reason else 'stores again, the run goes on'}")
             self.full = reason
             if reason:  # which is an answer; rows are as old as the first one
-                self._answered_s = self._steady_s = time.monotonic()
+                self.answered_s = self.steady_s = time.monotonic()
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _note_trouble(self, row: LiveRow) -> None:
@@ -262,7 +262,7 @@ class RunWatch:
     def _note_state(self, row: LiveRow, age: float) -> None:
         """Add an event when a process becomes silent, or drains while it is needed."""
         name = row.id if row.id.startswith(row.role) else f"{row.role} {row.id}"
-        steady = time.monotonic() - self._steady_s > SILENT_S  # before that, rows are as old as the silence of the bus
+        steady = time.monotonic() - self.steady_s > SILENT_S  # before that, rows are as old as the silence of the bus
         self._beating[name] = self._beating.get(name, False) or (name in self._beating and age < LOOK_EVERY_S / 2)
         state = ""
         if age > SILENT_S and steady and self._beating[name] and not _has_ended_here(row):

@@ -78,7 +78,7 @@ class Objective:
         self._own_rejects: dict[str, correction.RejectFunction] = {
             path: _own(path, "reject.rules") for path in config.reject.functions
         }
-        self._loss = LOSS_FUNCTIONS.get(config.loss) or _own(config.loss, "loss")
+        self.loss = LOSS_FUNCTIONS.get(config.loss) or _own(config.loss, "loss")
         self._advantages: AdvantageFunction | None = ADVANTAGES.get(config.advantage)
         self.asks: frozenset[str] = frozenset({"metadata"} if config.by_role else ())
         """Arguments of ``OFFERED`` that the estimator gets, by its own parameters or its roles."""
@@ -330,7 +330,7 @@ class Objective:
             cut, mask_T = coupled.covariance, tokens.mask_T
             value_T = policy_losses.covariances(_given(tokens.old_T), tokens.advantages_T, mask_T, cut.means)
             tokens = replace(tokens, chosen_T=policy_losses.chosen(value_T, _draws(tokens), mask_T, cut))
-        made = self._loss(log_probs_T, anchor_T, tokens, self.config)
+        made = self.loss(log_probs_T, anchor_T, tokens, self.config)
         for name, value_T in made.metrics.items():
             if value_T.shape != log_probs_T.shape:
                 got = [*value_T.shape]

@@ -127,19 +127,21 @@ class Policy:
         stage_weights = self.export_stage()
         yield from stage_weights if self.parallel.pp_size == 1 else stages.of_all(stage_weights, self.parallel)
 
-    def export_stage(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of this stage as ``export`` does; collective over the tensor-parallel ranks alone."""
+    def export_stage(self, *, without_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of this stage as ``export`` does; collective over the tensor-parallel ranks alone.
+        ``without_adapters``: the frozen weights, to which the adapters are not added.
+        """
         self.memory.want("the export of weights")
         exported = self.bridge.export(self.chunks)
-        yield from exported if self.adapters is None else self.adapters.merged(exported)
+        yield from exported if self.adapters is None or without_adapters else self.adapters.merged(exported)
 
-    def export_part(self, senders: int) -> Iterator[tuple[str, Tensor]]:
+    def export_part(self, senders: int, *, without_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of this stage that this rank sends, as ``export_stage``. ``senders``: ranks of the stage
         among which its layers are dealt out, of those that have parts of them. All of these run the iterator to its
-        end; any other rank gets nothing.
+        end; any other rank gets nothing. ``without_adapters``: the frozen weights.
         """
         ranks, dealt = self.parallel, Dealt(senders)
-        for name, tensor in self.export_stage() if ranks.exports else ():
+        for name, tensor in self.export_stage(without_adapters=without_adapters) if ranks.exports else ():
             if dealt.sender(name) == ranks.export_place:
                 yield name, tensor
 

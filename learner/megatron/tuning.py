@@ -19,8 +19,9 @@ from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron.layers.frozen import freeze_linears
 from tidemill.learner.megatron.layers.lora import Adapters
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.lora import CONFIG, WEIGHTS, LoraConfig
+from tidemill.learner.settings.lora import LoraConfig
 from tidemill.learner.settings.schedule import frozen_names
+from tidemill.weightstore.format.adapters import CONFIG, WEIGHTS
 from tidemill.weightstore.store.snapshot_files import ASIDE, rename_into_place
 
 ADAPTER = "adapter"

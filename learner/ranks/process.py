@@ -160,24 +160,26 @@ async def run_part(
         if part.listen:
             words = [*command, "feeder", *arguments, "--feeder-url", part.listen]
             words += ["--epoch", str(part.epoch)] if part.epoch else []
-            feeder = await _start("feeder", words, {}, part.keys.for_feeder())
+            feeder = await start_child("feeder", words, {}, part.keys.for_feeder())
         with progress_noted(on_step, on_sigterm) as progress:
             for local in range(part.num_ranks):
                 environment = {**_rank_environment(part, local, threads), **(variables[local] if variables else {})}
                 words = [*command, "rank", *arguments, "--feeder-url", part.feeder_url]
                 ranks.append(
-                    await _start(f"rank {part.first_rank + local}", words, environment, part.keys.for_ranks(), progress)
+                    await start_child(
+                        f"rank {part.first_rank + local}", words, environment, part.keys.for_ranks(), progress
+                    )
                 )
-            await _watch(feeder, ranks, draining, drain_s)
+            await watch_children(feeder, ranks, draining, drain_s)
     except ChildFailed as first:
         children = [*([feeder] if feeder else []), *ranks]
-        await _end(children)
-        raise next((_failed(child) for child in children if child.returncode in exit_codes.FINAL), first) from None
+        await end_children(children)
+        raise next((failure_of(child) for child in children if child.returncode in exit_codes.FINAL), first) from None
     finally:
-        await _end([*([feeder] if feeder else []), *ranks])
+        await end_children([*([feeder] if feeder else []), *ranks])
 
 
-async def _start(
+async def start_child(
     name: str, command: Sequence[str], environment: Mapping[str, str], keys: FeedKeys, progress: int = -1
 ) -> Child:
     descriptor = keys.pipe()
@@ -191,7 +193,7 @@ async def _start(
     return child
 
 
-async def _watch(feeder: Child | None, ranks: Sequence[Child], draining: asyncio.Event, drain_s: float) -> None:
+async def watch_children(feeder: Child | None, ranks: Sequence[Child], draining: asyncio.Event, drain_s: float) -> None:
     """Wait until all children have ended with success. Raises ChildFailed for the first that fails."""
     feeders = (feeder,) if feeder is not None else ()
     ends = {asyncio.create_task(child.wait()): child for child in (*feeders, *ranks)}
@@ -232,10 +234,10 @@ def _judge(child: Child, code: int, *, drained: bool) -> None:
     if code != 0 and not (
         drained and code in (exit_codes.NOT_IN_TIME, -signal.SIGTERM)
     ):  # the latter: it had not begun
-        raise _failed(child)
+        raise failure_of(child)
 
 
-def _failed(child: Child) -> ChildFailed:
+def failure_of(child: Child) -> ChildFailed:
     assert child.returncode is not None
     return ChildFailed(child.name, child.returncode, tuple(child.lines()), child.reason())
 
@@ -245,7 +247,7 @@ def _signal(children: Sequence[Child], number: signal.Signals) -> None:
         child.send(number)
 
 
-async def _end(children: Sequence[Child]) -> None:
+async def end_children(children: Sequence[Child]) -> None:
     """End all children by SIGTERM, and SIGKILL after ``STOP_S``; read their output, whose end names the reason."""
     if not children:
         return

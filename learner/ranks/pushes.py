@@ -25,6 +25,7 @@ from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PushFailed
 from tidemill.weightstore.push.publisher import Publisher
 from tidemill.weightstore.push.push import PushHandle, PushReport
+from tidemill.weightstore.transport.staged_adapter import StagedAdapter
 from tidemill.weightstore.transport.staging import StagedModel
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Pushes:
         self._draining = draining
         self._policy, self._parts, self._feed, self._places = policy, parts, feed, places
         self._bus, self._weights, self._wait, self._colocated = bus, weights, wait, colocated
-        self._staged: StagedModel | None = None
+        self._staged: StagedModel | StagedAdapter | None = None
         """Weights whose push waits for ``give``."""
         self._engines_released = 0
         self._leads = policy.parallel.rank == 0
@@ -74,6 +75,8 @@ class Pushes:
         PublisherClosed.
         """
         if not self._leads:
+            for _ in self._parts.export_base() if self._parts.adapters is not None else ():
+                pass
             self._begin(start)
             yield
             return
@@ -85,10 +88,13 @@ class Pushes:
             directory=self._places.snapshots,
             model_dir=self._places.model_dir,
             division=self._parts.division,
+            adapters=self._parts.adapters,
             bus_config=self._bus,
         )
         try:
             publisher.start()
+            if self._parts.adapters is not None:
+                publisher.stage_base(self._parts.export_base())
             self._publisher = publisher
             if self._colocated:
                 self.take()
@@ -122,7 +128,7 @@ class Pushes:
         if self._publisher is None:
             self._parts.stage()
             return
-        self._staged = self._publisher.stage(self.step, self._parts.export(), self._parts.choose)
+        self._staged = self._publisher.stage(self.step, self._parts.export_pushed(), self._parts.choose)
         self._parts.staged()
         if not self._colocated:
             self._push_staged(self._publisher, wait=self._wait)
@@ -183,6 +189,7 @@ class Pushes:
             "push/version": report.version,
             "push/engines": len(report.engines),
             "push/engines_verified": len(report.verified),
+            "push/engines_adapter": len(report.adapter_engines),
             "push/prepare_seconds": report.prepare_s,
             "push/seconds": report.seconds,
             "push/transfer_seconds": report.transfer_s,

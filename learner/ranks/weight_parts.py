@@ -25,6 +25,7 @@ from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.layout.sizes import num_senders
 from tidemill.learner.megatron.model import Policy
 from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.format.adapters import AdapterSettings
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.transport.part_server import PartServer
 from tidemill.weightstore.transport.parts import Division, PartPlace, PartTensors, leave, release
@@ -45,7 +46,11 @@ class WeightParts:
     def __init__(self, policy: Policy, places: RankPlaces, weights: WeightsConfig) -> None:
         parallel = policy.parallel
         self._policy, self._places, self._weights, self._parallel = policy, places, weights, parallel
-        self._senders = num_senders(parallel.tp_size, parallel.ep_size, weights.senders_per_stage)
+        self.adapters = _adapters(policy, places, weights)
+        """Settings of the adapters that are pushed in the place of weights; None = weights are pushed."""
+        # The base and the adapters are on rank 0 alone: they are added up there, for engines that cannot.
+        at_most = weights.senders_per_stage if self.adapters is None else 1
+        self._senders = num_senders(parallel.tp_size, parallel.ep_size, at_most)
         self._several = self._senders * parallel.pp_size > 1
         self._server: PartServer | None = None
         self.division = Division(Manifest([]))
@@ -98,6 +103,19 @@ class WeightParts:
         """Yield the tensors of this rank, whole, as ``Policy.export_part``."""
         return self._policy.export_part(self._senders)
 
+    def export_pushed(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of this rank that a version has: its weights, or on rank 0 all adapters."""
+        if self.adapters is None:
+            return self.export()
+        if self._parallel.rank == 0:
+            return self._policy.export_adapters()
+        self._policy.help_export_adapters()
+        return iter(())
+
+    def export_base(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that the adapters belong to, on rank 0; all other ranks get nothing."""
+        return self._policy.export_part(self._senders, without_adapters=True)
+
     def choose(self, copy: int) -> None:
         """Send the number of the copy to fill to the other ranks, which wait for it in ``stage``. On rank 0."""
         if self._several:
@@ -111,7 +129,7 @@ class WeightParts:
         if self._server is not None:
             self._server.stage(int(copy), self.export())
         else:
-            for _ in self.export():
+            for _ in self.export_pushed():
                 pass
         self.staged()
 
@@ -148,3 +166,15 @@ class WeightParts:
 
     def _address(self) -> Reach:
         return reach(self._weights.host, self._weights.advertise, route_to(self._places.bus_url), name="weights.host")
+
+
+def _adapters(policy: Policy, places: RankPlaces, weights: WeightsConfig) -> AdapterSettings | None:
+    """Return the settings of the adapters to push; None where merged weights are pushed."""
+    if policy.adapters is None or weights.adapters == "merged":
+        return None
+    if policy.parallel.pp_size > 1:
+        if policy.parallel.rank == 0:
+            log.info("merged weights are pushed, not adapters: learner.pipeline_parallel > 1")
+        return None
+    config = policy.adapters.config
+    return AdapterSettings(scale=config.scale, peft=config.peft(str(places.model_dir)))

@@ -12,11 +12,10 @@ from typing import Annotated
 from tidemill.bus.section import NotNegative, OneOf, PositiveFloat, section
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.errors import ConfigRefused
+from tidemill.weightstore.format.adapters import CONFIG, WEIGHTS
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers of a decoder that can have adapters, by the last part of their Hugging Face names."""
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""Files of PEFT's format."""
 _PLAIN: Mapping[str, tuple[object, ...]] = {
     "use_dora": (False, None),
     "lora_bias": (False, None),

@@ -26,6 +26,7 @@ NAMES = {
     ),
     "staleness": "what age does to learning, with and without correction (about 25 minutes on two cores)",
     "push": "a weight push, against a bare torch.distributed.broadcast",
+    "adapter_push": "a push of adapters, against a push of merged weights of the same version: bytes and seconds",
     "handles": "a weight push to an engine of this host by handles, against a plain memory copy, and by broadcast",
     "checkpoint": "how long a step waits for a checkpoint in the background, against one that is written at once",
     "stall": "what pushes cost generation: tokens per CPU-second and gaps between tokens",

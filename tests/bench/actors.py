@@ -27,6 +27,7 @@ import numpy as np
 import psutil
 
 from tests.bench.sample_path import make_sample
+from tests.waits import until
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -174,8 +175,7 @@ async def feeder(args: argparse.Namespace) -> None:
 async def rank(args: argparse.Namespace) -> None:
     """Take every batch, report it as done, and publish a version: all the work of a learner except the training."""
     directory = Path(args.directory)
-    while not (directory / "url").exists():  # noqa: ASYNC110 - a file sends no event
-        await asyncio.sleep(0.05)
+    await until((directory / "url").exists)
     url, loop = (directory / "url").read_text(), asyncio.get_running_loop()
     async with connect(args.url, RUN, CONFIG, name="rank") as bus:
         await asyncio.to_thread(train, url, keys_in(directory), directory / "checkpoints", VersionRegistry(bus), loop)

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from tests import waits
 from tests.bench.sample_path import make_sample
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusUnavailable
@@ -267,11 +268,10 @@ async def check_books(load: Load, bus: Bus) -> None:
 
 
 async def until(met: Callable[[], bool], within_s: float, what: str) -> None:
-    deadline = time.monotonic() + within_s
-    while not met():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {within_s:.0f} s for {what}")
-        await asyncio.sleep(0.02)
+    try:
+        await waits.until(met, timeout_s=within_s)
+    except TimeoutError:
+        raise TimeoutError(f"waited {within_s:.0f} s for {what}") from None
 
 
 def report(stream: str, pauses: dict[str, float]) -> str:

@@ -33,10 +33,8 @@ from numpy.typing import NDArray
 from tidemill.bus.server.ports import KeptPort
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
-from tidemill.learner.batch.repacking import packings, repacked
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.settings.config import OptimizerConfig
-from tidemill.learner.settings.lora import LoraConfig
 
 SHAPES: dict[str, dict[str, int]] = {
     "digits (2 layers, hidden 64)": {
@@ -64,18 +62,24 @@ SMOLLM = {
 GROUP = 8
 ROUNDS = 15
 STEPS = """
-import json, os, pathlib, sys, time, torch
-from tests.bench import learner_step
+import importlib.util, json, os, pathlib, sys, time, torch
+from tidemill.learner.megatron import trainer
+directory, sizes, file, checkout = sys.argv[1:]
+assert pathlib.Path(trainer.__file__).resolve().is_relative_to(checkout), f"{trainer.__file__} is not of {checkout}"
+spec = importlib.util.spec_from_file_location("learner_step", file)
+learner_step = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(learner_step)
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 torch.set_num_threads(1)
-step = learner_step.our_step(pathlib.Path(sys.argv[1]), learner_step.make_batch(**json.loads(sys.argv[2])), "cpu")
+step = learner_step.our_step(pathlib.Path(directory), learner_step.make_batch(**json.loads(sizes)), "cpu")
 for _ in sys.stdin:
     began = time.process_time()
     loss = step()
     print(time.process_time() - began, loss, file=answers, flush=True)
 """
 """A process that takes a step for every line of its input, and answers with its processor time in seconds and its loss.
+Both sides run this file, so that their data are the same, with the package of their own checkout.
 """
 
 
@@ -191,7 +195,6 @@ def _parts(directory: Path, device: str, *, dtype: str, kernels: Wanted | None, 
     from tidemill.learner.layout.parallel import Parallel, choose_device, join
     from tidemill.learner.megatron.model import build_policy
     from tidemill.learner.megatron.optimizer import PolicyOptimizer
-    from tidemill.learner.megatron.tuning import Tuning
 
     global _parallel
     if _parallel is None:
@@ -199,8 +202,14 @@ def _parts(directory: Path, device: str, *, dtype: str, kernels: Wanted | None, 
             os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.number))
             _parallel = join(tensor_parallel_size=1, device=choose_device(device), seed=0)
     assert isinstance(_parallel, Parallel)
-    tuning = Tuning(lora=LoraConfig(rank=lora, alpha=2.0 * lora)) if lora else Tuning()
-    policy = build_policy(directory, dtype=dtype, parallel=_parallel, kernels=kernels, tuning=tuning)
+    if lora:
+        from tidemill.learner.megatron.tuning import Tuning
+        from tidemill.learner.settings.lora import LoraConfig
+
+        tuning = {"tuning": Tuning(lora=LoraConfig(rank=lora, alpha=2.0 * lora))}
+    else:
+        tuning = {}  # an older checkout of ``--against`` may have none
+    policy = build_policy(directory, dtype=dtype, parallel=_parallel, kernels=kernels, **tuning)
     return policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-4), steps=1000)
 
 
@@ -279,16 +288,23 @@ def against(other: Path, name: str, *, rounds: int = ROUNDS) -> dict[str, float]
     """
     shape = SHAPES[name]
     batch = json.dumps({key: shape[key] for key in ("sequences", "prompt", "response", "vocab")})
-    with tempfile.TemporaryDirectory() as directory:
+    trees = {"ours": Path(__file__).resolve().parents[2], "other": other.resolve()}
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as links:
         make_model(Path(directory), layers=shape["layers"], hidden=shape["hidden"], vocab=shape["vocab"])
-        command = [sys.executable, "-c", STEPS, directory, batch]
-        trees = {"ours": Path(__file__).parents[2], "other": other}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        children = {kind: subprocess.Popen(command, cwd=tree, **pipes) for kind, tree in trees.items()}  # type: ignore[call-overload]
+        children = {}
+        for kind, tree in trees.items():
+            (Path(links) / kind).mkdir()
+            (Path(links) / kind / "tidemill").symlink_to(tree)  # before the editable installation of this checkout
+            environment = os.environ | {"PYTHONPATH": f"{Path(links) / kind}{os.pathsep}{tree}"}
+            command = [sys.executable, "-c", STEPS, directory, batch, str(Path(__file__).resolve()), str(tree)]
+            children[kind] = subprocess.Popen(
+                command, cwd=links, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
         try:
             taken = [{kind: _step_of(child) for kind, child in children.items()} for _ in range(rounds + 1)]
         finally:
             for child in children.values():
+                assert child.stdin is not None
                 child.stdin.close()
                 child.wait()
     first, *taken = taken
@@ -302,6 +318,7 @@ def against(other: Path, name: str, *, rounds: int = ROUNDS) -> dict[str, float]
 
 def prompts(name: str, *, rounds: int) -> dict[str, float]:
     """Return the median processor time of a step with whole sequences, in seconds, and those of the others to it."""
+    from tidemill.learner.batch.repacking import packings, repacked
     from tidemill.learner.megatron.trainer import Trainer
 
     class Whole(Trainer):

@@ -29,6 +29,7 @@ import yaml
 
 from tests.bench.learn import CONFIG, ROOT
 from tests.bench.meter import metered
+from tests.waits import until
 from tidemill.bus.streams.bus import Bus, connect, current_epoch, raise_epoch
 from tidemill.bus.system.processes import Child
 from tidemill.bus.wire.messages import Done, Sample, Sampling, Task
@@ -214,8 +215,7 @@ async def on_bus(config: RunConfig) -> AsyncIterator[Bus]:
 async def address(config: RunConfig) -> str:
     """Return the address of the run's bus."""
     file = config.root / BUS_URL_FILE
-    while not file.exists():  # noqa: ASYNC110 - a file sends no event
-        await asyncio.sleep(0.02)
+    await until(file.exists)
     return file.read_text().strip()
 
 

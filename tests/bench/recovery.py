@@ -11,6 +11,7 @@ which this program starts again at once with --resume).
 import argparse
 import asyncio
 import contextlib
+import math
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from statistics import median
 
 import psutil
 
+from tests import waits
 from tests.bench.learn import CONFIG, ROOT
 from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.heartbeats import LiveView
@@ -97,8 +99,7 @@ class Scene:
             self._process.kill()
             self._process.wait()
         began_s = time.monotonic()
-        while self._processes():
-            time.sleep(LOOK_S)
+        waits.poll(lambda: not self._processes(), every_s=LOOK_S, timeout_s=math.inf)
         settings = [word for one in (f"directory={self._directory}", *SETTINGS) for word in ("--set", one)]
         command = [sys.executable, "-m", "tidemill", "up", str(CONFIG), flag, *settings]
         self._directory.parent.mkdir(parents=True, exist_ok=True)
@@ -195,8 +196,7 @@ class Results:
             await asyncio.gather(following, return_exceptions=True)
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        while not reached():  # noqa: ASYNC110 - other processes have no event here
-            await asyncio.sleep(LOOK_S)
+        await waits.until(reached, every_s=LOOK_S, timeout_s=math.inf)
 
 
 async def _until_ready(bus: Bus, victim: str, pid: int) -> None:

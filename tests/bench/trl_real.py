@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -61,6 +62,10 @@ def main() -> None:
             processing_class=AutoTokenizer.from_pretrained(args.model, padding_side="left"),
             callbacks=[Lines()],
         )
+        # Its own schedule warms up from a rate of 0, a step behind ours.
+        rates = settings["rates"]
+        trainer.create_optimizer()
+        trainer.lr_scheduler = LambdaLR(trainer.optimizer, lambda step: rates[min(step, len(rates) - 1)] / max(rates))
         trainer.train()
     trainer.save_model(args.final)
 
@@ -84,9 +89,7 @@ def configuration(settings: Mapping[str, Any], out: str) -> GRPOConfig:
         num_generations=settings["group_size"],
         max_completion_length=settings["max_new_tokens"],
         max_steps=settings["steps"],
-        learning_rate=settings["lr"],
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=settings["warmup_steps"],
+        learning_rate=max(settings["rates"]),
         adam_beta1=settings["betas"][0],
         adam_beta2=settings["betas"][1],
         adam_epsilon=settings["eps"],

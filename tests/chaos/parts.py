@@ -121,9 +121,8 @@ class Parts:
         bus = self.start("bus")
         address = self.root / "bus.url"
         async with asyncio.timeout(PATIENCE_S):
-            while not address.exists():
-                assert bus.process.returncode is None, bus.log
-                await asyncio.sleep(0.05)
+            await until(lambda: address.exists() or bus.process.returncode is not None)
+            assert bus.process.returncode is None, bus.log
         return address.read_text().strip()
 
     @contextlib.asynccontextmanager

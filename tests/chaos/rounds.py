@@ -14,6 +14,7 @@ from tests.chaos.auditor import judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts, thaw
 from tests.chaos.test_instants import new_steps
 from tests.unhurried import UNHURRIED
+from tests.waits import until
 from tidemill.bus.errors import BusUnavailable
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
@@ -98,9 +99,8 @@ async def _round(run: Parts, bus: Bus, name: str, one: Round, victims: Sequence[
     victim = run.start("engine", *victims, name=name, instant=one.phase, how=one.how)
     mark = run.directory / f"{name}.died"
     async with asyncio.timeout(PATIENCE_S):
-        while not mark.exists():
-            assert victim.process.returncode is None or mark.exists(), f"{one}: {victim.log[-3000:]}"
-            await asyncio.sleep(0.02)
+        await until(lambda: mark.exists() or victim.process.returncode is not None)
+        assert mark.exists(), f"{one}: {victim.log[-3000:]}"
     await new_steps(bus, 3)
     if one.how.startswith("STOP"):
         thaw(await victim.frozen(below=one.how == "STOP-SERVER"))

@@ -125,9 +125,8 @@ async def _struck(run: Parts, blow: Blow, name: str, survivor: Part, told: Path)
     victim = run.start("actor", name=name, instant=blow.instant, how=blow.how)
     mark = run.directory / f"{name}.died"
     async with asyncio.timeout(PATIENCE_S):
-        while not mark.exists():
-            assert victim.process.returncode is None or mark.exists(), f"{blow}: {victim.log[-3000:]}"
-            await asyncio.sleep(0.02)
+        await until(lambda: mark.exists() or victim.process.returncode is not None)
+        assert mark.exists(), f"{blow}: {victim.log[-3000:]}"
     sample = mark.read_text()
     frozen = await victim.frozen() if blow.how == "STOP" else []
     if blow.how == "KILL":
@@ -161,13 +160,12 @@ async def _struck(run: Parts, blow: Blow, name: str, survivor: Part, told: Path)
 async def _logged(line: re.Pattern[str], blow: Blow, *by: Part, after: int = 0) -> None:
     """Wait until one of the actors has logged a line; the first one of them behind ``after`` characters of its log."""
     async with asyncio.timeout(PATIENCE_S):
-        while not any(line.search(part.log[0 if number else after :]) for number, part in enumerate(by)):
-            assert any(part.process.returncode is None for part in by), (
-                blow,
-                line.pattern,
-                [part.log[-3000:] for part in by],
-            )
-            await asyncio.sleep(0.05)
+
+        def logged() -> bool:
+            return any(line.search(part.log[0 if number else after :]) for number, part in enumerate(by))
+
+        await until(lambda: logged() or all(part.process.returncode is not None for part in by))
+        assert logged(), (blow, line.pattern, [part.log[-3000:] for part in by])
 
 
 def _told(file: Path) -> list[tuple[str, str]]:

@@ -102,8 +102,7 @@ async def _no_room_for_a_checkpoint(run: Parts) -> None:
     await run.begin("engine", "actor")
     learner = run.start("learner")
     async with _witnessed(run) as (bus, seen):
-        while await bus.rows("run").get(CHECKPOINT_KEY) is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        await until(lambda: bus.rows("run").get(CHECKPOINT_KEY))
         await _new_steps(bus, 2)
         (rank,) = [process for process in learner.family() if "rank" in process.cmdline()]
         rank.rlimit(psutil.RLIMIT_FSIZE, (4096, 4096))  # limit of every file it writes

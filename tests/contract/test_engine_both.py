@@ -183,9 +183,11 @@ async def test_what_ends_requests_for_an_update_is_counted(kind: Kind, directori
         await one.beyond(0)
         other = asyncio.create_task(served.generate(PROMPT, max_new_tokens=LONG, ignore_eos=True))
         await one.beyond(10)
-        async with asyncio.timeout(LIMIT_S):
-            while (await served.get("/v1/loads?include=core"))[1]["loads"][0]["num_running_reqs"] < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+
+        async def both_run() -> bool:
+            return (await served.get("/v1/loads?include=core"))[1]["loads"][0]["num_running_reqs"] >= 2
+
+        await until(both_run)
         assert (await served.post("/pause_generation", {"mode": "abort"}))[0] == 200
         ended = [await one.task, await other]
         assert (await served.post("/continue_generation", {}))[0] == 200

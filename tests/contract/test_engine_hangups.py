@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine_serving import LIMIT_S, Served, serving
 from tests.tiny_models import write_tiny_model
+from tests.waits import until
 from tidemill.actors.generate_body import parse_generate
 from tidemill.actors.text.text import StopStrings
 
@@ -54,14 +55,7 @@ async def hang_up_on(served: Served, path: str, body: object) -> None:
     writer.write(head.encode() + content)
     await until(lambda: served.engine.scheduler._calls.qsize() > asked)
     writer.close()
-    await until(lambda: not served.engine._server.listener._runner.server.connections)
-
-
-async def until(reached: object) -> None:
-    assert callable(reached)
-    async with asyncio.timeout(LIMIT_S):
-        while not reached():  # noqa: ASYNC110 - the engine sends no event
-            await asyncio.sleep(0.01)
+    await until(lambda: not served.engine.server.listener._runner.server.connections)
 
 
 @pytest.mark.parametrize(

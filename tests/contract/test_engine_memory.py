@@ -13,6 +13,7 @@ import torch
 from tests.engine_push import DEADLINE_S, flat, joined
 from tests.engine_serving import Gate, Served, greedy, prompts, serving
 from tests.tiny_models import tiny_model, write_tiny_model
+from tests.waits import until
 
 CONTEXT, LONG = 4096, 1000
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
@@ -31,10 +32,10 @@ def models() -> list[Any]:
 def storages(served: Served) -> dict[str, set[tuple[int, int]]]:
     """Return address and bytes of the storages of weights, and of keys and values."""
     updates, scheduler = served.engine.updates, served.engine.scheduler
-    weights = [each for each in (updates._served, updates._standby) if each is not None]
+    weights = [each for each in (updates.weights, updates.standby) if each is not None]
     return {
         "weights": {place(tensor) for each in weights for tensor in each.named.values()},
-        "kv_cache": {place(tensor) for layer in scheduler._runner.memory.layers for tensor in layer},
+        "kv_cache": {place(tensor) for layer in scheduler.runner.memory.layers for tensor in layer},
     }
 
 
@@ -202,8 +203,7 @@ async def test_a_release_while_it_takes_a_directory_by_itself_comes_behind_it(di
         updates = served.engine.updates
         assert await ask(served, RELEASE) == 200
         load = asyncio.create_task(served.engine.load_snapshot(directory, 5))
-        while not updates._writing.locked():  # noqa: ASYNC110 - it sets no event
-            await asyncio.sleep(0)
+        await until(lambda: updates._writing.locked(), every_s=0)  # it sets no event
         release = asyncio.create_task(updates.run_shielded(updates.release(frozenset({"weights", "kv_cache"}))))
         await asyncio.gather(load, release)
         assert served.engine.version == 5

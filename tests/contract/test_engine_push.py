@@ -93,9 +93,9 @@ async def test_of_two_pushes_that_begin_at_once_the_later_one_is_received(
     async with serving(directories[0]) as served, joined(served) as push:
         async with served.engine.updates._writing:
             asked = [asyncio.create_task(push.ask_at_once([tensors], 1))]
-            await served.until(lambda: served.engine.updates._open is not None)
+            await served.until(lambda: served.engine.updates.open_update is not None)
             asked.append(asyncio.create_task(push.ask_at_once([tensors], 2)))
-            await served.until(lambda: served.engine.updates._open.version == 2)
+            await served.until(lambda: served.engine.updates.open_update.version == 2)
         status, answer = await asked[0]
         assert (status, "another one has begun" in answer["message"]) == (400, True), answer
         await asyncio.to_thread(push.group.send, flat(tensors), DEADLINE_S)
@@ -109,7 +109,7 @@ async def test_messages_of_discarded_pushes_keep_no_memory(directories: list[Pat
     async with serving(directories[0]) as served, joined(served) as push:
         for version in range(1, 4):
             asked = asyncio.create_task(push.ask_at_once(parts, version))
-            await served.until(lambda: any(each.receiving == 2 for each in served.engine.updates._groups.values()))
+            await served.until(lambda: any(each.receiving == 2 for each in served.engine.updates.groups.values()))
             await push.begin(version)
             for part in parts[:2]:
                 await asyncio.to_thread(push.group.send, flat(part), DEADLINE_S)
@@ -128,7 +128,7 @@ async def test_messages_that_come_at_the_same_moment_are_all_there(directories: 
         tensors = list(named(models[2]))
         parts = [tensors[:5], tensors[5:]]
         asked = asyncio.create_task(push.ask_at_once(parts, 2))
-        await served.until(lambda: any(each.receiving == 2 for each in served.engine.updates._groups.values()))
+        await served.until(lambda: any(each.receiving == 2 for each in served.engine.updates.groups.values()))
         for part in parts:
             push.group.send(flat(part), DEADLINE_S)
         time.sleep(0.3)  # noqa: ASYNC251 - nothing else may have its turn meanwhile
@@ -165,7 +165,7 @@ async def test_a_push_that_begins_while_the_last_message_of_another_is_copied_is
         await asyncio.to_thread(push.group.send, flat(tensors), DEADLINE_S)
         await asyncio.to_thread(copying.begun.wait, DEADLINE_S)
         beginning = asyncio.create_task(push.begin(2))
-        await served.until(lambda: served.engine.updates._open.version == 2)
+        await served.until(lambda: served.engine.updates.open_update.version == 2)
         copying.go_on.set()
         assert (await beginning)[0] == 200
         status, answer = await asked

@@ -15,8 +15,10 @@ import torch
 
 from tests.engine_push import DEADLINE_S, flat, joined, named, serves
 from tests.engine_serving import greedy, log_probs_of, prompts, scores, scores_across, serving, told_log_probs
+from tests.examples import rarely
 from tests.handle_push import joined_by_handles
 from tests.tiny_models import SERVED, tiny_model, write_tiny_model
+from tests.waits import turn
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.serving.authority import Authority
 from tidemill.bus.wire.messages import Sampling
@@ -25,7 +27,10 @@ CONTEXT = 4096
 over_both = pytest.mark.parametrize("joined", [joined, joined_by_handles], ids=["broadcast", "handles"])
 
 
-@pytest.fixture(scope="module", params=SERVED)
+@pytest.fixture(
+    scope="module",
+    params=["qwen2", "qwen3_moe", *rarely(family for family in SERVED if family not in ("qwen2", "qwen3_moe"))],
+)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -73,7 +78,7 @@ async def test_a_push_that_begins_while_a_load_waits_is_not_discarded(
         async with updates._writing:
             catching_up = asyncio.create_task(served.engine.load_snapshot(directories[1], 1))
             for _ in range(10):
-                await asyncio.sleep(0)  # it finds no open push, and waits
+                await turn()  # it finds no open push, and waits
             begins = asyncio.create_task(push.begin(2))
             await served.until(lambda: updates.begun == 1)
         assert (await begins)[0] == 200
@@ -116,7 +121,7 @@ async def test_what_its_sender_leaves_open_is_discarded_by_handles_too(
             learner = await asyncio.create_subprocess_exec("sleep", "60")
             await push.ask("join", pid=learner.pid)
             await push.begin(3)
-            assert served.engine.updates._open is not None
+            assert served.engine.updates.open_update is not None
             learner.kill()
             await learner.wait()
             async with asyncio.timeout(DEADLINE_S):
@@ -346,7 +351,7 @@ async def test_a_push_that_breaks_off_leaves_the_served_weights(directories: lis
         async with joined(served) as push:  # the same name again
             await push.begin(1)
             asked = asyncio.create_task(push.bucket(tensors, send=False, timeout_s=20))
-            await served.until(lambda: any(each.receiving for each in served.engine.updates._groups.values()))
+            await served.until(lambda: any(each.receiving for each in served.engine.updates.groups.values()))
             push.group.close()  # the learner dies
             status, answer = await asked
             assert (status, "lost" in answer["message"]) == (400, True)
@@ -367,7 +372,7 @@ async def test_a_client_that_hangs_up_does_not_tear_the_standby_copy(
     async with serving(directories[0]) as served, joined(served) as push:
         await push.begin(1)
         asked = asyncio.create_task(push.bucket(tensors, send=False))
-        await served.until(lambda: any(each.receiving for each in served.engine.updates._groups.values()))
+        await served.until(lambda: any(each.receiving for each in served.engine.updates.groups.values()))
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         await push.begin(2)  # discards version 1; its message still arrives
@@ -397,7 +402,7 @@ async def test_a_verb_outlives_its_caller(directories: list[Path]) -> None:
         ends.set()
 
     caller = asyncio.create_task(engine.updates.run_shielded(verb()))
-    await asyncio.sleep(0)
+    await turn()
     caller.cancel()
     await asyncio.gather(caller, return_exceptions=True)
     assert caller.cancelled()
@@ -413,7 +418,7 @@ async def test_a_bucket_of_a_discarded_push_that_comes_late_is_not_written(
     async with serving(directories[0]) as served, joined(served, "old") as before, joined(served, "new") as push:
         await before.begin(1)
         asked = asyncio.create_task(before.bucket(old, send=False))
-        await served.until(lambda: any(each.receiving for each in served.engine.updates._groups.values()))
+        await served.until(lambda: any(each.receiving for each in served.engine.updates.groups.values()))
         await push.begin(2)
         await push.bucket(named(models[2]))
         message = torch.cat([tensor.detach().flatten().view(torch.uint8) for _, tensor in old])
@@ -554,11 +559,11 @@ async def test_what_a_broken_push_brings_late_is_written_nowhere(directories: li
         for version in range(1, 4):
             await old.whole(models[0], version)
         updates = served.engine.updates
-        assert updates._standby is not None and updates._standby.order == updates._order != ()
+        assert updates.standby is not None and updates.standby.order == updates._order != ()
         await old.begin(4)
         tensors = list(named(models[2]))
         asked = asyncio.create_task(old.bucket(tensors, send=False))
-        await served.until(lambda: any(each.receiving for each in updates._groups.values()))
+        await served.until(lambda: any(each.receiving for each in updates.groups.values()))
         async with joined(served) as push:
             await push.whole(models[1], 4)
             await asyncio.to_thread(old.group.send, flat(tensors), DEADLINE_S)

@@ -1,7 +1,5 @@
 """Programs that ask the model through the gateway: its replies, its records, and how episodes end."""
 
-# ruff: noqa: ASYNC110 - the awaited state is inside the gateway
-
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +20,7 @@ from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import Client, Program, Stage, chat, said, stage, task
 from tests.examples import examples
 from tests.tiny_models import write_tiny_model
+from tests.waits import until
 from tidemill.actors.engines.responses import GenerationFailed
 from tidemill.actors.episodes.port import EpisodeResult, Unfinished
 from tidemill.actors.text.text import Text
@@ -557,13 +556,11 @@ async def test_the_clock_stands_still_while_an_engine_is_waited_for(model_dir: P
         running = asyncio.create_task(
             scene.rollout.sample(replace(task(budget=Budget(seconds=60.0)), min_version=1), 0, "n")
         )
-        while not scene.gateway._episodes:
-            await asyncio.sleep(0)
-        (open,) = scene.gateway._episodes.values()
+        await until(lambda: scene.gateway.open_episodes, every_s=0)
+        (open,) = scene.gateway.open_episodes.values()
         clock = open.episode.clock
-        while not clock._stops:
-            assert not running.done(), "it has not stopped"
-            await asyncio.sleep(0)
+        await until(lambda: clock._stops or running.done(), every_s=0)
+        assert not running.done(), "it has not stopped"
         stopped_at_s = clock.seconds
         while not running.done() and clock._stops:
             assert clock.seconds == stopped_at_s
@@ -602,12 +599,10 @@ async def test_a_client_that_comes_again_is_given_the_same_answer(model_dir: Pat
     async def program(client: Client) -> float:
         body = chat(USER, max_tokens=12)
         asked = asyncio.create_task(client.post("/v1/chat/completions", body))
-        while not any(open.running for open in scene.gateway._episodes.values()):
-            await asyncio.sleep(0.001)
+        await until(lambda: any(open.running for open in scene.gateway.open_episodes.values()), every_s=0.001)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        while not any(open.abandoned for open in scene.gateway._episodes.values()):
-            await asyncio.sleep(0.001)
+        await until(lambda: any(open.abandoned for open in scene.gateway.open_episodes.values()), every_s=0.001)
         status, _ = await client.post("/v1/chat/completions", body)
         assert status == 200
         return 1.0
@@ -616,8 +611,7 @@ async def test_a_client_that_comes_again_is_given_the_same_answer(model_dir: Pat
         await scene.served.post("/pause_generation", {"mode": "in_place"})
 
         async def resumed() -> None:
-            while not any(open.abandoned for open in scene.gateway._episodes.values()):
-                await asyncio.sleep(0.001)
+            await until(lambda: any(open.abandoned for open in scene.gateway.open_episodes.values()), every_s=0.001)
             await scene.served.post("/continue_generation", {})
 
         resuming = asyncio.create_task(resumed())

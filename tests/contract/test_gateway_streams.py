@@ -1,7 +1,5 @@
 """Streams of the gateway: sent token by token, and recorded as they were sent."""
 
-# ruff: noqa: ASYNC110 - the awaited state is inside the gateway
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -12,6 +10,7 @@ import pytest
 
 from tests.episode_kit import Client, Stage, chat, stage, task
 from tests.tiny_models import write_tiny_model
+from tests.waits import until
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Sample, Status
@@ -60,7 +59,7 @@ async def test_tokens_are_sent_before_the_response_has_ended(model_dir: Path) ->
                 first, usage = not received, each.get("usage", usage)
                 received.extend(ids(each))
                 if first and received:
-                    (open,) = scene.gateway._episodes.values()
+                    (open,) = scene.gateway.open_episodes.values()
                     assert not len(open.episode.recorder), "sent before the turn is whole"
                     gate.open()
         assert usage is not None and usage["completion_tokens"] == len(received)
@@ -119,12 +118,11 @@ async def test_a_program_that_ends_beside_its_open_stream_is_trained_on_what_it_
 
 async def test_a_client_that_goes_before_the_first_token_leaves_no_turn(model_dir: Path) -> None:
     async def program(client: Client) -> float:
-        (open,) = scene.gateway._episodes.values()
+        (open,) = scene.gateway.open_episodes.values()
         await scene.served.post("/pause_generation", {"mode": "in_place"})
         asked = asyncio.ensure_future(client.session.post(client.root + "/v1/chat/completions", json=ASKED))
         async with asyncio.timeout(60):
-            while not open.streams:
-                await asyncio.sleep(0)
+            await until(lambda: open.streams, every_s=0)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         await asyncio.gather(*open.streams, return_exceptions=True)
@@ -183,7 +181,7 @@ async def test_the_gateway_alone_decides_whether_a_stream_is_sent_as_its_tokens_
     async def program(client: Client) -> float:
         body = json.dumps(ASKED).replace('"stream"', '"str\\u0065am"')
         async with client.session.post(client.root + "/v1/chat/completions", data=body) as answer:
-            (open,) = scene.gateway._episodes.values()
+            (open,) = scene.gateway.open_episodes.values()
             assert len(open.episode.recorder) == 1, "recorded before the first event is sent"
             async for each in events(answer):
                 received.extend(ids(each))

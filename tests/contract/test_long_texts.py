@@ -73,8 +73,8 @@ async def doors(model_dir: Path) -> AsyncIterator[dict[str, tuple[Any, Held]]]:
             ("engine", served, served.engine.text),
             ("router", door, door.router._middleware[0]._text),
         ):
-            text._tokenizer = Held(text._tokenizer)
-            found[name] = client, text._tokenizer
+            text.tokenizer = Held(text.tokenizer)
+            found[name] = client, text.tokenizer
         yield found
 
 
@@ -112,7 +112,7 @@ async def test_a_renderer_works_beside_the_loop_and_refuses_by_length(tmp_path: 
     text = Text.read(directory)
     assert text is not None
     text = text.bounded(CONTEXT)
-    held = text._tokenizer = Held(text._tokenizer)
+    held = text.tokenizer = Held(text.tokenizer)
     chats = RenderedChats(Renderer.read("qwen3", {}, directory, text), 1 << 20)
     asked = asyncio.create_task(chats.ask(openai_api.parse(BODIES["/v1/chat/completions"](FITS), chat=True), ""))
     assert await asyncio.to_thread(held.begun.wait, 60)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine_serving import Served, serving
+from tests.refusals import refusal
 from tests.router_kit import Door, faulty, routing
 from tests.tiny_models import EOS, write_tiny_model
 from tidemill.actors.router.config import RouterConfig
@@ -296,5 +297,5 @@ async def test_refusals_name_the_expected_value(model_dir: Path) -> None:
             ("/retrieve_from_text", []),
         ):
             assert (await door.post(path, body))[0] == 400
-    with pytest.raises(ValueError, match=r"router\.model"):
+    with refusal(ValueError, place="router.model"):
         await asyncio.to_thread(TokenHistory, RouterConfig(model=str(model_dir.parent)))

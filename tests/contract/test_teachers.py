@@ -15,6 +15,7 @@ from aiohttp import web
 from tests.engine_serving import log_probs_of, scores, serving
 from tests.learner_steps import make_samples
 from tests.tiny_models import tiny_model, write_tiny_model
+from tests.waits import turn
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.teachers import TeacherFailed, Teachers
 from tidemill.bus.server.ports import KeptPort
@@ -181,7 +182,7 @@ async def test_a_teacher_that_is_not_there_is_waited_for(model_dir: Path) -> Non
                 await taught.score(sampled(), {})
         async with teachers(f"http://127.0.0.1:{port.number}", teacher_timeout_s=60.0) as taught:
             waiting = asyncio.ensure_future(taught.score(sampled(), {}))
-            await asyncio.sleep(0)
+            await turn()
             async with serving(model_dir, port=port.number):
                 assert (await waiting).teacher_log_probs is not None
 

@@ -151,7 +151,7 @@ async def test_a_response_as_long_as_the_context_beside_short_ones(
         requests = [(long, {"max_new_tokens": CONTEXT - len(long), "ignore_eos": True, "temperature": 0})]
         requests += [(prompt, {"max_new_tokens": 16, "ignore_eos": True, "temperature": 0}) for prompt in short]
         answers = await served.together(requests)
-        shape, stats = served.engine.scheduler._runner.memory, served.engine.stats()
+        shape, stats = served.engine.scheduler.runner.memory, served.engine.stats()
         assert stats["kv_blocks_free"] == (CONTEXT + 160) // 16 == shape.num_blocks
     assert len(answers[0]["output_ids"]) == CONTEXT - len(long)
     for prompt, answer in zip((long, *short), answers, strict=True):
@@ -172,9 +172,9 @@ async def test_released_memory_is_free_for_others_and_comes_back(cuda: torch.dev
         first = await served.generate(prompt, temperature=0, max_new_tokens=200, ignore_eos=True)
         gc.collect()
         torch.cuda.empty_cache()
-        weights = served.engine.updates._served
+        weights = served.engine.updates.weights
         assert weights is not None
-        held = weights.size_bytes + served.engine.scheduler._runner.memory.size_bytes
+        held = weights.size_bytes + served.engine.scheduler.runner.memory.size_bytes
         del weights
         before = torch.cuda.mem_get_info()[0]
         assert (await served.post("/release_memory_occupation", {"tags": None}))[0] == 200

@@ -18,6 +18,7 @@ from tests.algorithm_cases import (
     FRESH,
     OWN_TEMPERATURES,
     SHOWN_GROUPS,
+    TRIED,
     algorithm,
 )
 from tests.algorithm_settings import algorithm_of
@@ -81,7 +82,7 @@ class Layout:
     @property
     def cases(self) -> list[str]:
         stride = self.every if THOROUGH or self.every == 1 else 6 * self.every
-        return list(dict.fromkeys([*list(CASES)[self.first :: stride], *EVERYWHERE]))
+        return list(dict.fromkeys([*TRIED[self.first :: stride], *EVERYWHERE]))
 
     @property
     def world(self) -> int:

@@ -27,6 +27,7 @@ from tests.actor_kit import (
     take_over,
 )
 from tests.bus_fixtures import BusOpener
+from tests.waits import turn
 from tidemill.actors.actor import loop
 from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig
@@ -387,6 +388,6 @@ async def test_an_actor_that_waits_for_the_bus_can_be_drained(tmp_path: Any) -> 
     work = asyncio.create_task(
         run_actor("nats://127.0.0.1:9", "r", ActorConfig(reward="digits"), BusConfig(), draining, "a1")
     )
-    await asyncio.sleep(0)
+    await turn()
     draining.set()
     await work

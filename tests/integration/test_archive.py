@@ -15,6 +15,7 @@ from tests.bus_fixtures import BusOpener
 from tests.data_kit import sample, task
 from tests.forked import Forked
 from tests.launched import tidemill
+from tests.waits import until
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.cursors import WAIT, Cursors
@@ -54,8 +55,12 @@ def archived(out: Path) -> list[tuple[int, str]]:
 
 async def place(bus: Bus, floor: int) -> None:
     """Wait until the archive's cursor has reached ``floor``."""
-    while (at := (await Cursors(bus).all()).get("archive")) is None or at.floor < floor:  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
+
+    async def reached() -> bool:
+        at = (await Cursors(bus).all()).get("archive")
+        return at is not None and at.floor >= floor
+
+    await until(reached)
 
 
 async def test_every_sample_is_archived_once_despite_kills(

@@ -12,7 +12,8 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from tests.bus_fixtures import BusOpener
-from tests.bus_kit import until
+from tests.refusals import refusal
+from tests.waits import turn, until
 from tidemill.bus.client.connection import Connection
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable
@@ -42,7 +43,7 @@ async def test_a_server_that_comes_later_is_waited_for(tmp_path: Path) -> None:
             return bus.connected
 
     opening = asyncio.create_task(opened())
-    await asyncio.sleep(0)
+    await turn()
     server.start()
     try:
         assert await opening
@@ -80,8 +81,7 @@ async def test_a_late_answer_to_the_flush_of_a_close_is_no_error(
 
         async def closed_after_the_answer() -> None:
             os.kill(server.pid, signal.SIGCONT)
-            while client._pongs and not reading.done():  # noqa: ASYNC110 - the library sends no event
-                await asyncio.sleep(0.005)
+            await until(lambda: not client._pongs or reading.done(), every_s=0.005)  # the library sends no event
             assert not reading.done()
             await close()
 
@@ -100,7 +100,7 @@ async def test_a_cancelled_close_still_closes(nats_server: EmbeddedServer, steps
     await connection.nc.subscribe("any", cb=_ignored)
     closing = asyncio.create_task(connection.close())
     for _ in range(steps):
-        await asyncio.sleep(0)
+        await turn()
     cancelled = closing.cancel()
     await asyncio.wait({closing})
     assert closing.cancelled() == cancelled
@@ -140,7 +140,7 @@ async def test_a_publish_that_waits_for_a_full_socket_is_cancelled(
             call = bus.jet.outbox.attempt("any", mebibyte, {}) if stores else bus.jet.connection.send("any", mebibyte)
             sending = asyncio.create_task(call)
             await waits.wait()
-            await asyncio.sleep(0)
+            await turn()
             assert not sending.done()
             sending.cancel()
             await asyncio.wait({sending}, timeout=60)
@@ -207,7 +207,7 @@ async def old_server(version: str) -> AsyncIterator[str]:
     async with server:
         yield f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         await gone.wait()
-        await asyncio.sleep(0)
+        await turn()
 
 
 async def test_a_server_that_is_too_old_is_refused() -> None:
@@ -218,7 +218,7 @@ async def test_a_server_that_is_too_old_is_refused() -> None:
 
 
 async def test_a_bad_run_id_is_refused_before_anything_else() -> None:
-    with pytest.raises(ValueError, match="run: want"):
+    with refusal(ValueError, place="run"):
         async with connect("nats://127.0.0.1:1", "a.b", name="x"):
             pass
 
@@ -252,7 +252,7 @@ async def test_a_connection_lost_twice_in_a_moment_notifies_every_listener(open_
             forget = connection.on_lost(lambda heard=heard: heard.append(1))
             await connection._on_disconnected()
             for _ in range(turns):
-                await asyncio.sleep(0)
+                await turn()
             await connection._on_closed()
             forget()
             with pytest.raises(BusUnavailable):
@@ -268,7 +268,7 @@ async def test_a_client_library_that_swallows_a_cancellation_does_not_connect_fo
 
     async def swallows(self: Client) -> None:
         try:
-            await asyncio.sleep(3600)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             cancelled.append(1)
             if len(cancelled) > 2:

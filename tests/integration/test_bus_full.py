@@ -55,10 +55,8 @@ async def running(config: RunConfig) -> AsyncIterator[Bus]:
     draining, address = asyncio.Event(), config.root / BUS_URL_FILE
     keeping = asyncio.create_task(run_bus(config, draining))
     try:
-        async with asyncio.timeout(LONG_S):
-            while not address.exists():
-                assert not keeping.done(), keeping.result()
-                await asyncio.sleep(0.02)
+        await until(lambda: address.exists() or keeping.done())
+        assert not keeping.done(), keeping.result()
         async with connect(address.read_text(), RUN, config.bus, name="test") as bus:
             yield bus
     finally:
@@ -71,8 +69,7 @@ async def test_a_killed_server_is_started_again_and_named(tmp_path: Path) -> Non
     async with running(config) as bus:
         watch = RunWatch(bus, steps=9)
         async with beside(watch.run()), asyncio.timeout(LONG_S):
-            while not (rows := await bus.rows("live").all("bus")):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            rows = await until(lambda: bus.rows("live").all("bus"))
             ((value, _),) = rows.values()
             os.kill(value["pid"], signal.SIGKILL)
             await until(

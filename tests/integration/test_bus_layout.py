@@ -8,6 +8,7 @@ from nats.aio.msg import Msg
 
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
+from tests.refusals import refusal
 from tidemill.bus.errors import ConfigMismatch, NoRoom
 from tidemill.bus.wire import subjects
 
@@ -71,7 +72,7 @@ async def test_a_setting_dropped_by_the_server_is_an_error(open_bus: BusOpener) 
             f"STREAM.CREATE.TM_{bus.run}_SAMPLES",
             {"name": f"TM_{bus.run}_SAMPLES", "subjects": [f"tm.{bus.run}.sample.>"]},
         )
-        with pytest.raises(ConfigMismatch, match=r"SAMPLES\.subjects"):
+        with refusal(ConfigMismatch, field="subjects"):
             await bus.create_layout()
 
 

@@ -176,7 +176,7 @@ async def test_an_engine_is_compared_with_a_checkpoint(
             for code, shown in await compared():
                 assert code == 0 and "all equal" in shown, shown
             assert f"engine e0, version 3, and {checkpoint}: " in shown
-            served.engine.updates._served.named[name][3, 5] += 0.5
+            served.engine.updates.weights.named[name][3, 5] += 0.5
             for code, shown in await compared():
                 assert code == 1 and "DIFFERS in 1 of" in shown and f"  {name} (float32): want sum64" in shown, shown
 

@@ -432,7 +432,7 @@ async def test_an_engines_weights_are_compared_with_a_directory(
         url = served.engine.url
         assert await asyncio.to_thread(main, ["debug", "weights", url, str(model)]) == 0
         assert "all equal" in capsys.readouterr().out
-        served.engine.updates._served.named[name].view(-1).view(torch.uint8)[7] ^= 16
+        served.engine.updates.weights.named[name].view(-1).view(torch.uint8)[7] ^= 16
         assert await asyncio.to_thread(main, ["debug", "weights", str(model), url]) == 1
         shown = capsys.readouterr().out
         assert "DIFFERS in 1 of 24 tensors" in shown and f"  {name} (float32): want sum64" in shown

@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.refusals import refusal
 from tidemill.launch.cli.main import main
 from tidemill.learner.debug.config import DebugConfig, ProfileRequest, request_file, take_request, write_request
 from tidemill.learner.debug.profiler import Profiler
@@ -106,7 +108,7 @@ def test_wrong_requests_are_refused_and_removed(tmp_path: Path) -> None:
     ):
         request_file(tmp_path).parent.mkdir(exist_ok=True)
         request_file(tmp_path).write_text(text)
-        with pytest.raises(ValueError, match=r"profile\.request: want a request of tidemill debug profile, got "):
+        with refusal(ValueError, place=re.compile(r"profile\.request$")):
             take_request(tmp_path, 4)
         assert not request_file(tmp_path).exists()
     write_request(tmp_path, ProfileRequest(steps=3))

@@ -23,6 +23,7 @@ from tests.bus_fixtures import BusOpener
 from tests.check_kit import write_model, write_run
 from tests.gpu_kit import MIB, fake_nvidia_smi, uuid_of
 from tests.gpu_kit import row as gpu_row
+from tests.waits import until
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.wire.rows import Capabilities, LiveRow
@@ -110,9 +111,9 @@ async def test_up_places_ranks_and_engines(tmp_path: Path) -> None:
     settings = ("learner.data_parallel=2", "up.engines=2", "engine.devices=[3, 2]", "up.view=plain")
     process = machine.start("up", file, *(word for setting in settings for word in ("--set", setting)))
     try:
-        while not {"rank0", "rank1", "feeder", "engine-0", "engine-1"} <= set(machine.children()):
-            assert process.poll() is None, machine.log
-            await asyncio.sleep(0.05)
+        children = {"rank0", "rank1", "feeder", "engine-0", "engine-1"}
+        await until(lambda: children <= set(machine.children()) or process.poll() is not None)
+        assert process.poll() is None, machine.log
         machine.hold.unlink()
         assert await asyncio.to_thread(process.wait, 60) == 0, machine.log
     finally:
@@ -219,9 +220,9 @@ async def test_a_host_gives_its_engines_what_the_learner_leaves(
                 reason = (
                     await _row(LiveView(bus), "host", process, lambda row: "not started" in row.waits_for)
                 ).waits_for
-                while len(machine.children()) < 2:  # a started child writes its file as soon as its interpreter runs
-                    assert process.poll() is None, machine.log
-                    await asyncio.sleep(0.05)
+                # A started child writes its file as soon as its interpreter runs.
+                await until(lambda: len(machine.children()) >= 2 or process.poll() is not None)
+                assert process.poll() is None, machine.log
             finally:
                 process.terminate()
                 await asyncio.to_thread(process.wait, 60)
@@ -245,7 +246,7 @@ async def test_a_host_gives_its_engines_what_the_learner_leaves(
             "",
             r"not started: /dev/shm: want .* GB free for the largest bucket of 1 SGLang server",
         ),
-        ({"weights": {"bucket_bytes": 1 << 60}}, "elsewhere", ""),
+        pytest.param({"weights": {"bucket_bytes": 1 << 60}}, "elsewhere", "", marks=pytest.mark.slow),
     ],
     ids=["device", "shared memory", "shared memory of another machine"],
 )
@@ -286,12 +287,15 @@ async def test_a_host_starts_no_engine_without_memory(
             ]
             process = machine.start(*words)
             try:
-                found = ""
-                while not machine.children() and "not started" not in found:
-                    assert process.poll() is None, machine.log
-                    found = " ".join([row.waits_for for row in await LiveView(bus).alive("host")])
-                    await asyncio.sleep(0.05)
-                assert re.search(why, found), found
+
+                async def decided() -> bool:
+                    return bool(machine.children() or "not started" in await waits_for())
+
+                async def waits_for() -> str:
+                    return " ".join([row.waits_for for row in await LiveView(bus).alive("host")])
+
+                await until(decided, alive=lambda: process.poll() is None)
+                assert re.search(why, found := await waits_for()), found
             finally:
                 process.terminate()
                 await asyncio.to_thread(process.wait, 60)
@@ -302,9 +306,9 @@ async def _row(
     view: LiveView, role: str, process: "subprocess.Popen[bytes]", right: Callable[[LiveRow], bool]
 ) -> LiveRow:
     """Return the first live row of a role that is ``right``."""
-    while True:
-        assert process.poll() is None, "the process has ended"
-        for row in await view.alive(role):
-            if right(row):
-                return row
-        await asyncio.sleep(0.05)
+
+    async def those() -> list[LiveRow]:
+        return [row for row in await view.alive(role) if right(row)]
+
+    row: LiveRow = (await until(those, alive=lambda: process.poll() is None))[0]
+    return row

@@ -148,10 +148,14 @@ FAULTS: dict[str, dict[str, Any]] = {
     "torn weights": {"fault": EngineFault(weights=torn_weights)},
     "inverse ratio": {"corrupt": inverse, "lag": 4, "task": replace(TASK, lr=5e-3)},
 }
+ALIKE = ("engine at another temperature", "log-probs of another sample", "old weights behind a newer version number")
+"""Faults that show in the numbers of a step as another one does."""
 ONLY_THE_GAP = "engine at another temperature, reporting untempered log-probs"
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in FAULTS]
+)
 def test_a_fault_trips_an_alarm_within_three_steps(make: Make, name: str) -> None:
     settings = FAULTS[name]
     loop = make(lag=settings.get("lag", 0), task=settings.get("task", TASK))

@@ -19,6 +19,7 @@ from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_partial, make_turns
 from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World
+from tests.refusals import refusal
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced, StreamReplaced
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -689,7 +690,7 @@ async def test_another_layout_cannot_repeat_recorded_plans(open_world: OpenWorld
             await world.train(url, stop=lambda did, at: (did, at) == ("batch", 2))
         other = LearnerConfig(steps=5, groups_per_step=2, group_size=2, data_parallel=2)
         async with world.feeder(learner=other) as (_, feeding):
-            with pytest.raises(ConfigRefused, match=r"learner\.data_parallel"):
+            with refusal(ConfigRefused, field="learner.data_parallel"):
                 await feeding
 
 
@@ -708,9 +709,7 @@ async def test_settings_that_no_rank_changes_between_two_steps_are_refused_behin
                 if isinstance(record, Done):
                     break
         async with world.feeder() as (_, feeding):
-            with pytest.raises(
-                ConfigRefused, match=r"learner\.optimizer\.name: want 'sgd' until the step 1 that was executed"
-            ):
+            with refusal(ConfigRefused, field="learner.optimizer.name"):
                 await feeding
         async with world.feeder(learner=replace(other, optimizer=OptimizerConfig(name="sgd", lr=0.5))) as (
             url,
@@ -948,7 +947,7 @@ async def test_a_run_from_a_checkpoint_begins_anew_with_its_weights(open_world: 
         learner = dataclasses.replace(world.learner, from_checkpoint=str(path))
         (path / "weights.bin").write_bytes(b"8")
         async with world.feeder(learner=learner) as (_, feeding):
-            with pytest.raises(CheckpointCorrupt, match=r"weights\.bin"):
+            with refusal(CheckpointCorrupt, file="weights.bin"):
                 await feeding
         (path / "weights.bin").write_bytes(b"9")
         start = await checkpointed(world, learner=learner)

@@ -16,6 +16,7 @@ from tests import heads_by_formula
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import one_rank
+from tests.refusals import refusal
 from tests.tiny_models import write_tiny_model
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.errors import ConfigRefused
@@ -113,8 +114,5 @@ def test_a_bridge_with_layers_of_another_kind_keeps_megatrons_rotation(
 
 def test_latent_attention_refuses_them(rank: Parallel, tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path, "deepseek_v3")
-    with pytest.raises(
-        ConfigRefused,
-        match=r"learner.fused_rotary: want auto or never, got 'always: the attention of deepseek_v3 turns",
-    ):
+    with refusal(ConfigRefused, field="learner.fused_rotary"):
         build_policy(directory, dtype="float32", parallel=rank, kernels=Wanted(fused_rotary="always"))

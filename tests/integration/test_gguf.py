@@ -1,6 +1,7 @@
 """A GGUF file as a model directory: the weights, the tokenizer and the ends of the model it was made from."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from tests.refusals import refusal
 from tidemill.launch.cli.convert import run_convert
 from tidemill.learner.checkpoints.gguf import to_directory
 
@@ -147,17 +149,17 @@ def test_quantised_tensors_are_expanded_and_not_rounded_again(
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"architecture": "qwen2"}, "want the architecture llama, got qwen2"),
-        ({"rules": "qwen2"}, "cuts texts by the rules of smollm or gpt-2, got gpt2 qwen2"),
-        ({"without": "feed_forward_length"}, "want the field llama.feed_forward_length, got none"),
-        ({"scaled": True}, "want plain rotary positions and no experts, got llama.rope.scaling.factor"),
+        ({"architecture": "qwen2"}, {"got": "qwen2"}),
+        ({"rules": "qwen2"}, {"got": "gpt2 qwen2"}),
+        ({"without": "feed_forward_length"}, {"got": "none"}),
+        ({"scaled": True}, {"got": "llama.rope.scaling.factor"}),
     ],
 )
 def test_other_models_are_refused_and_leave_nothing(
-    tmp_path: Path, model: LlamaForCausalLM, tokenizer: Tokenizer, fields: dict[str, Any], reason: str
+    tmp_path: Path, model: LlamaForCausalLM, tokenizer: Tokenizer, fields: dict[str, Any], reason: dict[str, Any]
 ) -> None:
     file = write(tmp_path / "model.gguf", model, tokenizer, **fields)
-    with pytest.raises(ValueError, match=reason):
+    with refusal(ValueError, **reason):
         to_directory(file, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
@@ -168,5 +170,5 @@ def test_a_file_that_is_cut_is_refused(
 ) -> None:
     file = write(tmp_path / "model.gguf", model, tokenizer)
     file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(ValueError, match="want a whole GGUF file, got one that cannot be read"):
+    with refusal(ValueError, place=re.compile(r"model\.gguf$")):
         to_directory(file, tmp_path / "hf")

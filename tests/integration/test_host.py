@@ -16,9 +16,10 @@ import pytest
 
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
-from tests.bus_kit import until
 from tests.forked import Forked
 from tests.launched import tidemill
+from tests.refusals import refusal
+from tests.waits import until
 from tests.whole.prepared import put_prepared
 from tests.whole.running import SMOKE
 from tidemill.bus.liveness.heartbeats import LiveView
@@ -116,8 +117,7 @@ def alive(pid: int) -> bool:
 
 
 async def gone(*pids: int) -> None:
-    while any(alive(pid) for pid in pids):  # noqa: ASYNC110 - another process has no event here
-        await asyncio.sleep(0.05)
+    await until(lambda: not any(alive(pid) for pid in pids))  # another process has no event here
 
 
 async def until_actors(bus: Bus, *names: str) -> dict[str, int]:
@@ -162,8 +162,7 @@ async def test_a_host_runs_the_desired_numbers_and_drains(open_bus: BusOpener, h
 async def test_a_host_that_is_there_before_the_run_waits_for_its_streams(open_bus: BusOpener, hosts: Hosts) -> None:
     async with open_bus(layout=False) as bus:
         host = hosts("h", "--run", bus.run, "actors=1")
-        while (f"waiting for the streams of run {bus.run}") not in host.log:  # noqa: ASYNC110 - a log file has no event here
-            await asyncio.sleep(0.05)
+        await until(lambda: (f"waiting for the streams of run {bus.run}") in host.log)  # a log file has no event here
         await bus.create_layout()
         await configured(bus)
         await until_actors(bus, "actor-h-0")
@@ -286,8 +285,7 @@ async def test_after_a_short_outage_a_host_waits_for_the_rows_of_the_others(
         one = host.Host(bus, supervisor, desired.LiveHost("a", ""), arguments=lambda role, id: [], drain_s=1)
         monkeypatch.setattr(one, "reconcile", lambda counts, revision: reconciled.append(clock[0]))
         running = asyncio.create_task(one.run(draining))
-        while len(reconciled) < 4:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: len(reconciled) >= 4)
         draining.set()
         await running
     assert reconciled[:2] == [100.5, 101.0], "before"
@@ -349,7 +347,7 @@ def test_a_node_that_a_host_cannot_run_is_refused(
 
 def test_credentials_of_the_learner_are_wanted_beside_those_of_the_hosts_processes(tmp_path: Path) -> None:
     config = from_map({"run": "r"}, "test")
-    with pytest.raises(ValueError, match=r"want learner\.env in .* with --learner-node"):
+    with refusal(ValueError, place="--users", got="none"):
         HostLearner(config=config, rank=0, arguments=(), users=tmp_path)
     credentials_file(tmp_path, "learner").touch()
     HostLearner(config=config, rank=0, arguments=(), users=tmp_path)

@@ -383,7 +383,7 @@ def test_rows_of_liars_do_not_enter_the_summary(number: float) -> None:
     liar = dict.fromkeys(names, number)
     watch = RunWatch(None, steps=1)  # type: ignore[arg-type]  # rows alone
     row = LiveRow(role="engine", id="0", host="h", pid=1, phase="serving", load=liar)
-    watch._note_rows(
+    watch.note_rows(
         [(replace(row, role=role, id=id), 0.0) for role, id in (("actor", "a"), ("engine", "e"), ("feeder", "feeder"))]
     )
     loads = watch.loads | {"actor.1": {"waiting_share": 0.5}}

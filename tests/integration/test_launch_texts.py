@@ -8,6 +8,7 @@ import pytest
 
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
+from tests.refusals import refusal
 from tidemill.bus.streams.bus import Bus
 from tidemill.launch.cli import main as cli
 from tidemill.launch.cli.eval import show_texts
@@ -36,7 +37,7 @@ async def test_both_versions_stand_beside_their_prompt_with_the_means(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     async with open_bus() as bus:
-        with pytest.raises(ValueError, match=r"want an evaluated set with responses \(none\), got ''"):
+        with refusal(ValueError, got="''"):
             await shown(bus, capsys)
         await evaluate(bus, 0)
         assert (await shown(bus, capsys))[0] == 1, "one version"
@@ -46,10 +47,11 @@ async def test_both_versions_stand_beside_their_prompt_with_the_means(
         code, text = await shown(bus, capsys, "--count", "3")
         rows = [line for line in text.splitlines() if "prompt " in line and " of " in line]
         assert code == 0 and len(rows) == 3, text
-        for row, line in zip((0, 2, 4), rows, strict=True):
+        for row, line in zip((0, 2, 5), rows, strict=True):
             before = f"prompt {row}", f"text {row} of \\x1b[1m v0  0.00", f"text {row} of \\x1b[1m v8  1.00"
             assert [part.strip() for part in line.split("│")[1:-1]] == list(before), "no control character is printed"
         assert "6 prompts: score 0.000 -> 1.000, whole 0.500 -> 0.500" in text
+        assert len((await shown(bus, capsys, "--jsonl"))[1].splitlines()) == ROWS, "fewer prompts than 10"
         code, text = await shown(bus, capsys, "--set", "held_out", "--count", "0", "--jsonl")
         lines = [json.loads(line) for line in text.splitlines()]
         assert [line["prompt"] for line in lines] == [f"prompt {row}" for row in range(ROWS)]

@@ -126,9 +126,8 @@ async def test_children_that_end_or_stop_while_they_are_needed_are_on_the_termin
 
     async def shown(text: str) -> None:
         """Wait until the terminal shows the text. (Bounded by the test's own limit.)"""
-        while text not in run.log:
-            assert run.process.returncode is None, run.log
-            await asyncio.sleep(0.05)
+        await until(lambda: text in run.log or run.process.returncode is not None)
+        assert text in run.log, run.log
 
     with up(tmp_path, "learner.steps=5000", UNHURRIED) as run:
         async with run.bus() as bus:

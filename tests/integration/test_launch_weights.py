@@ -3,7 +3,6 @@ are named.
 """
 
 import argparse
-import asyncio
 import json
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from tests.engine_serving import serving
 from tests.tiny_models import write_tiny_model
+from tests.waits import until
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -38,8 +38,7 @@ async def test_engines_that_differ_are_named(
         for id, address in addresses.items():
             row = LiveRow(role="engine", id=id, host="test", pid=1, phase="serving", version=4, address=address)
             heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, row, every_s=0.2))
-            while heartbeat.written_s < 0:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda heartbeat=heartbeat: heartbeat.written_s >= 0)
 
         async def asked() -> tuple[int, dict[str, list[str]], dict[str, str]]:
             code = await show_weights(bus, argparse.Namespace(json=True, ended=False))
@@ -49,7 +48,7 @@ async def test_engines_that_differ_are_named(
         code, differs, silent = await asked()
         assert (code, set(map(tuple, differs.values()))) == (0, {()})
         assert [id for id, why in silent.items() if why] == ["gone"]
-        engines[0].engine.updates._served.named[LOST].view(-1).view(torch.uint8)[7] ^= 16
+        engines[0].engine.updates.weights.named[LOST].view(-1).view(torch.uint8)[7] ^= 16
         code, differs, _ = await asked()
         assert code == 1
         assert differs["e0"] == [LOST] and differs["e1"] == ([LOST] if count == 2 else [])

@@ -24,7 +24,12 @@ signal.signal(signal.SIGTERM, end)
 print("late", flush=True)
 signal.pause()
 """
-DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+DEAF = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+signal.pause()
+"""
 
 
 def _children() -> set[int]:
@@ -64,31 +69,31 @@ async def test_a_killed_child_is_named_with_its_signal_and_the_others_are_not_wa
     signal.
     """
     monkeypatch.setattr(process, "STOP_S", 0.1)
-    deaf = await process._start("feeder", [sys.executable, "-c", DEAF], {}, KEYS)
-    killed = await process._start("rank 0", [sys.executable, "-c", DEAF], {}, KEYS)
+    deaf = await process.start_child("feeder", [sys.executable, "-c", DEAF], {}, KEYS)
+    killed = await process.start_child("rank 0", [sys.executable, "-c", DEAF], {}, KEYS)
     for child in (deaf, killed):
         assert child.process is not None and child.process.stdout is not None
         assert await child.process.stdout.readline() == b"deaf\n"
     killed.send(signal.SIGKILL)
     with pytest.raises(ChildFailed, match=r"^rank 0 killed by signal 9 \(SIGKILL\)") as caught:
-        await process._watch(deaf, [killed], asyncio.Event(), 30)
+        await process.watch_children(deaf, [killed], asyncio.Event(), 30)
     assert caught.value.exit_code == 1
-    await process._end([deaf, killed])
+    await process.end_children([deaf, killed])
     assert deaf.returncode == -signal.SIGKILL
 
 
 async def test_the_message_of_a_child_that_ends_last_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that receives the feeder's error may end before the feeder does: the feeder's message counts."""
     monkeypatch.setattr(process, "STOP_S", 60.0)
-    feeder = await process._start("feeder", [sys.executable, "-c", LATE], {}, KEYS)
+    feeder = await process.start_child("feeder", [sys.executable, "-c", LATE], {}, KEYS)
     assert feeder.process is not None and feeder.process.stdout is not None
     assert await feeder.process.stdout.readline() == b"late\n"
-    rank = await process._start("rank 0", [sys.executable, "-c", "raise SystemExit(1)"], {}, KEYS)
+    rank = await process.start_child("rank 0", [sys.executable, "-c", "raise SystemExit(1)"], {}, KEYS)
     with pytest.raises(ChildFailed, match=r"^rank 0 ended with code 1$"):
-        await process._watch(feeder, [rank], asyncio.Event(), 30)
-    await process._end([feeder, rank])
-    assert process._failed(feeder).exit_code == 78
-    assert str(process._failed(feeder)) == "a.jsonl:2: want key 'question'"
+        await process.watch_children(feeder, [rank], asyncio.Event(), 30)
+    await process.end_children([feeder, rank])
+    assert process.failure_of(feeder).exit_code == 78
+    assert str(process.failure_of(feeder)) == "a.jsonl:2: want key 'question'"
 
 
 async def test_draining_before_they_have_begun_is_an_orderly_end() -> None:

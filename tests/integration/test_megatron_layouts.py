@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.algorithm_cases import CASES
+from tests.algorithm_cases import CASES, TRIED
+from tests.examples import THOROUGH
 from tests.integration import megatron_layouts
 from tests.integration.gradients import Gradients, differing, load
 from tests.integration.megatron_layouts import ROWS, VOCAB, Layout
@@ -104,6 +105,8 @@ MODELS: dict[str, dict[str, Any]] = {
 OF_ONE = {"flat": WHOLE, "deep": DEEP, "tied": TIED}
 REFERENCES = {*OF_ONE.values(), HALF}
 SLOW = {name for name, layout in LAYOUTS.items() if layout.world == 4 or "every case" in name} | {
+    "unpacked",
+    "tensor parallel 2, logits in chunks",
     "pp2",
     "pp2 of one row",
     "pp2 vpp2",
@@ -246,8 +249,10 @@ def test_the_layouts_are_what_they_are_called(trained: Runs) -> None:
 
     assert split(WHOLE) == 1
     assert split("4 micro-batches") >= 4
-    assert split("unpacked") == 24
-    assert min(split("data parallel 2"), split("tensor parallel 2, logits in chunks")) > 1
+    assert split("data parallel 2") > 1
+    if THOROUGH:
+        assert split("unpacked") == 24
+        assert split("tensor parallel 2, logits in chunks") > 1
 
 
 def test_a_step_uses_only_what_has_a_deterministic_kernel_on_cuda(trained: Runs) -> None:
@@ -261,12 +266,12 @@ def test_the_algorithms_are_not_all_the_same(trained: Runs) -> None:
     """Each setting changes the second step's numbers: none of them is without effect."""
     results = trained(WHOLE)[0]
     norms: dict[float, list[str]] = {}
-    for case in CASES:
+    for case in TRIED:
         second = results[case]["metrics"][1]
         norms.setdefault(round(second["train/grad_norm"], 9), []).append(case)
         assert all(math.isfinite(value) for value in second.values()), case
     same = sorted(sorted(cases) for cases in norms.values() if len(cases) > 1)
-    assert same == SAME, same
+    assert same == [cases for cases in ([name for name in same if name in TRIED] for same in SAME) if len(cases) > 1]
 
 
 SAME = [

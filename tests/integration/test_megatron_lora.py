@@ -52,7 +52,8 @@ from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.megatron.tuning import Tuning, write_adapter
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.lora import CONFIG, TARGETS, WEIGHTS, LoraConfig, adapter_refusals
+from tidemill.learner.settings.lora import TARGETS, LoraConfig, adapter_refusals
+from tidemill.weightstore.format.adapters import CONFIG, WEIGHTS
 
 SOME = LoraConfig(rank=3, alpha=6, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
 

@@ -24,6 +24,7 @@ from tests.integration.test_weightstore_publisher import state
 from tests.learner_steps import rank_environment
 from tests.receiver_app import Behaviour, digest, receivers
 from tests.tiny_models import write_tiny_model, write_tiny_pond
+from tests.waits import until
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.server.ports import KeptPort
@@ -508,9 +509,8 @@ async def test_a_drain_does_not_wait_for_a_push_that_fails(open_learner: OpenLea
         steps=200, checkpoint_every=50, staleness=staleness, weights={"min_engines": 1, "phase_deadline_s": 1.0}
     ) as learner:
         async with learner.started():
-            async with asyncio.timeout(60):
-                while "pushing again the weights of step 1" not in (learner.directory / "rank-0.log").read_text():  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+            log = learner.directory / "rank-0.log"
+            await until(lambda: "pushing again the weights of step 1" in log.read_text())
             learner.ranks[0].send_signal(signal.SIGTERM)
             assert await learner.ended() == [0]
             await learner.drained()

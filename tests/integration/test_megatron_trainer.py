@@ -2,6 +2,7 @@
 restart.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,11 +19,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.algorithm_settings import algorithm_of
 from tests.cuda_kernels import RaisingOnCuda
-from tests.examples import rarely
+from tests.examples import rarely, some
 from tests.integration import megatron_ranks
 from tests.integration.megatron_ranks import OPTIMIZER, STEPS, VOCAB
 from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.metric_names import undocumented
+from tests.refusals import refusal
 from tests.tiny_models import write_tiny_model
 from tidemill.bus.wire.messages import Sample, Status
 from tidemill.learner.algorithms.advantages import grpo_no_std
@@ -455,7 +457,7 @@ def test_the_weights_of_another_model_are_refused(make: Any, tmp_path: Path) -> 
     wider = tmp_path / "wider"
     write_tiny_model(wider, vocab_size=2 * VOCAB)
     _, other, its_optimizer, _ = make(model=wider)
-    with pytest.raises(ConfigRefused, match=r"learner\.from_checkpoint"):
+    with refusal(ConfigRefused, field="learner.from_checkpoint"):
         state.load_weights(tmp_path / "checkpoint", policy=other, optimizer=its_optimizer)
 
 
@@ -579,7 +581,7 @@ def test_the_peak_of_a_device(name: str, peak: float | None) -> None:
     assert peak_tflops(name) == peak
 
 
-@pytest.mark.parametrize("correction", PRESETS)
+@pytest.mark.parametrize("correction", some(PRESETS, 5))
 def test_every_correction_trains_and_names_its_metrics(make: Any, correction: str) -> None:
     metrics = _train(make(correction=correction, with_proximal=False)[0])[-1]
     assert ("offpolicy/tis_weight_mean" in metrics) == (AlgorithmConfig(correction=correction).weight.level != "none")
@@ -623,7 +625,7 @@ def test_a_schedule_by_tokens_goes_on_behind_a_checkpoint(here: parallel.Paralle
     again.restore(trainer.numbers)
     for each in (trainer, again):
         assert each.train(second)["train/lr"] == pytest.approx(1e-9 * (first.num_tokens + second.num_tokens))
-    with pytest.raises(ConfigRefused, match="no count of trained tokens"):
+    with refusal(ConfigRefused, field="learner.optimizer.warmup_tokens, lr_decay_tokens", got="> 0"):
         again.restore({"kl_scale": 1.0})
 
 
@@ -696,7 +698,7 @@ def test_running_baselines_go_on_behind_a_checkpoint_and_repeat_its_steps(
     plain, _ = trainer(advantage="grpo", rae={"role": "", "decay": 0.95})
     plain.restore(first.numbers)  # of a run with baselines, which this one has no use for
     assert not plain.baselines and "train/baseline_mean" not in plain.train(batches[0])
-    with pytest.raises(ValueError, match=r"rae\.role: want a key of the samples' metadata, got 'palyer'"):
+    with refusal(ValueError, place=re.compile(r"rae\.role$"), got="'palyer'"):
         trainer(rae={"role": "palyer"})[0].train(batches[0])
 
 

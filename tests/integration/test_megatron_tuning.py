@@ -2,6 +2,7 @@
 alone.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
+from tests.refusals import refusal
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
@@ -72,11 +74,9 @@ def test_frozen_weights_keep_their_bits_and_the_others_move_as_before(
 
 
 def test_freezing_what_megatron_cannot_divide_or_everything_is_refused(here: Any, model_dir: Path) -> None:
-    with pytest.raises(
-        ConfigRefused, match=r"freeze: want all or none of .*q_proj.*v_proj.*, got \['model.layers.0.self_attn.q_proj"
-    ):
+    with refusal(ConfigRefused, field=re.compile("freeze$"), got=re.compile("q_proj")):
         learner(model_dir, here, replace(OPTIMIZER, freeze=("q_proj",)))
-    with pytest.raises(ConfigRefused, match="freeze: want patterns that leave weights to train"):
+    with refusal(ConfigRefused, field=re.compile("freeze$")):
         learner(model_dir, here, replace(OPTIMIZER, freeze=("model|lm_head",)))
 
 
@@ -138,7 +138,7 @@ def test_each_optimizer_takes_the_textbook_step_and_goes_on_from_a_checkpoint(
     assert (again.digest() == policy.digest()) is (kin == name), "the settings of the checkpoint's optimizer were used"
     other = "adamw" if name == "sgd" else "sgd"
     _, again, its_optimizer = learner(model_dir, here, replace(settings, name=other))
-    with pytest.raises(ConfigRefused, match=r"learner\.optimizer\.name"):
+    with refusal(ConfigRefused, field="learner.optimizer.name"):
         state.load(tmp_path, policy=again, optimizer=its_optimizer)
 
 

@@ -5,6 +5,7 @@ pass.
 import json
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.examples import rarely
+from tests.examples import rarely, some
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.rank_sizes import rank_parameters
@@ -45,6 +46,8 @@ SIZES = {
     "head_dim": 16,
 }
 TOKENS = 96
+DTYPES = ("float32", "bfloat16")
+ADAPTED = (TARGETS, ("q_proj", "o_proj"), ("k_proj", "up_proj", "down_proj"))
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +76,9 @@ def kept_bytes(policy: Policy) -> int:
     return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "glm4"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "tied"), some(product(["qwen3", "qwen2", "llama", "glm4"], DTYPES, [True, False]), 5)
+)
 def test_the_table_agrees_with_a_rank(world: Parallel, tmp_path: Path, family: str, dtype: str, tied: bool) -> None:
     model_dir = write_tiny_model(tmp_path, family, tied=tied, num_hidden_layers=3, **SIZES)
     shape = ModelShape.read(model_dir)
@@ -110,9 +113,9 @@ def test_the_table_agrees_with_a_rank(world: Parallel, tmp_path: Path, family: s
     assert copies.bytes == row.bytes
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "llama", "glm4"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "recompute"), some(product(["qwen3", "llama", "glm4"], DTYPES, ["selective", "full"]), 5)
+)
 def test_the_table_agrees_with_a_rank_that_recomputes(
     world: Parallel, tmp_path: Path, family: str, dtype: str, recompute: str
 ) -> None:
@@ -161,9 +164,7 @@ def test_the_table_agrees_with_a_rank_that_trains_adapters(world: Parallel, tmp_
     assert copies.bytes == rows["copy of weights and Adam's state"]
 
 
-@pytest.mark.parametrize("targets", [TARGETS, ("q_proj", "o_proj"), ("k_proj", "up_proj", "down_proj")])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize(("family", "dtype", "targets"), some(product(["qwen3", "llama"], DTYPES, ADAPTED), 5))
 def test_the_table_agrees_with_the_activations_of_a_rank_that_trains_adapters(
     world: Parallel, tmp_path: Path, family: str, dtype: str, targets: tuple[str, ...]
 ) -> None:

@@ -94,8 +94,9 @@ async def test_ranks_that_leave_together_end_the_push_under_way(open_learner: Op
                 for rank in learner.ranks:  # both wait for a batch: neither leaves before the other has its signal
                     rank.send_signal(signal.SIGTERM)
                 for number in range(2):
-                    while f"drained rank={number}" not in (tmp_path / f"rank-{number}.log").read_text():  # noqa: ASYNC110
-                        await asyncio.sleep(0.05)
+                    await until(
+                        lambda number=number: f"drained rank={number}" in (tmp_path / f"rank-{number}.log").read_text()
+                    )
                 engine.send_signal(signal.SIGCONT)
                 assert await learner.ended() == [0, 0]
             head = await VersionRegistry(learner.world.bus).head()

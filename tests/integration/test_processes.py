@@ -22,11 +22,11 @@ PARENT = """
 import signal, subprocess, sys, time
 grandchild = subprocess.Popen([sys.executable, "-c",
                                "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-                               "print('deaf', flush=True); time.sleep(3600)"], stdout=subprocess.PIPE)
+                               "print('deaf', flush=True); signal.pause()"], stdout=subprocess.PIPE)
 grandchild.stdout.readline()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
 print(grandchild.pid, flush=True)
-time.sleep(3600)
+signal.pause()
 """
 
 
@@ -86,9 +86,9 @@ async def test_output_without_a_log_file_is_passed_on_behind_the_name(capfd: pyt
 
 async def test_the_exit_code_does_not_wait_for_output_that_another_process_holds_open() -> None:
     """The grandchild has left the group, and has inherited the output."""
-    grandchild = "import time; print('here', flush=True); time.sleep(3600)"
+    grandchild = "import signal; print('here', flush=True); signal.pause()"
     starting = f"subprocess.Popen([sys.executable, '-c', {grandchild!r}], start_new_session=True)"
-    code = f"import subprocess, sys, time; {starting}; time.sleep(3600)"
+    code = f"import signal, subprocess, sys; {starting}; signal.pause()"
     child = Child("parent", [sys.executable, "-c", code])
     await child.start()
     assert child.process is not None and child.process.stdout is not None

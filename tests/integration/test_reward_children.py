@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import waited_for_a_core_s
-from tests.waits import until
+from tests.waits import turn, until
 from tidemill.bus.processes.limits import ProcessLimits, children_of
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
@@ -78,7 +78,7 @@ async def test_a_start_that_is_cancelled_twice_leaves_no_process(
     for _ in range(2):
         starting.cancel()
         for _ in range(5):
-            await asyncio.sleep(0)
+            await turn()
     await asyncio.wait({starting})
     assert starting.cancelled()
     async with asyncio.timeout(60):

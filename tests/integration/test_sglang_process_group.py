@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.waits import poll
 from tests.whole.running import ROOT
 
 PARTS = "echo up; (exec -a {scheduler}) & (exec -a helper sleep 600) & (exec -a sglang::detokenizer sleep 600) & wait"
@@ -65,13 +66,6 @@ def watched(pid: int) -> int:
     return sum("pidfd" in one for one in found)
 
 
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def told(keeper: "subprocess.Popen[str]") -> str:
     """Return its error output, once it has ended; its input stays open till then, or it would end all at once."""
     keeper.wait(timeout=WAIT_S)
@@ -95,7 +89,7 @@ def test_other_children_may_end_and_a_requested_end_is_no_failure(keeper: "subpr
     with pytest.raises(subprocess.TimeoutExpired):
         keeper.wait(timeout=3)
     keeper.send_signal(signal.SIGTERM)
-    until(lambda: len(os.listdir(f"/proc/{keeper.pid}/task")) == 2)  # the thread that watches the parts has ended
+    poll(lambda: len(os.listdir(f"/proc/{keeper.pid}/task")) == 2)  # the thread that watches the parts has ended
     whole["sglang::scheduler_TP0"].kill()
     with pytest.raises(subprocess.TimeoutExpired):
         keeper.wait(timeout=3)  # it waits for the server, which got the signal, too
@@ -118,6 +112,6 @@ def test_a_command_of_a_part_that_is_called_as_the_part_itself_may_end(keeper: "
         for one in psutil.Process(keeper.pid).children(recursive=True)
         if one.cmdline()[0] == "sglang::scheduler_TP0"
     ]
-    until(lambda: watched(keeper.pid) == 2)
+    poll(lambda: watched(keeper.pid) == 2)
     scheduler.kill()
     assert f"sglang::scheduler_TP0 ({scheduler.pid}) has ended" in told(keeper)

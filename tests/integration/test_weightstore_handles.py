@@ -26,7 +26,9 @@ from tests.engine_serving import Served, greedy, prompts, serving
 from tests.handle_push import joined_by_handles
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, publishing, state
 from tests.receiver_app import Behaviour, ByHandles, Engine, digest, receivers, staged, tiny_tensors
+from tests.refusals import refusal
 from tests.tiny_models import tiny_model, write_tiny_model
+from tests.waits import poll, until
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.handles import HandleListener
@@ -49,13 +51,6 @@ MEMFD = "memfd:tidemill-staging"
 def maps_of(pid: int) -> int:
     """Count the mappings of any learner's memory in a process."""
     return Path(f"/proc/{pid}/maps").read_text().count(MEMFD)
-
-
-def until(reached: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not reached():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 # -- whole pushes
@@ -165,7 +160,7 @@ def test_a_killed_learner_leaves_no_memory_behind(bus_url: str, run_id: str, tmp
                 assert "/dev/shm/" not in Path(f"/proc/{learner.pid}/maps").read_text(), "a file there would outlive it"
             finally:
                 learner.kill()
-        until(lambda: [maps_of(pid) for pid in pids] == [0, 0], "the engines still map a dead learner's memory")
+        poll(lambda: [maps_of(pid) for pid in pids] == [0, 0])  # no engine maps a dead learner's memory
         with publishing(bus_url, run_id, tmp_path, epoch=2, transport="handles") as publisher:
             assert publisher.publish(9, tiny_tensors(9, scale=20).items(), wait=True).result(0).engines == ("a", "b")
             assert [state(url)["digest"] for url, _ in engines.values()] == [digest(tiny_tensors(9, scale=20))] * 2
@@ -215,7 +210,7 @@ async def test_all_or_nothing(directory: Path) -> None:
                 for bucket, flat in sent:
                     await receiver.bucket(bucket.specs, flat)
                 await receiver.end()
-            with pytest.raises(ReceiverFailed, match="want begin_weight_update first"):
+            with refusal(ReceiverFailed, phase="end"):
                 await receiver.end()
         await receiver.begin(1)
         with pytest.raises(ReceiverFailed, match="which these tensors have"):
@@ -256,7 +251,7 @@ async def test_all_or_nothing_in_one_request(directory: Path) -> None:
             with pytest.raises(ReceiverFailed, match=why) as failed:
                 await receiver.receive(1, sent, serve=False)
             assert failed.value.answered and refused.pop() == failed.value.reason, "such an engine gets broadcasts"
-            with pytest.raises(ReceiverFailed, match="want begin_weight_update first"):
+            with refusal(ReceiverFailed, phase="end"):
                 await receiver.end()
         await receiver.receive(1, buckets, serve=True)
         assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(
@@ -299,7 +294,7 @@ async def test_memory_that_the_device_refuses_is_the_bucket_s_failure(
                 await receiver.begin(1)
                 await receiver.bucket(staging.buckets[0][0].specs, staging.buckets[0][1])
         assert len(refused) == 1
-        with pytest.raises(ReceiverFailed, match="want begin_weight_update first"):
+        with refusal(ReceiverFailed, phase="end"):
             await receiver.end()
         monkeypatch.undo()
         await push(receiver, staging, 1)
@@ -403,7 +398,7 @@ async def test_a_message_behind_the_deadline_ends_no_other_request() -> None:
     receiving = asyncio.create_task(receiver.receive(1, [bucket, bucket], serve=False))
     await engine.recv_multipart()
     (waiter,) = receiver._waiters.values()
-    with pytest.raises(ReceiverFailed, match=r"no answer within 0\.2 s"):
+    with refusal(ReceiverFailed, phase="push"):
         await receiving
     waiter.under_way()
     receiver.close()
@@ -442,9 +437,9 @@ async def test_a_stale_learner_is_fenced_in_every_verb(directory: Path) -> None:
                 old.leave,
                 lambda: old.load_snapshot(str(directory), 2),
             ):
-                with pytest.raises(Fenced, match="epoch 4 is fenced off by epoch 5"):
+                with refusal(Fenced, mine=4, seen=5):
                     await verb()
-            with pytest.raises(ReceiverFailed, match="want begin_weight_update first"):
+            with refusal(ReceiverFailed, phase="end"):
                 await new.end()  # the old learner's push is not the new one's
             await push(new, staging, 3)
             assert (served.engine.version, served.engine.epoch) == (3, 5)
@@ -483,14 +478,14 @@ async def test_an_engine_that_ends_is_noticed_at_once(directory: Path) -> None:
     async with serving(directory) as served:
         receiver = HandleReceiver(context, served.engine.handles, epoch=1, deadlines=Deadlines(3600.0), memory=memory)
         await receiver.join(None)
-    with pytest.raises(ReceiverFailed, match=r"begin: connection lost"):
+    with refusal(ReceiverFailed, phase="begin"):
         await receiver.begin(1)
     receiver.close()
     refused: list[str] = []
     nobody = HandleReceiver(
         context, served.engine.handles, epoch=1, deadlines=Deadlines(3600.0), memory=memory, refused=refused.append
     )
-    with pytest.raises(ReceiverFailed, match=r"join: connection lost"):
+    with refusal(ReceiverFailed, phase="join"):
         await nobody.join(None)
     nobody.close()
     assert not refused, "who says nothing has refused nothing: it is asked by handles again"
@@ -632,9 +627,7 @@ async def test_a_copy_that_outlasts_its_deadline_is_not_written_into_what_is_ser
             await push.whole(model, 2)
         finally:
             late.come.set()
-        async with asyncio.timeout(LIMIT_S):
-            while late.read() is not None:  # noqa: ASYNC110 - the thread that copies it lets go of it last
-                await asyncio.sleep(0.01)
+        await until(lambda: late.read() is None)  # the thread that copies it lets go of it last
         made = await served.generate(prompt, temperature=0, max_new_tokens=8)
     assert made["output_ids"] == await greedy(model, prompt, 8)
 

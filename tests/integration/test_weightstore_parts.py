@@ -16,12 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.bus_kit import until
 from tests.forked import Forked, piped
 from tests.integration.test_weightstore_broadcast import FAR_S, hang_before_receiving
 from tests.integration.test_weightstore_publisher import BUCKET_BYTES, DEADLINE_S, SOME_HUNG_S, bus_url, look, state
 from tests.receiver_app import START_S, Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from tests.receiver_app import staged as staged_here
+from tests.refusals import refusal
+from tests.waits import until
 from tidemill.bus.client.addresses import HERE
 from tidemill.bus.config import BusConfig
 from tidemill.weightstore.config import WeightsConfig
@@ -97,8 +98,8 @@ def learning(
         )
         stack.callback(publisher.close, drain=False)
         publisher.start()
-        assert publisher._connected is not None
-        publisher._connected.view._dead_after_s = DEADLINE_S
+        assert publisher.connected is not None
+        publisher.connected.view._dead_after_s = DEADLINE_S
         yield Learner(publisher, servers)
 
 
@@ -142,7 +143,7 @@ def test_no_rank_has_the_tensors_of_another(bus_url: str, run_id: str, tmp_path:
             for pool in (learner.publisher._pool, *(one._pool for one in learner.servers))
         ]
         assert held == parts
-        with pytest.raises(BadManifest, match="one that is not in it"):
+        with refusal(BadManifest, got="one that is not in it"):
             learner.servers[0].stage(0, split(tiny_tensors(1))[0].items())
 
 
@@ -236,7 +237,7 @@ def test_no_engine_is_evicted_where_the_rank_of_a_part_is_gone(
         assert state(engines["a"][0])["digest"] == digest(tiny_tensors(1)), "it serves the version before"
         head = learner.publisher.latest()
         assert head is not None and head.version == 1
-        assert learner.publisher._connected is not None and not learner.publisher._connected.groups.evicted
+        assert learner.publisher.connected is not None and not learner.publisher.connected.groups.evicted
         assert look(bus_url, run_id, "evicted") == {}
 
 

@@ -4,7 +4,7 @@ failures.
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tests.engine_push import joined
 from tests.engine_serving import serving
 from tests.integration.test_weightstore_publisher import catch_up, look, publishing
 from tests.tiny_models import tiny_model, write_tiny_model
+from tests.waits import until
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
@@ -69,14 +70,8 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
 
 
 async def same(served: Any, sent: dict[str, torch.Tensor]) -> bool:
-    _, told = await served.updates.checksum_report(of_update=False)
+    _, told = await served.updates.checksum_report(of="served")
     return differences(ChecksumReport.parse(told.to_json()), sent, lambda part: sum_of("sum64", part, sent)) == []
-
-
-async def until(reached: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not await reached():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
 
 
 @asynccontextmanager
@@ -171,12 +166,12 @@ class LossyUpdates(BuiltinUpdates):
 
     lost = False
 
-    async def checksum_report(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
-        if of_update and not self.lost:
+    async def checksum_report(self, *, of: str) -> tuple[int | None, ChecksumReport]:
+        if of == "update" and not self.lost:
             self.lost = True
             assert self._standby is not None
             self._standby.named["model.norm.weight"].view(torch.uint8)[2] ^= 8
-        return await super().checksum_report(of_update=of_update)
+        return await super().checksum_report(of=of)
 
 
 class Lossy(BuiltinEngine):
@@ -193,7 +188,7 @@ class Lossy(BuiltinEngine):
 
     def load(self) -> None:
         super().load()
-        self._updates = LossyUpdates(self.updates._served, self.scheduler, on_update=self._updated)
+        self._updates = LossyUpdates(self.updates.weights, self.scheduler, on_update=self._updated)
 
 
 async def test_an_engine_that_differs_goes_on_with_what_it_served_and_rejoins_by_snapshot(
@@ -227,7 +222,7 @@ async def test_a_lent_snapshot_is_a_model_directory_of_its_version_alone(tmp_pat
     directory = write_tiny_model(tmp_path / "model", tied=tied)
     async with serving(directory, version=7) as served:
         sent = weights(0, tied=tied)
-        assert ("lm_head.weight" in sent) and ("lm_head.weight" in served.engine.updates._served.named) != tied
+        assert ("lm_head.weight" in sent) and ("lm_head.weight" in served.engine.updates.weights.named) != tied
         url = f"{served.engine.url}/snapshots"
         info = await fetch(f"{url}/v7-{digest_of(sent)}", tmp_path / "got")
         assert (info.version, info.digest) == (7, digest_of(sent))
@@ -326,10 +321,12 @@ async def test_a_file_that_is_being_sent_is_in_use_however_long_that_takes(tmp_p
             unused(lending)
             assert there.exists(), "one of two readers has gone"
             await answer.content.readexactly(size - 1)
-        async with asyncio.timeout(LIMIT_S):
-            while there.exists():
-                unused(lending)
-                await asyncio.sleep(0.01)
+
+        def removed() -> bool:
+            unused(lending)
+            return not there.exists()
+
+        await until(removed)
 
 
 async def test_a_colocated_engine_lends_nothing(tmp_path: Path) -> None:

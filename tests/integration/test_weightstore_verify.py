@@ -100,8 +100,8 @@ class Flipping(HttpReceiver):
         super().__init__(session, served.engine.url, epoch=1, deadlines=Deadlines(DEADLINE_S))
         self._served, self.flipped = served, flipped
 
-    async def checksums(self) -> ChecksumReport | None:
-        standby = self._served.engine.updates._standby
+    async def checksums(self, of: str = "update") -> ChecksumReport | None:
+        standby = self._served.engine.updates.standby
         assert standby is not None
         if self.flipped:
             standby.named[self.flipped].view(-1).view(torch.uint8)[-1] ^= 1

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tests.chaos.auditor import judge
 from tests.net.lab import Lab, Started
+from tests.waits import until
 from tests.whole.prepared import ROOT, put_prepared
 from tidemill.bus.errors import NotFound
 from tidemill.bus.streams.bus import Bus, connect
@@ -108,8 +109,7 @@ class Site:
     async def bus(self) -> AsyncIterator[Bus]:
         """Connect to the bus from the desk, and wait until it has streams."""
         async with connect(self.url, self.run, name="desk", wait_s=60) as bus:
-            while not await _has_streams(bus):  # noqa: ASYNC110 - nothing can be subscribed to before
-                await asyncio.sleep(0.1)
+            await until(lambda: _has_streams(bus), every_s=0.1)  # nothing can be subscribed to before
             yield bus
 
     def end_all_but_bus(self) -> dict[str, int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.net.lab import TRAP, Lab, Machine, NoLab, Started, why_not
+from tests.waits import poll
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -42,9 +43,8 @@ def serving(machine: Machine) -> Started:
     log = machine.disk / "server.log"
     log.write_text("")
     server = machine.start([sys.executable, "-c", SERVER, machine.address], log=log)
-    while "listening" not in server.log:
-        assert server.poll() is None, server.log
-        time.sleep(0.01)
+    poll(lambda: "listening" in server.log or server.poll() is not None)
+    assert server.poll() is None, server.log
     return server
 
 
@@ -104,16 +104,15 @@ def test_the_trap_of_a_host_name_on_loopback(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_a_lab_whose_process_is_killed(tmp_path: Path) -> None:
-    code = "import sys, time\nfrom pathlib import Path\nfrom tests.net.lab import Lab\n"
+    code = "import signal, sys\nfrom pathlib import Path\nfrom tests.net.lab import Lab\n"
     code += (
         "with Lab(Path(sys.argv[1]), 'a') as lab:\n    lab['a'].start(['sleep', '1000'], log=Path(sys.argv[1]) / "
         "'log')\n"
     )
-    code += "    print(lab['a'].init, flush=True)\n    time.sleep(1000)\n"
+    code += "    print(lab['a'].init, flush=True)\n    signal.pause()\n"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         init = int(child.stdout.readline())
         os.kill(init, 0)
         child.kill()
-    while Path(f"/proc/{init}").exists():  # bounded by the test run's own limit
-        time.sleep(0.01)
+    poll(lambda: not Path(f"/proc/{init}").exists())

@@ -21,7 +21,7 @@ from tests.engine_watch import watching
 from tests.receiver_app import staged
 from tests.sglang.server import CONTEXT, release_at, serving
 from tests.skips import inapplicable
-from tests.waits import until
+from tests.waits import turn, until
 from tidemill.actors.serving.sglang.api import Api, Pauses
 from tidemill.bus.client.addresses import HERE
 from tidemill.bus.wire.messages import Sampling
@@ -111,7 +111,7 @@ async def test_a_push_that_has_begun_but_not_paused_yet_comes_before_a_load(
             await late.reached.wait()
         joining = asyncio.create_task(served.engine.load_snapshot(directories[1], 1))
         for _ in range(10):
-            await asyncio.sleep(0)  # it finds no open push, and waits for its turn
+            await turn()  # it finds no open push, and waits for its turn
         late.go.set()
         assert (await begins)[0] == 200
         assert (await push.bucket(list(models[2].named_parameters())))[0] == 200

@@ -4,7 +4,6 @@ ends the server.
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ import numpy as np
 import pytest
 
 from tests.engine_push import joined, named
-from tests.engine_serving import LIMIT_S, Served, log_probs_of, scores, told_log_probs
+from tests.engine_serving import Served, log_probs_of, scores, told_log_probs
 from tests.router_kit import routing
 from tests.sglang.server import CONTEXT, config, serving
+from tests.waits import until
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.errors import EngineFailed
 from tidemill.actors.serving.authority import Authority
@@ -95,12 +95,6 @@ HARMLESS = ({"unknown_field": 1}, {"priority": 5}, {"extra_key": "x"}, {"return_
 
 async def lives(served: Served) -> bool:
     return len((await served.generate(PROMPT, max_new_tokens=2, ignore_eos=True))["output_ids"]) == 2
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not reached():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -296,7 +290,7 @@ async def test_who_waits_for_a_version_can_be_aborted(python: str, server: str, 
         early, other = (
             asyncio.create_task(served.post("/generate", {**body, **more})) for more in ({}, {"rid": "b", **SHORT})
         )
-        await until(lambda: len(served.engine._server._backend._aborts._watches) == 2)
+        await until(lambda: len(served.engine.server._backend._aborts._watches) == 2)
         assert (await served.post("/abort_request", {"rid": "early"}))[0] == 200
         await served.engine.load_snapshot(directories[1], 1)
         status, answer = await early

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine_scene import Scene, running_engines
+from tests.waits import turn
 from tidemill.actors.engines.server_pool import EnginePool, NoServer
 from tidemill.actors.errors import (
     BadRequest,
@@ -112,7 +113,7 @@ async def test_one_death_counts_once_however_many_requests_it_fails() -> None:
 
         async def request() -> None:
             async with engines.acquire(timeout_s=60):
-                await asyncio.sleep(0)
+                await turn()
                 raise GONE
 
         results = await asyncio.gather(*(request() for _ in range(20)), return_exceptions=True)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.engine_scene import Answer, Scene, generation, running_engines
 from tests.examples import examples
+from tests.waits import until
 from tidemill.actors.actor.single_turn import SingleTurn, failed, failed_sample
 from tidemill.actors.engines.activity import Activity
 from tidemill.actors.engines.port import Generation
@@ -350,8 +351,7 @@ async def leaving(answer: Answer, **options: float) -> tuple[Unfinished, list[st
         client.hold = asyncio.Event()
         single, _ = turn(engines, **options)
         work = asyncio.create_task(single.made(TASK, 2, "n1", BEGUN))
-        while not client.asked:  # noqa: ASYNC110 - no event
-            await asyncio.sleep(0)
+        await until(lambda: client.asked, every_s=0)  # no event
         await single.responses.cut_short()
         with pytest.raises(Unfinished) as caught:
             await work

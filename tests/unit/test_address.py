@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.refusals import refusal
 from tidemill.bus.client.addresses import Address, parse
 from tidemill.bus.config import BusConfig
 from tidemill.launch.run.access import address_line
@@ -56,10 +57,10 @@ def test_a_password_comes_from_the_environment_and_never_from_the_command_line()
     environment = {"TIDEMILL_BUS_USER": "actor-0", "TIDEMILL_BUS_PASSWORD": "secret"}
     assert parse(address_line("nats://a:1", None, "", environment)).password == "secret"
     assert load((), ["run=r"], environment).config.bus == BusConfig(), "what is secret is no setting"
-    with pytest.raises(ValueError, match="want no password on the command line") as refused:
+    with refusal(ValueError, place="--bus") as refused:
         address_line("nats://actor-0:secret@a:1", None, "", {})
     assert "secret" not in str(refused.value)
-    with pytest.raises(ValueError, match="want both or none"):
+    with refusal(ValueError, place="TIDEMILL_BUS_USER, TIDEMILL_BUS_PASSWORD"):
         address_line("nats://a:1", None, "", {"TIDEMILL_BUS_USER": "actor-0"})
 
 
@@ -84,7 +85,7 @@ def test_a_bus_is_not_opened_to_other_machines_by_mistake(settings: dict[str, ob
 
 
 def test_every_process_of_a_run_has_a_user() -> None:
-    with pytest.raises(ValueError, match="want a user for each of 5 actors, engines or scorers, got 4"):
+    with refusal(ValueError, place="--set: bus.auth_users", got="4"):
         load((), ["run=r", "up.actors=5", "bus.auth=true", "bus.auth_users=4"])
 
 

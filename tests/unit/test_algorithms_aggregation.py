@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.algorithm_settings import loss_by
 from tests.examples import examples
+from tests.refusals import refusal
 from tidemill.learner.algorithms.aggregation import Denominators, aggregate, coefficients
 from tidemill.learner.algorithms.choices import AGGREGATIONS
 from tidemill.learner.algorithms.policy_losses import Supervised, sft_loss
@@ -227,13 +228,13 @@ def test_the_first_step_has_loss_zero_and_a_gradient(mode: str) -> None:
 
 def test_what_makes_no_sense_is_refused() -> None:
     step = _step([2, 2])
-    with pytest.raises(ValueError, match="token_mean"):
+    with refusal(ValueError, place="aggregation", got="'mean'"):
         step.number("mean")
     none = replace(step, denominators=replace(step.denominators, constant=0.0))
-    with pytest.raises(ValueError, match="constant: want > 0"):
+    with refusal(ValueError, place="constant"):
         none.number("constant")
     assert math.isfinite(float(none.number("token_mean")))
-    with pytest.raises(ValueError, match="groups_N: prompt_mean"):
+    with refusal(ValueError, place="groups_N"):
         replace(step, denominators=replace(step.denominators, groups_N=None)).number("prompt_mean")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.metric_names import METRICS, undocumented
+from tests.refusals import refusal
 from tidemill.learner.algorithms.alarms import (
     FLOAT32,
     MIN_GAP,
@@ -204,7 +205,7 @@ def test_thresholds_are_two_numbers_the_worse_one_second() -> None:
         (above, 1),
         (above, ["a", "b"]),
     ):
-        with pytest.raises(ValueError, match=rf"alarms.thresholds.{name}: want \[warn, error\]"):
+        with refusal(ValueError, place=f"alarms.thresholds.{name}"):
             refuse_unknown(AlarmConfig(thresholds={name: pair}))
 
 

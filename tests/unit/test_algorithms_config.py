@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.algorithm_settings import algorithm_of
+from tests.refusals import refusal
 from tidemill.launch.settings.config_loader import load, render
 from tidemill.learner.algorithms.alarms import AlarmConfig
 from tidemill.learner.algorithms.choices import ADVANTAGES, PRESETS
@@ -366,14 +367,14 @@ def test_groups_of_one_are_for_estimators_without_a_baseline(advantage: str) -> 
     if alone.any() or advantage == "none":
         assert LearnerConfig(group_size=1, algorithm=AlgorithmConfig(advantage=advantage)).group_size == 1
     else:
-        with pytest.raises(ValueError, match="group_size"):
+        with refusal(ValueError, place="group_size"):
             LearnerConfig(group_size=1, algorithm=AlgorithmConfig(advantage=advantage))
 
 
 def test_a_set_of_k_samples_fits_into_a_group() -> None:
     algorithm = algorithm_of(advantage="pass_at_k", pass_at_k={"k": 4})
     assert LearnerConfig(group_size=4, algorithm=algorithm).group_size == 4
-    with pytest.raises(ValueError, match=r"group_size: want >= algorithm.pass_at_k.k = 4, got 3: .*lower k"):
+    with refusal(ValueError, place="group_size"):
         LearnerConfig(group_size=3, algorithm=algorithm)
 
 

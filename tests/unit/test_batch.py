@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data_kit import sample, task
+from tests.refusals import refusal
 from tidemill.bus.wire.messages import Plan, Sample, Status
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.batch.batching import build_batches
@@ -260,7 +261,7 @@ def test_missing_and_cut_frames_are_refused() -> None:
     with pytest.raises(FeedError, match="frames"):
         decode(header, frames[1:-1])
     at = frames.index(batch.micro_batches[0].tokens_T.tobytes())
-    with pytest.raises(FeedError, match="multiple of 8 bytes"):
+    with refusal(FeedError, where="batch frame tokens_T", got=95):
         decode(header, [*frames[1:at], frames[at][:-1], *frames[at + 1 :]])
     with pytest.raises(FeedError, match="arrays of"):
         decode(header, [*frames[1:at], frames[at][:-8], *frames[at + 1 :]])
@@ -268,7 +269,7 @@ def test_missing_and_cut_frames_are_refused() -> None:
 
 def test_a_header_that_is_none_is_refused() -> None:
     for frame in (b"", b"\xc1", b"\x01", b"\x80"):
-        with pytest.raises(FeedError, match="somewhere"):
+        with refusal(FeedError, where="somewhere"):
             unpack(frame, where="somewhere")
 
 

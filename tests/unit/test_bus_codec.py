@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from tests.bus_kit import make_sample, make_task
 from tests.examples import examples
+from tests.refusals import refusal
 from tidemill.bus.errors import UnknownSchema, WireError
 from tidemill.bus.wire import codec
 from tidemill.bus.wire.messages import (
@@ -345,12 +346,12 @@ def test_a_wrong_type_is_refused_by_name(name: str, value: Any, field: str) -> N
 
 @pytest.mark.parametrize("schema", [0, 4, "1", None, True, 2.0, ...])
 def test_another_schema_is_refused(schema: Any) -> None:
-    with pytest.raises(UnknownSchema, match="schema: want 1 or 2 or 3, got"):
+    with refusal(UnknownSchema, field="schema"):
         codec.decode_sample(wire(schema=schema))
 
 
 def test_a_message_of_another_type_is_refused() -> None:
-    with pytest.raises(WireError, match="type: want sample, got 'task'"):
+    with refusal(WireError, field="type", got="task"):
         codec.decode_sample(codec.encode_task(make_task()))
 
 
@@ -370,7 +371,7 @@ def test_extra_never_replaces_a_field() -> None:
 def test_an_unknown_sampling_parameter_is_refused() -> None:
     """It would change the sampling distribution unnoticed."""
     sampling = msgpack.unpackb(wire())["sampling"] | {"min_p": 0.1}
-    with pytest.raises(WireError, match=r"sampling\.min_p"):
+    with refusal(WireError, field="sampling.min_p"):
         codec.decode_sample(wire(sampling=sampling))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+from tests.waits import turn
 from tidemill.bus.system.coroutines import Waiter
 
 LONG_S = 60.0
@@ -10,7 +11,7 @@ LONG_S = 60.0
 
 async def waiting(waiter: Waiter, number: int) -> list["asyncio.Task[None]"]:
     tasks = [asyncio.create_task(waiter.wait(LONG_S)) for _ in range(number)]
-    await asyncio.sleep(0)
+    await turn()
     return tasks
 
 
@@ -31,7 +32,7 @@ def test_a_wake_up_ends_all_present_waits() -> None:
 async def ended(waiter: Waiter, number: int) -> list["asyncio.Task[None]"]:
     """Start new waits and return them after the loop has run once; they are cancelled after the caller has looked."""
     tasks = await waiting(waiter, number)
-    await asyncio.sleep(0)
+    await turn()
     asyncio.get_running_loop().call_soon(lambda: [task.cancel() for task in tasks])
     return tasks
 

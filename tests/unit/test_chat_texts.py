@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.examples import examples
+from tests.refusals import refusal
 from tidemill.learner.errors import PromptError
 from tidemill.learner.prompts.responses import RecordedResponse, RecordedRow, Recordings
 from tidemill.rewards.model_text.message_template import MessageTemplate
@@ -150,9 +151,7 @@ def test_an_answer_that_the_template_changes_later_is_still_refused() -> None:
     last_alone = (
         "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
     )
-    with pytest.raises(
-        PromptError, match="want a chat template that writes message 2 in the middle of a conversation as at its end"
-    ):
+    with refusal(PromptError, where="a.jsonl:1", got="other tokens for 'a'"):
         sequence_of(Model(trained("bytes"), last_alone), turns("Hello", "a", "Hello", "b"))
 
 

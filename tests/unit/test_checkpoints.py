@@ -3,10 +3,12 @@
 import hashlib
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.refusals import refusal
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.disk import Checkpoint
@@ -112,7 +114,7 @@ def test_every_flipped_byte_and_every_lost_end_is_noticed(tmp_path: Path, name: 
 
 def test_an_empty_directory_is_corrupt(tmp_path: Path) -> None:
     (tmp_path / "step-3-epoch-1").mkdir()
-    with pytest.raises(CheckpointCorrupt, match=r"manifest\.json: want a manifest, got no such file"):
+    with refusal(CheckpointCorrupt, file="manifest.json", got="no such file"):
         disk.verify(tmp_path / "step-3-epoch-1")
 
 
@@ -151,7 +153,7 @@ def test_prune_spares_what_is_kept_for_its_score(tmp_path: Path) -> None:
 
 
 def test_a_strange_name_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="step-20-epoch-1"):
+    with refusal(ValueError, place=re.compile(r"final$")):
         disk.named(tmp_path / "final")
 
 
@@ -190,11 +192,11 @@ def test_files_of_other_nodes_may_be_missing(tmp_path: Path) -> None:
     assert disk.is_spread(path) and not disk.is_spread(write(tmp_path, 3))
     (path / "__1_0.distcp").unlink()
     assert disk.verify(path, partly=True) == {}
-    with pytest.raises(CheckpointCorrupt, match="want 12 bytes, got no such file"):
+    with refusal(CheckpointCorrupt, got="no such file"):
         disk.verify(path)
     for name in ("__0_0.distcp", ".metadata"):
         (path / name).rename(tmp_path / "aside")
-        with pytest.raises(CheckpointCorrupt, match="no such file"):
+        with refusal(CheckpointCorrupt, got="no such file"):
             disk.verify(path, partly=True, stored=name == ".metadata")
         if name != ".metadata":
             disk.verify(path, stored=True)

@@ -5,6 +5,7 @@ from contextlib import suppress
 
 import pytest
 
+from tests.waits import turn, until
 from tidemill.bus.system.coroutines import beside, first_error, first_of, heard, to_the_end
 
 
@@ -60,9 +61,9 @@ async def test_work_runs_to_its_end_and_a_cancellation_is_raised_then(cancellati
 
     running = asyncio.create_task(to_the_end(work()))
     for _ in range(cancellations):
-        await asyncio.sleep(0)
+        await turn()
         running.cancel()
-        await asyncio.sleep(0)
+        await turn()
         assert not running.done()
     go_on.set()
     await asyncio.wait({running})
@@ -80,7 +81,7 @@ async def swallows(event: asyncio.Event) -> int:
 
 async def test_a_cancellation_that_a_call_swallows_is_raised() -> None:
     task = asyncio.create_task(heard(swallows(asyncio.Event())))
-    await asyncio.sleep(0)
+    await turn()
     task.cancel()
     await asyncio.wait({task})
     assert task.cancelled()
@@ -101,7 +102,7 @@ async def test_a_call_in_the_cleanup_of_a_cancelled_task_gives_its_result() -> N
             results.append(await heard(swallows(event)))
 
     task = asyncio.create_task(cleans_up())
-    await asyncio.sleep(0)
+    await turn()
     task.cancel()
     await asyncio.wait({task})
     assert task.cancelled() and results == [3]
@@ -128,8 +129,7 @@ async def test_a_background_loop_that_ends_is_logged_and_ends_nothing_else(caplo
 
     async with beside(works(), breaks()):
         await running.wait()
-        while not caplog.records:  # noqa: ASYNC110 - a record of the log has no event
-            await asyncio.sleep(0)
+        await until(lambda: caplog.records, every_s=0)  # a record of the log has no event
         assert not ended.is_set()
     assert ended.is_set()
     assert "background loop ended" in caplog.text

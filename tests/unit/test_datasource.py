@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data_kit import RUN, eval_task, rules, sample, task
+from tests.refusals import refusal
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.codec import encode_record
 from tidemill.bus.wire.messages import Dead, Plan, Requeue, Settle, Status, Task
@@ -119,7 +120,7 @@ def test_versions_that_are_no_news_change_nothing() -> None:
 
 
 def test_a_version_has_one_step() -> None:
-    with pytest.raises(ReplayMismatch, match="version 0: want weights of step 0, got step 1"):
+    with refusal(ReplayMismatch, where="version 0", got="step 1"):
         Pond().source.version(0, 1)
 
 
@@ -517,12 +518,12 @@ def test_a_plan_must_continue_the_chain() -> None:
     pond.complete(one)
     plan = pond.source.plan(0.0)
     assert isinstance(plan, Plan)
-    with pytest.raises(ReplayMismatch, match="recorded plan 1: want chain"):
+    with refusal(ReplayMismatch, where="recorded plan 1"):
         pond.source.apply(replace(plan, oldest_step=-5), 1)
-    with pytest.raises(ReplayMismatch, match="want a plan of step 1, got one of step 2"):
+    with refusal(ReplayMismatch, got="one of step 2"):
         pond.source.apply(replace(plan, step=2), 1)
     pond.source.apply(plan, 1)
-    with pytest.raises(ReplayMismatch, match="tasks open"):
+    with refusal(ReplayMismatch, where="recorded settlement (dead) before step 2", got="tasks [1] settled or unknown"):
         pond.source.apply(Settle(epoch=1, reason="dead", tasks=np.array([1]), seqs=np.array([], np.int64), step=2), 2)
     assert two.id == 2
 
@@ -550,7 +551,7 @@ def test_a_recorded_plan_waits_for_its_samples_and_refuses_others() -> None:
     replayed.add(sample(one, 0))
     assert replayed.source.lacks(plan) == [2]
     replayed.add(WireError("tokens", "bytes", None))
-    with pytest.raises(ReplayMismatch, match=r"recorded plan 1: want its samples in the stream, got sequences \[2\]"):
+    with refusal(ReplayMismatch, where="recorded plan 1"):
         replayed.source.lacks(plan)
 
 
@@ -560,13 +561,13 @@ def test_restore_refuses_another_run() -> None:
         with pytest.raises(ConfigRefused, match=next(iter(changes))):
             DataSource.restore(rules(**changes), state)
     assert DataSource.restore(rules(max_lag=3, steps=20, data_parallel=2), state).step == 0
-    with pytest.raises(ReplayMismatch, match="schema"):
+    with refusal(ReplayMismatch, where="state of the data"):
         DataSource.restore(rules(), b"\x80")
 
 
 def test_tasks_of_another_distribution_are_refused_and_a_row_may_have_its_temperature() -> None:
     (issued,) = Pond(temperature=0.7).issue(1)
-    with pytest.raises(ConfigRefused, match="as in task 1 of this run"):
+    with refusal(ConfigRefused, field="sampling"):
         Pond().source.issued(replace(issued, sampling=replace(issued.sampling, top_p=0.9)), 0.0)
 
 
@@ -576,14 +577,14 @@ def test_tasks_of_another_distribution_are_refused_and_a_row_may_have_its_temper
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"push_every": 3, "max_lag": 1}, r"weights\.push_every: want <= .* = 2 .*, got 3"),
-        ({"temperature": 0.0}, r"sampling\.temperature: want >= 0.01"),
-        ({"top_p": 0.9}, r"sampling: want top_p 1"),
-        ({"top_k": 50}, r"sampling: want top_p 1"),
+        ({"push_every": 3, "max_lag": 1}, {"field": "weights.push_every", "got": 3}),
+        ({"temperature": 0.0}, {"field": "sampling.temperature"}),
+        ({"top_p": 0.9}, {"field": "sampling"}),
+        ({"top_k": 50}, {"field": "sampling"}),
     ],
 )
-def test_rules_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigRefused, match=message):
+def test_rules_that_cannot_work_are_refused(changes: dict[str, Any], message: dict[str, Any]) -> None:
+    with refusal(ConfigRefused, **message):
         rules(**changes)
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.refusals import refusal
 from tidemill.launch.cli.debug import RunningEngine
 
 
@@ -47,7 +48,7 @@ def http(body: bytes) -> bytes:
     ],
 )
 def test_an_answer_that_is_no_scores_is_refused(data: bytes) -> None:
-    with answering(data) as url, pytest.raises(ValueError, match=r"^--engine: want "):
+    with answering(data) as url, refusal(ValueError, place="--engine"):
         RunningEngine(url, "").log_probs([[1, 2]])
 
 

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from tests.refusals import refusal
 from tidemill.bus import errors
 from tidemill.bus.errors import DetailedError
 
@@ -57,7 +58,7 @@ def test_an_error_can_be_pickled_however_it_was_made() -> None:
     ("values", "named"), [((), {}), (("a", 1, 2, 3), {}), (("a", 1), {"got": 2}), (("a", 1), {"other": 2})]
 )
 def test_wrong_fields_are_refused(values: tuple[object, ...], named: dict[str, object]) -> None:
-    with pytest.raises(TypeError, match="_OutOfRange"):
+    with refusal(TypeError, place="_OutOfRange"):
         _OutOfRange(*values, **named)  # type: ignore[arg-type]
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.waits import until
 from tidemill.actors.engines.engine_answers import read_answer
 from tidemill.actors.engines.engine_client import RequestBatcher
 from tidemill.actors.engines.port import Generation
@@ -58,12 +59,11 @@ async def test_a_request_is_cancelled_when_the_batcher_is_closed() -> None:
     """The task that carries the request is cancelled before it has run at all."""
 
     async def send(body: Any) -> Any:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     batcher = RequestBatcher()
     asking = asyncio.create_task(batcher.request({"input_ids": [1]}, send))
-    while not batcher._sending:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await until(lambda: batcher._sending, every_s=0)
     await batcher.close()
     async with asyncio.timeout(60):
         await asyncio.wait({asking})

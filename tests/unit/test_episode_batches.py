@@ -19,6 +19,7 @@ from tests.algorithm_settings import algorithm_of
 from tests.data_kit import rules, task
 from tests.examples import examples
 from tests.learner_steps import make_batches, make_samples
+from tests.refusals import refusal
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Plan, Sample, SequenceSize, Span, Turns
@@ -301,7 +302,7 @@ def test_parts_of_rewards_travel_by_name() -> None:
         None,
         None,
     ]
-    with pytest.raises(FeedError, match="2 parts of each reward"):
+    with refusal(FeedError, where="batch 1", got=7):
         _decoded(replace(batch, parts_NK=batch.parts_NK[1:]))
     plain = _decoded(make_batches([replace(sample, reward=1.0) for sample in samples], step=1)[0])
     assert (plain.part_names, plain.parts_NK.tolist()) == ((), [])

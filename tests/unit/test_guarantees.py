@@ -5,8 +5,6 @@ import functools
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/guarantees.md").read_text()
 NAMED = re.findall(r"(\*all\* )?`(tests/[\w/]+\.py)::(\w+)`", PAGE)
@@ -32,13 +30,13 @@ def test_the_page_names_tests() -> None:
     assert len(NAMED) > 50
 
 
-@pytest.mark.parametrize(("all_only", "file", "name"), NAMED)
-def test_a_named_test_exists_in_its_suite(all_only: str, file: str, name: str) -> None:
-    tests = _tests(file)
-    assert name in tests, f"docs/guarantees.md: {file} has no {name}"
-    node = tests[name]
-    marks = [] if node is None else [ast.unparse(each) for each in node.decorator_list]
-    assert ("pytest.mark.slow" in marks) is bool(all_only), f"docs/guarantees.md: is {name} part of make test? {marks}"
+def test_each_named_test_exists_in_its_suite() -> None:
+    for all_only, file, name in NAMED:
+        tests = _tests(file)
+        assert name in tests, f"docs/guarantees.md: {file} has no {name}"
+        node = tests[name]
+        marks = [] if node is None else [ast.unparse(each) for each in node.decorator_list]
+        assert ("pytest.mark.slow" in marks) is bool(all_only), f"docs/guarantees.md: is {name} in make test? {marks}"
 
 
 def test_every_run_and_every_storm_holds_a_guarantee() -> None:

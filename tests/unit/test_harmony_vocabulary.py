@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tests.refusals import refusal
 from tidemill.actors.text import rendering
 from tidemill.actors.text.rendering import NAME, VARIABLE, HarmonyVocabulary
 
@@ -58,9 +60,7 @@ def test_it_is_the_tokens_bytes_and_ids(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_vocabulary_of_another_model_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"tokenizer\.json: want the vocabulary of gpt-oss, got another one, of \d{3} tokens"
-    ):
+    with refusal(ValueError, place=re.compile(r"tokenizer\.json$")):
         HarmonyVocabulary(tmp_path / "tokenizer.json")
 
 

@@ -68,7 +68,7 @@ class Library:
             data = struct.pack("=HHI16sI", socket.AF_INET6, 0, 0, parsed.packed, 2)
         buffer = ctypes.create_string_buffer(data) if data else None
         self._kept.append(buffer)
-        return learner_nodes._Entry(
+        return learner_nodes.InterfaceEntry(
             name=name.encode(), address=ctypes.addressof(buffer) if buffer is not None else None
         )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.refusals import refusal
 from tidemill.actors.serving.sglang.server_process import server_arguments
 from tidemill.launch.settings.config_loader import SettingsError, from_map, load, render, to_map
 from tidemill.launch.settings.run_config import RunConfig
@@ -163,7 +164,7 @@ def test_nothing_is_prepared_unless_asked_for(tmp_path: Path) -> None:
 def test_the_environment_reaches_every_setting_and_is_as_strict(tmp_path: Path) -> None:
     file = write(tmp_path, "")
     assert load(file, environment={"TIDEMILL_SEED": "4"}).config.learner.seed == 4
-    with pytest.raises(SettingsError, match=r"environment TIDEMILL_SEDE: sede: no such setting; did you mean seed\?"):
+    with refusal(SettingsError, place="environment TIDEMILL_SEDE"):
         load(file, environment={"TIDEMILL_SEDE": "4"})
 
 
@@ -294,7 +295,7 @@ def test_a_hook_before_log_probs_needs_a_pass_for_them(tmp_path: Path, setting: 
     hook = "learner.hooks.before_log_probs=mine:hook"
     more = ["staleness.max_lag=2", "learner.checkpoint_every=4"]
     load(write(tmp_path, ""), [hook, setting, *more])
-    with pytest.raises(SettingsError, match="before_log_probs"):
+    with refusal(SettingsError, place="--set: learner.hooks.before_log_probs"):
         load(write(tmp_path, ""), [hook, *more])
 
 

@@ -142,8 +142,8 @@ def test_trouble_is_shown_before_and_after_the_first_step() -> None:
     )
     for rewards in ([], [0.5]):
         watch = watch_of(rewards, steps=10)
-        watch._note_rows([(row, 0.0)])
-        watch._note_rows([(replace(row, trouble="99 of 99 samples failed, the last: no judge"), 0.0)])
+        watch.note_rows([(row, 0.0)])
+        watch.note_rows([(replace(row, trouble="99 of 99 samples failed, the last: no judge"), 0.0)])
         console = Console(file=io.StringIO(), width=120, force_terminal=False, color_system=None)
         console.print(picture(watch, "tidemill test"))
         assert "99 of 99 samples failed" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -173,7 +173,7 @@ def test_evaluations_are_shown_each_once_with_the_versions_of_their_tokens(tmp_p
         scored(2, 0.5, later=(0, 2), epoch=2),
         scored(3, 0.75, later=(1, 1)),
     ):
-        watch._note_scores(record)
+        watch.note_scores(record)
     assert evaluations(watch) == [
         "evaluation held 0.250 [0.100, 0.900] (version 0)",
         "evaluation held 0.500 [0.100, 0.900] (version 2, tokens of 2 to 4)",
@@ -194,8 +194,7 @@ async def test_the_plain_view_prints_an_evaluation_once(monkeypatch: pytest.Monk
     showing = asyncio.create_task(show_plain(watch, console))
     for step, wanted in ((2, "step 2/10"), (3, "step 3/10")):
         watch.outcomes[step] = replace(watch.outcomes[1], step=step)
-        while wanted not in console.file.getvalue():  # type: ignore[attr-defined]  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda wanted=wanted: wanted in console.file.getvalue())  # type: ignore[attr-defined]
     showing.cancel()
     await asyncio.gather(showing, return_exceptions=True)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -208,8 +207,7 @@ async def test_the_plain_view_names_what_a_run_waits_for_when_no_step_comes(monk
     watch, console = watch_of([0.5], steps=10), Console(file=io.StringIO(), width=200)
     watch.rows = [(LiveRow(role="actor", id="actor-0", host="h", pid=1, phase="waiting", waits_for="an engine"), 0.0)]
     showing = asyncio.create_task(show_plain(watch, console))
-    while console.file.getvalue().count("behind step 1: actor waiting (an engine)") < 2:  # type: ignore[attr-defined]  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: console.file.getvalue().count("behind step 1: actor waiting (an engine)") >= 2)  # type: ignore[attr-defined]
     showing.cancel()
     await asyncio.gather(showing, return_exceptions=True)
     assert console.file.getvalue().count("step 1/10") == 1  # type: ignore[attr-defined]
@@ -276,7 +274,7 @@ def test_an_actor_that_is_refused_is_an_event_once() -> None:
         role="feeder", id="feeder", host="h", pid=1, phase="working", load={"invalid": 64.0, "refused/actor-7": 1.0}
     )
     for _ in range(2):
-        watch._note_rows([(row, 0.0)])
+        watch.note_rows([(row, 0.0)])
     (event,) = watch.events
     assert "actor actor-7 sends only invalid samples and is refused" in event
 
@@ -334,11 +332,10 @@ async def test_a_bus_that_does_not_answer_is_shown_with_the_time(monkeypatch: py
 async def test_the_beginning_and_the_end_of_a_silence_of_the_bus_are_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tidemill.launch.run.watch.LOOK_EVERY_S", 0.01)
     watch = watch_of([0.5], steps=9)
-    watching = asyncio.create_task(watch._await_answers())
+    watching = asyncio.create_task(watch.await_answers())
     for answered_s, text in ((-7.0, "the bus has not answered for 7 s"), (0.0, "the bus answers again (")):
-        watch._answered_s = time.monotonic() + answered_s
-        while not any(text in event for event in watch.events):  # noqa: ASYNC110 - a list
-            await asyncio.sleep(0.01)
+        watch.answered_s = time.monotonic() + answered_s
+        await until(lambda text=text: any(text in event for event in watch.events))
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
     assert len(watch.events) == 2
@@ -371,15 +368,15 @@ def test_a_process_that_is_silent_or_drains_is_an_event_once(
     watch = watch_of([], steps=9)
     values = {"host": HERE, "pid": os.getpid(), "phase": "working", **row}
     working = LiveRow(**{**values, "phase": "working"})  # type: ignore[arg-type]
-    watch._steady_s = time.monotonic() - (2 * SILENT_S if steady else 0.0)
-    watch._note_rows([(working, 0.0)])
-    watch._note_rows([(working, 0.0)])
+    watch.steady_s = time.monotonic() - (2 * SILENT_S if steady else 0.0)
+    watch.note_rows([(working, 0.0)])
+    watch.note_rows([(working, 0.0)])
     for _ in range(3):
-        watch._note_rows([(LiveRow(**values), age)])  # type: ignore[arg-type]
+        watch.note_rows([(LiveRow(**values), age)])  # type: ignore[arg-type]
     assert [text for text in watch.events if event not in text] == [] and len(watch.events) == bool(event), watch.events
     watch.ending = True
-    watch._note_rows([(working, 0.0)])
-    watch._note_rows([(LiveRow(**{**values, "phase": "draining"}), 0.0)])  # type: ignore[arg-type]
+    watch.note_rows([(working, 0.0)])
+    watch.note_rows([(LiveRow(**{**values, "phase": "draining"}), 0.0)])  # type: ignore[arg-type]
     assert len(watch.events) == bool(event), "drained on purpose"
 
 
@@ -391,7 +388,7 @@ def test_a_rank_that_has_received_sigterm_is_an_event_before_its_step_ends() -> 
     )
     LearnerRow(heartbeat).rank_drains()
     for _ in range(2):
-        watch._note_rows([(heartbeat.row, 0.0)])
+        watch.note_rows([(heartbeat.row, 0.0)])
     (event,) = watch.events
     assert event.endswith("learner drains: waits for a rank that has received SIGTERM to end its step")
 
@@ -401,15 +398,15 @@ def test_every_restart_of_a_server_is_an_event() -> None:
     row = LiveRow(role="bus", id="bus", host="h", pid=2, phase="serving", load={SERVER_RESTARTS: 0.0})
     for restarts in (0, 1, 1, 2, 0, 1):  # the bus's own process was started again, too
         trouble = f"nats-server ended, {restarts}" if restarts else ""
-        watch._note_rows([(replace(row, load={SERVER_RESTARTS: float(restarts)}, trouble=trouble), 0.0)])
+        watch.note_rows([(replace(row, load={SERVER_RESTARTS: float(restarts)}, trouble=trouble), 0.0)])
     assert [text[-1] for text in watch.events] == ["1", "2", "1"]
 
 
 def test_the_row_of_an_earlier_start_is_no_silent_process() -> None:
     watch = watch_of([], steps=9)
-    watch._steady_s = time.monotonic() - 2 * SILENT_S
+    watch.steady_s = time.monotonic() - 2 * SILENT_S
     for age in (0.0, 1.0, 2.0, SILENT_S + 1):
-        watch._note_rows([(LiveRow(role="actor", id="actor-7", host="far", pid=1, phase="working"), age)])
+        watch.note_rows([(LiveRow(role="actor", id="actor-7", host="far", pid=1, phase="working"), age)])
     assert not watch.events
 
 

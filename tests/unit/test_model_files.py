@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.refusals import refusal
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron.bridges.local_layers import INDEX, ModelFiles
@@ -27,12 +29,12 @@ def test_one_file_and_several(tmp_path: Path) -> None:
     (parts / INDEX).write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
     files = ModelFiles(parts)
     assert torch.equal(files.tensor("a"), A) and torch.equal(files.tensor("b"), B)
-    with pytest.raises(ConfigRefused, match="want a tensor unlisted"):
+    with refusal(ConfigRefused, field=re.compile(r"parts$"), got="none"):
         files.tensor("unlisted")
 
 
 def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigRefused, match=r"want weights in \*\.safetensors"):
+    with refusal(ConfigRefused, got="no such file"):
         ModelFiles(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
     (tmp_path / "2.safetensors").write_bytes(b"\xff" * 40)

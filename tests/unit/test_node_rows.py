@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refusals import refusal
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.row_reader import read_row
@@ -177,6 +178,6 @@ def test_public_addresses_are_refused_unless_allowed() -> None:
     for private in ("10.1.2.3", "192.168.0.1", "127.0.0.1", "fd00::1", "[fe80::1]", "learner-0.pods"):
         refuse_public(private, insecure=False)
     for public in ("8.8.8.8", "2001:4860:4860::8888", "[2001:4860:4860::8888]"):
-        with pytest.raises(NodeRefused, match="which is public; cure: --host ADDRESS"):
+        with refusal(NodeRefused, where="learner: address of this node"):
             refuse_public(public, insecure=False)
         refuse_public(public, insecure=True)

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.refusals import refusal
 from tidemill.bus.client.addresses import HERE
 from tidemill.bus.wire.rows import NodeRow
 from tidemill.launch.devices.demand import want_of
@@ -59,14 +61,18 @@ def test_ranks_are_in_equal_parts(
 @pytest.mark.parametrize(
     ("learner", "devices", "why"),
     [
-        ({"data_parallel": 4, "nodes": 2}, (1, 1), r"devices: want 4 devices \(4 for ranks\), got 2 visible"),
-        ({"data_parallel": 2, "nodes": 2, "tensor_parallel": 4}, (4, 2), "tensor"),
+        ({"data_parallel": 4, "nodes": 2}, (1, 1), {"where": "devices", "got": "2 visible (0 | 0)"}),
+        (
+            {"data_parallel": 2, "nodes": 2, "tensor_parallel": 4},
+            (4, 2),
+            {"where": "devices", "got": "6 visible (0, 1, 2, 3 | 0, 1)"},
+        ),
     ],
 )
 def test_devices_that_do_not_suffice_are_refused(
-    tmp_path: Path, learner: dict[str, object], devices: tuple[int, ...], why: str
+    tmp_path: Path, learner: dict[str, object], devices: tuple[int, ...], why: dict[str, Any]
 ) -> None:
-    with pytest.raises(NodeRefused, match=why):
+    with refusal(NodeRefused, **why):
         work(tmp_path, **learner).layout(offers(*devices))
 
 
@@ -74,7 +80,7 @@ def test_devices_that_do_not_suffice_are_refused(
     "learner", [{"nodes": 2}, {"data_parallel": 3, "nodes": 2}, {"data_parallel": 2, "nodes": 2, "colocated": True}]
 )
 def test_settings_that_do_not_divide_are_refused(tmp_path: Path, learner: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"learner\.nodes"):
+    with refusal(ValueError, place="test: learner.nodes", got="2"):
         config(tmp_path, **learner)
 
 
@@ -84,10 +90,7 @@ async def test_a_directory_is_shared_or_refused(tmp_path: Path, monkeypatch: pyt
     leader, same, other = (node_work(tmp_path / name, rank, shared) for name, rank in (("a", 0), ("a", 1), ("b", 1)))
     await leader.prove("1")
     await same.check("1")
-    with pytest.raises(
-        NodeRefused,
-        match=r"checkpoints: want one directory that all nodes share .*, got '' in .*/b/checkpoints/\.nodes on ",
-    ):
+    with refusal(NodeRefused, where="checkpoints"):
         await other.check("1")
     await leader.prove("2")
     await same.check("2")
@@ -100,9 +103,7 @@ async def test_a_directory_of_each_node_is_the_default_and_one_that_is_shared_is
     await leader.prove("1")
     await leader.check("1")
     await other.check("1")
-    with pytest.raises(
-        NodeRefused, match=r"want a directory of this node's own .*, got that of node 0: .*/a/checkpoints on .* shared"
-    ):
+    with refusal(NodeRefused, where="checkpoints"):
         await same.check("1")
     await same.check("2")  # the file of an earlier attempt shows nothing
 

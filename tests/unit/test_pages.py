@@ -188,9 +188,12 @@ def blocks_of_commands() -> list[tuple[str, str]]:
 COMMAND_LINE = _parser()
 
 
-@pytest.mark.parametrize(("page", "line"), blocks_of_commands())
-def test_commands_parse(page: str, line: str) -> None:
-    assert COMMAND_LINE.parse_args(shlex.split(line, comments=True)[1:])
+def test_commands_parse(capsys: pytest.CaptureFixture[str]) -> None:
+    for page, line in blocks_of_commands():
+        try:
+            assert COMMAND_LINE.parse_args(shlex.split(line, comments=True)[1:])
+        except SystemExit:
+            pytest.fail(f"{page}: {line}: {capsys.readouterr().err}")
 
 
 def inline_commands() -> list[tuple[str, str]]:
@@ -201,16 +204,16 @@ def inline_commands() -> list[tuple[str, str]]:
     return [(name, quote) for name, quote in quotes if quote != "api key"]
 
 
-@pytest.mark.parametrize(("page", "line"), inline_commands())
-def test_commands_in_sentences_have_the_options_that_are_named(page: str, line: str) -> None:
-    command, *words = line.split()
-    for name in command.split("|"):
-        parser = _below(COMMAND_LINE, name)
-        assert parser is not None, name
-        for word in words:
-            parser = _below(parser, word) or parser
-        options = {word.split("=")[0] for word in words if word.startswith("-")}
-        assert options <= set(parser._option_string_actions)
+def test_commands_in_sentences_have_the_options_that_are_named() -> None:
+    for page, line in inline_commands():
+        command, *words = line.split()
+        for name in command.split("|"):
+            parser = _below(COMMAND_LINE, name)
+            assert parser is not None, (page, line)
+            for word in words:
+                parser = _below(parser, word) or parser
+            options = {word.split("=")[0] for word in words if word.startswith("-")}
+            assert options <= set(parser._option_string_actions), (page, line)
 
 
 def _below(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser | None:

@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from tests.refusals import refusal
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
@@ -79,7 +80,7 @@ async def test_an_engine_that_needs_longer_than_the_set_time_for_large_weights_i
         member = Member(
             row, cast(WeightReceiver, HttpReceiver(session, url, epoch=1, deadlines=deadlines)), deadlines=deadlines
         )
-        with pytest.raises(ReceiverFailed, match="verify"):
+        with refusal(ReceiverFailed, phase="verify"):
             await member.finish(1, check)
         deadlines.num_bytes = SMOLLM_BYTES
         await member.begin(1)

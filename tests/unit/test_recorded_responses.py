@@ -1,6 +1,7 @@
 """Recorded responses: masks of conversations, refusals by file and line, tasks and samples made of them."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tests import data_kit
 from tests.check_kit import TEMPLATE, write_prompts, write_run
 from tests.feeder_kit import task_settings
+from tests.refusals import refusal
 from tidemill.actors.guarded_settings import refuse_foreign
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
 from tidemill.bus.config import BusConfig
@@ -106,10 +108,7 @@ CHAT = [turn("user", "hi"), turn("assistant", "x|one"), turn("user", "more"), tu
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_row(tmp_path: Path) -> None:
     rows = [{"prompt": CHAT}, {"prompt": [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]}]
     prompts = opened(write_prompts(tmp_path / "a.jsonl", *rows), forgetful)
-    with pytest.raises(
-        PromptError,
-        match=r"a\.jsonl:1: want a chat template that writes message 2 .* rows of their own, with weight: 0",
-    ):
+    with refusal(PromptError, where=re.compile(r"a\.jsonl:1$"), got="other tokens for 'x|one'"):
         prompts.at(0, 0)
     (found,) = prompts.at(0, 1).recorded
     assert masked_text(found) == [*map(ord, "y|two"), END], "the cure works"
@@ -189,7 +188,7 @@ def test_sequences_longer_than_the_context_are_skipped(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "r": ["short", "x" * 9]}, {"prompt": "q", "r": ["short"]}]
     prompts = opened(write_prompts(tmp_path / "a.jsonl", *rows), max_tokens=10, responses_key="r")
     assert prompts.after(0, 0).offset == 1
-    with pytest.raises(PromptError, match=r"a\.jsonl:1: want <= 10 tokens \(the context\), got 11"):
+    with refusal(PromptError, where=re.compile(r"a\.jsonl:1$"), got=11):
         prompts.at(0, 0)
 
 
@@ -224,7 +223,7 @@ def test_a_task_has_a_sample_for_each_response_and_they_are_valid_on_the_wire(tm
     assert [one.tokens.tolist() for one in samples[1:]] == [[3, 4, 7, 8], [ord("q"), 7, 6, 8]]
     assert [one.score for one in samples] == [0, 2, 1]
     assert [one.status.value for one in samples] == ["completed", "completed", "truncated"]
-    with pytest.raises(WireError, match="rollout_log_probs"):
+    with refusal(WireError, field="rollout_log_probs"):
         check_sample(replace(samples[1], demonstration=True))
 
 

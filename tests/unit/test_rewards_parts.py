@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.check_kit import write_prompts, write_run
+from tests.refusals import refusal
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.errors import NotAllowed
 from tidemill.actors.guarded_settings import refuse_foreign
@@ -89,14 +90,14 @@ def test_parts_that_cannot_be_read_are_refused(parts: dict[str, Any], words: str
 
 
 def test_a_reward_and_parts_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="want either reward or reward_parts"):
+    with refusal(ValueError, place="reward_parts"):
         ActorConfig(reward="exact", reward_parts=TWO)
 
 
 @pytest.mark.parametrize("other", [{}, {"group_reward": "relative_length"}, {"reward": "exact"}])
 def test_rows_without_a_reward_of_groups_need_another(other: dict[str, Any]) -> None:
     when = {"source": "chat"}
-    with pytest.raises(ValueError, match="group_reward_when"):
+    with refusal(ValueError, place="group_reward_when"):
         ActorConfig(group_reward_when=when, **other)
     ActorConfig(group_reward="relative_length", group_reward_when=when, reward_parts=TWO)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.waits import turn
 from tidemill.bus.system.functions import find_object
 from tidemill.bus.wire.invariants import MAX_REWARD
 from tidemill.bus.wire.messages import Status
@@ -25,7 +26,7 @@ def plain(request: RewardRequest, *, bonus: float = 0.0) -> float:
 
 
 async def waiting(request: RewardRequest, *, url: str) -> dict[str, float]:
-    await asyncio.sleep(0)
+    await turn()
     return {"score": 1.0, "length": float(len(url))}
 
 
@@ -177,7 +178,7 @@ async def test_a_reward_that_hangs_in_its_thread_blocks_no_other_call() -> None:
             async with asyncio.timeout(0.01):
                 await score(REQUEST)
         hanging = [asyncio.ensure_future(score(REQUEST)) for _ in range(255)]
-        await asyncio.sleep(0)
+        await turn()
         with pytest.raises(RewardFailed, match="256 calls"):
             await score(REQUEST)
     finally:

@@ -12,6 +12,7 @@ import torch
 from safetensors.numpy import load_file
 from torch import Tensor, nn
 
+from tests.refusals import refusal
 from tests.tiny_models import write_tiny_model
 from tidemill.actors.config import EngineConfig, SglangConfig
 from tidemill.actors.serving.sglang.inside.tidemill_module_outputs import PATTERNS, hook
@@ -174,21 +175,30 @@ def test_the_models_of_one_process_do_not_overwrite_each_other(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"arguments": {"tp_size": 2}}, "engine.sglang.arguments.tp_size: want 1, got 2: "),
-        ({"arguments": {"pp-size": 4}}, "engine.sglang.arguments.pp_size: want 1, got 4: each rank computes a part"),
-        ({"arguments": {"data-parallel-size": 2}}, "engine.sglang.arguments.dp_size: want 1, got 2: "),
+        (
+            {"arguments": {"tp_size": 2}},
+            {"place": "engine.sglang.arguments.tp_size", "got": "2: each rank computes a part of the outputs"},
+        ),
+        (
+            {"arguments": {"pp-size": 4}},
+            {"place": "engine.sglang.arguments.pp_size", "got": "4: each rank computes a part of the outputs"},
+        ),
+        (
+            {"arguments": {"data-parallel-size": 2}},
+            {"place": "engine.sglang.arguments.dp_size", "got": "2: each rank computes a part of the outputs"},
+        ),
         (
             {"arguments": {"speculative_algorithm": "STANDALONE"}},
-            "engine.sglang.arguments.speculative_algorithm: want none, got 'STANDALONE': ",
+            {"place": "engine.sglang.arguments.speculative_algorithm"},
         ),
-        ({"arguments": {"forward-hooks": "[]"}}, "engine.sglang.arguments.forward_hooks: want none, got "),
-        ({"url": "http://127.0.0.1:1"}, "engine.sglang.url: want none, .*--engine asks a running one"),
+        ({"arguments": {"forward-hooks": "[]"}}, {"place": "engine.sglang.arguments.forward_hooks"}),
+        ({"url": "http://127.0.0.1:1"}, {"place": "engine.sglang.url"}),
     ],
 )
 def test_a_server_of_several_ranks_or_of_others_is_refused(
-    tmp_path: Path, settings: dict[str, Any], message: str
+    tmp_path: Path, settings: dict[str, Any], message: dict[str, Any]
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with refusal(ValueError, **message):
         score_directory(tmp_path, [[1, 2]], "*", EngineConfig(kind="sglang", sglang=SglangConfig(**settings)))
 
 

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from tests.waits import turn
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.responses import EngineResponse, GenerationFailed
 from tidemill.actors.episodes.calls import CUT, AnsweredCall, StreamedCalls, StreamedTurn
@@ -48,7 +49,7 @@ def streamed(*engines: Engine) -> tuple[StreamedCalls, list[tuple[str, int]]]:
     recorded: list[tuple[str, int]] = []
 
     async def record(one: AnsweredCall) -> None:
-        await asyncio.sleep(0)
+        await turn()
         recorded.append((one.output.finish, len(one.output.tokens)))
 
     return StreamedCalls(engines, record, "id"), recorded
@@ -114,7 +115,7 @@ async def test_a_cancelled_end_records_what_was_sent() -> None:
     await states.aclose()
     ending = asyncio.ensure_future(calls.end())
     for _ in range(2):
-        await asyncio.sleep(0)
+        await turn()
         ending.cancel()
     await asyncio.wait({ending})
     assert recorded == [(CUT, 1)] and engine.left and ending.cancelled()

@@ -13,6 +13,7 @@ from tests.algorithm_settings import algorithm_of
 from tests.bus_kit import make_sample
 from tests.check_kit import write_model, write_run
 from tests.learner_steps import make_batches, make_samples
+from tests.refusals import refusal
 from tidemill.actors.errors import EngineFailed
 from tidemill.actors.teacher_settings import Teachers, chosen
 from tidemill.actors.teachers import request_of, scores_in
@@ -292,19 +293,19 @@ def test_the_first_teacher_that_applies_scores_a_row() -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ({}, "want urls, of servers that run, or model"),
-        ({"url": "localhost:3"}, "url: want http://HOST:PORT"),
-        ({"url": "ftp://a:3"}, "url: want http://HOST:PORT"),
-        ({"urls": [3]}, "urls.*: want text"),
-        ({"url": "http://a:99999"}, "url: want http://HOST:PORT"),
-        ({"model": 3}, "model: want text"),
-        ({"url": "http://a:1", "when": "math"}, "when: want a map"),
-        ({"url": "http://a:1", "weight": 2}, "weight: no such setting; there are urls, url, model, when"),
-        (7, "want a map of settings"),
+        ({}, {"place": "teachers.t.urls"}),
+        ({"url": "localhost:3"}, {"place": "teachers.t.url"}),
+        ({"url": "ftp://a:3"}, {"place": "teachers.t.url"}),
+        ({"urls": [3]}, {"place": "teachers.t.urls[0]", "got": "3"}),
+        ({"url": "http://a:99999"}, {"place": "teachers.t.url"}),
+        ({"model": 3}, {"place": "teachers.t.model", "got": "3"}),
+        ({"url": "http://a:1", "when": "math"}, {"place": "teachers.t.when", "got": "'math'"}),
+        ({"url": "http://a:1", "weight": 2}, {"place": "teachers.t.weight"}),
+        (7, {"place": "teachers.t", "got": "7"}),
     ],
 )
-def test_a_wrong_teacher_is_refused_by_name(value: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
+def test_a_wrong_teacher_is_refused_by_name(value: Any, reason: dict[str, Any]) -> None:
+    with refusal(ValueError, **reason):
         list(read(Teachers, {"t": value}, "teachers").values())
 
 

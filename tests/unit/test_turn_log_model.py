@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from tests.bus_kit import make_task
 from tests.examples import THOROUGH
+from tests.waits import turn, until
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.responses import EngineResponse
 from tidemill.actors.episodes.episode import Episode
@@ -285,9 +286,11 @@ async def play(seed: int) -> World:
         """Let one actor go on to its next operation."""
         if number in world.parked:
             world.parked[number].set_result(None)
-            await asyncio.sleep(0)
-        while not actors[number].done() and (number not in world.parked or world.parked[number].done()):  # noqa: ASYNC110
-            await asyncio.sleep(0)
+            await turn()
+        await until(
+            lambda: actors[number].done() or (number in world.parked and not world.parked[number].done()),
+            every_s=0,
+        )
         if actors[number].done() and not actors[number].cancelled():
             actors[number].result()
 

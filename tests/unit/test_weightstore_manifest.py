@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refusals import refusal
 from tidemill.weightstore.errors import BadManifest
 from tidemill.weightstore.format.manifest import ITEM_BYTES, Manifest, TensorSpec, spec_of, unflatten
 from tidemill.weightstore.transport.staging import StagingPool
@@ -80,11 +81,11 @@ def test_every_dtype_of_the_table_is_torchs_with_its_size() -> None:
 
 def test_strange_manifests_are_refused() -> None:
     spec = TensorSpec(name="a", shape=(1,), dtype="float32")
-    with pytest.raises(BadManifest, match="a twice"):
+    with refusal(BadManifest, got="a twice"):
         Manifest([spec, spec])
-    with pytest.raises(BadManifest, match=r"a: dtype: want one of .*, got 'complex64'"):
+    with refusal(BadManifest, where="a: dtype", got="'complex64'"):
         TensorSpec(name="a", shape=(), dtype="complex64")
-    with pytest.raises(BadManifest, match="want 4 bytes of uint8, got 3"):
+    with refusal(BadManifest, where="flat bucket", got="3 of torch.uint8"):
         list(unflatten(Manifest([spec]).buckets(9)[0], torch.zeros(3, dtype=torch.uint8)))
 
 
@@ -100,7 +101,7 @@ def test_strange_tensors_are_refused_by_name() -> None:
     for tensors, message in cases:
         with pytest.raises(BadManifest, match=message):
             staging.fill(tensors.items())
-    with pytest.raises(BadManifest, match="a: want every tensor of the manifest once, got it twice"):
+    with refusal(BadManifest, got="it twice"):
         staging.fill([*good.items(), ("a", good["a"])])
 
 

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from tests.forked import Forked
 from tests.launched import tidemill
+from tests.waits import until
 from tests.whole.prepared import put_prepared
 from tidemill.bus.errors import BusUnavailable, NotFound
 from tidemill.bus.liveness.heartbeats import LiveView
@@ -60,12 +60,8 @@ class Up:
     async def bus_url(self) -> str:
         """Return the address of its bus, once it is in the run directory."""
         address = self.directory / "bus.url"
-        deadline = time.monotonic() + UP_LIMIT_S
-        while not address.exists():
-            assert self.process.returncode is None and time.monotonic() < deadline, (
-                f"no bus came up:\n{self.log[-3000:]}"
-            )
-            await asyncio.sleep(0.05)
+        await until(lambda: address.exists() or self.process.returncode is not None, timeout_s=UP_LIMIT_S)
+        assert address.exists(), f"no bus came up:\n{self.log[-3000:]}"
         return address.read_text().strip()
 
     @contextlib.asynccontextmanager

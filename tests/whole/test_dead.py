@@ -14,6 +14,7 @@ import yaml
 from tests.chaos.auditor import judge
 from tests.chaos.storm import drained_and_judged, standing_bus
 from tests.launched import run_tidemill
+from tests.waits import until
 from tests.whole.running import assert_books_balance, up
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.messages import Dead, Plan, Requeue
@@ -54,10 +55,11 @@ async def test_poisoned_prompts(tmp_path: Path) -> None:
             left = await dead(run.directory, "--json")
             assert not {first.task, second.task} & {json.loads(line)["task"] for line in left.splitlines()}
             assert f"task {second.task} [drop]: 2 attempts" in await dead(run.directory, "--all")
-            again: list[int] = []
-            while not again:
-                await asyncio.sleep(0.05)
-                again = [task.id async for task in bus.tasks.scan() if task.reissue_of == first.root and task.reissues]
+
+            async def issued_again() -> list[int]:
+                return [task.id async for task in bus.tasks.scan() if task.reissue_of == first.root and task.reissues]
+
+            again = await until(issued_again)
             async for _, record in bus.plans.follow():
                 if isinstance(record, Plan) and again[0] in record.tasks.tolist():
                     break
@@ -66,6 +68,7 @@ async def test_poisoned_prompts(tmp_path: Path) -> None:
         assert verdict.dropped["failed"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_in_which_every_task_fails_ends_with_the_reason(tmp_path: Path) -> None:
     """The dead tasks can be listed afterwards, and so can an evaluation's."""
     failing = (

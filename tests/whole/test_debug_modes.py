@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.whole.running import assert_books_balance, up
 from tidemill.learner.debug.comparison import compare_train
 from tidemill.learner.debug.config import ProfileRequest, write_request
@@ -12,6 +14,7 @@ from tidemill.learner.debug.train_file import read_modules, read_train, record_p
 STEPS = 3
 
 
+@pytest.mark.slow
 def test_generation_alone_then_training_alone(tmp_path: Path) -> None:
     files, output = f"{tmp_path}/rollout_{{step}}.msgpack", f"{tmp_path}/train_{{step}}_{{rank}}.safetensors"
     (tmp_path / "first").mkdir()

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.whole.running import assert_books_balance, up
 from tidemill.launch.settings.prepare import PrepareConfig, prepare
 
@@ -21,6 +23,7 @@ SIZES: dict[str, Any] = {
 TEACHER = PrepareConfig(task="copy", seed=5, model={**SIZES, "initializer_range": 0.3})
 
 
+@pytest.mark.slow
 def test_a_student_approaches_a_larger_teacher_that_is_started_beside_it(tmp_path: Path) -> None:
     teacher = prepare(TEACHER, tmp_path / "teacher").model
     settings = (

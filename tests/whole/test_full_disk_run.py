@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.small_disk import small_disk
+from tests.waits import until
 from tests.whole.running import assert_books_balance, up
 from tidemill.bus.server.nats_server import EmbeddedServer
 
@@ -18,9 +19,10 @@ async def test_a_run_goes_on_when_its_full_disk_has_room_again(tmp_path: Path, n
     settings = (f"learner.steps={STEPS}", "learner.checkpoint_every=4", "up.restarts=20", f"bus.url={nats_server.url}")
     with small_disk(tmp_path / "run", size_bytes=40_000_000) as disk, up(tmp_path, *settings) as run:
         metrics = disk.root / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_text().count("\n") < 2:
-            assert run.process.returncode is None, run.log
-            await asyncio.sleep(0.02)
+        await until(
+            lambda: metrics.exists() and metrics.read_text().count("\n") >= 2,
+            alive=lambda: run.process.returncode is None,
+        )
         while "learner ended with code 1" not in run.log or "metrics.jsonl: cannot be written" not in run.log:
             assert run.process.returncode is None, run.log
             disk.fill(leaving=0)

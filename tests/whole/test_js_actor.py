@@ -18,6 +18,7 @@ actor has come.
 """
 
 
+@pytest.mark.slow
 def test_a_run_with_actors_in_javascript_loses_nothing(tmp_path: Path) -> None:
     directory = tmp_path / "js"
     directory.mkdir()

@@ -14,6 +14,7 @@ from tests import launched
 from tests.chaos.storm import drained_and_judged
 from tests.forked import Forked
 from tests.unhurried import UNHURRIED
+from tests.waits import until, until_gone
 from tests.whole.running import assert_books_balance, live, until_step, up
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
@@ -42,9 +43,8 @@ def tidemill(*words: str, output: Path) -> Iterator[Forked]:
         process.wait()
 
 
-async def until(seen: Counter[str], *names: str) -> None:
-    while not all(seen[name] for name in names):  # noqa: ASYNC110 - counted by a callback of the connection
-        await asyncio.sleep(0.02)
+async def until_seen(seen: Counter[str], *names: str) -> None:
+    await until(lambda: all(seen[name] for name in names))
 
 
 async def test_actors_are_scaled_by_command_and_by_hand(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ async def test_actors_are_scaled_by_command_and_by_hand(tmp_path: Path) -> None:
             assert re.search(
                 r"all: actors 1 -> 3\nhost up: engines 1 of 1, scorers 0 of 0, actors [123] of 3\n", said
             ), said
-            await until(seen, "actor-0", "actor-1", "actor-2")
+            await until_seen(seen, "actor-0", "actor-1", "actor-2")
             said = (await asyncio.to_thread(launched.run_tidemill, *scale, "scorers=1")).output
             assert "no actor asks a scorer of this run" in said
             said = (await asyncio.to_thread(launched.run_tidemill, *scale, "scorers=0")).output
@@ -65,13 +65,16 @@ async def test_actors_are_scaled_by_command_and_by_hand(tmp_path: Path) -> None:
             with tidemill(
                 "actor", "--bus", url, "--id", "by-hand", "--allow", UNHURRIED, output=tmp_path / "by-hand.log"
             ) as by_hand:
-                await until(seen, "by-hand")
+                await until_seen(seen, "by-hand")
                 by_hand.send_signal(signal.SIGTERM)
                 assert await asyncio.to_thread(by_hand.wait, 60) == 0
             assert (await asyncio.to_thread(launched.run_tidemill, *scale, "actors=1")).returncode == 0
             view = LiveView(bus)  # a row that its process could not remove stays
-            while {row.id for row in await view.alive("actor")} != {"actor-0"}:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+
+            async def others() -> set[str]:
+                return {row.id for row in await view.alive("actor")} ^ {"actor-0"}
+
+            await until_gone(others)
         verdict = await drained_and_judged(run)
         assert not verdict.dropped, "whoever drained lost nothing"
 
@@ -81,8 +84,7 @@ async def test_a_host_that_has_nothing_but_the_bus_runs_engine_and_actor(tmp_pat
     with up(tmp_path, "up.engines=0", "up.actors=0", "learner.steps=12") as run:
         async with run.bus() as bus:
             await live(bus, "learner")
-            while (row := await bus.rows("run").get("config")) is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+            row = await until(lambda: bus.rows("run").get("config"))
             elsewhere = row[0] | {"model": {"path": "/nowhere/on/this/machine"}}
             await bus.rows("run").put("config", elsewhere)
             away = tmp_path / "away"

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.whole.running import UP_LIMIT_S, Up, assert_books_balance, until_step, up
 from tests.whole.test_whole_run import retrain, weights
@@ -48,6 +49,7 @@ async def latest(bus: Bus) -> int:
     raise AssertionError("the row is watched for ever")
 
 
+@pytest.mark.slow
 def test_a_learner_without_its_disk_comes_to_the_bits_of_an_uninterrupted_run(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
     (tmp_path / "store").mkdir()

@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import VersionRow
 from tidemill.weightstore.store.registry import WANT, VersionRegistry
 from tidemill.weightstore.store.snapshot_server import SnapshotServer
+from tidemill.weightstore.transport.staged_adapter import StagedAdapter
 from tidemill.weightstore.transport.staging import StagedModel
 
 _log = logging.getLogger(__name__)
@@ -24,7 +26,7 @@ class Head:
         0 = only these."""
         self._registry, self._snapshots, self._snapshot_every = registry, snapshots, snapshot_every
         self.row: VersionRow | None = None
-        self.copy: StagedModel | None = None
+        self.copy: StagedModel | StagedAdapter | None = None
         """Its weights; None where another learner pushed the version, or its weights are a model directory."""
 
     async def fence(self, epoch: int) -> None:
@@ -36,8 +38,10 @@ class Head:
         self.row = await self._registry.publish_initial(where, epoch, digest=digest)
         return self.row
 
-    async def move(self, row: VersionRow, copy: StagedModel) -> None:
+    async def move(self, row: VersionRow, copy: StagedModel | StagedAdapter) -> None:
         """Make a version the head, and hold its copy until the next head. Raises Fenced, BusUnavailable."""
+        if isinstance(copy, StagedAdapter):
+            row = replace(row, adapter=await self._write_adapter(copy))
         self.row = await self._registry.publish(row)
         # The copy stays filled as long as it is the head: snapshots of it are written on demand.
         old, self.copy = self.copy, copy.hold()
@@ -45,6 +49,14 @@ class Head:
             old.release()
         if self._snapshot_every and row.version % self._snapshot_every == 0:
             await self._write_snapshot()
+
+    async def _write_adapter(self, copy: StagedAdapter) -> str:
+        """Write the adapter for engines that join, and return its URL; "" where the disk refuses it."""
+        try:
+            return await self._snapshots.put_adapter(copy)
+        except OSError as error:
+            _log.error("adapter of version %d not written: engines that join load all weights: %s", copy.version, error)
+            return ""
 
     async def serve_requests(self, bus: Bus) -> None:
         """Run until cancelled: write a snapshot when an engine requests one by a row, which it writes again while it

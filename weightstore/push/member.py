@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tidemill.bus.errors import Fenced
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.weightstore.errors import PartLost, PeerLost, ReceiverFailed
+from tidemill.weightstore.format.adapters import AdapterHeader, base_digest
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.transport.parts import Buckets
 from tidemill.weightstore.transport.port import Deadlines, Rendezvous, WeightReceiver, identity
@@ -37,8 +38,16 @@ class Updated:
 class Member:
     """A live engine. After an error it must be ``close``d. Verbs raise ReceiverFailed with the phase, and Fenced."""
 
-    def __init__(self, row: LiveRow, receiver: WeightReceiver, *, deadlines: Deadlines, backend: str = "gloo") -> None:
-        """``backend``: of its process groups, if it has some."""
+    def __init__(
+        self,
+        row: LiveRow,
+        receiver: WeightReceiver,
+        *,
+        deadlines: Deadlines,
+        backend: str = "gloo",
+        adapters: bool = False,
+    ) -> None:
+        """``backend``: of its process groups, if it has some. ``adapters``: it is to receive adapters alone."""
         self.id, self.identity = row.id, identity(row)
         self.backend, self.devices = backend, row.capabilities.devices
         self.ranks, self.colocated = row.capabilities.ranks, row.capabilities.colocated
@@ -47,6 +56,9 @@ class Member:
         """True once the engine's checksums have been compared, or if it has none to compare."""
         self.single_request = row.capabilities.single_request_push
         """A push can be one request (``receive``) instead of ``begin`` and the buckets."""
+        self.adapters = adapters
+        self.base = ""
+        """Digest of the weights that it holds, once they have been found equal to the base of the adapters."""
         self._joined = False
 
     async def join(self, rendezvous: Rendezvous | None) -> None:
@@ -56,13 +68,39 @@ class Member:
         async with self.phase("join"):
             await self.receiver.join(rendezvous)
 
-    async def begin(self, version: int) -> None:
+    async def find_base(self, differences: Check) -> None:
+        """Compare the weights that it holds with the base of the adapters, unless they are known to be equal.
+
+        An engine that does not answer has no base: the push that follows finds out why.
+        """
+        if self.base or self.colocated:  # a colocated engine has released its weights
+            return
+        try:
+            async with self.phase("verify"):
+                report = await self.receiver.checksums("base")
+            async with self.phase("verify", bounded=False):
+                lines = ["it has no checksums"] if report is None else await differences(report)
+        except ReceiverFailed as error:
+            lines = [str(error)]
+        if lines:
+            _log.info(
+                "the base of the adapters is sent too, the engine has other weights engine=%s tensors=%d first=%s",
+                self.id,
+                len(lines),
+                lines[0],
+            )
+        elif report is not None:
+            self.base = base_digest(report)
+
+    async def begin(self, version: int, adapter: AdapterHeader | None = None) -> None:
         """Begin a push; a colocated engine has memory for weights again afterwards."""
         await self._resume("weights")
         async with self.phase("begin"):
-            await self.receiver.begin(version)
+            await self.receiver.begin(version, adapter)
 
-    async def receive(self, version: int, buckets: Buckets, *, serve: bool) -> float | None:
+    async def receive(
+        self, version: int, buckets: Buckets, *, serve: bool, adapter: AdapterHeader | None = None
+    ) -> float | None:
         """Begin a push and receive all buckets. With ``serve`` also end it, and return the seconds of paused
         generation.
 
@@ -70,7 +108,7 @@ class Member:
         """
         await self._resume("weights")
         async with self.phase("transfer", bounded=False):
-            return await self.receiver.receive(version, buckets, serve=serve)
+            return await self.receiver.receive(version, buckets, serve=serve, adapter=adapter)
 
     async def finish(self, version: int, check: Check | None = None, served_s: float | None = None) -> Updated:
         """Have the engine serve the version, unless it does (``served_s``), after a comparison of its checksums by

@@ -15,7 +15,7 @@ wait has a deadline.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.rows import VersionRow
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PartLost, PublisherClosed, PushFailed
+from tidemill.weightstore.format.adapters import AdapterSettings
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.loop_thread import LoopThread
 from tidemill.weightstore.push.accelerator_lease import AcceleratorLease
@@ -45,6 +46,7 @@ from tidemill.weightstore.store.snapshot_server import SnapshotServer
 from tidemill.weightstore.transport.nccl import own_end
 from tidemill.weightstore.transport.parts import Division, RemotePart
 from tidemill.weightstore.transport.port import Deadlines
+from tidemill.weightstore.transport.staged_adapter import AdapterBase, StagedAdapter
 from tidemill.weightstore.transport.staging import StagedModel, StagingPool, staging_memory
 
 _log = logging.getLogger(__name__)
@@ -92,12 +94,13 @@ class Publisher:
         directory: Path,
         model_dir: Path | None = None,
         division: Division | None = None,
+        adapters: AdapterSettings | None = None,
         bus_config: BusConfig = _DEFAULT_BUS,
     ) -> None:
         """``directory``: of the snapshots, with configuration and tokenizer of ``model_dir``.
 
         ``division``: the tensors that are staged here, and the parts of other ranks; None = all that the first publish
-        has.
+        has. ``adapters``: versions are adapters on the weights that ``stage_base`` gets, all of them in this process.
         """
         self.config, self.run, self.epoch = config, run, epoch
         self._bus_url, self._bus_config = bus_url, bus_config
@@ -106,12 +109,14 @@ class Publisher:
         self._memory = staging_memory(config, self._end)
         self._deadlines = Deadlines(config.phase_deadline_s, config.load_deadline_s)
         self._division = division
-        self._pool = None if division is None else self._new_pool(division.local)
+        self._adapters = adapters
+        self._base: AdapterBase | None = None
+        self._pool = None if division is None or adapters is not None else self._new_pool(division.local)
         self._thread = LoopThread("publisher", self._serve)
         self._fenced: Fenced | None = None
         self._last: PushHandle | None = None
         self._closes = False
-        self._connected: _Connected | None = None
+        self.connected: _Connected | None = None
         self._pushing: asyncio.Task[object] | None = None
 
     # ---- the trainer's thread
@@ -142,11 +147,17 @@ class Publisher:
             handle.wait()
         return handle
 
+    def stage_base(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the weights that the adapters of all versions belong to. Raises BadManifest."""
+        assert self._adapters is not None and self._division is not None
+        self._base = AdapterBase(self._adapters, self._new_pool, tensors, self._division.local)
+
     def stage(
         self, step: int, tensors: Iterable[tuple[str, Tensor]], chosen: Callable[[int], None] = lambda number: None
-    ) -> StagedModel:
+    ) -> StagedModel | StagedAdapter:
         """Copy the tensors, and return the copy; ``release`` it when its push is submitted, or it is not to be pushed.
 
+        With a base they are the matrices of the adapters.
         ``chosen`` is called with the number of the copy before it is filled: other ranks fill theirs of that number.
         Waits for the previous push, and for a snapshot of the version before the head that is still being written.
         Raises BadManifest, Fenced, PublisherClosed.
@@ -154,6 +165,10 @@ class Publisher:
         if self._last is not None:
             self._last.wait()
         connected = self._running()
+        if self._base is not None:
+            since = time.perf_counter()
+            adapter = self._base.stage(tensors, _STAGING_S)
+            return StagedAdapter(self._base, adapter, step=step, prepare_s=time.perf_counter() - since)
         if self._pool is None:
             tensors = list(tensors)
             self._division = Division(Manifest.of(tensors))
@@ -169,7 +184,7 @@ class Publisher:
         prepare_s = time.perf_counter() - since
         return StagedModel(staging, connected.parts, self._deadlines, step=step, prepare_s=prepare_s)
 
-    def push(self, staged: StagedModel, gives_up: Callable[[], bool] = lambda: True) -> PushHandle:
+    def push(self, staged: StagedModel | StagedAdapter, gives_up: Callable[[], bool] = lambda: True) -> PushHandle:
         """Push a copy as the next version in the background; one push at a time. Raises Fenced, PublisherClosed.
 
         A push that fails (too few engines, or the bus was unreachable for too long) is repeated with the same copy,
@@ -199,7 +214,7 @@ class Publisher:
 
     def latest(self) -> VersionRow | None:
         """Return the newest head that this publisher knows."""
-        return None if self._connected is None else self._connected.head.row
+        return None if self.connected is None else self.connected.head.row
 
     def close(self, *, drain: bool = True) -> None:
         """End the thread, after the push under way with ``drain``. Safe to call twice, and without ``start``."""
@@ -217,9 +232,9 @@ class Publisher:
         failure = self._fenced or self._thread.failure
         if isinstance(failure, Fenced):
             raise failure
-        if self._connected is None or not self._thread.is_alive:
+        if self.connected is None or not self._thread.is_alive:
             raise PublisherClosed(f"publisher: not running ({failure!r})" if failure else "publisher: not running")
-        return self._connected
+        return self.connected
 
     def _submit(self, work: Coroutine[object, None, T]) -> "Future[T]":
         try:
@@ -247,7 +262,7 @@ class Publisher:
                     group.create_task(_refresh(connected.view), name="publisher: live rows"),
                     group.create_task(connected.head.serve_requests(bus), name="publisher: snapshot requests"),
                 ]
-                self._connected = connected
+                self.connected = connected
                 self._thread.ready()
                 await self._thread.closing()
                 # The push is no task of the group: ``run_coroutine_threadsafe`` made it, and nothing else would wait
@@ -267,7 +282,14 @@ class Publisher:
             for number, place in enumerate(remote_places, 1)
         )
         rules = GroupRules(
-            config.engines_together, at, config.backend, self._deadlines, self._end, self._memory, parts=parts
+            config.engines_together,
+            at,
+            config.backend,
+            self._deadlines,
+            self._end,
+            self._memory,
+            parts=parts,
+            adapters=self._adapters is not None,
         )
         registry, view = VersionRegistry(bus), LiveView(bus)
         snapshots = SnapshotServer(
@@ -293,7 +315,9 @@ class Publisher:
         await snapshots.open()
         return connected
 
-    async def _push(self, connected: _Connected, copy: StagedModel, gives_up: Callable[[], bool]) -> PushReport:
+    async def _push(
+        self, connected: _Connected, copy: StagedModel | StagedAdapter, gives_up: Callable[[], bool]
+    ) -> PushReport:
         self._pushing = asyncio.current_task()
         self._deadlines.num_bytes = copy.manifest.num_bytes
         try:
@@ -313,7 +337,7 @@ class Publisher:
             self._pushing = None
             copy.release()
 
-    async def _push_copy(self, connected: _Connected, copy: StagedModel) -> PushReport:
+    async def _push_copy(self, connected: _Connected, copy: StagedModel | StagedAdapter) -> PushReport:
         since, row, evicted = time.perf_counter(), None, dict[str, str]()
         try:
             # The order matters. Colocated engines need the accelerator for the new weights. The row of a version is
@@ -322,9 +346,10 @@ class Publisher:
             await self._release_accelerator(connected)
             row = await connected.registry.reserve(copy.step, self.epoch, digest=copy.manifest.digest)
             copy.version = row.version
-            push = self._push_of(copy)
+            groups = await self._gather(connected.groups)
+            push = await self._push_of(copy, groups)
             evicted = push.evicted
-            await push.send(await self._gather(connected.groups), connected.groups)
+            await push.send(groups, connected.groups)
             if len(push.updated) < self.config.min_engines:
                 raise PushFailed(
                     row.version, f"want >= {self.config.min_engines} engines, {len(push.updated)} took it", evicted
@@ -338,13 +363,18 @@ class Publisher:
             raise PushFailed(-1 if row is None else row.version, str(error), evicted) from error
         return push.report(copy, seconds=time.perf_counter() - since)
 
-    def _push_of(self, copy: StagedModel) -> Push:
+    async def _push_of(self, copy: StagedModel | StagedAdapter, groups: Sequence[PushGroup]) -> Push:
+        """Return the push of a copy; weights with an adapter are merged if an engine of ``groups`` needs them so."""
+        adapter = copy if isinstance(copy, StagedAdapter) else None
+        if adapter is not None and not all(member.adapters for group in groups for member in group.members):
+            await adapter.merge()
+
         def check_of(member: Member) -> Check | None:
             is_due = self.config.verify == "always" or (self.config.verify == "first" and not member.verified)
             return copy.differences if is_due else None
 
         handles = CUDA_HANDLES if self.config.staging == "cuda" else HOST_HANDLES
-        return Push(copy.version, copy.buckets, check_of, handles=handles)
+        return Push(copy.version, copy.buckets, check_of, handles=handles, adapter=adapter)
 
     async def _gather(self, groups: PushGroups) -> list[PushGroup]:
         """Return the members in their groups; with fewer than ``min_engines``, wait for more until the deadline."""
@@ -381,7 +411,7 @@ class Publisher:
         copy = None if connected.head.copy is None else connected.head.copy.hold()
         try:
             if copy is not None:
-                push = self._push_of(copy)
+                push = await self._push_of(copy, groups)
                 await push.send(groups, connected.groups)
                 return tuple(sorted(push.updated))
             # Version 0 was never pushed; its weights are in the model directory.

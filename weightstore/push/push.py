@@ -7,6 +7,9 @@
 Engines with ``single_request_push`` get begin and all buckets in one request, and the end as well if the engine is
 alone and is not verified. All others, and a group that has one of the others, get one request for each.
 
+Engines that add adapters by themselves receive the adapter of a version alone, once their weights have been found
+equal to its base; before that, the base as well.
+
 An engine has failed when it answers nothing any more, or fails with no other engine in its group. An engine that is
 only suspected is retried alone over a new one, within the same push. Each round ends within its deadlines and leaves
 fewer engines together than before.
@@ -18,13 +21,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tidemill.weightstore.errors import PartLost, PeerLost, PublisherClosed, ReceiverFailed
+from tidemill.weightstore.format.adapters import AdapterHeader
 from tidemill.weightstore.push.member import Check, Member, Updated
 from tidemill.weightstore.push.push_groups import PushGroup, PushGroups, all_of
 from tidemill.weightstore.transport.parts import Buckets, Payload
+from tidemill.weightstore.transport.staged_adapter import StagedAdapter
 from tidemill.weightstore.transport.staging import StagedModel
 
 _log = logging.getLogger(__name__)
@@ -66,7 +71,9 @@ class PushReport:
     seconds: float
     """The whole push without preparation: reserve, join, transfer, head."""
     num_bytes: int
-    """Size of the weights; each engine receives as many bytes."""
+    """Bytes that an engine has received, the most of any; without engines, the size of what is pushed."""
+    adapter_engines: tuple[str, ...] = ()
+    """Engines of ``engines`` that received an adapter without its base."""
     gb_per_s: Mapping[str, float]
     """Transport -> bytes delivered to its engines in a second, in 10^9; from the first begin to the last end."""
 
@@ -101,29 +108,77 @@ class Throughput:
     """Engines that took a version, by transport, and the time until the last of them had it."""
 
     def __init__(self) -> None:
-        self._engines: dict[str, int] = {}
+        self._num_bytes: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
 
-    def add(self, transport: str, engines: int, seconds: float) -> None:
-        """Count a push group with an update of ``seconds``; the groups of a push are updated at the same time."""
-        if engines:
-            self._engines[transport] = self._engines.get(transport, 0) + engines
+    def add(self, transport: str, num_bytes: int, seconds: float) -> None:
+        """Count ``num_bytes`` delivered to the engines of a push group in ``seconds``; the groups of a push are updated
+        at the same time.
+        """
+        if num_bytes:
+            self._num_bytes[transport] = self._num_bytes.get(transport, 0) + num_bytes
             self._seconds[transport] = max(self._seconds.get(transport, 0.0), seconds)
 
-    def gb_per_s(self, num_bytes: int) -> Mapping[str, float]:
-        """Return 10^9 bytes a second by transport, for weights of ``num_bytes``; none for one without engines."""
-        rates = (
-            (transport, count * num_bytes / 1e9, self._seconds[transport]) for transport, count in self._engines.items()
-        )
-        return {transport: gigabytes / seconds for transport, gigabytes, seconds in rates if seconds > 0}
+    @property
+    def gb_per_s(self) -> Mapping[str, float]:
+        """10^9 bytes a second by transport; none for one without engines."""
+        return {
+            transport: num_bytes / 1e9 / self._seconds[transport]
+            for transport, num_bytes in self._num_bytes.items()
+            if self._seconds[transport] > 0
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The tensors that a group receives."""
+
+    buckets: Buckets
+    header: AdapterHeader | None = None
+    """The adapter's, without a base; None = there is no adapter."""
+    check: Check | None = None
+    """Comparison with these tensors; None = the one of ``CheckOf``."""
+    has_base: bool = True
+    """False for an adapter alone."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(bucket.num_bytes for bucket, _ in self.buckets)
+
+    def header_for(self, member: Member) -> AdapterHeader | None:
+        """Return the header with the base that the engine holds, unless the base is sent."""
+        return self.header if self.header is None or self.has_base else replace(self.header, base=member.base)
+
+
+async def adapter_contents(copy: StagedAdapter, members: Sequence[Member]) -> Contents:
+    """Return the adapter for engines that hold its base; if one of them does not, with the base before it."""
+    compare = copy.differences_of(base=True, adapter=False)
+    await asyncio.gather(*(member.find_base(compare) for member in members))
+    has_base = not all(member.base for member in members)
+    buckets = [*(copy.base_buckets if has_base else ()), *copy.adapter_buckets]
+    return Contents(buckets, copy.header, copy.differences_of(base=has_base, adapter=True), has_base)
 
 
 class Push:
     """One version: ``send`` it to all groups; ``updated`` and ``evicted`` are the outcome."""
 
-    def __init__(self, version: int, buckets: Buckets, check_of: CheckOf, *, handles: str = HOST_HANDLES) -> None:
-        """``handles``: the name of the transport of engines that read the buckets themselves."""
+    def __init__(
+        self,
+        version: int,
+        buckets: Buckets,
+        check_of: CheckOf,
+        *,
+        handles: str = HOST_HANDLES,
+        adapter: StagedAdapter | None = None,
+    ) -> None:
+        """``handles``: the name of the transport of engines that read the buckets themselves. ``adapter``: the version
+        for engines that receive adapters; ``buckets`` are for the others.
+        """
         self._version, self._buckets, self._check_of, self._handles = version, buckets, check_of, handles
+        self._adapter = adapter
+        self._contents: dict[Member, Contents] = {}
+        """What each engine was sent."""
         self.updated: dict[str, Updated] = {}
         """Engines that serve the version now."""
         self.evicted: dict[str, str] = {}
@@ -132,7 +187,7 @@ class Push:
         """From the first begin to the last end."""
         self.throughput = Throughput()
 
-    def report(self, copy: StagedModel, *, seconds: float) -> PushReport:
+    def report(self, copy: StagedModel | StagedAdapter, *, seconds: float) -> PushReport:
         """Return the report of a push that has succeeded, and log it."""
         verify_s = {engine: times.verify_s for engine, times in self.updated.items() if times.verify_s is not None}
         report = PushReport(
@@ -146,17 +201,22 @@ class Push:
             verified=tuple(sorted(verify_s)),
             verify_s=verify_s,
             seconds=seconds,
-            num_bytes=copy.manifest.num_bytes,
-            gb_per_s=self.throughput.gb_per_s(copy.manifest.num_bytes),
+            num_bytes=max((contents.num_bytes for contents in self._contents.values()), default=copy.num_bytes),
+            adapter_engines=tuple(
+                sorted(member.id for member, contents in self._contents.items() if self._took_adapter(member, contents))
+            ),
+            gb_per_s=self.throughput.gb_per_s,
         )
         _log.info(
             (
-                "pushed version=%d step=%d engines=%d verified=%d evicted=%d prepare_s=%.3f transfer_s=%.3f "
-                "seconds=%.3f max_stall_s=%.4f"
+                "pushed version=%d step=%d bytes=%d engines=%d adapters=%d verified=%d evicted=%d prepare_s=%.3f "
+                "transfer_s=%.3f seconds=%.3f max_stall_s=%.4f"
             ),
             report.version,
             report.step,
+            report.num_bytes,
             len(report.engines),
+            len(report.adapter_engines),
             len(report.verified),
             len(report.evicted),
             report.prepare_s,
@@ -165,6 +225,9 @@ class Push:
             max(report.stall_s.values(), default=0.0),
         )
         return report
+
+    def _took_adapter(self, member: Member, contents: Contents) -> bool:
+        return member.id in self.updated and not contents.has_base
 
     async def send(self, groups: Sequence[PushGroup], roster: PushGroups) -> None:
         """Push to these groups of ``roster`` at once, and evict the engines that fail. Raises Fenced, PartLost."""
@@ -178,7 +241,8 @@ class Push:
         outcome = await self.update(group)
         updated = {member: times for member, times in outcome.items() if isinstance(times, Updated)}
         errors = {member: error for member, error in outcome.items() if isinstance(error, ReceiverFailed)}
-        self.throughput.add(transport, len(updated), time.perf_counter() - since)
+        num_bytes = sum(self._contents[member].num_bytes for member in updated)
+        self.throughput.add(transport, num_bytes, time.perf_counter() - since)
         self.updated |= {member.id: times for member, times in updated.items()}
         self.evicted |= {member.id: f"{error.phase}: {error.reason}" for member, error in errors.items()}
         await asyncio.gather(*[roster.evict(member, str(error)) for member, error in errors.items()])
@@ -192,12 +256,17 @@ class Push:
         """
         together, apart, outcome = list(group.members), list[Member](), Outcome()
         # Decided once for all rounds of this push.
+        contents = Contents(self._buckets)
+        if self._adapter is not None and all(member.adapters for member in together):
+            contents = await adapter_contents(self._adapter, together)
+        self._contents |= dict.fromkeys(together, contents)
         checks = {member: self._check_of(member) for member in together}
+        checks = {member: check and (contents.check or check) for member, check in checks.items()}
         served_s: dict[Member, float | None] = {}
         while together:
             try:
                 served_s = await self._transfer(
-                    group, together, serve=len(together) == 1 and checks[together[0]] is None
+                    group, together, contents, serve=len(together) == 1 and checks[together[0]] is None
                 )
                 break
             except _GroupBroken as broken:
@@ -237,30 +306,38 @@ class Push:
         except ReceiverFailed as error:
             return {member: error}
 
-    async def _transfer(self, group: PushGroup, members: list[Member], *, serve: bool) -> dict[Member, float | None]:
+    async def _transfer(
+        self, group: PushGroup, members: list[Member], contents: Contents, *, serve: bool
+    ) -> dict[Member, float | None]:
         """Send all buckets to all members. Returns the pauses of those that serve them. Raises _GroupBroken, Fenced."""
         if not group.is_open_for(members):
             await _open(group, members)
         if all(member.single_request for member in members):
             async with _PushRound() as round_:
-                return await self._send_in_one_request(round_, group, members, serve=serve)
+                return await self._send_in_one_request(round_, group, members, contents, serve=serve)
         async with _PushRound() as round_:
             # A round of its own, in which the answer of every member is awaited: a member that fails here has failed by
             # itself.
-            await round_.each("begin", [(member, member.begin(self._version)) for member in members])
+            begins = [(member, member.begin(self._version, contents.header_for(member))) for member in members]
+            await round_.each("begin", begins)
         async with _PushRound() as round_:
-            await self._send_in_turn(round_, group, members)
+            await self._send_in_turn(round_, group, members, contents.buckets)
         return {}
 
     async def _send_in_one_request(
-        self, round_: "_PushRound", group: PushGroup, members: list[Member], *, serve: bool
+        self, round_: "_PushRound", group: PushGroup, members: list[Member], contents: Contents, *, serve: bool
     ) -> dict[Member, float | None]:
         # All sends are queued at once: the group keeps them in order.
         sends = [
-            round_.start(phase, None, group.send(payload, following)) for phase, payload, following in self._messages()
+            round_.start(phase, None, group.send(payload, following))
+            for phase, payload, following in _messages(contents.buckets)
         ]
         requests = {
-            member: round_.start("transfer", member, member.receive(self._version, self._buckets, serve=serve))
+            member: round_.start(
+                "transfer",
+                member,
+                member.receive(self._version, contents.buckets, serve=serve, adapter=contents.header_for(member)),
+            )
             for member in members
         }
         await round_.until(sends)
@@ -272,11 +349,13 @@ class Push:
             raise _GroupBroken("transfer", {}, None) from None
         return {member: task.result() for member, task in requests.items()}
 
-    async def _send_in_turn(self, round_: "_PushRound", group: PushGroup, members: list[Member]) -> None:
+    async def _send_in_turn(
+        self, round_: "_PushRound", group: PushGroup, members: list[Member], buckets: Buckets
+    ) -> None:
         """Send a request for every bucket; an engine that reads them itself has the next ones before it stored one."""
         max_ahead = _BUCKETS_AHEAD if all(member.receiver.carries for member in members) else 1
         under_way: deque[list[asyncio.Task[None]]] = deque()
-        for (bucket, _), (phase, payload, following) in zip(self._buckets, self._messages(), strict=True):
+        for (bucket, _), (phase, payload, following) in zip(buckets, _messages(buckets), strict=True):
             if len(under_way) == max_ahead:
                 await round_.until(under_way.popleft())
             requests = [
@@ -286,10 +365,11 @@ class Push:
             under_way.append([*requests, round_.start(phase, None, group.send(payload, following))])
         await round_.until(round_.under_way)
 
-    def _messages(self) -> list[tuple[str, Payload, Payload | None]]:
-        payloads: list[Payload] = [payload for _, payload in self._buckets]
-        phases = [f"bucket {number} of {len(payloads)}" for number in range(1, len(payloads) + 1)]
-        return list(zip(phases, payloads, [*payloads[1:], None], strict=True))
+
+def _messages(buckets: Buckets) -> list[tuple[str, Payload, Payload | None]]:
+    payloads: list[Payload] = [payload for _, payload in buckets]
+    phases = [f"bucket {number} of {len(payloads)}" for number in range(1, len(payloads) + 1)]
+    return list(zip(phases, payloads, [*payloads[1:], None], strict=True))
 
 
 async def _open(group: PushGroup, members: list[Member]) -> None:

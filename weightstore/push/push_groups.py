@@ -68,6 +68,8 @@ class GroupRules:
     """Backends with the learner's end in a process of its own."""
     parts: tuple[RemotePart, ...] = ()
     """Parts of the weights that other ranks send."""
+    adapters: bool = False
+    """Engines with this capability receive adapters alone."""
 
     def backend_of(self, row: LiveRow) -> tuple[str, str]:
         """Return the backend to an engine (empty: refused), and why it is not NCCL: one for all ranks that send."""
@@ -108,9 +110,11 @@ class PushGroup:
     def has_room(self, member: Member) -> bool:
         """Return whether an engine may be added.
 
-        Engines of a group are all colocated or none, with one backend, over NCCL on different GPUs; one that reads the
-        buckets itself is alone.
+        Engines of a group are all colocated or none, with one backend, over NCCL on different GPUs, and receive all
+        adapters or none; one that reads the buckets itself is alone.
         """
+        if any(present.adapters != member.adapters for present in self.members):
+            return False
         if any(present.receiver.carries or present.backend != member.backend for present in (member, *self.members)):
             return False
         if member.backend == "nccl" and any(share(present.devices, member.devices) for present in self.members):
@@ -312,7 +316,10 @@ class PushGroups:
                 receiver.close()
                 self.evicted[row.id] = f"weights.backend: nccl is not possible: {reason}"
                 return False
-        member = Member(row, receiver, deadlines=self._rules.deadlines, backend=backend)
+        adapters = self._rules.adapters and row.capabilities.adapters and receiver.adapters
+        member = Member(row, receiver, deadlines=self._rules.deadlines, backend=backend, adapters=adapters)
+        if self._rules.adapters and not adapters:
+            _log.info("merged weights are pushed to this engine, it does not add adapters by itself engine=%s", row.id)
         group = next((group for group in self._groups if group.has_room(member)), None)
         if group is None:
             group = PushGroup(self._rules)

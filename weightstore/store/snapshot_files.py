@@ -20,8 +20,10 @@ from torch import Tensor
 
 from tidemill.bus.system.files import sync
 from tidemill.weightstore.errors import SnapshotBroken
+from tidemill.weightstore.format import adapters
 from tidemill.weightstore.format.checksums import beside
 from tidemill.weightstore.format.manifest import ITEM_BYTES, Manifest, TensorSpec
+from tidemill.weightstore.transport.staged_adapter import StagedAdapter
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -120,6 +122,23 @@ def write(
     info = SnapshotInfo(version=version, step=step, digest=manifest.digest, files=files)
     (aside / MANIFEST).write_text(info.to_json(), encoding="utf-8")
     rename_into_place(aside, directory, durable=durable)
+    return info
+
+
+def write_adapter(directory: Path, copy: StagedAdapter) -> SnapshotInfo:
+    """Write the adapter of a version in PEFT's format, with the digest of its base, and rename it to ``directory``."""
+    aside = directory.with_name(directory.name + ASIDE)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    tensors = copy.adapter_tensors
+    manifest = Manifest.of(tensors.items())
+    files = {adapters.WEIGHTS: _write_safetensors(aside / adapters.WEIGHTS, list(manifest.specs), tensors)}
+    config = copy.base.settings.peft | {adapters.BASE: copy.base.digest}
+    (aside / adapters.CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    files[adapters.CONFIG] = _hash_file(aside / adapters.CONFIG)
+    info = SnapshotInfo(version=copy.version, step=copy.step, digest=manifest.digest, files=files)
+    (aside / MANIFEST).write_text(info.to_json(), encoding="utf-8")
+    rename_into_place(aside, directory, durable=False)
     return info
 
 

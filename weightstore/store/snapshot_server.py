@@ -18,11 +18,14 @@ from tidemill.bus.wire.rows import VersionRow
 from tidemill.weightstore.errors import SnapshotBroken
 from tidemill.weightstore.store import snapshot_files
 from tidemill.weightstore.store.registry import VersionRegistry
+from tidemill.weightstore.transport.staged_adapter import StagedAdapter
 from tidemill.weightstore.transport.staging import StagedModel
 
 _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"v(\d+)")
+_ADAPTER = "-adapter"
+"""End of the name of a directory with the adapter of a version alone."""
 _SHUTDOWN_S = 1.0
 """Time that downloads have to end; an engine resumes an interrupted one later."""
 
@@ -46,6 +49,8 @@ class SnapshotServer:
         self._keep, self._model_dir = keep, model_dir
         self._listener: Listener | None = None
         self._writing = asyncio.Lock()
+        self._adapters: list[int] = []
+        """Versions with a directory of their adapter, in the order in which they were written."""
         self._present: set[int] = set()
         """Versions of this registry with a complete directory. A directory of another run may have the same name."""
 
@@ -67,7 +72,8 @@ class SnapshotServer:
                 self._present.add(newest.version)
             await self._registry.set_snapshot(newest.version, self.where(newest.version))
         for path in list(self._directory.iterdir()):
-            if (match := _NAME.fullmatch(path.name)) and int(match[1]) not in self._present:
+            match = _NAME.fullmatch(path.name.removesuffix(_ADAPTER))
+            if match and (path.name.endswith(_ADAPTER) or int(match[1]) not in self._present):
                 _log.warning("snapshot of an earlier process removed path=%s", path)
                 await asyncio.to_thread(shutil.rmtree, path)
 
@@ -80,7 +86,19 @@ class SnapshotServer:
         """Return the URL of a version's snapshot; "" when there is none."""
         return f"{self.url}/v{version}" if version in self._present else ""
 
-    async def put(self, copy: StagedModel) -> str:
+    async def put_adapter(self, copy: StagedAdapter) -> str:
+        """Write the adapter of a staged version, remove the oldest, and return its URL. The caller holds the copy and
+        records the URL. Raises OSError.
+        """
+        name = f"v{copy.version}{_ADAPTER}"
+        await asyncio.to_thread(snapshot_files.write_adapter, self._directory / name, copy)
+        self._adapters.append(copy.version)
+        for version in self._adapters[: -self._keep]:
+            self._adapters.remove(version)
+            await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version}{_ADAPTER}", ignore_errors=True)
+        return f"{self.url}/{name}"
+
+    async def put(self, copy: StagedModel | StagedAdapter) -> str:
         """Write the staged version unless it exists, record it, and remove the oldest. Returns its URL. The caller
         holds it.
         """
@@ -108,7 +126,7 @@ class SnapshotServer:
                 self._present.add(0)
             await self._registry.set_snapshot(0, self.where(0))
 
-    def _write(self, copy: StagedModel) -> None:
+    def _write(self, copy: StagedModel | StagedAdapter) -> None:
         path = self._directory / f"v{copy.version}"
         snapshot_files.write(
             path,

@@ -19,6 +19,7 @@ from tidemill.bus.errors import Fenced
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.weightstore.errors import ReceiverFailed
+from tidemill.weightstore.format.adapters import AdapterHeader, in_request
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec
 from tidemill.weightstore.transport.handles import StagingMemory, shared_memory_domain
@@ -41,6 +42,7 @@ class HandleReceiver:
     """
 
     carries = True
+    adapters = True
 
     def __init__(
         self,
@@ -79,26 +81,27 @@ class HandleReceiver:
         """Send the id of this process, by which the engine notices its end. ``rendezvous`` is not used."""
         await self._offer("join", pid=os.getpid())
 
-    async def begin(self, version: int) -> None:
+    async def begin(self, version: int, adapter: AdapterHeader | None = None) -> None:
         """Send ``begin``; the later requests of the push repeat the version."""
         self._version = version
-        await self._request("begin", version=version)
+        await self._request("begin", version=version, **in_request(adapter))
 
     async def bucket(self, specs: Sequence[TensorSpec], flat: Payload) -> None:
         """Send the handle of the bucket instead of its bytes. The answer comes when the engine has copied them."""
         packed = Bucket(specs=tuple(specs), num_bytes=0).packed
         await self._offer("bucket", version=self._version, handle=await self._handle(flat), specs=packed)
 
-    async def receive(self, version: int, buckets: Buckets, *, serve: bool) -> float | None:
+    async def receive(
+        self, version: int, buckets: Buckets, *, serve: bool, adapter: AdapterHeader | None = None
+    ) -> float | None:
         """Send all handles in one request, whose deadline begins anew with each bucket that the engine has copied.
 
         Never ends the push: an engine that was stopped meanwhile would serve what it finds in the memory by then.
         """
         self._version = version
         sent = [{"specs": bucket.packed, "handle": await self._handle(payload)} for bucket, payload in buckets]
-        await self._answered(
-            "push", {"version": version, "buckets": sent}, self._deadlines.of("bucket"), messages=len(sent)
-        )
+        request = {"version": version, "buckets": sent} | in_request(adapter)
+        await self._answered("push", request, self._deadlines.of("bucket"), messages=len(sent))
         return None
 
     async def _handle(self, payload: Payload) -> Mapping[str, object]:
@@ -106,8 +109,10 @@ class HandleReceiver:
             return self._memory.handle(payload, self._ranks)
         return await payload.handle(self._ranks)
 
-    async def checksums(self) -> ChecksumReport | None:
+    async def checksums(self, of: str = "update") -> ChecksumReport | None:
         """Return the engine's report; None for the status of an engine without checksums."""
+        if of != "update" and self._control is not None:  # no part of a push: the engine need not have joined
+            return await self._control.checksums(of)
         answer = await self._request("checksums")
         if answer["status"] in NOT_SUPPORTED:
             return None

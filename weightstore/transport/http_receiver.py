@@ -11,6 +11,7 @@ import aiohttp
 from tidemill.bus.errors import Fenced
 from tidemill.bus.http.client import ApiClient, CallFailed, Failure
 from tidemill.weightstore.errors import ReceiverFailed
+from tidemill.weightstore.format.adapters import AdapterHeader, in_request
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.format.manifest import TensorSpec
 from tidemill.weightstore.transport.parts import Buckets, Payload, RemoteBucket
@@ -26,6 +27,7 @@ class HttpReceiver:
     """``tidemill.weightstore.transport.port.WeightReceiver`` for one engine URL. The session belongs to the caller."""
 
     carries = False
+    adapters = True
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, epoch: int, deadlines: Deadlines) -> None:
         self._api = ApiClient(url, self._error, session=session, connect_s=deadlines.phase_s)
@@ -53,10 +55,10 @@ class HttpReceiver:
             },
         )
 
-    async def begin(self, version: int) -> None:
+    async def begin(self, version: int, adapter: AdapterHeader | None = None) -> None:
         """POST /begin_weight_update; the later requests of the push repeat the version."""
         self._version = version
-        await self._post("begin_weight_update", {"weight_version": str(version)}, phase="begin")
+        await self._post("begin_weight_update", {"weight_version": str(version)} | in_request(adapter), phase="begin")
 
     async def bucket(self, specs: Sequence[TensorSpec], flat: Payload) -> None:
         """POST /update_weights_from_distributed with the specs; bytes come over the group of the rank that has them."""
@@ -69,7 +71,9 @@ class HttpReceiver:
         }
         await self._post("update_weights_from_distributed", body | _specs(specs), phase="bucket")
 
-    async def receive(self, version: int, buckets: Buckets, *, serve: bool) -> float | None:
+    async def receive(
+        self, version: int, buckets: Buckets, *, serve: bool, adapter: AdapterHeader | None = None
+    ) -> float | None:
         """POST /receive_push, which SGLang lacks, with the specs of all buckets. Returns seconds with ``serve``, else
         None.
 
@@ -85,14 +89,14 @@ class HttpReceiver:
             "weight_version": str(version),
             "buckets": sent,
             "serve": serve,
-        }
+        } | in_request(adapter)
         answer = await self._post("receive_push", body, phase="bucket", bounded=False)
         return stall_of(self.url, "receive_push", answer) if serve else None
 
-    async def checksums(self) -> ChecksumReport | None:
+    async def checksums(self, of: str = "update") -> ChecksumReport | None:
         """POST /weights_checksums. Returns None for a status of ``NOT_SUPPORTED``."""
         try:
-            answer = await self._post("weights_checksums", {"of": "update"}, phase="verify")
+            answer = await self._post("weights_checksums", {"of": of}, phase="verify")
             return ChecksumReport.parse(answer)
         except _NotSupported:
             return None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from tidemill.bus.wire.rows import LiveRow
+    from tidemill.weightstore.format.adapters import AdapterHeader
     from tidemill.weightstore.format.checksums import ChecksumReport
     from tidemill.weightstore.format.manifest import TensorSpec
     from tidemill.weightstore.transport.parts import Buckets, Payload
@@ -49,6 +50,8 @@ class WeightReceiver(Protocol):
     url: str
     carries: bool
     """It delivers the bytes of a bucket itself: no process group is opened, and no bucket is sent over one."""
+    adapters: bool
+    """It delivers adapters, too. False: an engine behind it gets merged weights."""
 
     async def join(self, rendezvous: Rendezvous | None) -> None:
         """Join the process group, after leaving one of the same name; answers when all members have joined.
@@ -56,8 +59,11 @@ class WeightReceiver(Protocol):
         Called once for every rank of the learner that sends; None if it ``carries``.
         """
 
-    async def begin(self, version: int) -> None:
-        """Begin a push of this version."""
+    async def begin(self, version: int, adapter: "AdapterHeader | None" = None) -> None:
+        """Begin a push of this version; with ``adapter`` it has an adapter, and no other tensors unless ``base`` is "".
+
+        Only engines with the capability ``adapters`` get one.
+        """
 
     async def bucket(self, specs: "Sequence[TensorSpec]", flat: "Payload") -> None:
         """Receive one flat bucket over the process group; answers when it is stored, so send it meanwhile (unless it
@@ -70,7 +76,9 @@ class WeightReceiver(Protocol):
         the next requests before it has answered this one, in any order.
         """
 
-    async def receive(self, version: int, buckets: "Buckets", *, serve: bool) -> float | None:
+    async def receive(
+        self, version: int, buckets: "Buckets", *, serve: bool, adapter: "AdapterHeader | None" = None
+    ) -> float | None:
         """Begin a push and receive these flat buckets one after the other, in place of ``begin bucket*``.
 
         For engines with ``single_request_push``.
@@ -84,8 +92,10 @@ class WeightReceiver(Protocol):
         when all buckets are sent.
         """
 
-    async def checksums(self) -> "ChecksumReport | None":
-        """Return the checksums of the weights received in the open push; None when this engine has no checksums."""
+    async def checksums(self, of: str = "update") -> "ChecksumReport | None":
+        """Return the checksums of the weights received in the open push, or with ``base`` of the weights to which
+        adapters are added; None when this engine has no checksums.
+        """
 
     async def end(self) -> float:
         """Serve the new version, unless a tensor did not come exactly once. Returns seconds of paused generation."""

@@ -210,6 +210,11 @@ class StagedModel:
             if names <= self.manifest.by_name.keys() and not any(names <= owner for owner in owners)
         ]
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the weights."""
+        return self.manifest.num_bytes
+
     def hold(self) -> "StagedModel":
         """Add a user, and return the copy."""
         self._local.hold()

@@ -313,6 +313,7 @@ class BuiltinBackend:
             version=push.version,
             timeout_s=push.timeout_s,
             serve=push.serve,
+            adapter=push.adapter,
         )
         return done("Push received.", stall_s=await updates.run_shielded(receiving))
 

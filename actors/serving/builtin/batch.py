@@ -34,7 +34,8 @@ class Batch:
     """Running and waiting sequences of one model."""
 
     def __init__(self, runner: ModelRunner, *, max_running: int, share_prefix: bool, version: int) -> None:
-        self.version = version
+        self.versions = {"": version}
+        """Versions of the weights by the name of their adapter; "" = the run's own."""
         self.counters = Counters()
         self.updating = False
         """True while a weight update is open: set by its owner, for the counters."""
@@ -47,6 +48,11 @@ class Batch:
         self._sampler: Sampler | None = None
         """None = the batch has changed."""
         self._last_N, self._positions_N = np.zeros(0, np.int64), np.zeros(0, np.int64)
+
+    @property
+    def version(self) -> int:
+        """Version of the run's weights."""
+        return self.versions[""]
 
     def admit(self) -> None:
         """Fill free rows, oldest request first, up to the token budget of one step, as far as there are blocks."""
@@ -91,7 +97,7 @@ class Batch:
 
     def _admitted(self, sequence: Sequence, spare: int) -> BlockTable | None:
         # At least the last token is computed, for the scores of the next one.
-        digests = sequence.digests(sequence.length - 1) if self._share_prefix else []
+        digests = sequence.digests(sequence.length - 1, self._version_of(sequence)) if self._share_prefix else []
         return self.pool.admit(digests, sequence.length, spare=spare, experts=sequence.experts is not None)
 
     @staticmethod
@@ -116,6 +122,7 @@ class Batch:
             cached,
             [sequence.table.blocks for sequence in admitted if sequence.table is not None],
             prompt_of_R,
+            [sharers[0].adapter for sharers in prompts],
         )
         for prompt, sequence in zip(prompt_of_R, admitted, strict=True):
             if sequence.experts is not None:
@@ -134,17 +141,20 @@ class Batch:
 
     def _enter(self, sequences: list[Sequence], num_cached: int) -> None:
         for sequence in sequences:
-            sequence.enter(self.version)
+            sequence.enter(self._version_of(sequence))
             sequence.cached_tokens = min(num_cached, len(sequence.prompt))
             self.counters.prompt_tokens += sequence.length
         self.running.extend(sequences)
         self._sampler = None
 
+    def _version_of(self, sequence: Sequence) -> int:
+        return self.versions[sequence.adapter]
+
     def _register(self, sequence: Sequence, num_computed: int) -> None:
         """Let later prompts find the full blocks of the first tokens."""
         table, experts = sequence.table, sequence.experts
         if self._share_prefix and table is not None and table.registered < num_computed // BLOCK:
-            digests = sequence.digests(num_computed)
+            digests = sequence.digests(num_computed, self._version_of(sequence))
             # After a retraction the first experts are kept, which may be of other weights than the blocks.
             known = experts is not None and not sequence.retractions
             self.pool.register(
@@ -200,7 +210,10 @@ class Batch:
         self._set_rows()
 
     def _set_rows(self) -> None:
-        self._runner.set_rows([sequence.table.blocks for sequence in self.running if sequence.table is not None])
+        self._runner.set_rows(
+            [sequence.table.blocks for sequence in self.running if sequence.table is not None],
+            [sequence.adapter for sequence in self.running],
+        )
 
     def _sample(self, sequences: list[Sequence], scores_NV: Tensor, *, first_row: int) -> None:
         """Append a token to each sequence, in the rows from ``first_row`` on. The finished ones leave the batch."""
@@ -244,7 +257,7 @@ class Batch:
     def _fail_broken(self, sequences: list[Sequence], log_probs_N: np.ndarray) -> None:
         for sequence, log_prob in zip(sequences, log_probs_N, strict=True):
             if not np.isfinite(log_prob):
-                sequence.fail(f"the model's scores are not finite under version {self.version}")
+                sequence.fail(f"the model's scores are not finite under version {self._version_of(sequence)}")
                 if sequence.table is not None:
                     self._runner.memory.wipe(self.pool.discard(sequence.table))
                     self._release(sequence)
@@ -293,12 +306,14 @@ class Batch:
         self.waiting.extendleft(reversed(self.running))
         self.clear(free=free)
 
-    def flip(self, version: int) -> None:
-        """Begin a version: running sequences keep their keys and values, which no other one may use from now on."""
-        self.version = version
+    def flip(self, version: int, adapter: str = "") -> None:
+        """Begin a version of an adapter: running sequences keep their keys and values, which no other one may use from
+        now on.
+        """
+        self.versions[adapter] = version
         self.pool.forget()
         for sequence in self.running:
-            sequence.enter(version)
+            sequence.enter(self._version_of(sequence))
 
     def clear(self, *, free: bool) -> None:
         """Drop all keys and values, and the rows; ``free``: with their memory."""

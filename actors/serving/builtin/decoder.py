@@ -13,6 +13,7 @@ token.
 
 import contextlib
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tidemill.actors.serving.builtin import lora
+from tidemill.actors.serving.builtin.lora import AdapterRows
 from tidemill.actors.serving.builtin.shape import HALVES, ExpertSizes, Rope
 from tidemill.actors.serving.builtin.weights import LayerWeights, Weights
 
@@ -83,14 +86,17 @@ def forward(
     rope: tuple[Tensor, Tensor],
     attention: Attention,
     chosen: list[Tensor] | None = None,
+    adapters: Sequence[AdapterRows] = (),
 ) -> Tensor:
-    """Return the hidden state before the last norm, [B, T, E]. ``chosen`` gets the experts of each layer, [B, T, J]."""
+    """Return the hidden state before the last norm, [B, T, E]. ``chosen`` gets the experts of each layer, [B, T, J].
+    ``adapters``: of the rows that have one.
+    """
     x_BTE = functional.embedding(tokens_BT, weights.embedding_VE)
     with sdpa_kernel(KERNELS) if x_BTE.is_cuda else contextlib.nullcontext():
         for index, layer in enumerate(weights.layers):
-            attended_BTE = _attend(weights, layer, index, x_BTE, rope, attention)
+            attended_BTE = _attend(weights, layer, index, x_BTE, rope, attention, adapters)
             x_BTE = x_BTE + _after(weights, layer.attention_post_norm, attended_BTE)
-            x_BTE = x_BTE + _after(weights, layer.mlp_post_norm, _mlp(weights, layer, x_BTE, chosen))
+            x_BTE = x_BTE + _after(weights, layer.mlp_post_norm, _mlp(weights, layer, index, x_BTE, chosen, adapters))
     return x_BTE
 
 
@@ -115,18 +121,27 @@ def _after(weights: Weights, norm: Tensor | None, x_BTE: Tensor) -> Tensor:
 
 
 def _attend(
-    weights: Weights, layer: LayerWeights, index: int, x_BTE: Tensor, rope: tuple[Tensor, Tensor], attention: Attention
+    weights: Weights,
+    layer: LayerWeights,
+    index: int,
+    x_BTE: Tensor,
+    rope: tuple[Tensor, Tensor],
+    attention: Attention,
+    adapters: Sequence[AdapterRows],
 ) -> Tensor:
     shape = weights.shape
     normed_BTE = functional.rms_norm(x_BTE, (shape.hidden,), layer.input_norm, shape.norm_eps)
-    heads_BTAD = functional.linear(normed_BTE, layer.qkv_QE, layer.qkv_bias).unflatten(-1, (-1, shape.head_dim))
+    qkv_BTQ = functional.linear(normed_BTE, layer.qkv_QE, layer.qkv_bias)
+    heads_BTAD = lora.add(qkv_BTQ, normed_BTE, adapters, index, lora.QKV).unflatten(-1, (-1, shape.head_dim))
     rotated, value_BTKD = heads_BTAD.split((shape.num_heads + shape.num_kv_heads, shape.num_kv_heads), dim=2)
     if layer.head_norm_HD is not None:
         rotated = functional.rms_norm(rotated, (shape.head_dim,), None, shape.norm_eps) * layer.head_norm_HD
     cos, sin = rope
     rotated = torch.addcmul(rotated * cos, _exchanged(rotated, shape.rope), sin)
     query_BTHD, key_BTKD = rotated.split((shape.num_heads, shape.num_kv_heads), dim=2)
-    return functional.linear(attention(index, query_BTHD, key_BTKD, value_BTKD), layer.output, layer.output_bias)
+    attended = attention(index, query_BTHD, key_BTKD, value_BTKD)
+    out_BTE = functional.linear(attended, layer.output, layer.output_bias)
+    return lora.add(out_BTE, attended, adapters, index, lora.OUTPUT)
 
 
 def _exchanged(heads_BTAD: Tensor, rope: Rope) -> Tensor:
@@ -137,15 +152,24 @@ def _exchanged(heads_BTAD: Tensor, rope: Rope) -> Tensor:
     return heads_BTAD.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 
-def _mlp(weights: Weights, layer: LayerWeights, x_BTE: Tensor, chosen: list[Tensor] | None) -> Tensor:
+def _mlp(
+    weights: Weights,
+    layer: LayerWeights,
+    index: int,
+    x_BTE: Tensor,
+    chosen: list[Tensor] | None,
+    adapters: Sequence[AdapterRows],
+) -> Tensor:
     normed_BTE = functional.rms_norm(x_BTE, (weights.shape.hidden,), layer.mlp_norm, weights.shape.norm_eps)
     if layer.router_XE is not None:
         out_NE, chosen_NJ = _experts(weights.shape.experts, layer, normed_BTE.flatten(0, 1))
         if chosen is not None:
             chosen.append(chosen_NJ.unflatten(0, normed_BTE.shape[:2]))
         return out_NE.view_as(normed_BTE)
-    gate, up = functional.linear(normed_BTE, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-    return functional.linear(functional.silu(gate) * up, layer.down, layer.down_bias)
+    halves = functional.linear(normed_BTE, layer.gate_up, layer.gate_up_bias)
+    gate, up = lora.add(halves, normed_BTE, adapters, index, lora.GATE_UP).chunk(2, dim=-1)
+    inner = functional.silu(gate) * up
+    return lora.add(functional.linear(inner, layer.down, layer.down_bias), inner, adapters, index, lora.DOWN)
 
 
 def _experts(sizes: ExpertSizes | None, layer: LayerWeights, x_NE: Tensor) -> tuple[Tensor, Tensor]:

@@ -123,6 +123,7 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
             peer_snapshots=self.whole
             and not self.config.colocated,  # one that is being written would keep the memory that it releases
             colocated=self.config.colocated,
+            adapters=True,
         )
 
     @property

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tidemill.actors.serving.builtin import decoder
+from tidemill.actors.serving.builtin.lora import AdapterRows
 from tidemill.actors.serving.builtin.sequence import MAX_PADDING, PREFILL_TOKENS
 from tidemill.actors.serving.builtin.weights import Weights
 from tidemill.bus.wire.json_object import JsonObject
@@ -42,6 +43,8 @@ class Scoring:
     """The tokens behind this place are scored."""
     temperature: float
     top_k: int
+    adapter: str = ""
+    """Name of its adapter; "" = the run's own."""
     done: "Future[InputScores]" = field(default_factory=Future)
     arrived_s: float = field(default_factory=time.perf_counter)
 
@@ -63,7 +66,11 @@ def take_scorings(waiting: deque[Scoring]) -> list[Scoring]:
 
 
 def scores(
-    weights: Weights, batch: Sequence[Scoring], angles: tuple[Tensor, Tensor], version: int
+    weights: Weights,
+    batch: Sequence[Scoring],
+    angles: tuple[Tensor, Tensor],
+    version: int,
+    adapters: Sequence[AdapterRows] = (),
 ) -> list[InputScores]:
     """Return the scores of every sequence. ``angles``: for the longest. Raises ValueError for NaN."""
     lengths = [len(scoring.tokens) for scoring in batch]
@@ -71,7 +78,7 @@ def scores(
     for row, scoring in enumerate(batch):
         tokens_UT[row, : len(scoring.tokens)] = scoring.tokens
     ids_UT = torch.from_numpy(tokens_UT).to(weights.device)
-    x_UTE = decoder.forward(weights, ids_UT, angles, without_cache)
+    x_UTE = decoder.forward(weights, ids_UT, angles, without_cache, adapters=adapters)
     return [_scores(weights, scoring, x_UTE[row], version) for row, scoring in enumerate(batch)]
 
 

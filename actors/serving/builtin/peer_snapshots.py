@@ -11,13 +11,17 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from torch import Tensor
+
 from tidemill.actors.errors import PeerTransferRefused
 from tidemill.actors.scratch import Scratch
+from tidemill.actors.serving.builtin.lora import Adapter
 from tidemill.actors.serving.builtin.weights import Weights
+from tidemill.weightstore.format.adapters import MergedTensors
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.store import snapshot_files
 
@@ -35,12 +39,12 @@ class PeerSnapshotServer:
 
     def __init__(
         self,
-        served: Callable[[], Awaitable[tuple[int, Weights]]],
+        served: Callable[[], Awaitable[tuple[int, Weights, Adapter | None]]],
         model_dir: Path,
         *,
         write: Callable[..., object] = snapshot_files.write,
     ) -> None:
-        """``served`` returns a version and its weights."""
+        """``served`` returns a version, its weights, and the adapter that is added to them."""
         self._served, self._model_dir, self._write_snapshot = served, model_dir, write
         self._scratch: Scratch | None = None
         self._making = asyncio.Lock()
@@ -97,13 +101,16 @@ class PeerSnapshotServer:
 
     async def _write(self, name: str) -> Path:
         match = _NAME.fullmatch(name)
-        version, weights = await self._served()
+        version, weights, adapter = await self._served()
         if match is None or int(match[1]) != version:
             raise PeerTransferRefused(f"{name}: version {version} is served")
         kinds = (weights.named, weights.with_alias())
         tensors = next((tensors for tensors in kinds if Manifest.of(tensors.items()).digest == match[2]), None)
         if tensors is None:
             raise PeerTransferRefused(f"{name}: it is not kept in these types")
+        written: Mapping[str, Tensor] = tensors
+        if adapter is not None:
+            written = MergedTensors(tensors, adapter.named, adapter.scale)
         self._prune()
         if len(self._used_s.keys() | self._writing.keys()) > AT_ONCE:
             raise PeerTransferRefused(f"{name}: {AT_ONCE} others are being read")
@@ -112,7 +119,7 @@ class PeerSnapshotServer:
                 self._scratch = await asyncio.to_thread(Scratch, "peer-snapshots")
         path, writes = self._scratch.path / name, weights.writes
         await asyncio.to_thread(
-            self._write_snapshot, path, tensors, version=version, step=-1, model_dir=self._model_dir, durable=False
+            self._write_snapshot, path, written, version=version, step=-1, model_dir=self._model_dir, durable=False
         )
         if weights.writes != writes:
             await asyncio.to_thread(shutil.rmtree, path)

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from tidemill.actors.body_decoder import decode
 from tidemill.actors.errors import UpdateRefused
+from tidemill.actors.serving.builtin.lora import IncomingAdapter
 from tidemill.actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
 from tidemill.actors.serving.command_bodies import JoinBody
 from tidemill.actors.serving.updates import require_all, require_new
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.weightstore.errors import PeerLost, WeightstoreError
+from tidemill.weightstore.format.adapters import module_of
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec
 
 if TYPE_CHECKING:
@@ -130,9 +132,28 @@ class Update:
     """Output projection that was sent although it is tied to the embedding; kept to be compared."""
     is_sent: bool = True
     """True when the tensors are sent in messages, not read from a directory."""
+    adapter: IncomingAdapter | None = None
+    """The adapter that the update has; None = it has weights alone."""
+
+    @property
+    def has_weights(self) -> bool:
+        """False when the update has an adapter alone, which is added to the served weights."""
+        return self.adapter is None or not self.adapter.header.base
+
+    def adapter_of(self, bucket: Bucket) -> IncomingAdapter | None:
+        """Return the adapter if the bucket belongs to it; None for a bucket of weights."""
+        # A bucket has matrices of an adapter alone, or none.
+        return self.adapter if bucket.specs and module_of(bucket.specs[0].name) is not None else None
 
     def check_new(self, specs: Sequence[TensorSpec], sizes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UpdateRefused unless these tensors have names and shapes of the model (``sizes``) and are new."""
+        """Raise UpdateRefused unless these tensors have names and shapes of the model (``sizes``) or of its adapter,
+        and are new.
+        """
+        if self.adapter is not None:
+            of_weights = [spec for spec in specs if self.has_weights and module_of(spec.name) is None]
+            matrices = [spec for spec in specs if not self.has_weights or module_of(spec.name) is not None]
+            self.adapter.check_new(matrices, self.announced)
+            specs = of_weights
         require_new((spec.name for spec in specs), sizes, self.announced)
         for spec in specs:
             if spec.shape != sizes[spec.name]:
@@ -140,8 +161,13 @@ class Update:
             if not getattr(torch, spec.dtype).is_floating_point:
                 raise UpdateRefused(f"{spec.name}: want floating-point numbers, got {spec.dtype}")
 
-    def check_complete(self, weights: Weights) -> None:
-        """Raise UpdateRefused unless every tensor of ``weights`` was received."""
+    def check_complete(self, weights: Weights | None) -> None:
+        """Raise UpdateRefused unless every tensor of ``weights``, and of the adapter, was received."""
+        if self.adapter is not None:
+            self.adapter.check_complete()
+        if not self.has_weights:
+            return
+        assert weights is not None
         require_all(weights.named.keys(), self.received.keys())
         if self.alias is not None and not torch.equal(self.alias.to(weights.device), weights.named[EMBEDDING]):
             raise UpdateRefused(f"{HEAD}: differs from {EMBEDDING}, to which the model's configuration ties it")

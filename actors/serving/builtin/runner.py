@@ -16,6 +16,7 @@ from tidemill.actors.serving.builtin import decoder
 from tidemill.actors.serving.builtin.blocks import BLOCK
 from tidemill.actors.serving.builtin.input_scores import InputScores, Scoring, scores
 from tidemill.actors.serving.builtin.kv_memory import DecodeAttention, DecodePlan, KVMemory, PrefillAttention
+from tidemill.actors.serving.builtin.lora import Adapter, AdapterRows
 from tidemill.actors.serving.builtin.weights import Weights
 
 FIRST_ANGLES = 128
@@ -29,9 +30,12 @@ class ModelRunner:
         self.weights: Weights | None = weights
         """None from the release of their memory until new ones are set."""
         self.device = weights.device
+        self.adapters: dict[str, Adapter] = {}
+        """Adapters by the names of requests; "" = the run's own, which all other rows have."""
         self.memory = KVMemory(weights, num_blocks)
         self._rope: decoder.RopeTable | None = None
         self._tables: Sequence[Sequence[int]] = []
+        self._adapter_names: Sequence[str] = []
         self._plan: DecodePlan | None = None
         self.captures = False
         """Keep the experts of the tokens of each pass, as ``experts_BTGJ``."""
@@ -44,10 +48,12 @@ class ModelRunner:
         cached: Sequence[int],
         tables: Sequence[Sequence[int]],
         prompt_of_R: Sequence[int],
+        adapter_names: Sequence[str],
     ) -> tuple[Tensor, int]:
         """Compute different contexts, but for their first ``cached`` tokens, into the blocks of rows: ``tables[r]`` for
-        context ``prompt_of_R[r]``. Returns the scores of the next token of each row, [R, V], and the number of padded
-        tokens.
+        context ``prompt_of_R[r]``. ``adapter_names``: of the contexts.
+
+        Returns the scores of the next token of each row, [R, V], and the number of padded tokens.
         """
         lengths_U, cached_U = np.array([len(context) for context in contexts]), np.array(cached)
         new_U = lengths_U - cached_U
@@ -63,14 +69,15 @@ class ModelRunner:
             torch.from_numpy(tokens_UT).to(self.device),
             self._angles(self.weights, torch.from_numpy(positions_BT).to(self.device), int(lengths_U.max())),
             PrefillAttention(self.memory, tables, prompt_of_R, lengths_U, cached_U),
+            self._rows_of(adapter_names),
         )
         last_U = torch.from_numpy(new_U - 1).to(self.device)
         scores_UV = decoder.logits(self.weights, x_UTE[torch.arange(len(contexts), device=self.device), last_U])
         return scores_UV[torch.tensor(prompt_of_R, device=self.device)], int(tokens_UT.size)
 
-    def set_rows(self, tables: Sequence[Sequence[int]]) -> None:
-        """Set the blocks of the rows that are decoded."""
-        self._tables = tables
+    def set_rows(self, tables: Sequence[Sequence[int]], adapter_names: Sequence[str]) -> None:
+        """Set the blocks, and the names of the adapters, of the rows that are decoded."""
+        self._tables, self._adapter_names = tables, adapter_names
         self._plan = None
 
     def decode(self, last_N: NDArray[np.int64], positions_N: NDArray[np.int64]) -> Tensor:
@@ -79,14 +86,16 @@ class ModelRunner:
         if self._plan is None:
             self._plan = DecodePlan(self.memory, self._tables)
         order = self._plan.order
+        names = self._adapter_names
         if order is not None:
             last_N, positions_N = last_N[order], positions_N[order]
+            names = [names[row] for row in order]
         blocks_N = self._plan.blocks_NL[np.arange(len(positions_N)), positions_N // BLOCK]
         at_N = torch.from_numpy(positions_N).to(self.device)
         attention = DecodeAttention(self.memory, self._plan.chunks, self.memory.rows(blocks_N, positions_N), at_N)
         angles = self._angles(self.weights, at_N[:, None], int(positions_N.max()) + 1)
         tokens_N1 = torch.from_numpy(last_N).to(self.device)[:, None]
-        x_NE = self._forward(self.weights, tokens_N1, angles, attention)[:, 0]
+        x_NE = self._forward(self.weights, tokens_N1, angles, attention, self._rows_of(names))[:, 0]
         if order is not None:
             back = np.argsort(order)
             x_NE = x_NE[torch.from_numpy(back).to(self.device)]
@@ -98,16 +107,36 @@ class ModelRunner:
         assert self.weights is not None
         longest = max(len(scoring.tokens) for scoring in batch)
         angles = self._angles(self.weights, torch.arange(longest, device=self.device)[None], longest)
-        return scores(self.weights, batch, angles, version)
+        return scores(self.weights, batch, angles, version, self._rows_of([scoring.adapter for scoring in batch]))
+
+    def _rows_of(self, names: Sequence[str]) -> list[AdapterRows]:
+        """Return the rows of each adapter; ``names``: of the adapters of all rows."""
+        if not self.adapters:
+            return []
+        rows: dict[str, list[int]] = {}
+        for row, name in enumerate(names):
+            rows.setdefault(name, []).append(row)
+        return [
+            AdapterRows(
+                self.adapters[name], None if len(numbers) == len(names) else torch.tensor(numbers, device=self.device)
+            )
+            for name, numbers in rows.items()
+            if name in self.adapters
+        ]
 
     def _forward(
-        self, weights: Weights, tokens_BT: Tensor, rope: tuple[Tensor, Tensor], attention: decoder.Attention
+        self,
+        weights: Weights,
+        tokens_BT: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attention: decoder.Attention,
+        adapters: Sequence[AdapterRows],
     ) -> Tensor:
         if not self.captures:
             self.experts_BTGJ = None
-            return decoder.forward(weights, tokens_BT, rope, attention)
+            return decoder.forward(weights, tokens_BT, rope, attention, adapters=adapters)
         chosen: list[Tensor] = []
-        x_BTE = decoder.forward(weights, tokens_BT, rope, attention, chosen)
+        x_BTE = decoder.forward(weights, tokens_BT, rope, attention, chosen, adapters)
         self.experts_BTGJ = torch.stack(chosen, dim=2).cpu().numpy()
         return x_BTE
 
@@ -119,7 +148,7 @@ class ModelRunner:
 
     def clear(self, *, free: bool) -> None:
         """Drop all keys and values; with ``free``, their memory and the memory of the angles too."""
-        self.set_rows([])
+        self.set_rows([], [])
         if free:
             self._rope = None
             self.memory.free()

@@ -30,6 +30,7 @@ from tidemill.actors.errors import EngineFailed, UpdateRefused
 from tidemill.actors.serving.builtin.batch import Batch, Event
 from tidemill.actors.serving.builtin.calls import Call, CallQueue, run
 from tidemill.actors.serving.builtin.input_scores import Scoring, take_scorings
+from tidemill.actors.serving.builtin.lora import Adapter
 from tidemill.actors.serving.builtin.runner import ModelRunner
 from tidemill.actors.serving.builtin.sequence import CLOSING, Counters, Sequence
 from tidemill.actors.serving.builtin.weights import Weights
@@ -76,7 +77,7 @@ class Scheduler:
         """Kinds of memory that are released: some of KV_CACHE, WEIGHTS."""
         self.device, self.dtype = weights.device, weights.dtype
         self._post, self._threads = post, threads
-        self._runner = runner
+        self.runner = runner
         self._calls = CallQueue()
         self._idle_since: float | None = None
         self._closed = False
@@ -157,7 +158,7 @@ class Scheduler:
     @property
     def held(self) -> bool:
         """True while nothing is generated, even if sequences wait."""
-        return self.paused or bool(self.released) or self._runner.weights is None
+        return self.paused or bool(self.released) or self.runner.weights is None
 
     def _run(self) -> None:
         set_num_threads(self._threads)
@@ -189,7 +190,7 @@ class Scheduler:
                     scoring.done.set_exception(EngineFailed("builtin", reason))
 
         with _surviving("scoring", fail):
-            for scoring, result in zip(batch, self._runner.scores(batch, self.version), strict=True):
+            for scoring, result in zip(batch, self.runner.scores(batch, self.version), strict=True):
                 scoring.done.set_result(result)
         self.counters.scored_tokens += sum(len(scoring.tokens) for scoring in batch)
 
@@ -249,7 +250,8 @@ class Scheduler:
         if KV_CACHE in tags:
             self.batch.retract(free=self._frees)
         if WEIGHTS in tags:
-            self._runner.weights = None
+            self.runner.weights = None
+            self.runner.adapters.pop("", None)
         return self.counters.tokens_generated
 
     @between_steps
@@ -260,16 +262,21 @@ class Scheduler:
         back = tags & self.released
         self.released -= tags
         if KV_CACHE in back:
-            self._runner.clear(free=False)
+            self.runner.clear(free=False)
         if KV_CACHE in tags:  # a release may have failed after its pause
             self.paused = False
         return self.counters.tokens_generated
 
     @between_steps
-    def flip(self, weights: Weights, version: int) -> tuple[Weights | None, float]:
-        """Serve these weights from the next step on. Returns the old ones and the seconds without decoding."""
+    def flip(self, weights: Weights, version: int, adapter: Adapter | None = None) -> tuple[Weights | None, float]:
+        """Serve these weights, with the run's adapter, from the next step on. Returns the old ones and the seconds
+        without decoding.
+        """
         started = time.perf_counter()
-        old, self._runner.weights = self._runner.weights, weights
+        old, self.runner.weights = self.runner.weights, weights
+        self.runner.adapters.pop("", None)
+        if adapter is not None:
+            self.runner.adapters[""] = adapter
         self.batch.flip(version)
         return old, time.perf_counter() - started
 

@@ -83,6 +83,8 @@ class ResponseRequest:
     seed: int
     continued_tokens: int = 0
     """Last tokens of the prompt that are the beginning of the response."""
+    adapter: str = ""
+    """Name of its adapter; "" = the run's own."""
 
 
 class Sequence:
@@ -100,11 +102,12 @@ class Sequence:
         prompt, params = request.prompt, request.params
         self.rid, self.prompt, self.params, self.seed = request.rid, prompt, params, request.seed
         self.sink, self.stream = sink, stream
-        self.key = prompt.tobytes()
-        """Key of the context to prefill: equal keys = equal contexts."""
+        self.adapter = request.adapter
         self.begun: list[int] = prompt[len(prompt) - request.continued_tokens :].tolist()
         """Tokens of the response that are part of the prompt; only its text and its stop strings need them."""
         self.tokens: list[int] = []
+        self.key = self._key()
+        """Key of the context to prefill: equal keys = equal contexts of one adapter."""
         self.log_probs: list[float] = []
         self.spans: list[tuple[int, int]] = []
         """Spans, as (version, index of its first token)."""
@@ -121,6 +124,7 @@ class Sequence:
         self.table: BlockTable | None = None
         """Blocks of its keys and values, while it runs."""
         self._digests: list[bytes] = []
+        self._digest_root = b""
         self.experts = experts
         """Experts of its tokens; None = they are not requested."""
         self.retractions = 0
@@ -135,11 +139,19 @@ class Sequence:
         """Return all tokens so far, the prompt's included."""
         return np.concatenate((self.prompt, np.asarray(self.tokens, np.int32))) if self.tokens else self.prompt
 
-    def digests(self, num_tokens: int) -> list[bytes]:
-        """Return the digests of the full blocks of the first tokens: each of all tokens up to the block's end."""
+    def _key(self) -> bytes:
+        return self.adapter.encode() + b"\0" + self.context().tobytes()
+
+    def digests(self, num_tokens: int, version: int) -> list[bytes]:
+        """Return the digests of the full blocks of the first tokens: each of the adapter, the ``version`` of its
+        weights, and all tokens up to the block's end.
+        """
+        root = f"{self.adapter}@{version}".encode()
+        if root != self._digest_root:
+            self._digests, self._digest_root = [], root
         num_blocks = num_tokens // BLOCK
         if len(self._digests) < num_blocks:
-            context, digest = self.context(), self._digests[-1] if self._digests else b""
+            context, digest = self.context(), self._digests[-1] if self._digests else root
             for block in range(len(self._digests), num_blocks):
                 tokens = context[block * BLOCK : (block + 1) * BLOCK].tobytes()
                 digest = blake2b(digest + tokens, digest_size=DIGEST_BYTES).digest()
@@ -178,7 +190,7 @@ class Sequence:
     def retract(self) -> None:
         """Count a return to the queue. The keys and values are gone, so the key is made of the whole context."""
         self.retractions += 1
-        self.key = self.context().tobytes()
+        self.key = self._key()
 
     def weight_versions(self, num_tokens: int) -> list[JsonObject]:
         """Return the spans of the first ``num_tokens`` tokens, empty ones left out."""

@@ -3,6 +3,9 @@
     begin -> bucket, bucket, ... -> end = flip between two decoding steps
                                     (refused unless every tensor was received exactly once)
 
+An update may have an adapter: together with all weights, or alone. Alone it is added to the served weights, which stay
+as they are, and no standby copy is needed.
+
 Any failure before the flip (a lost peer, a deadline, a wrong tensor, another begin) discards the standby copy and
 leaves the served weights as they are. Where the memory of the weights has been released there are none to serve: the
 first complete update after its resume brings them, and until then nothing is generated. Used in the loop's thread;
@@ -11,7 +14,7 @@ blocking work runs in other threads.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from tidemill.actors.body_decoder import decode
 from tidemill.actors.errors import PeerTransferRefused, UpdateRefused
+from tidemill.actors.serving.builtin.lora import Adapter, IncomingAdapter
 from tidemill.actors.serving.builtin.receiving import Incoming, JoinedGroup, Update, bucket_of
 from tidemill.actors.serving.builtin.scheduler import Scheduler
 from tidemill.actors.serving.builtin.weights import (
@@ -38,8 +42,11 @@ from tidemill.actors.serving.port import COMMAND_S, Body
 from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS, Updates
 from tidemill.bus.system.functions import errors_as
 from tidemill.weightstore.errors import WeightstoreError
+from tidemill.weightstore.format import adapters
+from tidemill.weightstore.format.adapters import AdapterHeader, MergedTensors, base_digest
 from tidemill.weightstore.format.checksums import ChecksumReport, report_checksums, sha256
-from tidemill.weightstore.format.manifest import Bucket, TensorSpec
+from tidemill.weightstore.format.manifest import Bucket, TensorSpec, spec_of
+from tidemill.weightstore.store import snapshot_files
 from tidemill.weightstore.transport.handles import Offered
 
 log = logging.getLogger(__name__)
@@ -59,6 +66,10 @@ class BuiltinUpdates(Updates):
             self._sizes[HEAD] = self._sizes[EMBEDDING]
         self._served: Weights | None = served
         self._scheduler = scheduler
+        self._adapter: Adapter | None = None
+        """The adapter that is added to the served weights; None = there is none, or it is merged into them."""
+        self._base = ""
+        """Digest of the served weights without the adapter; "" = not computed since they changed."""
         self._standby: Weights | None = None
         self._open: Update | None = None
         self._groups: dict[str, JoinedGroup] = {}
@@ -112,6 +123,26 @@ class BuiltinUpdates(Updates):
         return self._scheduler.version
 
     @property
+    def weights(self) -> Weights | None:
+        """Weights that requests are answered with; None while their memory is released."""
+        return self._served
+
+    @property
+    def standby(self) -> Weights | None:
+        """Copy that the next update is written into, from the first update on."""
+        return self._standby
+
+    @property
+    def open_update(self) -> Update | None:
+        """Update that has begun and not ended."""
+        return self._open
+
+    @property
+    def groups(self) -> Mapping[str, JoinedGroup]:
+        """Groups of senders that this engine has joined, by name."""
+        return self._groups
+
+    @property
     def whole(self) -> bool:
         return self._served is not None
 
@@ -132,7 +163,8 @@ class BuiltinUpdates(Updates):
             if WEIGHTS in tags:
                 if self._open is not None:
                     self._discard("the memory of the weights is released")
-                self._served = self._standby = None
+                self._served = self._standby = self._adapter = None
+                self._base = ""
             await asyncio.to_thread(empty_cache, self._device)
         self._log_memory("released", tags, tokens)
 
@@ -167,21 +199,36 @@ class BuiltinUpdates(Updates):
 
     # -- an update
 
-    async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
-        """Open an update, with a standby copy to write. ``timeout_s`` is not used: each bucket has its own."""
-        update = self._open_update(version, "another one begins")
+    async def begin(
+        self, version: int | None, timeout_s: float = COMMAND_S, adapter: AdapterHeader | None = None
+    ) -> None:
+        """Open an update, with a standby copy to write unless it has an adapter alone. ``timeout_s`` is not used: each
+        bucket has its own.
+        """
+        update = self._open_update(version, "another one begins", adapter=adapter)
         self.begun += 1
         async with self._writing:
-            await self._ensure_standby()
+            if update.has_weights:
+                await self._ensure_standby()
+            else:
+                assert adapter is not None
+                with self._discarding(update, "adapter"):
+                    await self._require_base(adapter.base)
         self._check_current(update)
 
     async def receive(
-        self, buckets: Sequence[tuple[str, Sequence[TensorSpec]]], *, version: int | None, timeout_s: float, serve: bool
+        self,
+        buckets: Sequence[tuple[str, Sequence[TensorSpec]]],
+        *,
+        version: int | None,
+        timeout_s: float,
+        serve: bool,
+        adapter: AdapterHeader | None = None,
     ) -> float | None:
         """Begin an update, receive every bucket within ``timeout_s`` each over the named process group, and with
         ``serve`` end it. Returns seconds as ``end``, or None without ``serve``.
         """
-        await self.begin(version)
+        await self.begin(version, adapter=adapter)
         update = self._current()
         for group_name, messages in groupby(buckets, key=lambda named: named[0]):
             await self._receive_all(update, group_name, [bucket_of(specs) for _, specs in messages], timeout_s)
@@ -210,7 +257,7 @@ class BuiltinUpdates(Updates):
                 try:
                     for bucket in buckets:
                         self._check_current(update)
-                        incoming.append(await self._receive(group, bucket, timeout_s))
+                        incoming.append(await self._receive(update, group, bucket, timeout_s))
                         if len(incoming) > 1:
                             await self._write(update, incoming.pop(0))
                     while incoming:
@@ -233,10 +280,13 @@ class BuiltinUpdates(Updates):
                 )
             async with asyncio.timeout(timeout_s), self._writing:
                 self._check_current(update)
-                standby = self._standby
-                assert standby is not None
-                last = len(update.received) + len(bucket.specs) >= len(standby.named)
-                await self._write_standby(lambda: self._take(update, standby, bucket, offered.tensor(), last=last))
+                if (incoming := update.adapter_of(bucket)) is not None:
+                    await asyncio.to_thread(lambda: incoming.add(bucket, offered.tensor()))
+                else:
+                    standby = self._standby
+                    assert standby is not None
+                    last = len(update.received) + len(bucket.specs) >= len(standby.named)
+                    await self._write_standby(lambda: self._take(update, standby, bucket, offered.tensor(), last=last))
                 update.received.update(dict.fromkeys(spec.name for spec in bucket.specs))
 
     async def end(self, version: int | None) -> float:
@@ -254,12 +304,17 @@ class BuiltinUpdates(Updates):
         async with self._writing:
             return await self._load(update, directory)
 
-    def _open_update(self, version: int | None, reason: str, *, is_sent: bool = True) -> Update:
+    def _open_update(
+        self, version: int | None, reason: str, *, is_sent: bool = True, adapter: AdapterHeader | None = None
+    ) -> Update:
         """Open an update. One that is open is discarded for the ``reason``."""
         self._require_weight_memory()
         if self._open is not None:
             self._discard(reason)
-        update = Update(self.epoch, version, is_sent=is_sent)
+        incoming = (
+            None if adapter is None else IncomingAdapter(adapter, self._shape, dtype=self._dtype, device=self._device)
+        )
+        update = Update(self.epoch, version, is_sent=is_sent, adapter=incoming)
         self._set_open(update)
         return update
 
@@ -270,6 +325,8 @@ class BuiltinUpdates(Updates):
         # safetensors raises its own errors
         refused = errors_as(lambda error: UpdateRefused(f"{directory}: {error}"), but=(UpdateRefused,))
         with self._discarding(update, str(directory)), refused:
+            if (directory / adapters.CONFIG).exists():
+                return await self._load_adapter(update, directory)
             standby = await self._ensure_standby()
             await self._write_standby(lambda: load_from_directory(standby, directory))
             self._check_current(update)
@@ -277,28 +334,66 @@ class BuiltinUpdates(Updates):
             self._check_whole(update)
             return await self._flip(update)
 
+    async def _load_adapter(self, update: Update, directory: Path) -> float:
+        """Load a snapshot of an adapter alone. Raises SnapshotBroken, UpdateRefused for one of other weights."""
+        await asyncio.to_thread(snapshot_files.verify, directory)
+        header, tensors = await asyncio.to_thread(adapters.read_directory, directory)
+        await self._require_base(header.base)
+        incoming = IncomingAdapter(header, self._shape, dtype=self._dtype, device=self._device)
+        incoming.check_new([spec_of(name, tensor) for name, tensor in tensors.items()], ())
+        await asyncio.to_thread(incoming.take, tensors.items())
+        self._check_current(update)
+        update.adapter = incoming
+        self._check_whole(update)
+        return await self._flip(update)
+
+    async def _require_base(self, base: str) -> None:
+        """Raise UpdateRefused unless the served weights, without their adapter, have this digest."""
+        if not self._base:
+            weights = self._served_weights()
+            self._base = base_digest(await asyncio.to_thread(report_checksums, weights.with_alias()))
+        if self._base != base:
+            raise UpdateRefused(f"adapter: want one of the weights {self._base}, which are served, got one of {base!r}")
+
     async def checksums(self) -> dict[str, str]:
         async with self._writing:  # a flip holds it, so these tensors are not written while they are read
-            named = self._served_weights().named
+            weights = self._served_weights()
+            named = self._merged(weights.named)
             return await asyncio.to_thread(lambda: {name: sha256([tensor]) for name, tensor in named.items()})
 
-    async def served(self) -> tuple[int, Weights]:
-        """Return the served version and its weights, into which the next push but one writes."""
+    async def served(self) -> tuple[int, Weights, Adapter | None]:
+        """Return the served version, its weights, into which the next push of weights but one writes, and the adapter
+        that is added to them.
+        """
         async with self._writing:
             if self._served is None:
                 raise PeerTransferRefused("the memory of the weights is released")
-            return self._scheduler.version, self._served
+            return self._scheduler.version, self._served, self._adapter
 
-    async def checksum_report(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
+    def _merged(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return served weights with the adapter added to them."""
+        return tensors if self._adapter is None else MergedTensors(tensors, self._adapter.named, self._adapter.scale)
+
+    async def checksum_report(self, *, of: str) -> tuple[int | None, ChecksumReport]:
         async with self._writing:
-            if not of_update:
-                tensors = self._served_weights().with_alias()
-                return self._scheduler.version, await asyncio.to_thread(report_checksums, tensors)
+            if of != "update":
+                tensors: Mapping[str, Tensor] = self._served_weights().with_alias()
+                if of == "served":
+                    tensors = self._merged(tensors)
+                report = await asyncio.to_thread(report_checksums, tensors)
+                if of == "base":
+                    self._base = base_digest(report)
+                return self._scheduler.version, report
             update = self._current()
             with self._discarding(update, "checksums"):
                 self._check_whole(update)
-            assert self._standby is not None
-            return update.version, await asyncio.to_thread(report_checksums, self._standby.with_alias())
+            received: dict[str, Tensor] = {}
+            if update.has_weights:
+                assert self._standby is not None
+                received |= self._standby.with_alias()
+            if update.adapter is not None:
+                received |= update.adapter.named
+            return update.version, await asyncio.to_thread(report_checksums, received)
 
     # -- inside
 
@@ -354,11 +449,13 @@ class BuiltinUpdates(Updates):
             )
         return self._standby
 
-    async def _receive(self, group: JoinedGroup, bucket: Bucket, timeout_s: float) -> Incoming:
+    async def _receive(self, update: Update, group: JoinedGroup, bucket: Bucket, timeout_s: float) -> Incoming:
         """Request the next message, into the standby copy if it has this layout, else into the group's memory."""
-        assert self._standby is not None
-        place = self._standby.place(bucket)
-        if place is not None:
+        place = None
+        if update.adapter_of(bucket) is None:
+            assert self._standby is not None
+            place = self._standby.place(bucket)
+        if place is not None and self._standby is not None:
             self._standby.writes += 1
         future = await group.receive(bucket.num_bytes, timeout_s, place)
         if place is not None:
@@ -373,9 +470,11 @@ class BuiltinUpdates(Updates):
         try:
             async with self._writing:
                 self._check_current(update)
-                standby = self._standby
-                assert standby is not None
-                if place is None or message.data_ptr() != place.data_ptr():
+                adapter, standby = update.adapter_of(bucket), self._standby
+                if adapter is not None:
+                    await asyncio.to_thread(adapter.add, bucket, message)
+                elif place is None or message.data_ptr() != place.data_ptr():
+                    assert standby is not None
                     await self._write_standby(lambda: self._copy(update, standby, bucket, message))
                 update.received.update(dict.fromkeys(spec.name for spec in bucket.specs))
         finally:
@@ -409,23 +508,29 @@ class BuiltinUpdates(Updates):
         self._check_current(update)
         if self._straight:
             raise UpdateRefused(f"{len(self._straight)} buckets have not been received completely")
-        assert self._standby is not None
         update.check_complete(self._standby)
 
     async def _flip(self, update: Update) -> float:
         update.check_version(self._scheduler.version)
-        assert self._standby is not None and update.version is not None
-        new = self._standby
+        assert update.version is not None
+        incoming = update.adapter
+        adapter = None if incoming is None else await asyncio.to_thread(incoming.built)
+        new = self._standby if update.has_weights else self._served
+        assert new is not None
         if not new.final:
             await self._write_standby(lambda: finalize(new))
         self._check_current(update)
         # Not by _set_open: requests that end before the flip still count as ended while an update was open.
         self._open = None
         self.settled.set()
-        old, stall_s = await asyncio.wrap_future(self._scheduler.flip(new, update.version))
+        old, stall_s = await asyncio.wrap_future(self._scheduler.flip(new, update.version, adapter))
         self._scheduler.updating = self._open is not None  # another update may have begun during the flip
-        self._served, self._standby = new, old
-        if update.announced:
-            self._order = tuple(update.received)
+        self._adapter = adapter
+        if not update.has_weights:
+            self._standby = None  # adapters need no second copy of the weights
+        else:
+            self._served, self._standby, self._base = new, old, ""
+            if update.announced:
+                self._order = tuple(name for name in update.received if name in self._sizes)
         self._record_update(update.version, update.epoch, stall_s)
         return stall_s

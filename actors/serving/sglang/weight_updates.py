@@ -26,6 +26,7 @@ from tidemill.actors.serving.sglang.tensors import HEAD, ServerLayout, SharedBuc
 from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS, Updates, require_all, require_new
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.weightstore.errors import WeightstoreError
+from tidemill.weightstore.format.adapters import AdapterHeader
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.format.manifest import Bucket
 from tidemill.weightstore.transport.handles import Offered
@@ -209,8 +210,12 @@ class SglangUpdates(Updates):
         await self.resume(frozenset({KV_CACHE}))
         return stall_s
 
-    async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
+    async def begin(
+        self, version: int | None, timeout_s: float = COMMAND_S, adapter: AdapterHeader | None = None
+    ) -> None:
         """Pause, and open an update."""
+        if adapter is not None:
+            raise UpdateRefused("adapter: want merged weights, which this engine alone receives")
         if version is None:
             raise UpdateRefused("begin: want weight_version")
         self._require_weight_memory()
@@ -279,14 +284,15 @@ class SglangUpdates(Updates):
         answer = await self._api.call("POST", "/weights_checker", {"action": "checksum"}, timeout_s=LOAD_S)
         return dict(answer["ranks"][0]["checksums"])
 
-    async def checksum_report(self, *, of_update: bool) -> tuple[int, ChecksumReport]:
+    async def checksum_report(self, *, of: str) -> tuple[int, ChecksumReport]:
         """Return (version, checksums). Raises CannotTell for checksums that cannot be compared."""
         if self._layout.not_comparable:
             raise CannotTell(self._api.url, self._layout.not_comparable)
-        version = self._open if of_update else self.version
+        is_update = of == "update"
+        version = self._open if is_update else self.version
         if version is None:
             raise UpdateRefused("checksums: there is no open update")
-        if of_update:
+        if is_update:
             self._check_whole("checksums")
         report = report_of(await self.checksums(), self._layout)
         if unknown := self._names - {name for part in report.parts for name in part.names}:

@@ -18,6 +18,8 @@ class SharedDirectory:
 
     carries = True
     """No process group: ``bucket`` delivers the bytes itself."""
+    adapters = False
+    """A run with LoRA sends merged weights."""
 
     def __init__(self, engine: WeightReceiver, root: Path) -> None:
         self.url, self._engine, self._root = engine.url, engine, root
@@ -26,7 +28,7 @@ class SharedDirectory:
     async def join(self, rendezvous: Rendezvous | None) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
 
-    async def begin(self, version: int) -> None:
+    async def begin(self, version: int, adapter: object = None) -> None:
         self._version, self._tensors = version, {}
 
     async def bucket(self, specs: Sequence[TensorSpec], flat: Payload) -> None:
@@ -34,7 +36,7 @@ class SharedDirectory:
         whole = Bucket(specs=tuple(specs), num_bytes=flat.numel())
         self._tensors |= {name: tensor.clone() for name, tensor in unflatten(whole, flat.cpu())}
 
-    async def checksums(self) -> None:
+    async def checksums(self, of: str = "update") -> None:
         return None
 
     async def end(self) -> float:

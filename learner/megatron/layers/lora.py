@@ -37,14 +37,14 @@ from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import stages
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron.layers.frozen import FrozenColumn, FrozenRow
-from tidemill.learner.settings.lora import WEIGHTS, LoraConfig
+from tidemill.learner.settings.lora import LoraConfig
+from tidemill.weightstore.format.adapters import WEIGHTS, matrices_of, merged
 from tidemill.weightstore.format.checksums import sum64
 
 MARK = ".lora_"
 """In the names of all parameters of adapters, and of no other."""
 LAYERS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 """Layers of a decoder layer that can have adapters."""
-_PEFT = "base_model.model."
 
 
 def is_adapter(name: str) -> bool:
@@ -278,16 +278,14 @@ class Adapters:
             if adapter is None:
                 yield name, tensor
                 continue
-            a_RI, b_OR = self._whole(adapter)
-            yield name, torch.add(tensor.float(), b_OR.float() @ a_RI.float(), alpha=self.config.scale).to(tensor.dtype)
+            yield name, merged(tensor, *self._whole(adapter), self.config.scale)
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole matrices of this stage under PEFT's names; collective over the tensor-parallel ranks."""
         for adapter in self._adapters.values():
             a_RI, b_OR = self._whole(adapter)
-            yield f"{_PEFT}{adapter.name}.lora_A.weight", a_RI
-            yield f"{_PEFT}{adapter.name}.lora_B.weight", b_OR
+            yield from zip(matrices_of(adapter.name), (a_RI, b_OR), strict=True)
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
@@ -298,8 +296,7 @@ class Adapters:
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
             for adapter in self._adapters.values():
-                for letter, mine in zip("AB", adapter.matrices, strict=True):
-                    name = f"{_PEFT}{adapter.name}.lora_{letter}.weight"
+                for letter, name, mine in zip("AB", matrices_of(adapter.name), adapter.matrices, strict=True):
                     split = adapter.layer._SPLIT.get(f"lora_{letter}_")
                     full_shape = [extent * (size if at == split else 1) for at, extent in enumerate(mine.shape)]
                     if name not in names or list(file.get_slice(name).get_shape()) != full_shape:

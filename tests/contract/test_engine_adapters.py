@@ -1,0 +1,157 @@
+"""Adapters beside the weights of the built-in engine against the same adapters merged into the weights: scores, rows of
+several adapters in one batch, and keys and values that belong to the adapter that wrote them.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.adapters import TARGETS, adapter, weights_of, with_adapter
+from tests.engine_decoding import load
+from tests.tiny_models import SERVED, write_tiny_model
+from tidemill.actors.errors import UpdateRefused
+from tidemill.actors.generate_body import SamplingParams
+from tidemill.actors.serving.builtin import decoder
+from tidemill.actors.serving.builtin.input_scores import without_cache
+from tidemill.actors.serving.builtin.lora import Adapter, AdapterRows, IncomingAdapter
+from tidemill.actors.serving.builtin.runner import ModelRunner
+from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest
+from tidemill.actors.serving.builtin.sequence import Sequence as Response
+from tidemill.actors.serving.builtin.weights import Weights
+from tidemill.weightstore.format.adapters import AdapterHeader
+from tidemill.weightstore.format.manifest import spec_of
+
+SCALE = 1.5
+
+
+def received(weights: Weights, matrices: dict[str, Tensor]) -> Adapter:
+    """Return an adapter as a push brings it."""
+    header = AdapterHeader(scale=SCALE, num_tensors=len(matrices))
+    incoming = IncomingAdapter(header, weights.shape, dtype=weights.dtype, device=weights.device)
+    incoming.check_new([spec_of(name, tensor) for name, tensor in matrices.items()], ())
+    incoming.take(matrices.items())
+    return incoming.built()
+
+
+def merged(weights: Weights, directory: Path, matrices: dict[str, Tensor]) -> Weights:
+    """Return the same weights with the adapter merged into them."""
+    merged_weights = Weights(weights.shape, dtype=weights.dtype, device=weights.device)
+    tensors = with_adapter(weights_of(directory), matrices, SCALE)
+    for name, tensor in merged_weights.named.items():
+        tensor.copy_(tensors[name])
+    merged_weights.finalize()
+    return merged_weights
+
+
+def log_probs(weights: Weights, tokens_BT: Tensor, uses: Sequence[AdapterRows] = ()) -> Tensor:
+    angles = decoder.RopeTable(weights, tokens_BT.shape[1]).at(torch.arange(tokens_BT.shape[1])[None])
+    x_BTE = decoder.forward(weights, tokens_BT, angles, without_cache, adapters=uses)
+    return decoder.logits(weights, x_BTE).log_softmax(-1)
+
+
+def near(got: Tensor, want: Tensor) -> bool:
+    """Return whether log-probs are within 1e-5 of the largest, as the decoder's are of transformers'."""
+    return bool((got - want).abs().max() <= 1e-5 * want.abs().max())
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    family=st.sampled_from([family for family in SERVED if family != "qwen3_moe"]),
+    targets=st.sets(st.sampled_from(TARGETS), min_size=1),
+    rank=st.sampled_from([1, 3, 8]),
+    seed=st.integers(0, 1000),
+)
+@torch.inference_mode()
+def test_rows_with_several_adapters_score_as_merged_weights(
+    family: str, targets: set[str], rank: int, seed: int
+) -> None:
+    """Rows of two adapters and of none in one batch: each within 1e-5 of the largest log-prob of its merged model."""
+    with TemporaryDirectory() as directory:
+        weights = load(write_tiny_model(Path(directory), family))
+        named = weights_of(Path(directory))
+        # GLM-4 has gate and up in one matrix, which has no adapter.
+        targets = {target for target in targets if any(f".{target}." in name for name in named)} or {"q_proj"}
+        matrices = [adapter(named, seed + number, rank=rank, targets=targets) for number in range(2)]
+        models = [weights, *(merged(weights, Path(directory), one) for one in matrices)]
+    adapters = [received(weights, one) for one in matrices]
+    draws = torch.Generator().manual_seed(seed)
+    tokens_BT = torch.randint(3, 299, (5, 24), generator=draws)
+    owners = torch.randint(0, 3, (5,), generator=draws)
+    uses = [AdapterRows(adapters[number], (owners == number + 1).nonzero()[:, 0]) for number in range(2)]
+    got = log_probs(weights, tokens_BT, uses)
+    for row, owner in enumerate(owners.tolist()):
+        want = log_probs(models[owner], tokens_BT[row, None])[0]
+        assert near(got[row], want)
+        if owner:
+            assert (want - log_probs(weights, tokens_BT[row, None])[0]).abs().max() > 1e-3, "the adapter has an effect"
+    alone = log_probs(weights, tokens_BT, [AdapterRows(adapters[0], None)])
+    assert near(alone, log_probs(models[1], tokens_BT))
+
+
+@torch.inference_mode()
+def test_a_runner_decodes_rows_of_different_lengths_with_their_adapters(tmp_path: Path) -> None:
+    """Prefill, then steps in which the rows are sorted by length, against merged weights without a cache."""
+    weights = load(write_tiny_model(tmp_path))
+    matrices = {name: adapter(weights_of(tmp_path), seed) for seed, name in enumerate(("", "second"))}
+    models = {name: merged(weights, tmp_path, one) for name, one in matrices.items()} | {"none": weights}
+    runner = ModelRunner(weights, num_blocks=64)
+    runner.adapters = {name: received(weights, one) for name, one in matrices.items()}
+    runner.memory.touch(64)
+    draws = np.random.default_rng(3)
+    names = ["second", "", "none", "", "second"]
+    rows = [draws.integers(3, 299, length).astype(np.int32) for length in (5, 90, 17, 33, 100)]
+    tables = [list(range(8 * row, 8 * row + 8)) for row in range(5)]
+    scores, _ = runner.prefill(rows, [0] * 5, tables, range(5), names)
+    for _ in range(3):
+        for row, name in enumerate(names):
+            want = log_probs(models[name], torch.from_numpy(rows[row].astype(np.int64))[None])[0, -1]
+            assert near(scores[row].log_softmax(-1), want)
+        rows = [np.append(row, draws.integers(3, 299)).astype(np.int32) for row in rows]
+        runner.set_rows(tables, names)
+        scores = runner.decode(
+            np.array([row[-1] for row in rows], np.int64), np.array([len(row) - 1 for row in rows], np.int64)
+        )
+
+
+def test_digests_of_blocks_have_the_adapter_and_its_version() -> None:
+    model = Model(eos_ids=frozenset(), max_context=512, text=None)
+
+    def response(adapter_name: str) -> Response:
+        request = ResponseRequest(
+            rid="r", prompt=np.arange(64, dtype=np.int32), params=SamplingParams(), seed=1, adapter=adapter_name
+        )
+        return Response(request, model=model, sink=lambda *_: None)
+
+    same, other = response("a"), response("b")
+    digests = [same.digests(64, 1), other.digests(64, 1), same.digests(64, 2)]
+    assert len({digest for of_blocks in digests for digest in of_blocks}) == 12
+    assert same.digests(64, 1) == response("a").digests(64, 1) == digests[0]
+    assert same.key != other.key and same.key == response("a").key
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tensors: tensors.popitem(), "adapter: want 28 tensors, got 27"),
+        (lambda tensors: tensors.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 64)}), "no tensor"),
+        (lambda tensors: tensors.update({next(iter(tensors)): torch.ones(4, 7)}), "want shape"),
+        (lambda tensors: tensors.update({next(iter(tensors)): torch.ones(5, 64)}), "want A and B of one rank"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, change: object, reason: str) -> None:
+    weights = load(write_tiny_model(tmp_path))
+    tensors = adapter(weights_of(tmp_path), 1)
+    change(tensors)  # type: ignore[operator]
+    header = AdapterHeader(scale=SCALE, num_tensors=28)
+    incoming = IncomingAdapter(header, weights.shape, dtype=weights.dtype, device=weights.device)
+    with pytest.raises(UpdateRefused, match=reason):
+        incoming.check_new([spec_of(name, tensor) for name, tensor in tensors.items()], ())
+        incoming.take(tensors.items())
+        incoming.built()
