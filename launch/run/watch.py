@@ -46,8 +46,15 @@ class RunLines:
         self._files, self._on_event = [GrowingFile(file) for file in files], on_event
         self._unwritten = ""  # Reason why lines wait to be written; empty while none do
 
-    def add(self, file: int, line: Mapping[str, object]) -> None:
-        """Add a line of metrics (0) or of evaluations (1)."""
+    def add_step(self, line: Mapping[str, object]) -> None:
+        """Add a line of metrics."""
+        self._add(0, line)
+
+    def add_scores(self, line: Mapping[str, object]) -> None:
+        """Add a line of evaluations."""
+        self._add(1, line)
+
+    def _add(self, file: int, line: Mapping[str, object]) -> None:
         if self._files:
             self._files[file].append(line)
             self.write()
@@ -181,7 +188,7 @@ class RunWatch:
                 self.outcomes[record.step] = record
                 self.reached_s.setdefault(record.step, self.elapsed_s)
                 seconds = round(self.reached_s[record.step], 3)
-                self._lines.add(0, {"step": record.step, "epoch": record.epoch, "seconds": seconds, **record.metrics})
+                self._lines.add_step({"step": record.step, "epoch": record.epoch, "seconds": seconds, **record.metrics})
             elif isinstance(record, Evaluated) and record.epoch > self.after_epoch:
                 self.note_scores(record)
 
@@ -190,7 +197,7 @@ class RunWatch:
         before = self.evaluated.get((record.version, record.dataset))
         self.evaluated[record.version, record.dataset] = record
         if before is None or before.metrics != record.metrics:
-            self._lines.add(1, summary.scores_line(record))
+            self._lines.add_scores(summary.scores_line(record))
 
     async def await_answers(self) -> None:
         """Background loop: the beginning and the end of a time in which the bus does not answer are events."""

@@ -140,8 +140,8 @@ def _refuse_single_underscores(name: str, path: str) -> None:
     meant = next((setting for setting in known if setting.replace(".", "_") == path.replace(".", "_")), None)
     if meant is not None and path not in known:
         variable = ENVIRONMENT_PREFIX + meant.replace(".", "__").upper()
-        want = f"two underscores where a dot is in {meant}"
-        raise SettingsError(f"environment {name}: want {want}, got one; did you mean {variable}?")
+        cure = f"did you mean {variable}?"
+        raise SettingsError(f"environment {name}: want two underscores where a dot is in {meant}, got one; {cure}")
 
 
 def _paths(section: type, prefix: str) -> Iterator[str]:
