@@ -1,15 +1,28 @@
-"""Settings of actors and engines."""
+"""Settings of actors, engines, teachers and routers."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from pydantic.json_schema import SkipJsonSchema
 
-from tidemill.actors.teacher_settings import Teachers
-from tidemill.bus.section import BASIC, Derived, NotNegative, NotNegativeFloat, OrAuto, Positive, PositiveFloat, section
-from tidemill.bus.wire.json_object import JsonObject
-from tidemill.rewards.part_settings import SCORE, RewardParts
+from tidemill.bus.section import (
+    BASIC,
+    Derived,
+    NotNegative,
+    NotNegativeFloat,
+    OrAuto,
+    Positive,
+    PositiveFloat,
+    Sections,
+    refusal,
+    section,
+    short,
+)
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.rewards.part_settings import SCORE, RewardParts, fits
 
 OF_RANKS = (
     ("tp_size", "tensor_parallel_size", "tp"),
@@ -17,6 +30,20 @@ OF_RANKS = (
     ("dp_size", "data_parallel_size", "dp"),
 )
 """Arguments of SGLang, each with its other names; their product is the number of its devices."""
+
+
+def _server(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise refusal("http://HOST:PORT")
+    return url.rstrip("/")
+
+
+Server = Annotated[str, AfterValidator(_server)]
 
 
 @section
@@ -137,6 +164,47 @@ class ScorersConfig:
 
 @section
 @dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """One teacher, an entry of ``actor.teachers``."""
+
+    name: SkipJsonSchema[str] = field(default="", init=False)
+    urls: Annotated[
+        tuple[Server, ...], Strict(False), BeforeValidator(lambda urls: [urls] if isinstance(urls, str) else urls)
+    ] = ()
+    """Addresses of its servers with SGLang's HTTP API: SGLang, ``tidemill teacher``, or a router before several."""
+    url: Server | None = None
+    """One more of these addresses."""
+    model: str = ""
+    """Directory of its model: ``tidemill up`` serves it on this machine's CPUs (built-in engine), and sets ``urls``."""
+    when: JsonObject = field(default_factory=dict)
+    """Metadata that a row must have for this teacher to score its samples; empty = any row."""
+
+    def __post_init__(self) -> None:
+        if not self.servers and not self.model:
+            want = "want urls, of servers that run, or model, a directory that `tidemill up` serves"
+            raise ValueError(f"urls: {want}; got neither")
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """All addresses of its servers."""
+        return self.urls if self.url is None else (*self.urls, self.url)
+
+    def applies(self, metadata: JsonMapping) -> bool:
+        """Return whether this teacher scores the samples of a row with such metadata."""
+        return fits(self.when, metadata)
+
+
+Teachers = Sections[Annotated[TeacherConfig, short("url", TeacherConfig)]]
+"""The teachers by name, in order: the first that applies to a row scores its samples."""
+
+
+def chosen(teachers: Iterable[TeacherConfig], metadata: JsonMapping) -> TeacherConfig | None:
+    """Return the first teacher that applies to a row with such metadata; None = none does."""
+    return next((teacher for teacher in teachers if teacher.applies(metadata)), None)
+
+
+@section
+@dataclass(frozen=True, kw_only=True)
 class ActorConfig:
     """The rollout loop."""
 
@@ -203,3 +271,70 @@ class ActorConfig:
         if self.group_reward_when and not (self.group_reward and (self.reward or self.reward_parts)):
             want = "want group_reward, and reward or reward_parts for the rows that it does not fit"
             raise ValueError(f"group_reward_when: {want}, got {self.group_reward_when!r:.200}")
+
+
+@section
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """One router."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; auto = the address of the interface that leads to the bus. Any address but loopback
+    requires a key of the run, and so a bus.
+    """
+    advertise: str = ""
+    """Host, or host:port, at which other processes reach it, where that is not ``host``."""
+    insecure: bool = False
+    """Answer other machines without a key; without a bus, obey ``/add_worker`` and ``/remove_worker`` too."""
+    port: int = 0
+    """0 = any free one."""
+    workers: tuple[str, ...] = ()
+    """URLs of engines known from the start, besides those on the bus."""
+    middleware: tuple[str, ...] = ()
+    """``package.module:factory`` each, outermost first; ``factory(config)`` returns a ``exchange.Middleware``."""
+    model: str = ""
+    """Directory of the model with the tokenizer and the chat template that the middleware uses."""
+    timeout_s: PositiveFloat = 3600.0
+    """Time limit of a request, from its arrival to the last byte of its answer."""
+    idle_s: PositiveFloat = 600.0
+    """Time limit between two chunks of an answer, and for a client to accept one."""
+    connect_s: PositiveFloat = 5.0
+    """Time limit of a connection to an engine."""
+    wait_s: PositiveFloat = 60.0
+    """Longest wait of a request for an engine that serves."""
+    retries: NotNegative = 3
+    """Further attempts at a request that can be repeated safely, each at another engine if there is one."""
+    health_every_s: PositiveFloat = 1.0
+    """Interval of the health checks of an engine."""
+    health_timeout_s: PositiveFloat = 5.0
+    """Time limit of one health check."""
+    health_failures: Positive = 3
+    """Health checks in a row without an answer after which an engine gets no requests until it answers again."""
+    max_sessions: Positive = 100_000
+    """Maximum number of sessions with a remembered engine; the sessions unused for longest are evicted first."""
+    max_text: Positive = 64 << 20
+    """Maximum number of characters and tokens of prompts and responses that the token-exact middleware remembers."""
+    paths: tuple[str, ...] = ()
+    """Further paths that are forwarded, for a middleware or other engines; a part in braces stands for any name."""
+    max_body_bytes: Positive = 64 << 20
+    """Maximum size in bytes of a request's body."""
+
+    def __post_init__(self) -> None:
+        for path in self.paths:
+            if not path.startswith("/"):
+                raise ValueError(f"paths: want paths that begin with /, got {path!r}")
+        for url in self.workers:
+            check_url(url)
+
+
+def check_url(url: object) -> str:
+    """Return an engine's URL without a slash at its end. Raises ValueError unless it is http or https, with a host."""
+    try:
+        parts = urlsplit(url if isinstance(url, str) else "")
+        name = (parts.hostname or "").encode("idna")
+        is_valid = parts.scheme in ("http", "https") and name and parts.port != 0
+    except ValueError:  # no port, no address in brackets, a part of the name that is empty or too long
+        is_valid = False
+    if not isinstance(url, str) or not is_valid or not url.isprintable() or " " in url:
+        raise ValueError(f"worker: want a URL like http://host:port, got {url!r}")
+    return url.rstrip("/")

@@ -14,8 +14,8 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from tidemill.actors.body_decoder import decode, known_fields, shortened
 from tidemill.actors.errors import BadRequest
+from tidemill.actors.http_api import decode, known_fields, shortened
 
 LOWEST_TEMPERATURE = 1e-6
 """Lowest temperature but 0. SGLang decodes greedily below it."""
@@ -62,7 +62,6 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     """Keep the stop string or token that ended the response in its text."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values that bounds cannot describe."""
         check_temperature(self.temperature)
         if self.top_k == 0:
             raise ValueError("top_k: want an integer >= 1 and < 2^31, or -1 for the whole vocabulary, got 0")

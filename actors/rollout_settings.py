@@ -210,7 +210,6 @@ class RolloutPrograms:
         return {name: rollout for name, rollout in self.rollouts.items() if not rollout.recorded}
 
     def only(self, names: Collection[str]) -> "RolloutPrograms":
-        """Return those with these names."""
         rollouts = {name: rollout for name, rollout in self.rollouts.items() if name in names}
         return dataclasses.replace(self, rollouts=rollouts)
 

@@ -16,10 +16,9 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.actors.config import ActorConfig
+from tidemill.actors.config import ActorConfig, TeacherConfig, chosen
 from tidemill.actors.engines.engine_client import error_of_call
 from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
-from tidemill.actors.teacher_settings import TeacherConfig, chosen
 from tidemill.bus.errors import DetailedError
 from tidemill.bus.http.client import ApiClient
 from tidemill.bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
@@ -92,6 +91,7 @@ def scores_in(answer: object, response: NDArray[np.int32], *, temperature: float
 
 def _require_temperature(meta: JsonMapping, temperature: float, url: str) -> None:
     """Raise EngineFailed for scores at another temperature. SGLang names none, and scores input at 1 (0.5.23)."""
+    # A KL between distributions at two temperatures is none between the models (decision 042).
     scored_at = float(meta.get("input_logprobs_temperature", 1.0))
     if scored_at != temperature:
         raise EngineFailed(
@@ -144,7 +144,6 @@ class Teachers:
         return _with_scores(sample, await asyncio.gather(*scorings), self._config.teacher_top_k)
 
     async def close(self) -> None:
-        """Close the connections."""
         for server in self._servers.values():
             await server.close()
 

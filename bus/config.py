@@ -12,21 +12,15 @@ from pydantic.json_schema import SkipJsonSchema
 from tidemill.bus.errors import Unquotable
 from tidemill.bus.section import Derived, Name, NotNegative, OneOf, Positive, PositiveFloat, section
 
-SINGLE_TURN = "single_turn"
-"""Name of the rollout that is none: an engine is asked once."""
-RUN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""A run's name can be part of a subject and of a stream's name."""
+SINGLE_TURN = "single_turn"  # Name of the rollout that is none: an engine is asked once
+RUN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # A run's name can be part of a subject and of a stream's name
+# Control characters, and bytes of a file's name that are no UTF-8: the configuration of nats-server cannot hold them
 UNQUOTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters, and bytes of a file's name that are no UTF-8: the configuration of nats-server cannot hold them.
-"""
-MAX_REPLICAS = 5
-"""Copies of a stream that nats-server keeps at most."""
+MAX_REPLICAS = 5  # Copies of a stream that nats-server keeps at most
+# Share of a disk's free room that an embedded server takes for its store, beside what the store holds already
 STORE_SHARE = 0.75
-"""Share of a disk's free room that an embedded server takes for its store, beside what the store holds already."""
+# Oldest version of nats-server. Older ones silently ignore settings we need (several filter subjects, stream metadata).
 OLDEST_SERVER = (2, 10)
-"""Oldest version of nats-server. Older ones silently ignore settings we need (several filter subjects, stream
-metadata).
-"""
 
 
 @section

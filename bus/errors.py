@@ -90,7 +90,6 @@ class Forbidden(DetailedError, BusError):
 
     @property
     def named_user(self) -> str:
-        """The user's name as the message shows it."""
         return self.user or "(none)"
 
 
@@ -140,11 +139,11 @@ class UnknownSchema(WireError):
     """The message was written by a program with another schema number."""
 
 
+# Cures of rows whose values no process can restore from other records; the learner restores all others
 _ROW_CURES = {
     "run.epoch": 'end every learner of the run, then store {"epoch": N} with N above every epoch it had',
     "run.checkpoint": 'store {"directory": PATH, "step": N} of its newest checkpoint',
 }
-"""Cures of rows whose values no process can restore from other records; the learner restores all others."""
 
 
 class UnreadableRow(WireError):
@@ -155,7 +154,6 @@ class UnreadableRow(WireError):
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a process that this ends."""
         return exit_codes.CONFIG if self.field in _ROW_CURES else exit_codes.CRASHED
 
     @property
@@ -213,7 +211,6 @@ class NoRoom(DetailedError, BusError):
 
     @property
     def max_gb(self) -> float:
-        """Size that the stream may have, in GB."""
         return self.max_bytes / 1e9
 
     @property

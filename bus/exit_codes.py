@@ -12,17 +12,13 @@ import sys
 from collections.abc import Callable, Iterable
 
 DONE, CRASHED, WRONG_USE, NOT_IN_TIME = 0, 1, 2, 75
-TAKEN_OVER = 76
-"""Another learner has taken over the run: two supervisors would fence each other's learners for ever."""
-CONFIG = 78
-"""Settings or data that no restart can cure (EX_CONFIG of sysexits.h)."""
+TAKEN_OVER = 76  # Another learner has taken over the run: two supervisors would fence each other's learners for ever
+CONFIG = 78  # Settings or data that no restart can cure (EX_CONFIG of sysexits.h)
 FINAL = frozenset({WRONG_USE, TAKEN_OVER, CONFIG})
-LINE = "error: "
-"""Prefix of the last line of a process that ends by an error; the message follows."""
+LINE = "error: "  # Prefix of the last line of a process that ends by an error; the message follows
 
 
 def of(error: BaseException) -> int:
-    """Return the exit code of a process that ends by ``error``."""
     return int(getattr(error, "exit_code", CRASHED))
 
 

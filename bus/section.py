@@ -19,7 +19,6 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    Strict,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
@@ -30,11 +29,10 @@ from tidemill.bus.errors import DetailedError
 
 SHOWN_CHARACTERS = 120
 AUTO = "auto"
-BASIC = Field(json_schema_extra={"advanced": False})
-"""Mark of a setting that most runs set; all others are advanced."""
-IMPORT_PATH = "module:function"
-"""Choice of a function of the user's own."""
+BASIC = Field(json_schema_extra={"advanced": False})  # Mark of a setting that most runs set; all others are advanced
+IMPORT_PATH = "module:function"  # Choice of a function of the user's own
 _CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+# Texts behind ``want``, by pydantic's type of the error
 _KINDS: Mapping[str, str] = {
     "int_type": "a whole number, such as 3",
     "float_type": "a number, such as 0.5",
@@ -55,7 +53,6 @@ _KINDS: Mapping[str, str] = {
     "string_pattern_mismatch": "text like {pattern}",
     "wanted": "{want}",
 }
-"""Texts behind ``want``, by pydantic's type of the error."""
 _CURES: Mapping[str, str] = {"finite_number": "; remove the setting to use its default"}
 
 Section = TypeVar("Section")
@@ -64,11 +61,8 @@ NotNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Texts = Annotated[tuple[str, ...], Strict(False)]
-"""Texts of an entry of a map, where pydantic has a list."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-ShortName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
-"""Name that is a part of metrics and reasons."""
+ShortName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]  # Name that is a part of metrics and reasons
 
 
 def section(cls: type[Section]) -> type[Section]:
@@ -202,8 +196,8 @@ class Sections(dict[str, Section], Generic[Section]):
         given: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(entries)
+        # The map as it was written, for the digest of the run and to be stored
         self.given: dict[str, Any] = dict(given or {})
-        """The map as it was written, for the digest of the run and to be stored."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -267,7 +261,6 @@ class SectionRefused(DetailedError, ValueError):
 
     @property
     def text(self) -> str:
-        """The problems, one a line."""
         return "\n".join(problem.text for problem in self.problems)
 
 

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from tidemill.learner.algorithms.ratios import log_ratio, sequence_means, spread
     from tidemill.learner.algorithms.tokens import Tokens
     from tidemill.learner.debug.train_file import read_train
-    from tidemill.learner.filters.buffer_filters import FilterBuffer
-    from tidemill.learner.filters.filters import Decision, FilterGroup
+    from tidemill.learner.filters import Decision, FilterBuffer, FilterGroup
     from tidemill.learner.megatron.bridges.local_layers import LocalLayers
     from tidemill.learner.megatron.hooks import BeforeLogProbs, BeforeStep
 
@@ -20,10 +19,10 @@ _MODULES = {
     "AlgorithmConfig": "algorithms.config",
     "BeforeLogProbs": "megatron.hooks",
     "BeforeStep": "megatron.hooks",
-    "Decision": "filters.filters",
+    "Decision": "filters",
     "Denominators": "algorithms.aggregation",
-    "FilterBuffer": "filters.buffer_filters",
-    "FilterGroup": "filters.filters",
+    "FilterBuffer": "filters",
+    "FilterGroup": "filters",
     "LocalLayers": "megatron.bridges.local_layers",
     "PolicyLoss": "algorithms.policy_losses",
     "Tokens": "algorithms.tokens",

@@ -136,7 +136,7 @@ def _bound(path: str, text: str) -> int | None:
 
 
 BUILT_IN = ("equal_rewards", "gibberish", "length", "mean_reward", "repetition", "truncated")
-"""Names of the filters that ship (``learner/filters/filters.py``)."""
+"""Names of the filters that ship (``learner/filters.py``)."""
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -230,16 +230,12 @@ class DataConfig:
     reward_key: str = ""
     """Column with the name of a row's reward, or null; empty = none."""
     sampling_key: str = ""
-    """Column with a row's own temperature, max_new_tokens (at most ``sampling.max_new_tokens``), stop and
-    stop_token_ids, or null; empty = none.
-    """
+    """Column with a row's temperature, max_new_tokens (at most the run's), stop, stop_token_ids; empty = none."""
     tools_key: str = ""
     """Column with a row's tools (a list, or JSON text of one), or null: the chat template renders them. Empty = none.
     """
     rollout: str = ""
-    """Name of the rollout, an entry of ``rollouts``, that makes the samples of rows that name none; empty or
-    single_turn = single turns.
-    """
+    """Entry of ``rollouts`` for rows that name none; empty or single_turn = single turns."""
     rollout_key: str = ""
     """Column with the name of a row's rollout, single_turn, or null; empty = none."""
     responses_key: str = ""

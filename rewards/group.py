@@ -50,10 +50,10 @@ def relative_length(request: GroupRequest, *, weight: float = 1.0, right_at: flo
 
 TABLE = {
     "relative_length": "tidemill.rewards.group:relative_length",
-    "remote": "tidemill.rewards.http.remote:RemoteGroupReward",
+    "remote": "tidemill.rewards.remote:RemoteGroupReward",
 }
+# They ask a server, so an actor runs them in a child process, and a configuration from elsewhere is not trusted
 ASKING = frozenset({"remote"})
-"""They ask a server, so an actor runs them in a child process, and a configuration from elsewhere is not trusted."""
 
 
 # ---- contract
@@ -66,7 +66,6 @@ def _checked(name: str, result: object) -> list[Reward]:
 
 
 def group_fields(request: GroupRequest) -> JsonObject:
-    """Return the map that a request's JSON is."""
     return {"samples": [fields_of(sample) for sample in request.samples], "rewards": list(request.rewards)}
 
 
@@ -78,6 +77,7 @@ def _decode(fields: JsonMapping) -> GroupRequest:
     return GroupRequest(samples=tuple(map(to_request, fields["samples"])), rewards=tuple(fields["rewards"]))
 
 
+# The contract of rewards of groups: a GroupRequest in, a list of numbers or of named numbers out
 GROUP = Contract(
     word="group reward",
     options="group_reward_options",
@@ -88,7 +88,6 @@ GROUP = Contract(
     decode=_decode,
     checked=_checked,
 )
-"""The contract of rewards of groups: a GroupRequest in, a list of numbers or of named numbers out."""
 
+# A plain or an async callable; its keyword parameters are its options
 GroupReward = Callable[[GroupRequest], Sequence[Parts] | Awaitable[Sequence[Parts]]]
-"""A plain or an async callable; its keyword parameters are its options."""

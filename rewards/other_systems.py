@@ -15,7 +15,7 @@ from typing import Any
 
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import RewardFailed
-from tidemill.rewards.port import Parts, RewardRequest
+from tidemill.rewards.port import Parts, Reward, RewardRequest
 
 Call = tuple[tuple[object, ...], dict[str, object]]
 
@@ -78,12 +78,13 @@ def _trl(request: RewardRequest, options: Mapping[str, object]) -> Call:
     return (), {**{name: [value] for name, value in {**columns, **named}.items()}, **keywords}
 
 
+# Systems by the first word of a name, each with the function that returns the arguments
 SYSTEMS: Mapping[str, Callable[[RewardRequest, Mapping[str, object]], Call]] = {
     "slime": _slime,
     "verl": _verl,
     "trl": _trl,
 }
-"""Systems by the first word of a name, each with the function that returns the arguments."""
+# First parameters by which a function of a system is known
 SIGNATURES: Mapping[tuple[str, ...], str] = {
     ("args", "sample"): "slime",
     ("args", "samples"): "slime",
@@ -91,44 +92,33 @@ SIGNATURES: Mapping[tuple[str, ...], str] = {
     ("prompts", "completions"): "trl",
     ("completions",): "trl",
 }
-"""First parameters by which a function of a system is known."""
 
 
-class PeerReward:
-    """One function of another system, with its options."""
+def peer_reward(name: str, function: Callable[..., Any], options: Mapping[str, object], *, is_async: bool) -> Reward:
+    """Return a function of another system, SYSTEM:MODULE:NAME, as a reward. It raises RewardFailed for no reward."""
+    system = name.partition(":")[0]
 
-    def __init__(self, name: str, function: Callable[..., Any], options: Mapping[str, object]) -> None:
-        """``name``: SYSTEM:MODULE:NAME."""
-        self._name, self._function, self._options = name, function, options
-        self._system = name.partition(":")[0]
+    def called(request: RewardRequest) -> Any:
+        positional, named = SYSTEMS[system](request, options)
+        return function(*positional, **named)
 
-    def __call__(self, request: RewardRequest) -> Parts:
-        """Call the function. Raises RewardFailed for a result that is no reward."""
-        return self._reward(self._called(request))
+    async def score_async(request: RewardRequest) -> Parts:
+        return _parts(name, system, await called(request))
 
-    def _called(self, request: RewardRequest) -> Any:
-        positional, named = SYSTEMS[self._system](request, self._options)
-        return self._function(*positional, **named)
-
-    def _reward(self, result: object) -> Parts:
-        if self._system == "trl":
-            if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != 1:
-                raise RewardFailed(self._name, f"want a list with one reward, got {result!r}"[:300])
-            result = result[0]
-        if not isinstance(result, Mapping):
-            return result  # type: ignore[return-value]  # the caller checks it
-        parts = {str(name): number for name, value in result.items() if (number := _number(value)) is not None}
-        if "score" not in parts:
-            raise RewardFailed(self._name, f"want a number, or a map with a number under score, got {result!r}"[:300])
-        return parts
+    return score_async if is_async else lambda request: _parts(name, system, called(request))
 
 
-class AsyncPeerReward(PeerReward):
-    """One async function of another system."""
-
-    async def __call__(self, request: RewardRequest) -> Parts:  # type: ignore[override]
-        """Await the function. Raises RewardFailed for a result that is no reward."""
-        return self._reward(await self._called(request))
+def _parts(name: str, system: str, result: object) -> Parts:
+    if system == "trl":
+        if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != 1:
+            raise RewardFailed(name, f"want a list with one reward, got {result!r}"[:300])
+        result = result[0]
+    if not isinstance(result, Mapping):
+        return result  # type: ignore[return-value]  # the caller checks it
+    parts = {str(part): number for part, value in result.items() if (number := _number(value)) is not None}
+    if "score" not in parts:
+        raise RewardFailed(name, f"want a number, or a map with a number under score, got {result!r}"[:300])
+    return parts
 
 
 def path_in(name: str) -> str:

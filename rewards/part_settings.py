@@ -10,8 +10,7 @@ from tidemill.bus.section import Sections, section, short
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 SCORE = "score"
-BY_ROLLOUT = "by_rollout"
-"""``actor.reward`` of a run in which every episode gets its reward from its rollout."""
+BY_ROLLOUT = "by_rollout"  # ``actor.reward`` of a run in which every episode gets its reward from its rollout
 
 
 @section
@@ -34,8 +33,8 @@ class RewardPart:
         return fits(self.when, metadata)
 
 
+# The parts by name; one that is a text alone is the name of its reward
 RewardParts = Sections[Annotated[RewardPart, short("reward", RewardPart)]]
-"""The parts by name; one that is a text alone is the name of its reward."""
 
 
 def fits(when: JsonMapping, metadata: JsonMapping) -> bool:

@@ -3,7 +3,7 @@ process.
 
 A reward is a function from one finished response to a number. There is one contract for rewards
 (``rewards/registry.py``), one for rewards of groups, and one for the filters of the learner
-(``learner/filters/filters.py``). Knows no reward and no transport.
+(``learner/filters.py``). Knows no reward and no transport.
 """
 
 import base64
@@ -19,8 +19,7 @@ from tidemill.bus.system.functions import find_object
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Prompt, Status
 
-Parts = float | Mapping[str, float]
-"""A number, or named numbers; ``score`` is trained on."""
+Parts = float | Mapping[str, float]  # A number, or named numbers; ``score`` is trained on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +44,14 @@ class RewardRequest:
     """Messages of the episode, results of tools among them; empty for one call without messages."""
 
 
+# A plain or an async callable, whose keyword parameters are its options.
+#
+# If it raises, or returns a number that no sample may have (``bus/wire/invariants.py``), the sample is FAILED with that
+# reason.
 Reward = Callable[[RewardRequest], Parts | Awaitable[Parts]]
-"""A plain or an async callable, whose keyword parameters are its options.
 
-If it raises, or returns a number that no sample may have (``bus/wire/invariants.py``), the sample is FAILED with that
-reason.
-"""
-
+# A reward as an actor calls it, with options and a validated result. Raises TimeoutError, else RewardFailed.
 Scorer = Callable[[RewardRequest], Awaitable[float | dict[str, float]]]
-"""A reward as an actor calls it, with options and a validated result. Raises TimeoutError, else RewardFailed."""
 
 
 def from_request(request: RewardRequest) -> bytes:

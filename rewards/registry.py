@@ -16,13 +16,14 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.system.functions import Defect, FunctionRefused, described, errors_as, find_function, nearest, repr_at
 from tidemill.bus.wire.invariants import check_reward
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward, is_outside
-from tidemill.rewards.other_systems import AsyncPeerReward, PeerReward, path_in, system_of
+from tidemill.rewards.other_systems import path_in, peer_reward, system_of
 from tidemill.rewards.part_settings import BY_ROLLOUT
 from tidemill.rewards.port import Contract, Parts, RewardRequest, Scorer, from_request, to_request
 
+# Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop.
 TABLE = {
     "by_rollout": "tidemill.rewards.registry:by_rollout",
-    "code": "tidemill.rewards.code.tests_passed:code",
+    "code": "tidemill.rewards.builtin.code:code",
     "dapo": "tidemill.rewards.builtin.math_rewards:dapo",
     "deepscaler": "tidemill.rewards.builtin.math_rewards:deepscaler",
     "digits": "tidemill.rewards.builtin.text:digits",
@@ -32,51 +33,44 @@ TABLE = {
     "gpqa": "tidemill.rewards.builtin.text:gpqa",
     "gsm8k": "tidemill.rewards.builtin.math_rewards:gsm8k",
     "ifeval": "tidemill.rewards.builtin.ifeval:ifeval",
-    "judge": "tidemill.rewards.http.judge:Judge",
+    "judge": "tidemill.rewards.judge:Judge",
     "length": "tidemill.rewards.builtin.text:length",
     "math": "tidemill.rewards.builtin.math_rewards:math",
     "math_answer": "tidemill.rewards.builtin.math_answer:math_answer",
     "overlong": "tidemill.rewards.builtin.text:overlong",
     "math_verify": "tidemill.rewards.builtin.math_equality:math_verify",
     "regex": "tidemill.rewards.builtin.text:regex",
-    "remote": "tidemill.rewards.http.remote:Remote",
+    "remote": "tidemill.rewards.remote:Remote",
     "repetition": "tidemill.rewards.builtin.text:repetition",
-    "reward_model": "tidemill.rewards.http.judge:RewardModel",
+    "reward_model": "tidemill.rewards.judge:RewardModel",
     "sentence": "tidemill.rewards.builtin.text:sentence",
 }
-"""Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop."""
 
+# Built-in rewards that can take long, and run in child processes.
+#
+# ``ifeval`` is linear for each instruction, but the data decides how many a prompt has: ten, with a response of 400,000
+# characters, took 2 s.
 UNBOUNDED = frozenset({"code", "ifeval", "judge", "math_verify", "regex", "remote", "reward_model"})
-"""Built-in rewards that can take long, and run in child processes.
-
-``ifeval`` is linear for each instruction, but the data decides how many a prompt has: ten, with a response of 400,000
-characters, took 2 s.
-"""
 
 UNBOUNDED_WITH = {"math": "rest"}
 
-ASKING = frozenset({"judge", "remote", "reward_model"})
-"""Built-in rewards that ask a server."""
+ASKING = frozenset({"judge", "remote", "reward_model"})  # Built-in rewards that ask a server
+# They name servers, variables, files or programs: a configuration from elsewhere is not trusted with them
 NAMING = ASKING | {"code", "sentence"}
-"""They name servers, variables, files or programs: a configuration from elsewhere is not trusted with them."""
+# They run programs in a sandbox; ``obstacle()`` of their modules returns why this machine has none
 SANDBOXED = frozenset({"code"})
-"""They run programs in a sandbox; ``obstacle()`` of their modules returns why this machine has none."""
+# They compare the response with the label, which must be text or a number
 COMPARING = frozenset(
     {"dapo", "deepscaler", "digits", "exact", "f1", "gpqa", "gsm8k", "math", "math_answer", "math_verify"}
 )
-"""They compare the response with the label, which must be text or a number."""
-SEVERAL = frozenset({"deepscaler", "exact", "f1", "math", "math_verify"})
-"""They take a list of labels, too."""
+SEVERAL = frozenset({"deepscaler", "exact", "f1", "math", "math_verify"})  # They take a list of labels, too
 
-IN_THREAD = "in_thread"
-"""Option of plain (not async) rewards: run in a thread. Default: true for import paths."""
+IN_THREAD = "in_thread"  # Option of plain (not async) rewards: run in a thread. Default: true for import paths.
 
 _KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
-MAX_PARTS = 256
-"""Limit of the named numbers of a reward."""
-MAX_THREADS = 256
-"""Limit of threads per reward: a thread cannot be stopped, so calls that hang would accumulate."""
+MAX_PARTS = 256  # Limit of the named numbers of a reward
+MAX_THREADS = 256  # Limit of threads per reward: a thread cannot be stopped, so calls that hang would accumulate
 
 
 def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
@@ -130,7 +124,6 @@ class Bound:
 
     @property
     def is_async(self) -> bool:
-        """True if a call gives an awaitable."""
         return _is_async(self.function)
 
 
@@ -150,8 +143,8 @@ def bind(name: str, options: Mapping[str, object] | None = None, contract: Contr
     own_options = {option: value for option, value in (options or {}).items() if option != IN_THREAD}
     if contract is REWARD and (path := path_in(name)):
         function = _find(path, contract)
-        kind = AsyncPeerReward if _is_async(function) else PeerReward
-        return Bound(name, kind(name, function, own_options), {}, contract)
+        reward = peer_reward(name, function, own_options, is_async=_is_async(function))
+        return Bound(name, reward, {}, contract)
     function = _find(name, contract)
     if contract is REWARD and name not in TABLE and not inspect.isclass(function) and (system := system_of(function)):
         reason = f"its parameters are those of a reward of {system}; want {system}:{name}, which calls it so"
@@ -264,6 +257,7 @@ def _number(name: str, value: Any) -> float:
         raise RewardFailed(name, f"want a number, got {value!r}") from None
 
 
+# The contract of rewards: a RewardRequest in, a number or named numbers out
 REWARD = Contract(
     word="reward",
     options="reward_options",
@@ -274,7 +268,6 @@ REWARD = Contract(
     decode=to_request,
     checked=checked,
 )
-"""The contract of rewards: a RewardRequest in, a number or named numbers out."""
 
 
 def by_rollout(request: RewardRequest) -> float:

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.system.coroutines import first_error
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import score_of
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import ASKING as ASKING_OF_GROUPS
@@ -99,8 +99,8 @@ async def _named(part: RewardPart, scorer: Scorer, request: RewardRequest) -> fl
         raise RewardFailed(part.name, f"{part.name}: no result in time") from None
 
 
+# A reward of groups as an actor calls it: one checked reward for each sample. Raises RewardFailed, TimeoutError.
 GroupScorer = Callable[[GroupRequest], Awaitable[list[Reward]]]
-"""A reward of groups as an actor calls it: one checked reward for each sample. Raises RewardFailed, TimeoutError."""
 
 
 @asynccontextmanager

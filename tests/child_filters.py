@@ -8,8 +8,7 @@ import os
 import signal
 from typing import Any
 
-from tidemill.learner.filters.buffer_filters import FilterBuffer
-from tidemill.learner.filters.filters import Decision, FilterGroup
+from tidemill.learner.filters import Decision, FilterBuffer, FilterGroup
 
 
 def by_label(group: FilterGroup, *, dropped: list[int]) -> Any:

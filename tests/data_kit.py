@@ -1,12 +1,14 @@
 """Tasks, samples and rules for tests of the data: small, explicit, no model."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from tidemill.bus.wire.messages import Kind, Sample, Sampling, Span, Status, Task
 from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.settings.config import StalenessConfig
 
 RUN = "r"
 
@@ -18,8 +20,10 @@ def rules(**changes: Any) -> DataRules:
         "groups_per_step": 2,
         "max_lag": 1,
         "max_tokens_per_micro_batch": 32,
-    }
-    return DataRules(**(values | changes))
+    } | changes
+    names = {field.name for field in fields(StalenessConfig)} & values.keys()
+    staleness = StalenessConfig(**{name: values.pop(name) for name in names})
+    return DataRules(staleness=staleness, **values)
 
 
 def task(id: int, **changes: Any) -> Task:

@@ -24,7 +24,7 @@ from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.sglang.api import Api
 from tidemill.actors.serving.sglang.engine import SglangEngine
 from tidemill.actors.serving.sglang.server_process import STOP_S, command_line, server_child
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 
 START_S = 300.0
 MAX_RUNNING = 16

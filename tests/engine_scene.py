@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.waits import turn
-from tidemill.actors.engines.port import EngineInfo, Generation
+from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.server_discovery import ServerStatus
 from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.bus.errors import BusError
@@ -91,8 +91,8 @@ class ScriptedEngine:
     async def healthy(self) -> bool:
         return True
 
-    async def info(self) -> EngineInfo:
-        return EngineInfo(engine=self.url, version=3, model_path="", model_type="", max_context=64, details={})
+    async def version(self) -> int:
+        return 3
 
     async def close(self) -> None:
         self.closed = True

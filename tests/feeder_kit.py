@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.data_kit import RUN, sample
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.config import BusConfig
-from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.messages import Done, Kind, Plan, Requeue, Sample, Sampling, Settle, Task
 from tidemill.learner.batch.batch import StepBatch
-from tidemill.learner.batch.frames import encode
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.errors import LearnerError
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Last
+from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Last, encode_batch
 from tidemill.learner.feed.feeder import run_feeder
 from tidemill.learner.feed.feeder_settings import FeederPlaces, FeederSettings, ModelFacts
 from tidemill.learner.prompts.prompt_file import PromptFile
@@ -215,6 +214,6 @@ def digest(batch: StepBatch) -> str:
     """Return the digest of everything a rank trains on; the repetition flag and the checkpoint's bytes are not part of
     it.
     """
-    frames = encode(batch)
+    frames = encode_batch(batch)
     header = (batch.step, batch.dp_rank, batch.num_tokens, len(batch.micro_batches))
     return hashlib.sha256(repr(header).encode() + b"".join(bytes(frame) for frame in frames[2:])).hexdigest()

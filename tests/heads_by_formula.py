@@ -1,5 +1,5 @@
-"""The functions of ``tidemill.learner.megatron.layers.fused_heads`` in torch's operations: a reference, and a stand-in
-without Triton.
+"""The functions of ``tidemill.learner.megatron.layers.triton_kernels`` in torch's operations: a reference, and a
+stand-in without Triton.
 """
 
 import torch

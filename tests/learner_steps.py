@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.forked import Forked
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.wire.messages import Plan, Sample, Sampling, Span, Status
 from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.learner.batch.batch import StepBatch

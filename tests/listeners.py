@@ -16,17 +16,16 @@ import torch
 from tests.episode_kit import task
 from tests.router_kit import faulty
 from tests.tiny_models import write_tiny_model
-from tidemill.actors.config import EngineConfig, SglangConfig
+from tidemill.actors.config import EngineConfig, RouterConfig, SglangConfig
 from tidemill.actors.episodes.episode import Episode
 from tidemill.actors.episodes.gateway import Gateway
-from tidemill.actors.router.config import RouterConfig
 from tidemill.actors.router.server import RouterServer
 from tidemill.actors.router.token_history import ModelText
 from tidemill.actors.scoring.server import RewardServer
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.actors.serving.sglang.arguments import release_of
 from tidemill.actors.serving.sglang.engine import SglangEngine
-from tidemill.actors.serving.sglang.releases import release_of
 from tidemill.bus.client.addresses import HERE, Reach
 from tidemill.bus.http.access import Access, RunAccess, TokenAccess
 from tidemill.bus.http.listener import Listener

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from tests.learner_steps import rank_environment
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.sizes import num_senders
 from tidemill.learner.megatron.model import Policy

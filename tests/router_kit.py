@@ -13,11 +13,11 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from tidemill.actors.router.config import RouterConfig
+from tidemill.actors.config import RouterConfig
 from tidemill.actors.router.server import RouterServer
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.liveness.keys import RunKeys
-from tidemill.bus.server.ports import KeptPort
 
 LIMIT_S = 60.0
 

@@ -11,7 +11,7 @@ import logging
 import random
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,15 +33,12 @@ from tidemill.weightstore.store.snapshot_files import ASIDE, MANIFEST, SnapshotI
 
 _log = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20  # Bytes that are received, or hashed, at a time
 _MAX_MANIFEST_BYTES = 64 << 20
-"""Bytes that are received, or hashed, at a time."""
-_READ_S = 30.0
-"""Deadline for the next bytes of a server."""
+_READ_S = 30.0  # Deadline for the next bytes of a server
+# Deadline of a connection: a new one gets through at once when a network is back, while TCP's repeats get rare
 _CONNECT_S = 5.0
-"""Deadline of a connection: a new one gets through at once when a network is back, while TCP's repeats get rare."""
-_TRIES = 3
-"""Downloads of a file with a wrong digest. An interrupted one is continued by the next ``fetch``."""
+_TRIES = 3  # Downloads of a file with a wrong digest. An interrupted one is continued by the next ``fetch``.
 
 
 async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = None) -> SnapshotInfo:
@@ -121,15 +118,14 @@ def _check(url: str, response: Any) -> None:
         raise SnapshotUnavailable(url, f"HTTP {response.status}")
 
 
+# (directory, version, epoch): load a directory's weights, whole or not at all; it is removed afterwards
 Load = Callable[[Path, int, int], Awaitable[None]]
-"""(directory, version, epoch): load a directory's weights, whole or not at all; it is removed afterwards."""
+# Called with a description of the thing that the engine waits for; "" = nothing any more
 OnWait = Callable[[str], None]
-"""Called with a description of the thing that the engine waits for; "" = nothing any more."""
 
+# A request is repeated after this time: the learner does not retry a snapshot that it failed to write
 _REQUEST_AGAIN_S = 2.0
-"""A request is repeated after this time: the learner does not retry a snapshot that it failed to write."""
-_POLL_S = 0.5
-"""Interval of reading the row of the newest snapshot, besides the wake-ups."""
+_POLL_S = 0.5  # Interval of reading the row of the newest snapshot, besides the wake-ups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,142 +144,126 @@ class Joiner:
     """It can load a version as an adapter on the weights that it holds."""
 
 
-class Loading:
-    """Downloads a version into the engine's directory and loads it; remembers the last failure and the URLs that did
-    not work."""
+class _CatchUp:
+    """Brings one engine to the head; remembers the last failure and the snapshots that could not be used."""
 
     def __init__(self, bus: Bus, joiner: Joiner) -> None:
-        self.joiner, self._keys = joiner, api_keys(bus)
-        self.refused: set[str] = set()
-        """URLs and directories that had no usable snapshot."""
-        self.waits_for, self.failure = "the bus", ""
+        self._joiner, self._keys, self._view = joiner, api_keys(bus), LiveView(bus)
+        self._registry, self._rows = VersionRegistry(bus), bus.rows("weights")
+        self._refused: set[str] = set()  # URLs and directories that had no usable snapshot
+        self._waits_for, self._failure = "the bus", ""
 
-    async def from_url(self, row: VersionRow, url: str) -> bool:
-        """Download, verify and load a snapshot. Returns False when one of them failed."""
-        directory = self.joiner.directory / f"v{row.version}"
-        self.waiting(f"downloading version {row.version} from {url}")
-        await asyncio.to_thread(_remove_partial, self.joiner.directory, directory)
-        try:
-            await fetch(url, directory, await self._keys.headers())
-        except (SnapshotUnavailable, SnapshotBroken) as error:
-            connected = isinstance(error, SnapshotBroken) or error.is_connected
-            return self._failed("snapshot not fetched", error, cure="" if connected else cure_of(url))
-        try:
-            return self.joiner.version() >= row.version or await self.from_directory(row, directory)
-        finally:
-            await asyncio.to_thread(_remove, directory)
+    @property
+    def waits_for(self) -> str:
+        """The thing that the engine waits for, with the last failure."""
+        return f"{self._waits_for} (last failure: {self._failure})" if self._failure else self._waits_for
 
-    async def from_directory(self, row: VersionRow, directory: Path) -> bool:
-        """Load a snapshot that this machine can read. Returns False when the engine refused it."""
-        self.waiting(f"loading version {row.version} from {directory}")
-        try:
-            with errors_as(
-                lambda error: SnapshotNotLoaded(str(error))
-            ):  # errors of the engine, which this package does not know
-                await self.joiner.load(directory, row.version, row.epoch)
-        except SnapshotNotLoaded as error:  # reported when the deadline has passed
-            return self._failed("snapshot not loaded", error)
-        return True
+    async def reach_head(self) -> VersionRow | None:
+        """Load the head or a later version from the first source that has one. Returns the head; None for none."""
+        goal = await self._registry.head()
+        while goal is not None and self._joiner.version() < goal.version:
+            if not (await self._load_adapter(goal) or await self._load_from_peers(goal)):
+                await self._load_from_learner(goal)
+        return goal
 
-    def waiting(self, text: str) -> None:
-        """Report ``text`` as the thing that the engine waits for."""
-        self.waits_for = text
-        self.joiner.on_wait(f"{text} (last failure: {self.failure})" if self.failure else text)
-
-    def _failed(self, event: str, error: Exception, *, cure: str = "") -> bool:
-        self.failure = f"{error}; cure: {cure}" if cure else str(error)
-        _log.warning("%s engine=%s error=%s", event, self.joiner.engine, self.failure)
-        return False
-
-
-def cure_of(url: str) -> str:
-    """Return the likely cure where nothing answers at the address of a snapshot: another advertised address."""
-    if "/snapshots/" in url:
-        return "engine: --advertise ADDRESS that this machine reaches, at the engine with the snapshot"
-    return "learner: --set weights.advertise=ADDRESS that this machine reaches"
-
-
-class AdapterSnapshot:
-    """The adapter of the head alone, for an engine that holds the weights to which it is added."""
-
-    def __init__(self, bus: Bus, loading: Loading) -> None:
-        self._registry, self._loading = VersionRegistry(bus), loading
-
-    async def load(self, goal: VersionRow) -> bool:
-        """Download the newest adapter. Returns False when there is none, or the engine holds other weights."""
-        row, refused = await self._registry.head() if self._loading.joiner.adapters else None, self._loading.refused
-        if row is None or row.version < goal.version or not row.adapter or row.adapter in refused:
+    async def _load_adapter(self, goal: VersionRow) -> bool:
+        """Load the adapter of the head alone. Returns False when there is none, or the engine holds other weights."""
+        row = await self._registry.head() if self._joiner.adapters else None
+        if row is None or row.version < goal.version or not row.adapter or row.adapter in self._refused:
             return False
-        if await self._loading.from_url(row, row.adapter):
+        if await self._load_url(row, row.adapter):
             return True
-        refused.add(row.adapter)
+        self._refused.add(row.adapter)
         return False
 
-
-class Peers:
-    """The engines that serve the goal or a later version and send snapshots of it."""
-
-    def __init__(self, bus: Bus, loading: Loading) -> None:
-        self._view, self._registry, self._loading = LiveView(bus), VersionRegistry(bus), loading
-
-    async def load(self, goal: VersionRow) -> bool:
-        """Download from one peer after another, in random order. Returns True after the first success."""
-        alive = await self._view.alive("engine")
+    async def _load_from_peers(self, goal: VersionRow) -> bool:
+        """Load from the engines that serve the goal or a later version; True after the first success."""
         peers = [
             row
-            for row in alive
+            for row in await self._view.alive("engine")
             if row.capabilities.peer_snapshots and row.phase == "serving" and row.version >= goal.version
         ]
         for peer in random.sample(peers, len(peers)):  # engines that start together do not all use the same peer
-            if peer.id == self._loading.joiner.engine:
+            if peer.id == self._joiner.engine:
                 continue
             # The digest is part of the URL, so that a peer with another model under the same version number refuses.
             row = await self._registry.row(peer.version)
             if row is None or row.state != "published" or not row.digest:
                 continue
             url = f"{peer.address}/snapshots/v{row.version}-{row.digest}"
-            if url in self._loading.refused:
+            if url in self._refused:
                 continue
-            if await self._loading.from_url(row, url):
+            if await self._load_url(row, url):
                 return True
-            self._loading.refused.add(url)
+            self._refused.add(url)
         return False
 
-
-class LearnerSnapshot:
-    """The newest snapshot of the learner; if the goal has no snapshot yet, one is requested and waited for."""
-
-    def __init__(self, bus: Bus, loading: Loading) -> None:
-        self._rows, self._registry, self._loading = bus.rows("weights"), VersionRegistry(bus), loading
-
-    async def load(self, goal: VersionRow) -> bool:
-        """Load the newest snapshot if it is new enough; else request one, wait at most 2 s for it, and return False."""
+    async def _load_from_learner(self, goal: VersionRow) -> None:
+        """Load the learner's newest snapshot if it is new enough; else request one, and wait at most 2 s for it."""
         newest = await self._registry.snapshot()
-        if newest is None or newest.version < goal.version or newest.snapshot in self._loading.refused:
+        if newest is None or newest.version < goal.version or newest.snapshot in self._refused:
             await self._request(goal, newest)
-            return False
-        if await self._load(newest):
-            return True
-        self._loading.refused.add(newest.snapshot)
-        return False
-
-    async def _load(self, row: VersionRow) -> bool:
-        if row.snapshot.startswith("http"):
-            return await self._loading.from_url(row, row.snapshot)
-        directory = Path(row.snapshot)  # version 0: the model directory, if this machine has it at the same path
-        return await asyncio.to_thread(directory.is_dir) and await self._loading.from_directory(row, directory)
+            return
+        if newest.snapshot.startswith("http"):
+            is_loaded = await self._load_url(newest, newest.snapshot)
+        else:  # version 0: the model directory, if this machine has it at the same path
+            directory = Path(newest.snapshot)
+            is_loaded = await asyncio.to_thread(directory.is_dir) and await self._load_directory(newest, directory)
+        if not is_loaded:
+            self._refused.add(newest.snapshot)
 
     async def _request(self, goal: VersionRow, newest: VersionRow | None) -> None:
         """Request a snapshot, and wait until there is another one, a push was faster, or the request is due again."""
-        self._loading.waiting(f"a snapshot of version {goal.version} from the learner")
-        await self._registry.request_snapshot(goal.version, self._loading.joiner.engine, nonce())
+        self._report(f"a snapshot of version {goal.version} from the learner")
+        await self._registry.request_snapshot(goal.version, self._joiner.engine, nonce())
         try:
             async with asyncio.timeout(_REQUEST_AGAIN_S), aclosing(self._rows.watch(SNAPSHOT, _POLL_S)) as changes:  # type: ignore[type-var]
                 async for _ in changes:
-                    if await self._registry.snapshot() != newest or self._loading.joiner.version() >= goal.version:
+                    if await self._registry.snapshot() != newest or self._joiner.version() >= goal.version:
                         return
         except TimeoutError:
-            self._loading.refused.clear()  # the learner has had the request: it may have written the same place anew
+            self._refused.clear()  # the learner has had the request: it may have written the same place anew
+
+    async def _load_url(self, row: VersionRow, url: str) -> bool:
+        """Download, verify and load a snapshot. Returns False when one of them failed."""
+        directory = self._joiner.directory / f"v{row.version}"
+        self._report(f"downloading version {row.version} from {url}")
+        await asyncio.to_thread(_remove_partial, self._joiner.directory, directory)
+        try:
+            await fetch(url, directory, await self._keys.headers())
+        except (SnapshotUnavailable, SnapshotBroken) as error:
+            connected = isinstance(error, SnapshotBroken) or error.is_connected
+            return self._failed("snapshot not fetched", str(error) if connected else f"{error}; cure: {_cure_of(url)}")
+        try:
+            return self._joiner.version() >= row.version or await self._load_directory(row, directory)
+        finally:
+            await asyncio.to_thread(_remove, directory)
+
+    async def _load_directory(self, row: VersionRow, directory: Path) -> bool:
+        """Load a snapshot that this machine can read. Returns False when the engine refused it."""
+        self._report(f"loading version {row.version} from {directory}")
+        try:
+            with errors_as(lambda error: SnapshotNotLoaded(str(error))):  # the engine's, which are not known here
+                await self._joiner.load(directory, row.version, row.epoch)
+        except SnapshotNotLoaded as error:  # reported when the deadline has passed
+            return self._failed("snapshot not loaded", str(error))
+        return True
+
+    def _report(self, text: str) -> None:
+        self._waits_for = text
+        self._joiner.on_wait(self.waits_for)
+
+    def _failed(self, event: str, reason: str) -> bool:
+        self._failure = reason
+        _log.warning("%s engine=%s error=%s", event, self._joiner.engine, reason)
+        return False
+
+
+def _cure_of(url: str) -> str:
+    """Return the likely cure where nothing answers at the address of a snapshot: another advertised address."""
+    if "/snapshots/" in url:
+        return "engine: --advertise ADDRESS that this machine reaches, at the engine with the snapshot"
+    return "learner: --set weights.advertise=ADDRESS that this machine reaches"
 
 
 def _remove_partial(among: Path, keep: Path) -> None:
@@ -297,16 +277,12 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+# Returns whether the engine may take memory for weights now: one that shares the learner's accelerator only at certain
+# times.
 Allowed = Callable[[], Awaitable[bool]]
-"""Returns whether the engine may take memory for weights now: one that shares the learner's accelerator only at certain
-times."""
 
-
-"""Interval of asking for the first version."""
-_FETCH_S = 600.0
-"""Deadline of one attempt of ``fetch_model``, which logs the reason and begins another one."""
-GRACE_S = 10.0
-"""A push that is under way, or the next one, usually brings the engine to the head within this time."""
+_FETCH_S = 600.0  # Deadline of one attempt of ``fetch_model``, which logs the reason and begins another one
+GRACE_S = 10.0  # A push that is under way, or the next one, usually brings the engine to the head within this time
 
 
 async def catch_up(bus: Bus, joiner: Joiner, *, deadline_s: float) -> VersionRow | None:
@@ -315,31 +291,14 @@ async def catch_up(bus: Bus, joiner: Joiner, *, deadline_s: float) -> VersionRow
     Pushes reach an engine that is catching up, so a ``load`` that raises is retried: a push may have come between.
     Raises CatchUpTimeout, which names the wait and the last failure; it may be called again.
     """
-    loading = Loading(bus, joiner)
+    engine = _CatchUp(bus, joiner)
     try:
         async with asyncio.timeout(deadline_s):
-            return await _reach_head(
-                VersionRegistry(bus),
-                joiner.version,
-                [AdapterSnapshot(bus, loading), Peers(bus, loading), LearnerSnapshot(bus, loading)],
-            )
+            return await engine.reach_head()
     except TimeoutError:
-        raise CatchUpTimeout(
-            deadline_s, loading.waits_for + (f" (last failure: {loading.failure})" if loading.failure else "")
-        ) from None
+        raise CatchUpTimeout(deadline_s, engine.waits_for) from None
     finally:
         joiner.on_wait("")
-
-
-async def _reach_head(
-    registry: VersionRegistry, version: Callable[[], int], sources: Sequence[AdapterSnapshot | Peers | LearnerSnapshot]
-) -> VersionRow | None:
-    goal = await registry.head()
-    while goal is not None and version() < goal.version:
-        for source in sources:
-            if await source.load(goal):
-                break
-    return goal
 
 
 async def fetch_model(bus: Bus, into: Path, *, engine: str, on_wait: OnWait = lambda text: None) -> None:

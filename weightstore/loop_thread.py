@@ -26,8 +26,7 @@ class LoopThread:
         self._closing: asyncio.Event | None = None
         self._futures: set[Future[Any]] = set()
         self._has_ended = False
-        self.failure: BaseException | None = None
-        """Error that ended ``serve``."""
+        self.failure: BaseException | None = None  # Error that ended ``serve``
 
     @property
     def is_alive(self) -> bool:
@@ -69,7 +68,6 @@ class LoopThread:
     # -- the thread of the loop
 
     def ready(self) -> None:
-        """Let ``start`` return."""
         self._ready.set()
 
     async def closing(self) -> None:

@@ -77,8 +77,10 @@ class RolloutOutcome:
     """Reason for which the sample is FAILED; else empty."""
     unfinished: str = ""
     """Reason for which the sample was not generated; else empty."""
+    seq: int = 0
+    """Sequence of the finished sample in SAMPLES; 0 = there is none, or an earlier actor stored its place."""
     partial: Partial | None = None
-    """Partial for the next actor that leases the task: the unfinished response, or the place of the finished sample."""
+    """The unfinished response, for the next actor that leases the task."""
     superseded: bool = False
     """True if another actor makes this sample now."""
 
@@ -230,7 +232,7 @@ class Actor:
                     logger.info("task left to another actor task=%d", task.id)
                     return
                 if failures or unfinished:
-                    await self._store_partials(outcomes)
+                    await self._store_partials(lease, outcomes)
             if failures:
                 await self._fail(lease, f"{len(failures)} of {task.group_size} samples: {failures[0]}")
             elif unfinished:
@@ -262,10 +264,12 @@ class Actor:
             logger.warning("partials not read task=%d error=%s", lease.task.id, error)
             return {}
 
-    async def _store_partials(self, outcomes: Sequence[RolloutOutcome]) -> None:
-        """Store the partials for the next actor while this actor has the lease."""
+    async def _store_partials(self, lease: Lease, outcomes: Sequence[RolloutOutcome]) -> None:
+        """Store unfinished responses, and the places of finished samples, while this actor has the lease."""
         if self._config.partials:
             partials = [outcome.partial for outcome in outcomes if outcome.partial is not None]
+            # Subjects of samples do not name their tasks, so SAMPLES cannot be searched for them (decision 009).
+            partials += [_place_of(lease, index, outcome.seq) for index, outcome in enumerate(outcomes) if outcome.seq]
             await asyncio.gather(*(self._store_partial(replace(partial, actor=self._actor_id)) for partial in partials))
 
     async def _store_partial(self, partial: Partial) -> None:
@@ -293,7 +297,7 @@ class Actor:
                 samples = await self._scorer.score_group(task, samples)
             except NoServer as error:
                 return [RolloutOutcome(unfinished=str(error))] * len(samples)
-            return await asyncio.gather(*(self._publish(task, sample) for sample in samples))
+            return await asyncio.gather(*map(self._publish, samples))
         finally:
             self._add_in_flight(task.rollout, -task.group_size)
 
@@ -305,10 +309,10 @@ class Actor:
         result = await self._make_sample(lease, index, partial)
         if isinstance(result, RolloutOutcome):
             return result
-        outcome = await self._publish(lease.task, result.sample)
-        if result.stored is not None and outcome.partial is not None:
+        outcome = await self._publish(result.sample)
+        if result.stored is not None and outcome.seq:
             with suppress(Superseded):  # the other actor stores it once more, and it counts once
-                await result.stored(outcome.partial.sample_seq)
+                await result.stored(outcome.seq)
         return outcome
 
     async def _make_sample(self, lease: Lease, index: int, partial: Partial | None) -> Made | RolloutOutcome:
@@ -319,7 +323,8 @@ class Actor:
             made = await self._rollouts[task.rollout].sample(task, index, lease.attempt, partial, first=first)
             counters.tokens_generated += made.sample.response_length
             counters.partials_continued += made.continued
-            return replace(made, sample=await self._scorer.score(task, made))
+            made.sample = await self._scorer.score(task, made)
+            return made
         except Unfinished as error:
             counters.turns_redone += error.turns
             if error.turns:
@@ -329,7 +334,7 @@ class Actor:
             return RolloutOutcome(unfinished=str(error))
         except AlreadyStored as error:
             counters.samples_found += 1
-            return RolloutOutcome(partial=_finished_partial(task, index, lease.attempt, error.seq))
+            return RolloutOutcome(seq=error.seq)
         except Superseded:
             return RolloutOutcome(superseded=True)
         except GenerationFailed as error:
@@ -342,12 +347,12 @@ class Actor:
             self._repeated("sample invalid", text, level=logging.ERROR, error=error)
             return Made(sample=failed_sample(task, index, lease.attempt, f"invalid sample: {error}"))
 
-    async def _publish(self, task: Task, sample: Sample) -> RolloutOutcome:
+    async def _publish(self, sample: Sample) -> RolloutOutcome:
         sample = replace(sample, actor=self._actor_id, created_s=time.time())
         seq = await self._bus.samples.publish(sample)
         self._activity.counters.samples_published += 1
         if sample.status is not Status.FAILED:
-            return RolloutOutcome(partial=_finished_partial(task, sample.index, sample.attempt, seq))
+            return RolloutOutcome(seq=seq)
         reason = str(sample.metadata["error"])
         self._activity.failed(reason)
         return RolloutOutcome(failed=reason)
@@ -379,13 +384,13 @@ class Actor:
         self._changed.wake()
 
 
-def _finished_partial(task: Task, index: int, attempt: str, seq: int) -> Partial:
-    """Return a partial with the stream sequence of a finished sample."""
+def _place_of(lease: Lease, index: int, seq: int) -> Partial:
+    """Return a partial without a response that has the stream sequence of a finished sample."""
     return Partial(
-        run=task.run,
-        task=task.id,
+        run=lease.task.run,
+        task=lease.task.id,
         index=index,
-        attempt=attempt,
+        attempt=lease.attempt,
         tokens=np.zeros(0, np.int32),
         rollout_log_probs=np.zeros(0, np.float32),
         spans=(),

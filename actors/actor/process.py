@@ -168,6 +168,7 @@ async def _open_scorers(stack: AsyncExitStack, config: ActorConfig, bus: Bus) ->
     teachers = Teachers(config) if config.teachers else None
     if teachers is not None:
         stack.push_async_callback(teachers.close)
+    # With scorers an actor loads no reward: their machine needs the packages, and the permission to run it.
     if not config.scorers.enabled:
         score, group_score = await open_rewards(stack, config)
         return Scorers(score=score, group_score=group_score, teachers=teachers)

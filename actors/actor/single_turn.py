@@ -49,7 +49,8 @@ class SingleTurn:
 
         def accept(response: EngineResponse) -> None:
             nonlocal accepted
-            sample = _sample_of(task, index, attempt, response)
+            answer, engine = response.generation, response.engine
+            sample = _sample(task, index, attempt, answer, engine=engine, timings=response.timings)
             check_sample(sample)
             accepted = sample
 
@@ -123,10 +124,6 @@ def failed_sample(task: Task, index: int, attempt: str, reason: str) -> Sample:
         prompt_tokens=len(task.prompt_tokens),
     )
     return failed(_sample(task, index, attempt, nothing, engine="", timings=Timings()), reason)
-
-
-def _sample_of(task: Task, index: int, attempt: str, response: EngineResponse) -> Sample:
-    return _sample(task, index, attempt, response.generation, engine=response.engine, timings=response.timings)
 
 
 def _sample(task: Task, index: int, attempt: str, answer: Generation, *, engine: str, timings: Timings) -> Sample:

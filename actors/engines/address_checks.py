@@ -61,7 +61,6 @@ class _Called:
     """Time of the loop from which on it is called again."""
 
     def note(self, error: str, now: float) -> None:
-        """Record the result of a call."""
         self.misses = self.misses + 1 if error else 0
         if not error or not self.was_reached or self.misses >= MAX_MISSES:
             self.error = error

@@ -8,13 +8,14 @@ costs as much as its tokens do.
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.actors.engines.engine_answers import decode_event, read_answer, read_version
-from tidemill.actors.engines.port import EngineInfo, Generation
+from tidemill.actors.engines.port import Generation
 from tidemill.actors.errors import (
     BadRequest,
     EngineError,
@@ -24,7 +25,7 @@ from tidemill.actors.errors import (
     StaleEpoch,
     VersionUnavailable,
 )
-from tidemill.actors.events import END, data_in
+from tidemill.actors.http_api import END, data_in
 from tidemill.bus.http.client import ApiClient, CallFailed, Failure, no_headers
 from tidemill.bus.liveness.keys import RunKeys
 from tidemill.bus.wire.json_object import JsonObject
@@ -33,17 +34,23 @@ from tidemill.bus.wire.routed_experts import RoutedShape
 
 Send = Callable[[JsonObject], Awaitable[Any]]
 """POST a body to /generate: one answer for one prompt, a list for a list."""
-Pending = list[tuple[JsonObject, "asyncio.Future[object]"]]
-"""The body and the future answer of each request of a batch."""
 _BY_REQUEST = ("rid", "input_ids", "sampling_params")
 """Fields that are lists in the batch form; the others must be the same for all."""
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Requests for one prompt, each with its future answer."""
+
+    requests: list[tuple[JsonObject, asyncio.Future[Any]]] = field(default_factory=list)
+    sending: asyncio.Task[None] | None = None
 
 
 class RequestBatcher:
     """Collects requests for one engine and sends them in batches."""
 
     def __init__(self) -> None:
-        self._waiting: dict[object, Pending] = {}
+        self._waiting: dict[object, _Batch] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
     async def request(self, body: JsonObject, send: Send) -> object:
@@ -53,44 +60,48 @@ class RequestBatcher:
         """
         loop = asyncio.get_running_loop()
         key = (tuple(body["input_ids"]), body.get("min_version"))
-        answer: asyncio.Future[object] = loop.create_future()
-        if key not in self._waiting:
-            self._waiting[key] = []
+        answer: asyncio.Future[Any] = loop.create_future()
+        batch = self._waiting.get(key)
+        if batch is None:
+            batch = self._waiting[key] = _Batch()
             # After this turn of the loop, so that its other requests are in the batch.
             loop.call_soon(self._start, key, send)
-        self._waiting[key].append((body, answer))
-        return await answer
+        batch.requests.append((body, answer))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            # The engine ends the batch only once no caller waits for a part of it.
+            if batch.sending is not None and all(other.cancelled() for _, other in batch.requests):
+                batch.sending.cancel()
+            raise
 
     async def close(self) -> None:
-        """Cancel the batches in flight."""
         for task in self._sending:
             task.cancel()
         await asyncio.gather(*self._sending, return_exceptions=True)
 
     def _start(self, key: object, send: Send) -> None:
-        waiting = [(body, answer) for body, answer in self._waiting.pop(key) if not answer.done()]
-        if not waiting:
+        batch = self._waiting.pop(key)
+        batch.requests = [(body, answer) for body, answer in batch.requests if not answer.done()]
+        if not batch.requests:
             return
-        task = asyncio.get_running_loop().create_task(_send_batch(waiting, send), name="request batch")
+        batch.sending = task = asyncio.get_running_loop().create_task(_send_batch(batch, send), name="request batch")
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
-        answers = [answer for _, answer in waiting]
         # For a batch that was cancelled before it began.
-        task.add_done_callback(lambda _: [answer.cancel() for answer in answers])
-        for answer in answers:
-            answer.add_done_callback(lambda _: all(future.cancelled() for future in answers) and task.cancel())
+        task.add_done_callback(lambda _: [answer.cancel() for _, answer in batch.requests])
 
 
-async def _send_batch(waiting: Pending, send: Send) -> None:
-    first = waiting[0][0]
-    body = first if len(waiting) == 1 else first | {name: [body[name] for body, _ in waiting] for name in _BY_REQUEST}
+async def _send_batch(batch: _Batch, send: Send) -> None:
+    bodies = [body for body, _ in batch.requests]
+    joined = {name: [body[name] for body in bodies] for name in _BY_REQUEST} if len(bodies) > 1 else {}
     try:
-        answers = await send(body)
-        for (_, answer), part in zip(waiting, [answers] if len(waiting) == 1 else answers, strict=True):
+        answers = await send(bodies[0] | joined)
+        for (_, answer), part in zip(batch.requests, answers if joined else [answers], strict=True):
             if not answer.done():
                 answer.set_result(part)
     except Exception as error:  # raised in every caller
-        for _, answer in waiting:
+        for _, answer in batch.requests:
             if not answer.done():
                 answer.set_exception(error)
 
@@ -170,38 +181,24 @@ class HttpEngine:
         raise EngineFailed(self.url, "the stream ended without [DONE]")
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Send /abort_request, for one request id or for all."""
         await self._call("POST", "/abort_request", {"abort_all": True} if request_id is None else {"rid": request_id})
 
     async def pause(self, mode: str = "in_place") -> None:
-        """Send /pause_generation."""
         await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Send /continue_generation."""
         await self._call("POST", "/continue_generation", {})
 
     async def healthy(self) -> bool:
-        """Return whether /health answers 200 in time."""
         try:
             await self._call("GET", "/health")
         except (EngineUnavailable, EngineFailed, BadRequest):
             return False
         return True
 
-    async def info(self) -> EngineInfo:
-        """Return the contents of /model_info and /server_info. Raises EngineFailed for a version that is no number."""
-        model = await self._call("GET", "/model_info")
-        server = await self._call("GET", "/server_info")
-        return EngineInfo(
-            engine=self.url,
-            version=read_version(self.url, model.get("weight_version")),
-            model_path=str(model.get("model_path", "")),
-            model_type=str(model.get("model_type", "")),
-            max_context=int(server.get("context_length") or server.get("max_total_tokens") or 0),
-            vocab_size=int(model.get("vocab_size") or 0),
-            details={**server, **model},
-        )
+    async def version(self) -> int:
+        """Return the version in /model_info. Raises EngineFailed for one that is no number."""
+        return read_version(self.url, (await self._call("GET", "/model_info")).get("weight_version"))
 
     async def close(self) -> None:
         """Cancel the batches in flight, then close the connections."""

@@ -52,24 +52,6 @@ class Generation:
         return self.spans[-1].version if self.spans else -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineInfo:
-    """Description of an engine, as reported by itself."""
-
-    engine: str
-    """URL of the engine."""
-    version: int
-    """Version of the weights it serves now."""
-    model_path: str
-    model_type: str
-    max_context: int
-    """Maximum number of tokens of prompt + response; 0 = not reported."""
-    vocab_size: int = 0
-    """Number of token ids; 0 = not reported."""
-    details: dict[str, object]
-    """All fields that it reports, for display; never for decisions."""
-
-
 class Engine(Protocol):
     """One engine. Safe for many concurrent calls in one event loop.
 
@@ -124,8 +106,8 @@ class Engine(Protocol):
         """Return whether it can be reached and serves. Raises no error of ``tidemill.actors.errors``."""
         ...
 
-    async def info(self) -> EngineInfo:
-        """Return the model, the limits and the version that it serves."""
+    async def version(self) -> int:
+        """Return the version of the weights that it serves now."""
         ...
 
     async def close(self) -> None:

@@ -111,7 +111,6 @@ class _Attempts:
             self.begun, self.generating_s = None, 0.0
 
     def interrupted(self, reason: str) -> Interrupted:
-        """Return the error with the response so far."""
         begun = self.begun if self.begun is not None and len(self.begun.tokens) else None
         return Interrupted(reason, begun, Timings(queued_s=self.queued_s, generating_s=self.generating_s))
 

@@ -48,9 +48,7 @@ class NoServer(DetailedError, EngineError):
 class Closing(Protocol):
     """A client of a server."""
 
-    async def close(self) -> None:
-        """Close the connections."""
-        ...
+    async def close(self) -> None: ...
 
 
 Client = TypeVar("Client", bound=Closing)
@@ -315,7 +313,6 @@ class EnginePool(ServerPool[Engine]):
     noun = "engine"
 
     def overview(self) -> list[EngineOverview]:
-        """Return the state of each engine."""
         return [
             {
                 "url": entry.status.url,
@@ -332,7 +329,6 @@ class EnginePool(ServerPool[Engine]):
         ]
 
     def loads(self) -> list[EngineLoad]:
-        """Return the figures of the engines that serve."""
         return [
             EngineLoad(
                 **{name: float(entry.status.load.get(name, 0.0)) for name in ("running", "waiting", "rows")},

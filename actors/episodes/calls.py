@@ -165,7 +165,6 @@ class StreamedTurn:
     recorded: bool = False
 
     def grow(self, response: EngineResponse) -> None:
-        """Take the response so far."""
         self.newest = response
         self.notify()
 
@@ -232,7 +231,6 @@ class StreamedCalls:
 
     @property
     def recorded(self) -> bool:
-        """True if a turn was recorded."""
         return any(turn.recorded for turn in self._turns)
 
     async def end(self) -> None:

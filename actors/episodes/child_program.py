@@ -2,7 +2,7 @@
 3.9 on.
 
 Started as ``PYTHON child_program.py DESCRIPTOR``; the descriptor is a socket with frames, four bytes of length
-(big-endian) and a JSON map, as ``bus/processes/connection.py`` has them. Two requests:
+(big-endian) and a JSON map, as ``bus/system/child_calls.py`` has them. Two requests:
 
     {"load": {"use": "MODULE:NAME", "options": {...}, "path": [...], "alone": bool, "resumes": bool, "memory_mb": int,
               "limits": {"cpu_s": int, "open_files": int, "file_mb": int}}}      result {"tools": [NAME]}
@@ -251,7 +251,6 @@ class EpisodeServer:
         self.writer.write(_LENGTH.pack(len(body)) + body)
 
     def take(self, message: dict[str, Any]) -> None:
-        """Carry out a message."""
         number = message["id"]
         if "cancel" in message:
             if number in self.running:
@@ -262,7 +261,6 @@ class EpisodeServer:
             self.running[number] = asyncio.ensure_future(self.episode(number, message["request"]))
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Import the program, and return the answer."""
         self.memory_mb, self.alone = request["memory_mb"], request["alone"]
         try:
             self.program = load(request)
@@ -284,7 +282,6 @@ class EpisodeServer:
                 self._loop.call_soon_threadsafe(self.send, {"note": "lost", "text": reason[:MAX_REASON]})
 
     async def episode(self, number: int, request: dict[str, Any]) -> None:
-        """Run one episode and send its result."""
         try:
             answer: dict[str, Any] = {"result": {"value": result_of(await self.call(request))}}
         except asyncio.CancelledError:
@@ -312,7 +309,6 @@ class EpisodeServer:
             return {"failed": reason_of(wrong)}
 
     async def call(self, request: dict[str, Any]) -> Any:
-        """Return the program's result."""
         program, url, key = self.program, request["base_url"], request["api_key"]
         extra = {"base_url": url, "api_key": key, "http_client": self.client(), "saves": program.resume is not None}
         if self.alone:  # variables belong to the process, not to an episode
@@ -372,7 +368,6 @@ async def in_thread(function: Callable[..., Any], data: Any, arguments: dict[str
 
 
 async def serve(connection: socket.socket) -> None:
-    """Take messages until the connection ends."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     child = EpisodeServer(writer)
     sys.modules["tidemill_rollout"].__dict__["report_hung"] = child.report_hung
@@ -390,7 +385,6 @@ async def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serve the socket of the descriptor in the arguments."""
     arrange(int(sys.argv[2]))
     sys.modules["tidemill_rollout"] = types.ModuleType("tidemill_rollout")
     sys.modules["tidemill_rollout"].__dict__["PolicyFault"] = PolicyFault

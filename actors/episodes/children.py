@@ -25,10 +25,10 @@ from typing import Self
 
 from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
 from tidemill.actors.rollout_settings import RESUME, RolloutConfig
-from tidemill.bus.processes.connection import START_S, ChildCallFailed, ChildConnection
-from tidemill.bus.processes.limits import environment, kill_tree
+from tidemill.bus.system.child_calls import START_S, ChildCallFailed, ChildConnection
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.system.functions import present_name
+from tidemill.bus.system.limits import environment, kill_tree
 from tidemill.bus.system.output import FailureLog
 from tidemill.bus.system.processes import without_proxy
 from tidemill.bus.wire.invariants import MAX_REWARD
@@ -188,6 +188,7 @@ class Children:
         try:
             process = await asyncio.create_subprocess_exec(
                 *(python, str(PROGRAM), str(theirs.fileno()), str(os.getpid())),
+                # A session of its own: the user's program and all that it starts are killed by it.
                 stdin=asyncio.subprocess.DEVNULL,
                 env=without_proxy(environment(os.environ), [self._gateway_host]),
                 pass_fds=(theirs.fileno(),),

@@ -194,7 +194,6 @@ class Episode:
 
     @property
     def budget(self) -> Budget:
-        """Limits of its task."""
         return self.task.budget or Budget()
 
     def stop(self, *, failed: str = "", handed_back: str = "", superseded: bool = False) -> None:
@@ -307,7 +306,6 @@ class Episode:
         self.cut = self.cut or limit
 
     def note_malformed(self, count: int) -> None:
-        """Count calls of tools that could not be read."""
         self.malformed_calls += count
 
     def reward_turn(self, turn: object, reward: object) -> None:
@@ -328,7 +326,6 @@ class Episode:
         raise BadRequest(f"turn: want the id of an answer, or a number below {count}, got {turn!r}")
 
     def has_turn(self, turn_id: str) -> bool:
-        """Return whether a turn has this id."""
         return turn_id in self._turns
 
     def _refusal(self, limit: str, amount: str) -> Spent:

@@ -27,8 +27,7 @@ from tidemill.actors.episodes.calls import INFERENCE_PATH, inference_answer, rem
 from tidemill.actors.episodes.episode import Episode, Spent, messages_of
 from tidemill.actors.episodes.model_calls import ModelCalls
 from tidemill.actors.errors import BadRequest
-from tidemill.actors.events import DATA
-from tidemill.actors.http_api import json_map
+from tidemill.actors.http_api import DATA, json_map
 from tidemill.actors.openai import openai_api
 from tidemill.actors.router.chats import Chats, RenderedChats
 from tidemill.actors.router.dialects import DIALECTS
@@ -86,7 +85,6 @@ class _OpenEpisode:
     streams: set[asyncio.Task[web.StreamResponse]] = field(default_factory=set)
 
     def next_id(self) -> str:
-        """Return an id that no other answer has."""
         self.num_answers += 1
         return f"{self.prefix}{self.num_answers:08x}"
 
@@ -117,7 +115,6 @@ class Gateway:
         return self.url
 
     async def close(self) -> None:
-        """Stop listening."""
         await self.listener.close()
 
     @asynccontextmanager
@@ -304,7 +301,6 @@ class _EpisodeKeys:
         self._admit = admit
 
     def key(self, rule: Rule) -> str:
-        """Return the key in words."""
         return "key of an open episode"
 
     async def check(self, request: web.Request, rule: Rule) -> None:
@@ -356,6 +352,7 @@ def _cut(streaming: asyncio.Task[web.StreamResponse]) -> None:
 async def _deliver(episode: Episode, answer: _WholeAnswer, body: bytes, path: str) -> None:
     """Store and record the turns of an answer, right before it is sent. Raises Superseded, NotStored."""
     episode.refused = ""
+    # Not later: an environment may act on the answer, and the next attempt must find the same one (decision 034).
     for call in answer.calls.outputs:
         await episode.record(call.prompt, call.output, call.response, call.stored)
     if answer.calls.outputs and answer.calls.answers_for(episode):

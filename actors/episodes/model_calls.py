@@ -26,6 +26,7 @@ from tidemill.actors.episodes.episode import LENGTH, Episode, ReservedCall
 from tidemill.actors.episodes.recorder import TurnOutput
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.generate_body import sampling_params
+from tidemill.actors.openai import openai_api
 from tidemill.actors.router.exchange import Answer, Request
 from tidemill.bus.errors import WireError
 from tidemill.bus.system.coroutines import all_of
@@ -92,7 +93,8 @@ class ModelCalls:
     async def __call__(self, request: Request) -> Answer:
         """Answer /generate with token ids, and /v1/models. Raises BadRequest, GenerationFailed, Interrupted."""
         if request.path == "/v1/models":
-            return Answer.of(HTTPStatus.OK, self._models())
+            limit = self._episode.budget.context or self._max_context
+            return Answer.of(HTTPStatus.OK, openai_api.models(self._model, min(self._max_context, limit)))
         if request.path != "/generate":
             raise BadRequest(f"{request.path}: not a path of this gateway")
         body = request.json()
@@ -108,12 +110,6 @@ class ModelCalls:
         if streamed:
             return Answer.of_states(HTTPStatus.OK, _states_of(answers))
         return Answer.of(HTTPStatus.OK, answers if many else answers[0])
-
-    def _models(self) -> JsonObject:
-        limit = self._episode.budget.context
-        length = min(self._max_context, limit) if limit else self._max_context
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "tidemill", "max_model_len": length}
-        return {"object": "list", "data": [model]}
 
     async def _call(self, prompt: NDArray[np.int32], parameters: JsonMapping, place: int) -> AnsweredCall:
         episode = self._episode

@@ -9,11 +9,12 @@ from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Partial, Sample, Task
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Made:
     """A sample of a rollout."""
 
     sample: Sample
+    """Unscored; the actor's loop puts the scored one in its place."""
     scored: bool = False
     """True if the rollout has given its reward; else it is 0, and the actor's reward scores it."""
     continued: bool = False

@@ -109,7 +109,6 @@ class TurnRecorder:
         """Tokens of all outputs."""
 
     def __len__(self) -> int:
-        """Return the number of recorded turns."""
         return len(self._nodes)
 
     def record(self, prompt: NDArray[np.int32], output: TurnOutput) -> int:

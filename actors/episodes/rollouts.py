@@ -70,6 +70,8 @@ class ProgramRollout:
         except Unfinished as error:
             raise Unfinished(error.reason, turns=len(episode.recorder) - episode.log.num_stored) from None
         except GenerationFailed:
+            # With the same answers it would fail again. Where its process ended, they are not the reason
+            # (decision 034).
             if not episode.keeps_turns:
                 await episode.log.failed()
             raise

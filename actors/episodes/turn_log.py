@@ -38,7 +38,6 @@ class StoredTurn:
     record: TurnRecord
 
     def output(self, turn_id: str) -> TurnOutput:
-        """Return its answer, under the name of the turn."""
         record = self.record
         return TurnOutput(
             tokens=record.tokens,
@@ -135,6 +134,7 @@ class TurnLog:
 
     def take_stored(self, prompt: NDArray[np.int32], *, at_most: int, trained: bool) -> StoredTurn | None:
         """Take the stored answer to a prompt, [P], of at most so many tokens, once; None = there is none."""
+        # By the ids alone, in any order: a program may make its calls in parallel (decision 034).
         waiting = self._pending.get(digest(prompt))
         if waiting and len(waiting[0].record.tokens) <= at_most and waiting[0].record.trained is trained:
             return waiting.popleft()

@@ -9,8 +9,8 @@ message_start, content_block_delta, ..., message_stop                 <-  Messag
 import json
 from collections.abc import Iterator, Mapping
 
-from tidemill.actors.body_decoder import known_fields
 from tidemill.actors.errors import BadRequest
+from tidemill.actors.http_api import known_fields
 from tidemill.actors.openai.openai_api import content_text
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 

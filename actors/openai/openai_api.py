@@ -17,10 +17,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from tidemill.actors.body_decoder import decode, known_fields
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.generate_body import Positive
 from tidemill.actors.generate_body import Text as NonEmpty
+from tidemill.actors.http_api import decode, known_fields
 from tidemill.actors.text import tool_calls
 from tidemill.actors.text.text import Text
 from tidemill.actors.text.tool_calls import ChatTemplate, ParsedReply
@@ -163,7 +163,6 @@ class _CompletionFields(_OwnFields, kw_only=True):
     best_of: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError for log-probs of other tokens, and for responses that are thrown away."""
         if self.logprobs not in (None, 0) and self.logprobs is not True:
             reason = "only log-probs of the sampled tokens are supported; want 0"
             raise ValueError(f"logprobs: {reason}, got {self.logprobs!r}")
@@ -227,6 +226,12 @@ def prompt_ids(parsed: ParsedRequest, text: Text | None, template: ChatTemplate 
             prompt = text.encode(prompt)
         prompts.append(prompt)
     return prompts
+
+
+def models(name: str, max_context: int) -> JsonObject:
+    """Return the answer of /v1/models with the one model. ``max_context``: tokens of prompt and response."""
+    model = {"id": name, "object": "model", "created": 0, "owned_by": "tidemill", "max_model_len": max_context}
+    return {"object": "list", "data": [model]}
 
 
 def error(message: str, status: int) -> JsonObject:

@@ -10,8 +10,8 @@ Nothing is stored: a program sends the items of its history itself.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from tidemill.actors.body_decoder import known_fields, need
 from tidemill.actors.errors import BadRequest
+from tidemill.actors.http_api import known_fields, need
 from tidemill.actors.openai.openai_api import content_text
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 

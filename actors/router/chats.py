@@ -19,8 +19,7 @@ from typing import Protocol
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.openai import openai_api
 from tidemill.actors.openai.openai_api import ParsedRequest, ReadReply
-from tidemill.actors.router.state_streams import sampled_piece
-from tidemill.actors.router.tree import TokenPiece, ids_of
+from tidemill.actors.router.tree import TokenPiece, ids_of, sampled_piece
 from tidemill.actors.text.rendering import Renderer
 from tidemill.actors.text.text import beside_loop, size_of
 from tidemill.actors.text.tool_calls import ChatTemplate, ParsedReply
@@ -84,7 +83,6 @@ class AskedChat:
 
     @property
     def ids(self) -> list[int]:
-        """Token ids of the prompt."""
         return ids_of(self.pieces)
 
 

@@ -5,7 +5,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from tidemill.actors.events import named_event
+from tidemill.actors.http_api import named_event
 from tidemill.actors.openai import anthropic_messages, responses_api
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 

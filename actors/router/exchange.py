@@ -14,9 +14,8 @@ from typing import Any, Self
 
 import msgspec
 
-from tidemill.actors.errors import BadRequest
-from tidemill.actors.events import DONE, event
-from tidemill.actors.http_api import json_map
+from tidemill.actors.errors import BadRequest, EngineError
+from tidemill.actors.http_api import DONE, data_of, event, json_map
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 JSON, EVENTS = "application/json", "text/event-stream"
@@ -50,7 +49,6 @@ class Request:
 
     @property
     def content(self) -> bytes:
-        """The body as bytes."""
         return self.body if self.body or self.value is None else json.dumps(self.value).encode()
 
     def json(self) -> JsonObject:
@@ -111,7 +109,6 @@ class Answer:
         return self.headers.get("Content-Type", "").startswith(EVENTS)
 
     async def read(self) -> bytes:
-        """Return the whole content."""
         return b"".join([chunk async for chunk in self.chunks])
 
     async def json(self) -> Any:
@@ -169,7 +166,6 @@ def refusal(status: int, message: str, kind: str) -> Answer:
 
 
 async def once(content: bytes) -> AsyncIterator[bytes]:
-    """Yield the content as one chunk."""
     yield content
 
 
@@ -184,3 +180,68 @@ async def _events(states: AsyncIterator[JsonMapping]) -> AsyncGenerator[bytes, N
     async for state in states:
         yield event(state)
     yield DONE
+
+
+class SentStates:
+    """The states of a stream as its client was sent them. Each response is remembered once, as far as it was sent."""
+
+    def __init__(self, remember: Callable[[int, JsonMapping], None], decode: Callable[[list[int]], str]) -> None:
+        """``remember`` is called with the place of a response and its state."""
+        self._remember, self._decode = remember, decode
+        self._open: dict[int, JsonMapping] = {}
+        """Newest state that was sent of each unfinished response, with its text as it was sent."""
+
+    def take(self, state: JsonMapping) -> bool:
+        """Return whether a state is the last one of its response, which is then remembered."""
+        place = state.get("index", 0)
+        if state["meta_info"].get("finish_reason") is None:
+            return False
+        self._open.pop(place, None)
+        self._remember(place, state)
+        return True
+
+    def seen(self, state: JsonMapping, text: str) -> None:
+        """Note that the client was sent an unfinished state, as this text."""
+        if state["meta_info"].get("finish_reason") is None:
+            self._open[state.get("index", 0)] = {**state, "text": text}
+
+    def note_cut(self) -> None:
+        """Remember the responses that the client has cut: the responses whose text it has seen to the last token."""
+        for place, state in self._open.items():
+            if state["text"] and self._decode(list(state["output_ids"])) == state["text"]:
+                self._remember(place, state)
+        self._open.clear()
+
+
+async def states_in(chunks: AsyncIterator[bytes]) -> AsyncGenerator[JsonMapping, None]:
+    """Yield the states and the errors of a stream. Raises EngineError for an event that is neither."""
+    unended = b""
+    async for chunk in chunks:
+        *events, unended = (unended + chunk).split(b"\n\n")
+        for line in events:
+            if (state := state_in(line)) is not None:
+                yield state
+            elif b'"error"' in line and (data := data_of(line)) is not None:
+                yield _decoded(data)
+
+
+def state_in(line: bytes) -> JsonObject | None:
+    """Return the response state in an event; None without one ([DONE], an error). Raises EngineError for no JSON."""
+    if (data := data_of(line)) is None or not data.startswith(b"{"):
+        return None
+    state = _decoded(data)
+    if "meta_info" not in state:
+        return None
+    if not isinstance(state["meta_info"], Mapping):
+        raise EngineError(f"event of a stream: want a map in meta_info, got {state['meta_info']!r:.80}")
+    return state
+
+
+def _decoded(data: bytes) -> JsonObject:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise EngineError(f"event of a stream: want JSON, got {data[:80]!r}: {error}") from error
+    if not isinstance(value, dict):
+        raise EngineError(f"event of a stream: want a map, got {data[:80]!r}")
+    return value

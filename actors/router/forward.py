@@ -22,12 +22,12 @@ from urllib.parse import quote
 import aiohttp
 from yarl import URL
 
+from tidemill.actors.config import RouterConfig
 from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.engines.server_discovery import NotServing
 from tidemill.actors.engines.server_pool import EnginePool, NoServer
 from tidemill.actors.errors import EngineError, EngineGone, EngineUnavailable, VersionUnavailable
 from tidemill.actors.http_api import NONCE_HEADER
-from tidemill.actors.router.config import RouterConfig
-from tidemill.actors.router.discovery import NotServing
 from tidemill.actors.router.exchange import REQUEST_HEADER, SESSION_HEADERS, Answer, Request, once, refusal
 from tidemill.bus.http.client import content_of, open_session
 from tidemill.bus.liveness.keys import RunKeys

@@ -17,14 +17,14 @@ from dataclasses import replace
 import aiohttp
 from aiohttp import web
 
+from tidemill.actors.config import RouterConfig, check_url
 from tidemill.actors.engines.address_checks import AddressChecker
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.engines.membership import connected, default_id, first_row
+from tidemill.actors.engines.server_discovery import WorkerDiscovery
 from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.actors.errors import BadRequest, EngineError
 from tidemill.actors.http_api import BODIES_BYTES, body_of, translate
-from tidemill.actors.router.config import RouterConfig, check_url
-from tidemill.actors.router.discovery import WorkerDiscovery
 from tidemill.actors.router.exchange import (
     SESSION_FIELD,
     SESSION_HEADERS,
@@ -129,7 +129,6 @@ class RouterServer:
 
     @property
     def in_flight(self) -> int:
-        """Number of requests at engines."""
         return sum(engine["in_flight"] for engine in self.engines.overview())
 
     # -- its own paths

@@ -9,7 +9,6 @@ are rendered here too, so that all engines receive token ids.
 ``/retrieve_from_text`` returns the token ids, log-probs and versions of a text, for training.
 """
 
-import bisect
 import itertools
 import json
 import secrets
@@ -20,21 +19,22 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 
+from tidemill.actors.config import RouterConfig
 from tidemill.actors.errors import BadRequest, EngineError
 from tidemill.actors.openai import openai_api
 from tidemill.actors.openai.openai_answers import ResponseBuilder
 from tidemill.actors.router.chats import AskedChat, Chats, TemplateChats
-from tidemill.actors.router.config import RouterConfig
 from tidemill.actors.router.dialects import DIALECTS
-from tidemill.actors.router.exchange import Answer, Handler, Request
-from tidemill.actors.router.state_streams import SentStates, sampled_piece, state_in, states_in
-from tidemill.actors.router.tree import TokenPiece, TokenTree, columns, ids_of
+from tidemill.actors.router.exchange import Answer, Handler, Request, SentStates, state_in, states_in
+from tidemill.actors.router.tree import TokenPiece, TokenTree, columns, ids_of, sampled_piece
 from tidemill.actors.text.text import Text
 from tidemill.actors.text.tool_calls import ChatTemplate
 from tidemill.bus.wire.json_object import JsonMapping
 
 MAX_CONTEXT = 1 << 15
 """Context length in tokens, where neither the engine nor the model's config states one."""
+MAX_RESPONSES = 1 << 16
+"""Responses to a request whose prompts are remembered; more than an engine makes (``engine.max_waiting``)."""
 CONTEXT_S = 60.0
 """Seconds for which the context length reported by an engine is used."""
 
@@ -114,7 +114,7 @@ class TokenHistory:
         if not texts or not all(isinstance(prompt, str) for prompt in texts):
             raise BadRequest(f"text: want a string or a list of strings, got {text!r}")
         prompts = [await self.pieces(prompt, request.session) for prompt in texts]
-        owners = _Owners(prompts, body.get("sampling_params"))
+        owners = _by_response(prompts, body.get("sampling_params"))
         ids = [ids_of(prompt) for prompt in prompts]
         # The log-probs are remembered with the tokens, so they are requested even if the client does not want them.
         body |= {"input_ids": ids if isinstance(text, list) else ids[0], "return_logprob": True}
@@ -131,7 +131,7 @@ class TokenHistory:
             return answer.with_content(reply)
 
     async def _noted(
-        self, states: AsyncGenerator[JsonMapping, None], owners: "_Owners", session: str
+        self, states: AsyncGenerator[JsonMapping, None], owners: Sequence[list[TokenPiece]], session: str
     ) -> AsyncGenerator[JsonMapping, None]:
         """Yield the states unchanged, and remember the last one of each response, also of one that its client cuts."""
         sent = self._sent(owners, session)
@@ -144,11 +144,11 @@ class TokenHistory:
         finally:
             sent.note_cut()
 
-    def _sent(self, owners: "_Owners", session: str) -> SentStates:
+    def _sent(self, owners: Sequence[list[TokenPiece]], session: str) -> SentStates:
         return SentStates(lambda place, state: self._note_one(place, state, owners, session), self._text.decode)
 
     async def _remember_stream(
-        self, chunks: AsyncIterator[bytes], owners: "_Owners", session: str
+        self, chunks: AsyncIterator[bytes], owners: Sequence[list[TokenPiece]], session: str
     ) -> AsyncIterator[bytes]:
         """Yield the chunks unchanged, and remember the last state of each response."""
         unended = b""
@@ -159,13 +159,13 @@ class TokenHistory:
                     self._note_one(state.get("index", 0), state, owners, session)
             yield chunk
 
-    def _note(self, answers: object, owners: "_Owners", session: str) -> None:
+    def _note(self, answers: object, owners: Sequence[list[TokenPiece]], session: str) -> None:
         for place, answer in enumerate(answers if isinstance(answers, list) else [answers]):
             self._note_one(place, answer, owners, session)
 
-    def _note_one(self, place: int, answer: Mapping[str, object], owners: "_Owners", session: str) -> None:
-        prompt = owners.prompt(place)
-        if prompt is not None and all(piece.text for piece in prompt):  # a prompt of ids has no text to be found by
+    def _note_one(self, place: int, answer: JsonMapping, owners: Sequence[list[TokenPiece]], session: str) -> None:
+        prompt = owners[place] if place < len(owners) else []  # none for a place that was not requested
+        if prompt and all(piece.text for piece in prompt):  # a prompt of ids has no text to be found by
             self.remember(prompt, answer, session)
 
     def remember(
@@ -214,7 +214,7 @@ class TokenHistory:
                 prompts = [await self._prompt(prompt, request.session) for prompt in parsed.prompts]
         except BadRequest as error:
             return Answer.of(400, openai_api.error(str(error), 400))
-        owners = _Owners(prompts, parsed.sampling)
+        owners = _by_response(prompts, parsed.sampling)
         context: int | Answer = self._max_context
         if parsed.chat and "max_new_tokens" not in parsed.sampling:
             context = await self._context(request, handler)
@@ -286,12 +286,12 @@ class TokenHistory:
         self,
         states: AsyncGenerator[JsonMapping, None],
         builder: ResponseBuilder,
-        owners: "_Owners",
+        owners: Sequence[list[TokenPiece]],
         session: str,
         chat: AskedChat | None,
     ) -> AsyncGenerator[JsonMapping, None]:
         """Yield the chunks. Raises EngineError when the states end before each response has its last one."""
-        sent, unfinished = self._sent(owners, session), set(range(owners.count))
+        sent, unfinished = self._sent(owners, session), set(range(len(owners)))
         try:
             async with aclosing(states):
                 async for state in states:
@@ -346,25 +346,15 @@ def _part(piece: TokenPiece, text: str, tokens: slice) -> TokenPiece:
     )
 
 
-class _Owners:
-    """Prompts by response: ``n`` of the first prompt, ``n`` of the second, ... Engines refuse a large ``n``."""
-
-    def __init__(self, prompts: Sequence[list[TokenPiece]], params: object) -> None:
-        samplings = params if isinstance(params, list) else [params] * len(prompts)
-        counts = [sampling.get("n") or 1 if isinstance(sampling, Mapping) else 1 for sampling in samplings]
-        self._prompts = prompts
-        numbers = (count if isinstance(count, int) and count > 0 else 1 for count in counts)
-        self._ends = list(itertools.accumulate(numbers))
-
-    @property
-    def count(self) -> int:
-        """Number of responses."""
-        return self._ends[-1]
-
-    def prompt(self, place: int) -> list[TokenPiece] | None:
-        """Return the prompt of the response at ``place``; None for a place that was not requested."""
-        owner = bisect.bisect_right(self._ends, place)
-        return self._prompts[owner] if owner < min(len(self._ends), len(self._prompts)) else None
+def _by_response(prompts: Sequence[list[TokenPiece]], params: object) -> list[list[TokenPiece]]:
+    """Return the prompt of each response: ``n`` times the first prompt, ``n`` times the second, ..."""
+    samplings = params if isinstance(params, list) else [params] * len(prompts)
+    counts = [sampling.get("n") or 1 if isinstance(sampling, Mapping) else 1 for sampling in samplings]
+    numbers = [count if isinstance(count, int) and count > 0 else 1 for count in counts]
+    prompt_of_each = (prompt for prompt, number in zip(prompts, numbers, strict=False) for _ in range(number))
+    return list(
+        itertools.islice(prompt_of_each, MAX_RESPONSES)
+    )  # a client may ask for any number, which an engine refuses
 
 
 async def _refused(answer: Answer) -> Answer:

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tidemill.bus.wire.json_object import JsonMapping
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPiece:
@@ -162,3 +164,22 @@ def columns(pieces: Sequence[TokenPiece]) -> Iterator[tuple[int, float, int, int
         unsampled = ((token, 0.0, -1, 0) for token in piece.tokens)
         sampled = ((*values, 1) for values in zip(piece.tokens, piece.log_probs, piece.versions, strict=False))
         yield from sampled if piece.sampled else unsampled
+
+
+def sampled_piece(answer: JsonMapping) -> TokenPiece | None:
+    """Return the tokens of a state, without text; None when it has no ids, or not the log-prob of each."""
+    ids, meta = tuple(answer.get("output_ids") or ()), answer["meta_info"]
+    log_probs = tuple(entry[0] for entry in meta.get("output_token_logprobs") or ())
+    if not ids or len(log_probs) != len(ids) or None in log_probs:
+        return None
+    return TokenPiece(text="", tokens=ids, log_probs=log_probs, versions=tuple(_versions(meta, len(ids))))
+
+
+def _versions(meta: JsonMapping, num_tokens: int) -> list[int]:
+    """Return the version of each token; -1 where it is not reported as a number."""
+    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": num_tokens}]
+    versions = [-1] * num_tokens
+    for span in spans:
+        number = int(span["version"]) if str(span["version"]).isdecimal() else -1
+        versions[span["start"] : span["end"]] = [number] * (span["end"] - span["start"])
+    return versions[:num_tokens]

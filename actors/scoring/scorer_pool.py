@@ -25,9 +25,9 @@ from tidemill.bus.liveness.keys import RunKeys
 from tidemill.bus.system.coroutines import first_of
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GROUP, GroupRequest
-from tidemill.rewards.http.remote import MAX_ANSWER_BYTES
 from tidemill.rewards.port import Contract, RewardRequest
 from tidemill.rewards.registry import REWARD
+from tidemill.rewards.remote import MAX_ANSWER_BYTES
 
 MAX_LOST = 4
 """Scorers lost while they worked on one request, after which its sample is FAILED: the request may end them."""
@@ -80,7 +80,6 @@ class ScorerClient:
             raise ScorerLost(self._url, f"want JSON, got {content[:_SHOWN]!r}: {error}") from None
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -130,6 +129,7 @@ class RemoteScoring:
                 async with self._pool.acquire(min_version=-1, timeout_s=math.inf, avoid=avoid) as (scorer, client):
                     avoid = scorer
                     return _read(scorer, contract, field, await self._call(scorer, client, path, body))
+            # A reward is a function without a state: another scorer computes it again (decision 045).
             except ScorerLost as error:
                 num_lost += 1
                 if num_lost >= MAX_LOST:

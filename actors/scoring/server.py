@@ -21,9 +21,9 @@ from typing import Annotated, Any
 from aiohttp import web
 from msgspec import Meta, Struct, structs
 
-from tidemill.actors.body_decoder import decode
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.membership import config_of_run, connected, default_id, first_row, section
+from tidemill.actors.http_api import decode
 from tidemill.bus.client.addresses import LOOPBACK, reach, route_to
 from tidemill.bus.config import BusConfig
 from tidemill.bus.http.access import Access, Route, RunAccess, TokenAccess
@@ -31,8 +31,8 @@ from tidemill.bus.http.bodies import body_in, json_in
 from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.liveness.keys import api_keys
-from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.system.coroutines import Waiter, ended, first_of
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GroupRequest
@@ -90,7 +90,6 @@ class ScoreGroupBody(Struct, kw_only=True):
     """None, or one for each sample."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for another number of rewards."""
         if len(self.rewards) not in (0, len(self.samples)):
             want = f"none, or one for each of {len(self.samples)} samples"
             raise ValueError(f"rewards: want {want}, got {len(self.rewards)}")
@@ -128,7 +127,6 @@ class RewardServer:
         self._changed = Waiter()
 
     def listener(self) -> Listener:
-        """Return its routes as a listener."""
         routes = {
             f"POST {SCORE}": Route.request(partial(self._answer, "reward", self._score, ScoreBody)),
             f"POST {SCORE_GROUP}": Route.request(partial(self._answer, "rewards", self._group_score, ScoreGroupBody)),

@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
-from tidemill.actors.body_decoder import need
 from tidemill.actors.errors import BadRequest, EngineError, EngineUnavailable
+from tidemill.actors.http_api import need
 from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.keys import RunKeys
 from tidemill.weightstore.transport.nccl import sees

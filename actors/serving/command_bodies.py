@@ -1,11 +1,11 @@
-"""Bodies of the commands of an engine: SGLang's names, one struct each, decoded by ``tidemill.actors.body_decoder``."""
+"""Bodies of the commands of an engine: SGLang's names, one struct each, decoded by ``tidemill.actors.http_api``."""
 
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from tidemill.actors.body_decoder import decode
 from tidemill.actors.errors import UpdateRefused
+from tidemill.actors.http_api import decode
 from tidemill.actors.serving.port import COMMAND_S
 from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS
 from tidemill.weightstore.errors import WeightstoreError
@@ -32,13 +32,11 @@ class UpdateBody(Struct, kw_only=True):
     """The adapter that a push has; None = a push of weights."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a version that is no number."""
         if self.weight_version is not None:
             _number(self.weight_version)
 
     @property
     def version(self) -> int | None:
-        """The weight version; None if the body has none."""
         return None if self.weight_version is None else _number(self.weight_version)
 
 
@@ -62,7 +60,6 @@ class BucketBody(UpdateBody, kw_only=True):
     """``flattened_bucket``: one message has all of them; None = each has a message."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for lists of different lengths, and for an unknown format."""
         UpdateBody.__post_init__(self)
         if self.load_format not in (None, "flattened_bucket"):
             raise ValueError(f"load_format: want null or flattened_bucket, got {self.load_format!r:.80}")
@@ -107,7 +104,6 @@ class PauseBody(Struct, kw_only=True):
     mode: str = "abort"
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an unknown mode."""
         if self.mode not in PAUSE_MODES:
             raise ValueError(f"mode: want one of {', '.join(PAUSE_MODES)}, got {self.mode!r:.80}")
 
@@ -119,13 +115,11 @@ class MemoryBody(Struct, kw_only=True):
     """Kinds of memory; None = all of them."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an unknown kind."""
         if unknown := (self.tags or frozenset()) - {WEIGHTS, KV_CACHE}:
             raise ValueError(f"tags: want null, or some of {KV_CACHE}, {WEIGHTS}, got {min(unknown)!r:.80}")
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds of memory."""
         return self.tags or frozenset({WEIGHTS, KV_CACHE})
 
 
@@ -135,7 +129,6 @@ class ChecksumBody(Struct, kw_only=True):
     of: str = "served"
 
     def __post_init__(self) -> None:
-        """Raise ValueError for anything else."""
         if self.of not in ("served", "base", "update"):
             raise ValueError(f"of: want served, base or update, got {self.of!r:.80}")
 
@@ -146,7 +139,6 @@ class CheckerBody(Struct, kw_only=True):
     action: str
 
     def __post_init__(self) -> None:
-        """Raise ValueError for another action."""
         if self.action != "checksum":
             raise ValueError(f"action: want checksum, got {self.action!r:.80}")
 
@@ -158,7 +150,6 @@ class AbortBody(Struct, kw_only=True):
     abort_all: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a body that names neither."""
         if not self.rid and not self.abort_all:
             raise ValueError('rid: want {"rid": "..."} or {"abort_all": true}, got neither')
 

@@ -55,30 +55,6 @@ WHOLE = "a complete weight update"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldDevices:
-    """Accelerators of an engine process, as it was started; the defaults are for an engine on the CPU."""
-
-    own: tuple[str, ...] = ()
-    """UUIDs of the devices on which it computes."""
-    visible: tuple[str, ...] = ()
-    """UUIDs of the devices that it sees: it can open memory of these."""
-    nccl: str = ""
-    """NCCL version of the process that receives weights; empty = not known."""
-    memory_bytes: int = 0
-    """Memory of its smallest device."""
-
-    def stated_in(self, capabilities: Capabilities) -> Capabilities:
-        """Return the capabilities with these devices."""
-        return replace(
-            capabilities,
-            devices=self.own,
-            visible_devices=self.visible,
-            nccl=self.nccl,
-            device_memory_bytes=self.memory_bytes,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlaces:
     """Addresses and directories of an engine process, and its name."""
 
@@ -88,8 +64,8 @@ class EnginePlaces:
     model_dir: Path
     id: str = ""
     """Unique name of the engine; empty = one is made."""
-    devices: HeldDevices = field(default_factory=HeldDevices)
-    """Accelerators of the engine, for its live row."""
+    devices: Capabilities = field(default_factory=Capabilities)
+    """Accelerators of the engine, for its live row: ``devices`` and the fields behind it; the default is for a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,12 +133,12 @@ class _Served:
         engine_id: str,
         heartbeat: HeartbeatPublisher,
         turns: AcceleratorLease | None,
-        devices: HeldDevices,
+        devices: Capabilities,
     ) -> None:
         self.bus, self.engine_id, self.turns = bus, engine_id, turns
         self._heartbeat, self._devices = heartbeat, devices
         self._waits_for, self._place = "", shared_memory_domain()
-        self.authority = Authority(admin_keys(bus), VersionRegistry(bus).newest_epoch, devices.visible)
+        self.authority = Authority(admin_keys(bus), VersionRegistry(bus).newest_epoch, devices.visible_devices)
         self.engine: ServedEngine | None = None
         """None until it has started."""
         self.own_address: OwnAddress | None = None
@@ -217,9 +193,15 @@ class _Served:
         asyncio.get_running_loop().call_later(ROW_AFTER_S, self.update_row)
 
     def update_row(self) -> None:
-        """Update the live row."""
-        engine = self.engine
+        engine, devices = self.engine, self._devices
         if engine is not None:
+            capabilities = replace(
+                engine.capabilities,
+                devices=devices.devices,
+                visible_devices=devices.visible_devices,
+                nccl=devices.nccl,
+                device_memory_bytes=devices.device_memory_bytes,
+            )
             self._heartbeat.update(
                 phase=engine.phase,
                 waits_for=self._waiting(engine),
@@ -231,7 +213,7 @@ class _Served:
                 handles=engine.handles,
                 place=self._place,
                 load=engine.stats(),
-                capabilities=self._devices.stated_in(engine.capabilities),
+                capabilities=capabilities,
             )
 
     def _waiting(self, engine: ServedEngine) -> str:
@@ -271,6 +253,8 @@ class _Follower:
         gc.collect()
         # The loaded objects stay: a full collection would walk them all, and hold up decoding for a tenth of a second.
         gc.freeze()
+        # Before any process has verified its address: an engine that starts while the learner is away would wait for it
+        # (decision 021).
         engine.phase = "serving"
         self._served.update_row()
         log.info("serving version=%d url=%s", engine.version, engine.url)

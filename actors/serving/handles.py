@@ -19,8 +19,8 @@ import msgpack
 import zmq
 import zmq.asyncio
 
-from tidemill.actors.body_decoder import decode, need
 from tidemill.actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, UpdateRefused
+from tidemill.actors.http_api import decode, need
 from tidemill.actors.scratch import Scratch
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.command_bodies import UpdateBody

@@ -219,7 +219,6 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         self.unfinished += count
 
     def ended(self, count: int) -> None:
-        """Count responses that have ended."""
         self.unfinished -= count
         if count and not self.unfinished:
             self._changed.wake()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tidemill.actors.errors import BadRequest
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.rewards.model_text.message_template import MessageTemplate
+from tidemill.rewards.model_text import MessageTemplate
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 _BETWEEN = re.compile(r"\s*+(?:;\s*+)?")

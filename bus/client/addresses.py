@@ -1,4 +1,4 @@
-"""The address of the bus in one line, and the addresses at which a process listens and is reached.
+"""The address of the bus in one line; the addresses at which a process listens and is reached; reserved ports.
 
 By default a process is reached at its address on the route to the bus.
 """
@@ -6,6 +6,7 @@ By default a process is reached at its address on the route to the bus.
 import ipaddress
 import socket
 from dataclasses import dataclass, field
+from typing import Self
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from tidemill.bus.config import is_loopback
@@ -31,7 +32,6 @@ class Address:
 
     @property
     def tls(self) -> bool:
-        """True if the servers are reached by TLS."""
         return self.servers[0].startswith("tls://")
 
     def __str__(self) -> str:
@@ -154,3 +154,32 @@ def bare(shown: str) -> str:
     if shown.startswith("["):
         return shown[1:].partition("]")[0]
     return shown.partition(":")[0] if shown.count(":") == 1 else shown
+
+
+class KeptPort:
+    """A free TCP port of this machine, which the system gives to no client until ``close``.
+
+    A server, which listens with SO_REUSEADDR, can bind ``number``.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", number: int = 0) -> None:
+        """``number``: the requested port; 0 = any. Raises OSError when a process listens there."""
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), number, type=socket.SOCK_STREAM)[0]
+        self._socket = socket.socket(family)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(address)
+        except OSError:
+            self._socket.close()
+            raise
+        self.number = int(self._socket.getsockname()[1])
+
+    def close(self) -> None:
+        """Give up the port: from now on the system may give it to any process."""
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -9,14 +9,15 @@ import math
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 import nats
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from tidemill.bus.client.addresses import Address, parse
 from tidemill.bus.config import OLDEST_SERVER
@@ -28,27 +29,36 @@ from tidemill.bus.wire.subjects import inbox_prefix
 _log = logging.getLogger(__name__)
 
 RETRY_S = 0.1
-AFTER_FULL_S = 15.0
-"""Seconds left for a request after the bus was full: its server is started again when it has room."""
+AFTER_FULL_S = 15.0  # Seconds left for a request after the bus was full: its server is started again when it has room
 T = TypeVar("T")
 _RECONNECT_S = 0.2
-_PING_S = 5.0
-"""Seconds between two pings; a silently cut network is detected after three."""
+_PING_S = 5.0  # Seconds between two pings; a silently cut network is detected after three
 _LOG_EVERY_S = 5.0
-_FLUSH_S, _CLOSE_S = 1.0, 1.0
-"""Deadlines at a close: for messages that are not sent yet, and for the close itself."""
+_FLUSH_S, _CLOSE_S = 1.0, 1.0  # Deadlines at a close: for messages that are not sent yet, and for the close itself
 _NEVER_S = 1e6
-_FORBIDDEN_S = 10.0
-"""Seconds for which a forbidden subject is not tried again; permissions may have changed afterwards."""
+_FORBIDDEN_S = 10.0  # Seconds for which a forbidden subject is not tried again; permissions may have changed afterwards
+# The server's error for a forbidden subject, which has no code
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
-"""The server's error for a forbidden subject, which has no code."""
+# Prefix of requests that may be refused: the server removes idle consumers by itself, too
 _CLEANUP = "$js.api.consumer.delete."
-"""Prefix of requests that may be refused: the server removes idle consumers by itself, too."""
+# Parts of the server's errors for a wrong user or password, in lower case
 _LOGIN_ERRORS = ("authorization violation", "authentication", "user credentials")
-"""Parts of the server's errors for a wrong user or password, in lower case."""
 
+# Errors that the client library raises for causes outside of this process
 FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)
-"""Errors that the client library raises for causes outside of this process."""
+
+
+@contextmanager
+def translated(where: str) -> Iterator[None]:
+    """Raise BusUnavailable for errors of the client library in the block."""
+    try:
+        yield
+    except FOREIGN as error:
+        raise _unavailable(where, error) from None
+
+
+def _unavailable(where: str, error: BaseException) -> BusUnavailable:
+    return BusUnavailable(where, str(error) or type(error).__name__)
 
 
 class _Client(Client):
@@ -74,13 +84,12 @@ class Connection:
 
     def __init__(self) -> None:
         self.nc: Client = _Client()
-        self.connected = False
-        """True while the connection is up."""
+        self.connected = False  # True while the connection is up
         self._changed = Waiter()
         self._listeners: set[Callable[[], None]] = set()
         self._forbidden_listeners: set[Callable[[Forbidden], bool]] = set()
+        # Recent refusals with their time, by subject in lower case, as the client library reports it
         self._forbidden: dict[str, tuple[Forbidden, float]] = {}
-        """Recent refusals with their time, by subject in lower case, as the client library reports it."""
         self.user = ""
         self._opening: Address | None = None
         self.last_error = ""
@@ -167,18 +176,16 @@ class Connection:
                         remove()
         except FOREIGN as error:
             self.check_allowed(subject)
-            raise self.unavailable(subject, error) from None
+            raise _unavailable(subject, error) from None
 
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
         """Publish without an answer. Raises Forbidden; BusUnavailable when not connected."""
         self.check_allowed(subject)
         if not self.connected:  # the client library would send it later, too late
             raise BusUnavailable(subject, "not connected")
-        try:
+        with translated(subject):
             # With more than 2 MiB unsent it waits for them, and swallows a cancellation.
             await heard(self.nc.publish(subject, payload, reply=reply))
-        except FOREIGN as error:
-            raise self.unavailable(subject, error) from None
 
     async def try_send(self, subject: str, payload: bytes) -> bool:
         """Publish a message that may be lost. Returns False when the bus is away."""
@@ -192,19 +199,21 @@ class Connection:
     @asynccontextmanager
     async def subscribed(self, subject: str, on_message: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
         """While entered, call ``on_message`` with every message on a subject that arrives while connected."""
-        try:
+        with translated(subject):
             sub = await self.nc.subscribe(subject, cb=on_message)
-        except FOREIGN as error:
-            raise self.unavailable(subject, error) from None
         try:
             yield
         finally:
             if not self.closed:
                 await sub.unsubscribe()
 
-    def unavailable(self, where: str, error: BaseException) -> BusUnavailable:
-        """Return an error of the client library as BusUnavailable."""
-        return BusUnavailable(where, str(error) or type(error).__name__)
+    async def subscribe(self, subject: str, on_message: Callable[[Msg], Awaitable[None]], where: str) -> Subscription:
+        """Subscribe to a reply subject, without the limits beyond which the library drops messages.
+
+        An answer that is dropped is a message sent twice.
+        """
+        with translated(where):
+            return await self.nc.subscribe(subject, cb=on_message, pending_msgs_limit=-1, pending_bytes_limit=-1)
 
     async def open(self, url: str, name: str, wait_s: float) -> None:
         """Connect to ``url`` within ``wait_s``. Raises BusUnavailable, ValueError; Denied at once."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tidemill.bus.client.connection import Connection, retry
 from tidemill.bus.client.outbox import Outbox, answered
@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Number of places remembered, so that a message read again, or a row read every second, is counted once
 _MAX_KNOWN = 4096
-"""Number of places remembered, so that a message read again, or a row read every second, is counted once."""
 _MAX_TEXT = 160
 
 
@@ -34,8 +34,7 @@ class Refusals:
     """
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        """Refusals by stream (``DEAD``) or bucket (``live``)."""
+        self.counts: Counter[str] = Counter()  # Refusals by stream (``DEAD``) or bucket (``live``)
         self.newest = ""
         self._known: dict[tuple[str, str], None] = {}
         self._repeated = FailureLog(_log)
@@ -77,24 +76,29 @@ def _short(text: str) -> str:
     return plain if len(text) <= _MAX_TEXT else f"{plain}..."
 
 
-_ANSWER_S = 2.0
-"""Deadline of one attempt."""
-RETRY_FOR_S = 15.0
-"""Seconds for which a request is repeated: a killed server is back within a second or so."""
+_ANSWER_S = 2.0  # Deadline of one attempt
+RETRY_FOR_S = 15.0  # Seconds for which a request is repeated: a killed server is back within a second or so
 _NOT_FOUND = {10014: "consumer", 10037: "message", 10059: "stream"}
 _STARTING = (10008, 10074)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Message(NamedTuple):
     """A stored message."""
 
     seq: int
     subject: str
     headers: dict[str, str]
     data: bytes
+    """Empty where a consumer delivers headers only."""
     stored_s: float
-    """Unix time."""
+    """Unix time by the server's clock."""
+    pending: int = 0
+    """Number of messages after this one when a consumer delivered it."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the data, which the server puts into a header where it delivers headers only."""
+        return len(self.data) or subjects.natural(self.headers.get("Nats-Msg-Size", "")) or 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +185,6 @@ class JetStream:
         await self.call(f"STREAM.PURGE.{stream}", {"seq": below, **({"filter": subject} if subject else {})})
 
     async def purge_subject(self, stream: str, subject: str) -> None:
-        """Remove every message of a subject."""
         await self.call(f"STREAM.PURGE.{stream}", {"filter": subject})
 
     async def purge_tasks(self, stream: str, subject_of: Callable[[int | str], str], below: int) -> None:
@@ -225,14 +228,7 @@ def parse_headers(raw: bytes) -> dict[str, str]:
 
 def unix_time(stamp: str) -> float:
     """Return the Unix time of a time stamp of the server (RFC 3339 with up to nanoseconds)."""
-    head, _, fraction = stamp.removesuffix("Z").partition(".")
-    zone = "+00:00" if stamp.endswith("Z") else ""
-    if not zone and ("+" in fraction or "-" in fraction):
-        sign = "+" if "+" in fraction else "-"
-        fraction, _, offset = fraction.partition(sign)
-        zone = sign + offset
-    seconds = datetime.fromisoformat(head + zone).timestamp()
-    return seconds + float(f"0.{fraction}" if fraction else 0)
+    return datetime.fromisoformat(stamp).timestamp()  # digits after the microseconds are cut off
 
 
 def _fields(verb: str, data: bytes) -> JsonObject:

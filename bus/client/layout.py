@@ -10,13 +10,10 @@ from tidemill.bus.wire.json_object import JsonObject
 
 _NS = 1_000_000_000
 _ALREADY_IN_USE = (10058, 10148, 10013, 10105)
-_NO_STORAGE = 10047
-"""A stream's ``max_bytes`` is reserved when it is created, and the server has no such room left."""
+_NO_STORAGE = 10047  # A stream's ``max_bytes`` is reserved when it is created, and the server has no such room left
 _ROW_DUPLICATE_WINDOW_S = 120
-_CHANGED_IN_PLACE = ("allow_rollup_hdrs",)
-"""Settings with another value in older releases; they affect stored messages."""
-_MAX_WAITING = 16_384
-"""Limit of pull requests that wait at one consumer: one for every free slot of every actor."""
+_CHANGED_IN_PLACE = ("allow_rollup_hdrs",)  # Settings with another value in older releases; they affect stored messages
+_MAX_WAITING = 16_384  # Limit of pull requests that wait at one consumer: one for every free slot of every actor
 
 
 async def create_layout(jet: JetStream) -> None:
@@ -87,7 +84,6 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
 
 
 def consumer_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
-    """Yield the settings of the durable consumers of TASKS."""
     for (kind, rollout), name in subjects.queues(config.rollouts).items():
         yield {
             "durable_name": name,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 from nats.aio.msg import Msg
 
-from tidemill.bus.client.connection import FOREIGN, Connection
+from tidemill.bus.client.connection import Connection, translated
 from tidemill.bus.errors import BusFull, BusUnavailable, Forbidden, Refused
 from tidemill.bus.system.coroutines import heard
 from tidemill.bus.wire.json_object import JsonObject
@@ -19,16 +19,15 @@ from tidemill.bus.wire.json_object import JsonObject
 _log = logging.getLogger(__name__)
 
 STREAM_FULL = 10077
+# Error codes of a full disk, or full share of it. Treated like an outage: space may be freed.
 _NO_ROOM = frozenset({10023, 10047})
-"""Error codes of a full disk, or full share of it. Treated like an outage: space may be freed."""
+# Error codes of a message with another expected last sequence than its stream or subject has
 WRONG_LAST_SEQUENCE = (10071, 10164)
-"""Error codes of a message with another expected last sequence than its stream or subject has."""
 _ANSWER_S = 5.0
-_FULL_S = 3.0
-"""Seconds to wait for the reason of a full bus; without one the server itself answers at once."""
+_FULL_S = 3.0  # Seconds to wait for the reason of a full bus; without one the server itself answers at once
 _FULL_WAIT_S = (0.02, 0.2)
+# Range of the random pause before a try, so that many publishers do not come back at the same moment
 _RETRY_WAIT_S = (0.05, 0.3)
-"""Range of the random pause before a try, so that many publishers do not come back at the same moment."""
 
 
 class PublishAck(NamedTuple):
@@ -49,8 +48,8 @@ class Outbox:
     def __init__(self, connection: Connection, full_subject: str) -> None:
         """``full_subject``: requests on it are answered with the reason while the bus stores nothing."""
         self._connection, self._full_subject = connection, full_subject
+        # Answer, its deadline and the subject, by reply subject, oldest first
         self._waiting: dict[str, tuple[asyncio.Future[Msg | None], float, str]] = {}
-        """Answer, its deadline and the subject, by reply subject, oldest first."""
         self._sweeping: asyncio.TimerHandle | None = None
         self._inbox = ""
         self._count = 0
@@ -76,10 +75,9 @@ class Outbox:
         if self._sweeping is None:
             self._sweeping = loop.call_later(_ANSWER_S, self._sweep, loop)
         try:
-            await heard(self._connection.nc.publish(subject, payload, reply=token, headers=headers))
-            answer = await future
-        except FOREIGN as error:
-            raise self._connection.unavailable(subject, error) from None
+            with translated(subject):
+                await heard(self._connection.nc.publish(subject, payload, reply=token, headers=headers))
+                answer = await future
         finally:
             self._waiting.pop(token, None)
         try:
@@ -145,14 +143,7 @@ class Outbox:
             if self._inbox:
                 return
             inbox = f"{self._connection.nc.new_inbox()}."
-            try:
-                # Without limits, beyond which the library drops messages: an answer that is dropped is a message sent
-                # twice.
-                await self._connection.nc.subscribe(
-                    f"{inbox}*", cb=self._answered, pending_msgs_limit=-1, pending_bytes_limit=-1
-                )
-            except FOREIGN as error:
-                raise self._connection.unavailable("outbox", error) from None
+            await self._connection.subscribe(f"{inbox}*", self._answered, "outbox")
             self._inbox = inbox
 
     async def _answered(self, message: Msg) -> None:
@@ -185,12 +176,12 @@ class Outbox:
             self._settle(token, None)
 
 
+# Error codes that no retry cures: a message larger than the stream allows, or a taken expected place
 _INCURABLE = frozenset({10054, *WRONG_LAST_SEQUENCE})
-"""Error codes that no retry cures: a message larger than the stream allows, or a taken expected place."""
 
 
+# Error codes of a cluster between two leaders, or still working on the same message
 _NOT_NOW = frozenset({10008, 10158})
-"""Error codes of a cluster between two leaders, or still working on the same message."""
 _UNAVAILABLE = 503
 
 

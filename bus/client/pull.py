@@ -6,42 +6,27 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import NamedTuple, Self, overload
+from typing import Self, overload
 
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from tidemill.bus.client.connection import FOREIGN, RETRY_S, before_retry
-from tidemill.bus.client.jetstream import JetStream, StreamState
+from tidemill.bus.client.jetstream import JetStream, Message, StreamState
 from tidemill.bus.errors import BusUnavailable, NotFound
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.subjects import delivery, natural
 
 _log = logging.getLogger(__name__)
 
-_CREDIT = 64
-"""Messages requested at once; more are requested when half of them have arrived."""
+_CREDIT = 64  # Messages requested at once; more are requested when half of them have arrived
+# Bytes requested at once, however few messages they are: it limits the memory of messages that have arrived
 _CREDIT_BYTES = 32_000_000
-"""Bytes requested at once, however few messages they are: it limits the memory of messages that have arrived."""
 _HEARTBEAT_S = 0.5
-_MISSED_S = 2.5 * _HEARTBEAT_S
-"""Silence after which the consumer is replaced: two heartbeats may be late."""
+_MISSED_S = 2.5 * _HEARTBEAT_S  # Silence after which the consumer is replaced: two heartbeats may be late
 _EXPIRES_S = 30.0
-_INACTIVE_S = 60.0
-"""Seconds without requests after which the server removes a consumer."""
+_INACTIVE_S = 60.0  # Seconds without requests after which the server removes a consumer
 _NS = 1_000_000_000
-
-
-class Delivered(NamedTuple):
-    """A message of a stream, as a consumer delivered it."""
-
-    seq: int
-    subject: str
-    headers: dict[str, str]
-    data: bytes
-    pending: int
-    """Number of messages after this one."""
-    stored_s: float
 
 
 class OrderedPull:
@@ -63,8 +48,7 @@ class OrderedPull:
         headers_only: bool = False,
         on_open: Callable[[StreamState, int], None] | None = None,
     ) -> None:
-        self.position = start
-        """Smallest sequence that the next message can have."""
+        self.position = start  # Smallest sequence that the next message can have
         self.reopened = 0
         self._jet, self._stream, self._filters, self._headers_only = jet, stream, list(filters), headers_only
         self._on_open = on_open
@@ -87,14 +71,14 @@ class OrderedPull:
     def __aiter__(self) -> Self:
         return self
 
-    def __anext__(self) -> Awaitable[Delivered]:
+    def __anext__(self) -> Awaitable[Message]:
         return self.next()
 
     @overload
-    async def next(self) -> Delivered: ...
+    async def next(self) -> Message: ...
     @overload
-    async def next(self, timeout_s: float) -> Delivered | None: ...
-    async def next(self, timeout_s: float | None = None) -> Delivered | None:
+    async def next(self, timeout_s: float) -> Message | None: ...
+    async def next(self, timeout_s: float | None = None) -> Message | None:
         """Return the next message, or None after ``timeout_s`` without one; waits for the bus as long as necessary.
 
         Raises the errors of ``on_open``, NotFound when the stream is gone, BusUnavailable when the connection was
@@ -124,7 +108,7 @@ class OrderedPull:
         self._stop_listening()
         await self._drop()
 
-    def _take(self, message: Msg) -> Delivered | None:
+    def _take(self, message: Msg) -> Message | None:
         headers, numbers = message.headers or {}, delivery(message.reply)
         if numbers is None:
             self._status(headers)
@@ -136,7 +120,7 @@ class OrderedPull:
         self._consumer_seq = numbers.consumer_seq
         self._requested -= 1
         self.position = numbers.seq + 1
-        return Delivered(numbers.seq, message.subject, headers, message.data, numbers.pending, numbers.stored_ns / _NS)
+        return Message(numbers.seq, message.subject, headers, message.data, numbers.stored_ns / _NS, numbers.pending)
 
     def _status(self, headers: dict[str, str]) -> None:
         """Handle a status: 100 heartbeat, 408 expired, 409 limit reached or consumer deleted, 503 no responders."""
@@ -178,12 +162,7 @@ class OrderedPull:
         """Subscribe, then create the consumer, then request: no message can arrive before the subscription."""
         self._lost = False
         inbox = self._jet.connection.nc.new_inbox()
-        try:
-            self._sub = await self._jet.connection.nc.subscribe(
-                inbox, cb=self._on_message, pending_msgs_limit=-1, pending_bytes_limit=-1
-            )
-        except FOREIGN as error:
-            raise self._jet.connection.unavailable(self._stream, error) from None
+        self._sub = await self._jet.connection.subscribe(inbox, self._on_message, self._stream)
         name = f"read-{inbox.rsplit('.', 1)[1]}"
         # In the memory of one server, because nothing is lost with it: the position is here, and a new consumer
         # continues from it.
@@ -246,7 +225,7 @@ def _unsent(headers: dict[str, str], otherwise: int) -> int:
 
 async def present(
     jet: JetStream, stream: str, start: int, *, filters: Sequence[str] = (), headers_only: bool = False
-) -> AsyncIterator[Delivered]:
+) -> AsyncIterator[Message]:
     """Yield the messages from ``start`` to the present end of the stream. Raises NotFound without such a stream."""
     last = (await jet.state(stream)).last_seq
     async with OrderedPull(jet, stream, max(1, start), filters=filters, headers_only=headers_only) as pull:
@@ -269,7 +248,7 @@ async def present(
 
 async def follow(
     jet: JetStream, stream: str, start: int, *, filters: Sequence[str] = (), headers_only: bool = False
-) -> AsyncIterator[Delivered]:
+) -> AsyncIterator[Message]:
     """Yield the messages from ``start`` on, for ever."""
     async with OrderedPull(jet, stream, max(1, start), filters=filters, headers_only=headers_only) as pull:
         async for delivered in pull:
@@ -282,13 +261,12 @@ async def _any(jet: JetStream, stream: str, first: int, last: int, filters: Sequ
     return any(message is not None and message.seq <= last for message in messages)
 
 
+# Acknowledgements (JetStream's protocol): deliver again, done, and still at work, which renews the lease
 NAK, ACK, PROGRESS = b"-NAK", b"+ACK", b"+WPI"
-"""Acknowledgements (JetStream's protocol): deliver again, done, and still at work, which renews the lease."""
 
+# Seconds for which a request lives at the server, and the most that a request lost with the server costs
 _REQUEST_S = 2.0
-"""Seconds for which a request lives at the server, and the most that a request lost with the server costs."""
-_GRACE_S = 0.5
-"""Time that the answer to an expired request has to arrive."""
+_GRACE_S = 0.5  # Time that the answer to an expired request has to arrive
 
 
 class FetchSlots:
@@ -360,11 +338,8 @@ class _Slot:
 
     async def _send(self, expires_s: float) -> None:
         if self._sub is None:
-            try:
-                inbox = self._jet.connection.nc.new_inbox()
-                self._sub = await self._jet.connection.nc.subscribe(inbox, cb=self._on_message)
-            except FOREIGN as error:
-                raise self._jet.connection.unavailable(self._subject, error) from None
+            inbox = self._jet.connection.nc.new_inbox()
+            self._sub = await self._jet.connection.subscribe(inbox, self._on_message, self._subject)
         self._requested_until_s = time.monotonic() + expires_s + _GRACE_S
         request = {"batch": 1, "expires": int(expires_s * _NS)}
         await self._jet.connection.send(self._subject, json.dumps(request).encode(), reply=self._sub.subject)

@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 from tidemill.bus.client.connection import RETRY_S, retry
 from tidemill.bus.client.jetstream import RETRY_FOR_S, JetStream, Message
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
-from tidemill.bus.client.pull import Delivered, present
+from tidemill.bus.client.pull import present
 from tidemill.bus.errors import (
     BusFull,
     BusUnavailable,
@@ -31,20 +31,17 @@ from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.row_reader import read_row
-from tidemill.bus.wire.subjects import new_id
+from tidemill.bus.wire.subjects import nonce
 
 _log = logging.getLogger(__name__)
 
-_KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
-"""Keys that every NATS tool accepts in a bucket."""
-_OPERATION = "KV-Operation"
-"""Header of a message that replaces a deleted row."""
+_KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")  # Keys that every NATS tool accepts in a bucket
+_OPERATION = "KV-Operation"  # Header of a message that replaces a deleted row
 _LOG_EVERY_S = 15.0
 _AT_ONCE = 16
 
 Value = JsonObject
-Row = tuple[Value, int]
-"""(value, revision)"""
+Row = tuple[Value, int]  # (value, revision)
 After = TypeVar("After", Value, Value | None)
 
 
@@ -139,7 +136,7 @@ class Rows:
         try:
             await self._jet.purge_subject(self._stream, self._subject(key))
         except Forbidden:
-            headers = {subjects.MESSAGE_ID: new_id("row"), _OPERATION: "DEL"}
+            headers = {subjects.MESSAGE_ID: f"row.{nonce()}", _OPERATION: "DEL"}
             await self._jet.outbox.store(self._subject(key), b"", headers)
 
     async def keep(self, key: str, value: Value, *, every_s: float = 5.0) -> None:
@@ -176,7 +173,7 @@ class Rows:
                     last_revision = revision
                 await waiter.wait(every_s)
 
-    async def written(self, keys: str, start: int) -> AsyncIterator[tuple[Value, Delivered]]:
+    async def written(self, keys: str, start: int) -> AsyncIterator[tuple[Value, Message]]:
         """Yield (value, message) of the present rows with these keys (``v.*``) and a revision >= ``start``."""
         prefix = subjects.row(self._jet.run, self.bucket, "")
         async for delivered in present(self._jet, self._stream, start, filters=[f"{prefix}{keys}"]):
@@ -201,7 +198,7 @@ class Rows:
     async def _write(self, key: str, value: Value, expected: int | None) -> int:
         """Write with the same message id at every try, so that a write with a lost answer is recognised."""
         subject, payload = self._subject(key), self._bytes(key, value)
-        headers = {subjects.MESSAGE_ID: new_id("row")}
+        headers = {subjects.MESSAGE_ID: f"row.{nonce()}"}
         if expected is not None:
             headers[subjects.EXPECTED_LAST_ON_SUBJECT] = str(expected)
         deadline, log_failure = time.monotonic() + RETRY_FOR_S, FailureLog(_log, every_s=_LOG_EVERY_S)
@@ -251,7 +248,7 @@ class Rows:
         message = await self._jet.last(self._stream, self._subject(key))
         return (None, 0, None) if message is None else self._decoded(key, message)
 
-    def _decoded(self, key: str, message: Message | Delivered) -> tuple[Value | None, int, WireError | None]:
+    def _decoded(self, key: str, message: Message) -> tuple[Value | None, int, WireError | None]:
         if _OPERATION in message.headers:
             return None, message.seq, None
         try:

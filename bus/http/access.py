@@ -40,7 +40,6 @@ class Route:
 
     @classmethod
     def open(cls, handler: Handler) -> "Route":
-        """Return a route without a key."""
         return cls(Rule.OPEN, handler)
 
     @classmethod
@@ -81,7 +80,6 @@ class RunAccess:
         self.guarded, self.is_public = keys is not None, False
 
     def key(self, rule: Rule) -> str:
-        """Return the key in words."""
         match rule:
             case Rule.OPEN:
                 return "none"
@@ -136,13 +134,11 @@ class TokenAccess:
         self.guarded, self.is_public = bool(token), False
 
     def key(self, rule: Rule) -> str:
-        """Return the key in words."""
         if rule is Rule.COMMAND:
             return "refused"
         return "its token" if rule is Rule.REQUEST and self._token else "none"
 
     async def check(self, request: web.Request, rule: Rule) -> None:
-        """Check the token. Raises HTTPUnauthorized, HTTPForbidden."""
         if rule is Rule.COMMAND:
             raise refusal(web.HTTPForbidden, f"{request.path}: want no command here")
         if rule is Rule.OPEN or not self._token:

@@ -14,19 +14,16 @@ from aiohttp import web
 
 from tidemill.bus.http.access import refusal
 
-MAX_BODY_BYTES = 64 << 20
-"""Largest body of a request; a larger one is refused with 413."""
+MAX_BODY_BYTES = 64 << 20  # Largest body of a request; a larger one is refused with 413
+# Maximum number of bytes of bodies that one listener holds until the ends of their requests; then 503
 MAX_BODIES_BYTES = 256 << 20
-"""Maximum number of bytes of bodies that one listener holds until the ends of their requests; then 503."""
-SMALL_BYTES = 64 << 10
-"""Bodies up to this size are not counted, so that an abort passes where large requests do not."""
+SMALL_BYTES = 64 << 10  # Bodies up to this size are not counted, so that an abort passes where large requests do not
 BODY_S = 120.0
 STALL_S = 15.0
 RETRY_AFTER_S = 1
-MAX_DEPTH = 100
-"""Maximum depth of nested lists and maps in JSON: not every encoder can write deeper ones."""
+MAX_DEPTH = 100  # Maximum depth of nested lists and maps in JSON: not every encoder can write deeper ones
+# Maximum number of lists and maps in JSON: an empty one has 2 bytes in a body and 56 or more in memory
 MAX_NESTED = 1 << 20
-"""Maximum number of lists and maps in JSON: an empty one has 2 bytes in a body and 56 or more in memory."""
 _BODY: web.RequestKey[bytes] = web.RequestKey("body", bytes)
 
 

@@ -19,15 +19,13 @@ import msgspec
 from tidemill.bus.errors import BusError, DetailedError
 
 CONNECT_S = 5.0
-KEEP_S = 2.0
-"""An idle connection is kept so long: less than SGLang keeps it (5 s), or a request might meet its end."""
+KEEP_S = 2.0  # An idle connection is kept so long: less than SGLang keeps it (5 s), or a request might meet its end
+# Size of the largest answer that is read: a batch of long responses with the experts of their tokens
 MAX_ANSWER_BYTES = 1 << 30
-"""Size of the largest answer that is read: a batch of long responses with the experts of their tokens."""
 MAX_REFUSAL_BYTES = 1 << 20
-MAX_REASON_BYTES = 2000
-"""Maximum number of bytes of an answer that is no JSON in an error: it may be a page of HTML."""
+MAX_REASON_BYTES = 2000  # Maximum number of bytes of an answer that is no JSON in an error: it may be a page of HTML
+# Buffer of a connection for large answers; aiohttp's default of 64 KB costs a wake-up for each piece
 READ_BUFFER_BYTES = 1 << 20
-"""Buffer of a connection for large answers; aiohttp's default of 64 KB costs a wake-up for each piece."""
 
 
 class Failure(Enum):
@@ -70,8 +68,7 @@ class CallFailed(DetailedError, BusError):
     template = "{url}{path}: {reason}"
 
 
-Translate = Callable[[CallFailed], Exception]
-"""Returns the error of the caller's own room for a failed call."""
+Translate = Callable[[CallFailed], Exception]  # Returns the error of the caller's own room for a failed call
 Headers = Callable[[], Awaitable[Mapping[str, str]]]
 
 
@@ -146,7 +143,6 @@ class ApiClient:
     async def read(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None
     ) -> bytes:
-        """Return the body of the answer."""
         async with self.open(method, path, body, timeout_s=timeout_s) as response:
             return await self._content(path, response)
 

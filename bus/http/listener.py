@@ -22,11 +22,9 @@ from tidemill.bus.config import is_loopback
 from tidemill.bus.http.access import Access, Handler, Route, Rule
 from tidemill.bus.http.bodies import Bodies, BodyLimits
 
-HEADERS_S = 60.0
-"""Seconds without a whole request to the close of a connection; clients close idle ones sooner."""
+HEADERS_S = 60.0  # Seconds without a whole request to the close of a connection; clients close idle ones sooner
 SHUTDOWN_S = 5.0
-_BACKLOG = 4096
-"""Connections that may wait to be accepted. Linux lowers it to net.core.somaxconn."""
+_BACKLOG = 4096  # Connections that may wait to be accepted. Linux lowers it to net.core.somaxconn.
 _FILES = "GET /{file}"
 _log = logging.getLogger(f"{__name__}.http")
 
@@ -47,8 +45,7 @@ class Listener:
     ) -> None:
         """``routes``: by "METHOD /path". ``files``: a served directory. ``middlewares`` also see refusals."""
         self._access, self.bodies = access, Bodies(limits or BodyLimits())
-        self.rules = {path: route.rule for path, route in routes.items()}
-        """Rule of every route, by "METHOD /path"."""
+        self.rules = {path: route.rule for path, route in routes.items()}  # Rule of every route, by "METHOD /path"
         self._rules: dict[web.AbstractRoute, Rule] = {}
         app = web.Application(middlewares=[*middlewares, self._admit])
         for path, route in routes.items():

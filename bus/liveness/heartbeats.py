@@ -12,17 +12,15 @@ from typing import Any, Self
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusError, WireError
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.system.coroutines import Waiter, beside
 from tidemill.bus.wire.rows import LiveRow, row_of
 from tidemill.bus.wire.subjects import token
 
 _log = logging.getLogger(__name__)
 
 _BUCKET = "live"
-_WAITING_UPDATE_S, _WAITING_LOG_S = 1.0, 30.0
-"""Intervals in which ``Waiting`` writes its row, and its log line."""
-_PERIODS = 5
-"""Heartbeat periods after which a write that is not acknowledged is made again."""
+_WAITING_UPDATE_S, _WAITING_LOG_S = 1.0, 30.0  # Intervals in which ``Waiting`` writes its row, and its log line
+_PERIODS = 5  # Heartbeat periods after which a write that is not acknowledged is made again
 
 
 class HeartbeatPublisher:
@@ -33,16 +31,14 @@ class HeartbeatPublisher:
 
     def __init__(self, bus: Bus, row: LiveRow, every_s: float = 1.0) -> None:
         self.row = row
-        self.last_error = ""
-        """Empty = the last write succeeded."""
-        self.written_s = float("-inf")
-        """Monotonic time of the last write that succeeded."""
+        self.last_error = ""  # Empty = the last write succeeded
+        self.written_s = float("-inf")  # Monotonic time of the last write that succeeded
         self._bus, self._rows, self._every_s = bus, bus.rows(_BUCKET), every_s
         self._waiter = Waiter()
         self._beating: asyncio.Task[None] | None = None
         self._ending = False
+        # States of the row so far, and the number of them at the state that was stored last
         self._changes, self._stored = 1, 0
-        """States of the row so far, and the number of them at the state that was stored last."""
         self._written = Waiter()
 
     def update(self, **changes: Any) -> None:
@@ -169,8 +165,7 @@ class Waiting:
 
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self._heartbeat)
-        updating = asyncio.create_task(self._update_for_ever(), name=f"waiting {self._heartbeat.row.id}")
-        self._stack.push_async_callback(_ended, updating)
+        await self._stack.enter_async_context(beside(self._update_for_ever()))
         return self
 
     async def __aexit__(self, exc_type: object, *exc: object) -> None:
@@ -187,8 +182,3 @@ class Waiting:
                 logged_s = time.monotonic()
                 _log.info("waiting for %s", self._heartbeat.row.waits_for)
             await asyncio.sleep(_WAITING_UPDATE_S)
-
-
-async def _ended(task: "asyncio.Task[None]") -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

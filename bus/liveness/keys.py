@@ -17,11 +17,9 @@ from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusError, NotFound
 from tidemill.bus.streams.bus import Bus
 
-ADMIN_KEY, API_KEY = "admin", "api_key"
-"""Rows of the buckets ``keys`` and ``run``: ``{"key": "..."}``."""
+ADMIN_KEY, API_KEY = "admin", "api_key"  # Rows of the buckets ``keys`` and ``run``: ``{"key": "..."}``
 _KEY_BYTES = 24
-_AGAIN_S = 1.0
-"""Seconds between two reads of a row, however many requests bring a wrong key."""
+_AGAIN_S = 1.0  # Seconds between two reads of a row, however many requests bring a wrong key
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,6 @@ class Keys:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of a request that presents ``bearer``."""
         return {"Authorization": f"Bearer {self.bearer}"} if self.bearer else {}
 
     def admits(self, presented: str, *, admin: bool) -> bool:

@@ -19,26 +19,22 @@ from tidemill.bus.config import BusConfig, quoted, quoted_list
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire import subjects
 
-ACCOUNT = "TIDEMILL"
-"""Account of the learner and the streams. Data made without users is in ``NO_ACCOUNT``."""
+ACCOUNT = "TIDEMILL"  # Account of the learner and the streams. Data made without users is in ``NO_ACCOUNT``.
 NO_ACCOUNT = "$G"
 POOLS = ("actor", "engine", "scorer", "host")
 LEARNER, VIEWER, OPERATOR, ROUTER = "learner", "viewer", "operator", "router"
-SINGLE = (LEARNER, VIEWER, OPERATOR, ROUTER)
-"""Roles with one user of the same name."""
+SINGLE = (LEARNER, VIEWER, OPERATOR, ROUTER)  # Roles with one user of the same name
 USER_VARIABLE, PASSWORD_VARIABLE = "TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD"
+# Environment variable with the path of a file that sets the other two
 CREDENTIALS_VARIABLE = "TIDEMILL_BUS_CREDENTIALS"
-"""Environment variable with the path of a file that sets the other two."""
 USERS_FILE = "users.json"
 SERVER_FILE = "users.conf"
-_ROUTES = "routes"
-"""Login of the servers of a cluster to each other; no process has it."""
+_ROUTES = "routes"  # Login of the servers of a cluster to each other; no process has it
+# Requests with several answers, by readers: the server keeps their reply subjects until they are unsubscribed
 _MANY_ANSWERS = re.compile(r"\$JS\.API\.CONSUMER\.MSG\.NEXT\..*\.\*")
-"""Requests with several answers, by readers: the server keeps their reply subjects until they are unsubscribed."""
 _PUBLIC_BUCKETS = tuple(bucket for bucket in subjects.BUCKETS if bucket not in subjects.SECRET_BUCKETS)
 _PASSWORD_BYTES = 24
-_BCRYPT = "$2a$04$"
-"""The lowest cost: 192 random bits cannot be guessed at any speed."""
+_BCRYPT = "$2a$04$"  # The lowest cost: 192 random bits cannot be guessed at any speed
 _SALT = "./ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 
 
@@ -103,8 +99,8 @@ class _Rights:
             *([subjects.turn(self._run)] if self._rollouts else []),
             *(_api(f"STREAM.{verb}.{subjects.stream(self._run, subjects.PARTIALS)}") for verb in ("INFO", "MSG.GET")),
             *([_api(f"STREAM.MSG.GET.{subjects.stream(self._run, subjects.TURNS)}")] if self._rollouts else []),
-            subjects.dead_report(self._run, "*"),
-            subjects.dead_task(self._run, "*"),
+            subjects.dead(self._run, "report"),
+            subjects.dead(self._run, "task"),
             _api(f"STREAM.INFO.{subjects.stream(self._run, subjects.DEAD)}"),
             _api(f"STREAM.MSG.GET.{self._tasks}"),
             _api(f"DIRECT.GET.{self._tasks}"),
@@ -147,7 +143,7 @@ class _Rights:
     def operator(self) -> _Lists:
         """Reads everything, sets the desired numbers of processes, decides on dead tasks, and registers readers."""
         publish, subscribe, denied = self.viewer()
-        cursors, decisions = subjects.row(self._run, "run", "cursor.*"), subjects.dead_decision(self._run, "*")
+        cursors, decisions = subjects.row(self._run, "run", "cursor.*"), subjects.dead(self._run, "word")
         publish = [self._rows_of["wanted"], cursors, decisions, *publish]
         written = (self._rows_of["wanted"], self._rows_of["run"])
         return publish, [subject for subject in subscribe if subject not in written], denied

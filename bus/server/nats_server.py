@@ -16,20 +16,17 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-from tidemill.bus.client.addresses import in_url
+from tidemill.bus.client.addresses import KeptPort, in_url
 from tidemill.bus.config import STORE_SHARE, BusConfig, quoted
 from tidemill.bus.errors import ServerFailed
-from tidemill.bus.server.ports import KeptPort
-from tidemill.bus.server.readonly import ReaderLock, ask_to_end, holder
-from tidemill.bus.system.files import write_whole
+from tidemill.bus.system.files import ReaderLock, ask_to_end, holder, write_whole
 from tidemill.bus.system.processes import die_with_parent, tail
 from tidemill.bus.wire.json_object import JsonObject
 
-_ANSWER_S = 2.0
-"""Seconds for an answer: a frozen server gives none."""
+_ANSWER_S = 2.0  # Seconds for an answer: a frozen server gives none
 _SECRET_BYTES = 24
+# Reasons of a failed health check that only a restart cures; those of a cluster that catches up pass
 _STOPPED = re.compile(r"write error|not enabled|disabled")
-"""Reasons of a failed health check that only a restart cures; those of a cluster that catches up pass."""
 
 
 class Monitor:
@@ -37,8 +34,7 @@ class Monitor:
 
     def __init__(self) -> None:
         self._path = f"/{secrets.token_urlsafe(_SECRET_BYTES)}"
-        self.address = ""
-        """host:port, known when the server has started."""
+        self.address = ""  # host:port, known when the server has started
 
     @property
     def lines(self) -> list[str]:
@@ -71,13 +67,10 @@ class Monitor:
         return fields
 
 
-LOCK_FILE = "lock"
-"""File in a server's directory that is locked as long as the server lives."""
-_START_S = 30.0
-"""Seconds to wait for the start: recovery of a large store takes some; an empty one is up in 20 ms."""
+LOCK_FILE = "lock"  # File in a server's directory that is locked as long as the server lives
+_START_S = 30.0  # Seconds to wait for the start: recovery of a large store takes some; an empty one is up in 20 ms
 _PORTS = 3
-_BLOCK_BYTES = 512
-"""Unit of ``st_blocks``."""
+_BLOCK_BYTES = 512  # Unit of ``st_blocks``
 _STOP_S = 5.0
 
 
@@ -147,12 +140,10 @@ class EmbeddedServer:
 
     @property
     def running(self) -> bool:
-        """True while the server runs."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def store(self) -> Path:
-        """Directory of its streams."""
         return self.directory / "store"
 
     def start(self) -> str:

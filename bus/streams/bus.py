@@ -24,7 +24,7 @@ from tidemill.bus.config import RUN_NAME, BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable
 from tidemill.bus.streams.dead import DeadLetters
 from tidemill.bus.streams.episode_turns import TurnStream
-from tidemill.bus.streams.plans import PlanLog
+from tidemill.bus.streams.fenced import PlanLog
 from tidemill.bus.streams.samples import SampleStream
 from tidemill.bus.streams.tasks import Partials, TaskQueue
 from tidemill.bus.wire import subjects
@@ -46,8 +46,7 @@ class Bus:
         self.run, self.name, self.config = run, name, config
         self._connection = connection
         self.jet = JetStream(connection, run, config)
-        self.refusals = self.jet.refusals
-        """Messages and rows that this process has passed over."""
+        self.refusals = self.jet.refusals  # Messages and rows that this process has passed over
         self.dead = DeadLetters(self.jet)
         self.tasks = TaskQueue(self.jet, self.dead)
         self.samples = SampleStream(self.jet)
@@ -73,7 +72,6 @@ class Bus:
 
     @property
     def connected(self) -> bool:
-        """True while the connection is up."""
         return self._connection.connected
 
     async def wait_connected(self, timeout_s: float) -> None:

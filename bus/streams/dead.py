@@ -6,9 +6,9 @@ from functools import partial
 
 import msgspec
 
-from tidemill.bus.client.jetstream import JetStream
+from tidemill.bus.client.jetstream import JetStream, Message
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
-from tidemill.bus.client.pull import Delivered, OrderedPull, present
+from tidemill.bus.client.pull import OrderedPull, present
 from tidemill.bus.errors import NotFound, Refused, WireError
 from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire import subjects
@@ -29,11 +29,11 @@ class DeadLetters:
         self._jet = jet
         self._stream = subjects.stream(jet.run, subjects.DEAD)
         self._repeated = FailureLog(_log)
-        self._tasks, self._decisions = subjects.dead_task(jet.run, "*"), subjects.dead_decision(jet.run, "*")
+        self._tasks, self._decisions = subjects.dead(jet.run, "task"), subjects.dead(jet.run, "word")
 
     async def report(self, task: int, *, reason: str, actor: str, attempt: str) -> int:
         """Store one failure. Returns the number of attempts at this task reported so far, each counted once."""
-        subject = subjects.dead_report(self._jet.run, task)
+        subject = subjects.dead(self._jet.run, "report", task)
         fields = {"schema": SCHEMA, "type": "report", "task": task, "reason": reason, "actor": actor}
         payload = msgspec.msgpack.encode({**fields, "attempt": attempt})
         await self._jet.outbox.store(subject, payload, {subjects.MESSAGE_ID: f"report.{task}.{attempt}"})
@@ -43,7 +43,7 @@ class DeadLetters:
         """Declare a task dead; nothing happens when it is already. Retries until stored."""
         headers = {subjects.MESSAGE_ID: f"dead.{dead.task}", subjects.EXPECTED_LAST_ON_SUBJECT: "0"}
         try:
-            await self._jet.outbox.store(subjects.dead_task(self._jet.run, dead.task), encode_dead(dead), headers)
+            await self._jet.outbox.store(subjects.dead(self._jet.run, "task", dead.task), encode_dead(dead), headers)
         except Refused as error:
             if error.code not in WRONG_LAST_SEQUENCE:
                 raise
@@ -53,7 +53,7 @@ class DeadLetters:
 
     async def decide(self, decision: DeadLetterDecision) -> bool:
         """Store the decision on a dead task. Returns False when there is one already. Retries until stored."""
-        subject = subjects.dead_decision(self._jet.run, decision.task)
+        subject = subjects.dead(self._jet.run, "word", decision.task)
         headers = {subjects.MESSAGE_ID: f"word.{decision.task}.{nonce()}", subjects.EXPECTED_LAST_ON_SUBJECT: "0"}
         try:
             await self._jet.outbox.store(subject, encode_decision(decision), headers)
@@ -66,7 +66,6 @@ class DeadLetters:
         return True
 
     async def decisions(self) -> dict[int, DeadLetterDecision]:
-        """Return the decisions so far, by task."""
         stored = present(self._jet, self._stream, 1, filters=[self._decisions])
         records = [self._read(delivered) async for delivered in stored]
         return {decision.task: decision for decision in records if isinstance(decision, DeadLetterDecision)}
@@ -74,7 +73,7 @@ class DeadLetters:
     async def of(self, task: int) -> Dead | None:
         """Return the dead letter of one task; None when there is none, or none that can be read."""
         try:
-            message = await self._jet.last(self._stream, subjects.dead_task(self._jet.run, task))
+            message = await self._jet.last(self._stream, subjects.dead(self._jet.run, "task", task))
             return None if message is None else decode_dead(message.data)
         except (NotFound, WireError):
             return None
@@ -94,11 +93,11 @@ class DeadLetters:
                 if record is not None:
                     yield delivered.seq, record
 
-    def _read(self, delivered: Delivered) -> Dead | DeadLetterDecision | None:
+    def _read(self, delivered: Message) -> Dead | DeadLetterDecision | None:
         return self._jet.refusals.read(subjects.DEAD, delivered.seq, partial(_decode, delivered))
 
 
-def _decode(delivered: Delivered) -> Dead | DeadLetterDecision:
+def _decode(delivered: Message) -> Dead | DeadLetterDecision:
     """Return the record in a message. Raises WireError, also for another task than its subject's."""
     *_, kind, named = delivered.subject.split(".")
     letter = decode_decision(delivered.data) if kind == "word" else decode_dead(delivered.data)

@@ -28,10 +28,8 @@ from tidemill.bus.wire.turn_records import TurnKind, TurnRecord, check_turn_reco
 
 _log = logging.getLogger(__name__)
 
-STORE_S = 2.0
-"""Longest wait for a record, and for the answer that it is about."""
-NEEDED_S = 30.0
-"""Longest wait for a record of a log that is needed: the restart of a bus takes seconds."""
+STORE_S = 2.0  # Longest wait for a record, and for the answer that it is about
+NEEDED_S = 30.0  # Longest wait for a record of a log that is needed: the restart of a bus takes seconds
 READ_S = 10.0
 _PAUSE_S = 0.1
 _TAKES = 8

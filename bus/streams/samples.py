@@ -9,19 +9,16 @@ import numpy as np
 
 from tidemill.bus.client import pull
 from tidemill.bus.client.jetstream import JetStream, Message, StreamState
-from tidemill.bus.client.pull import Delivered
 from tidemill.bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
 from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
 from tidemill.bus.wire.messages import Cursor, Kind, Sample
 from tidemill.bus.wire.routed_experts import RoutedShape
 
+# Header with all fields for readers that do not read the payload (docs/decisions/011-one-header-for-onlookers.md)
 SAMPLE_HEADER = "Tm-Sample"
-"""Header with all fields for readers that do not read the payload (docs/decisions/011-one-header-for-onlookers.md)."""
-PARTS_HEADER = "Tm-Parts"
-"""Header with the number of parts; only on a manifest."""
-_HEADER_VALUE = re.compile(r"[!-~]{1,200}")
-"""Printable ASCII without a space: spaces separate the fields of the header."""
+PARTS_HEADER = "Tm-Parts"  # Header with the number of parts; only on a manifest
+_HEADER_VALUE = re.compile(r"[!-~]{1,200}")  # Printable ASCII without a space: spaces separate the fields of the header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +35,6 @@ class Received:
     size_bytes: int
     actor: str = ""
     """The actor that the subject names; known also for a message that cannot be decoded."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Glimpse:
-    """The headers of a message of SAMPLES, without its payload."""
-
-    seq: int
-    subject: str
-    headers: dict[str, str]
-    pending: int
-    stored_s: float
-    size_bytes: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,7 +115,6 @@ class SampleStream:
         return decode_sample(await payload_of(self._jet, message))
 
     async def info(self) -> StreamState:
-        """Return identity and extent of SAMPLES."""
         return await self._jet.state(self._stream)
 
     async def trim(self, below: int) -> None:
@@ -169,12 +153,20 @@ class SampleStream:
         return seqs
 
     async def _store(self, subject: str, data: bytes, headers: dict[str, str]) -> int:
-        waits = _FullWait(self.stats)
+        stats, waits_full = self.stats, False
+
+        def note_retry(reason: str, full: bool) -> None:
+            nonlocal waits_full
+            stats.retries += 1
+            stats.full += full
+            stats.waiting_full += full - waits_full
+            stats.last_error, waits_full = reason, full
+
         try:
-            stored = await self._jet.outbox.store(subject, data, headers, on_retry=waits.retry)
+            stored = await self._jet.outbox.store(subject, data, headers, on_retry=note_retry)
         finally:
-            waits.over()
-        self.stats.duplicates += stored.duplicate
+            stats.waiting_full -= waits_full
+        stats.duplicates += stored.duplicate
         return stored.seq
 
     async def _oldest_part_needed(self, below: int) -> int:
@@ -198,28 +190,7 @@ class SampleStream:
         return min(oldest, *seqs)
 
 
-class _FullWait:
-    def __init__(self, stats: PublishStats) -> None:
-        self._stats, self._full = stats, False
-
-    def retry(self, reason: str, full: bool) -> None:
-        """Count a failed try, and whether the stream was full."""
-        self._stats.retries += 1
-        self._stats.full += full
-        self._stats.last_error = reason
-        self._set(full)
-
-    def over(self) -> None:
-        """End the share: the publish has ended."""
-        self._set(False)
-
-    def _set(self, full: bool) -> None:
-        self._stats.waiting_full += full - self._full
-        self._full = full
-
-
-_NO_CHECK = -1
-"""Value of ``vocab_size`` that disables the check of invariants."""
+_NO_CHECK = -1  # Value of ``vocab_size`` that disables the check of invariants
 
 
 class _Reading:
@@ -257,7 +228,7 @@ class _Reading:
                     on_passed(delivered.seq)
                 expected = reader.position
 
-    async def received(self, delivered: Delivered) -> Received:
+    async def received(self, delivered: Message) -> Received:
         """Return a message with its sample, decoded and checked, or with the reason it cannot be used."""
         sample: Sample | WireError
         data = delivered.data
@@ -297,7 +268,7 @@ class _Reading:
                 raise StreamTrimmed(self._stream, missing, state.first_seq)
 
 
-async def payload_of(jet: JetStream, message: Delivered | Message) -> bytes:
+async def payload_of(jet: JetStream, message: Message) -> bytes:
     """Return the bytes of a sample, joined from its parts where the message is a manifest.
 
     Raises WireError for an impossible manifest, and at a part that is gone, too large or another sample's.
@@ -311,7 +282,7 @@ async def payload_of(jet: JetStream, message: Delivered | Message) -> bytes:
     return joining.whole()
 
 
-async def _part(jet: JetStream, manifest: Delivered | Message, number: int, seq: int) -> bytes:
+async def _part(jet: JetStream, manifest: Message, number: int, seq: int) -> bytes:
     try:
         part = await jet.retry_for_ever(partial(jet.message, subjects.stream(jet.run, subjects.SAMPLES), seq))
     except NotFound:
@@ -327,18 +298,6 @@ async def _part(jet: JetStream, manifest: Delivered | Message, number: int, seq:
 
 def _part_id(message_id: str, number: int) -> str:
     return f"{message_id}.chunk/{number}"
-
-
-def glimpse_of(delivered: Delivered) -> Glimpse:
-    """Return the headers of a message that was read without its payload."""
-    return Glimpse(
-        seq=delivered.seq,
-        subject=delivered.subject,
-        headers=delivered.headers,
-        pending=delivered.pending,
-        stored_s=delivered.stored_s,
-        size_bytes=subjects.natural(delivered.headers.get("Nats-Msg-Size", "")) or 0,
-    )
 
 
 def headers_of(sample: Sample) -> dict[str, str]:

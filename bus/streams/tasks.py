@@ -10,12 +10,12 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from nats.aio.msg import Msg
 
 from tidemill.bus.client.connection import retry
-from tidemill.bus.client.fenced_stream import FencedStream, FencedWriter, Fences, epoch_of, valid
 from tidemill.bus.client.jetstream import JetStream, Message
-from tidemill.bus.client.pull import ACK, NAK, PROGRESS, Delivered, FetchSlots
+from tidemill.bus.client.pull import ACK, NAK, PROGRESS, FetchSlots
 from tidemill.bus.client.rows import Rows, Value
 from tidemill.bus.errors import BusUnavailable, NotFound, WireError
 from tidemill.bus.streams.dead import DeadLetters
+from tidemill.bus.streams.fenced import FencedStream, FencedWriter, Fences, epoch_of, valid
 from tidemill.bus.system.coroutines import ended, to_the_end
 from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import decode_partial, decode_record, decode_task, encode_partial, encode_task
@@ -26,8 +26,8 @@ from tidemill.bus.wire.subjects import nonce
 
 _log = logging.getLogger(__name__)
 
+# Deliveries after which a task is dead even without a report: it ends its actors before they can report
 MAX_DELIVERIES = 50
-"""Deliveries after which a task is dead even without a report: it ends its actors before they can report."""
 _REFRESH_EVERY_S = 2.0
 _CONFIRM_S = 2.0
 _OVER = (ACK, b"+NXT", b"+TERM")
@@ -42,10 +42,8 @@ class Lease:
 
     def __init__(self, queue: "TaskQueue", task: Task, message: Msg, deliveries: int) -> None:
         self.task = task
-        self.attempt = nonce()
-        """``Sample.attempt`` of every sample made under this lease."""
-        self.deliveries = deliveries
-        """Number of this delivery, from 1."""
+        self.attempt = nonce()  # ``Sample.attempt`` of every sample made under this lease
+        self.deliveries = deliveries  # Number of this delivery, from 1
         self._queue, self._reply = queue, message.reply
         self._lease_s = queue.lease_s
 
@@ -164,14 +162,14 @@ class TaskQueue:
         """Return one task. Raises NotFound."""
         return decode_task((await self.jet.message(self._stream, task_id)).data, task_id)
 
-    async def backlog(self, kind: Kind = Kind.TRAIN, rollout: str | None = None) -> tuple[int, int]:
-        """Return (waiting, leased) of one queue, or of all of a kind. A nak'ed task that waits counts as leased."""
+    async def backlog(self, rollout: str | None = None) -> tuple[int, int]:
+        """Return (waiting, leased) training tasks, of one rollout or all. A nak'ed task that waits counts as leased."""
         rollouts = {rollout or ""}
-        if rollout is None and kind is Kind.TRAIN:
+        if rollout is None:
             # From the subjects, too: the settings of an onlooker's process name no rollouts.
             counts = await self.jet.subjects(self._stream, subjects.task(self.jet.run, "*"))
             rollouts.update(self.jet.config.rollouts, map(subjects.rollout_of, filter(subjects.trains, counts)))
-        infos = [await self._info(kind, name) for name in sorted(rollouts)]
+        infos = [await self._info(Kind.TRAIN, name) for name in sorted(rollouts)]
         return sum(int(info["num_pending"]) for info in infos), sum(int(info["num_ack_pending"]) for info in infos)
 
     async def _info(self, kind: Kind, rollout: str) -> JsonObject:
@@ -290,7 +288,7 @@ class TaskQueue:
             self._refreshed_s = began_s
 
 
-def _decode(message: Message | Delivered) -> Task | Fence:
+def _decode(message: Message) -> Task | Fence:
     """Return the record in a message. Raises WireError, also for a task on the subject of another kind or rollout."""
     if not message.subject.endswith(".fence"):
         task = decode_task(message.data, message.seq)

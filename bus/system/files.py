@@ -1,8 +1,13 @@
-"""Files that appear whole or not at all, and are synced to disk on request."""
+"""Files that appear whole or not at all, and are synced to disk on request; a lock that names its holder."""
 
 import contextlib
+import fcntl
 import os
+import signal
+import struct
+import sys
 from pathlib import Path
+from typing import IO
 
 
 def write_whole(file: Path, text: str, *, private: bool = False) -> None:
@@ -32,3 +37,59 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+READER_FILE = "reader"
+_FLOCK = "hhqqi"  # struct flock of Linux on 64 bits: l_type, l_whence, l_start, l_len, l_pid
+
+
+class ReaderLock:
+    """A lock on a directory that names its holder: the process that reads a run's store, and ends when the run starts.
+
+    A POSIX record lock: the kernel knows the process that holds it, and releases it when that process ends. A process
+    opens it once: closing any descriptor of the file releases the lock.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / READER_FILE
+        self._file: IO[str] | None = None
+
+    def acquire(self) -> bool:
+        """Take the lock without waiting. Returns False while another process has it."""
+        if self._file is not None:
+            return True
+        file = self._path.open("a")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            return False
+        self._file = file
+        return True
+
+    def release(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def holder(directory: Path) -> int:
+    """Return the process id of the holder; 0 = none, or unknown (another machine, another system than Linux)."""
+    path = directory / READER_FILE
+    if sys.platform != "linux" or not path.exists():
+        return 0
+    with path.open("a") as file:
+        request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, request))
+    return int(pid) if kind != fcntl.F_UNLCK and pid > 0 else 0
+
+
+def ask_to_end(directory: Path) -> int:
+    """Send SIGTERM to the holder and return its process id; 0 when there is none that may be signalled."""
+    pid = holder(directory)
+    if not pid or pid == os.getpid():
+        return 0
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGTERM)
+        return pid
+    return 0

@@ -21,8 +21,8 @@ from tidemill.bus import exit_codes
 from tidemill.bus.errors import DetailedError
 
 T = TypeVar("T")
+# Installed packages, which may be below Python's own directories
 _PACKAGES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
-"""Installed packages, which may be below Python's own directories."""
 _PYTHON = ("<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")))
 _OURS = tuple(
     str(Path(__file__).resolve().parents[2] / name) + os.sep
@@ -92,8 +92,8 @@ def settle(future: "Future[T]", work: Callable[[], T]) -> None:
 
 
 FUNCTION = "module:function"
+# Packages that were import names of their own before
 _ROOMS = ("actors", "bus", "launch", "learner", "rewards", "weightstore")
-"""Packages that were import names of their own before."""
 
 
 class Defect(StrEnum):

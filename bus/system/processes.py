@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +21,9 @@ from tidemill.bus import exit_codes
 
 log = logging.getLogger(__name__)
 
+# Names of this machine. Only urllib wants brackets around IPv6; with them httpx fails ("Invalid port").
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Names of this machine. Only urllib wants brackets around IPv6; with them httpx fails ("Invalid port")."""
-_VARIABLES = ("no_proxy", "NO_PROXY")
-"""Clients read one or the other."""
+_VARIABLES = ("no_proxy", "NO_PROXY")  # Clients read one or the other
 
 
 def without_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
@@ -113,8 +111,7 @@ def _text(file: Path) -> str:
 LAST_LINES = 20
 LAST_BYTES = 1 << 16
 _LINE_BYTES = 1 << 20
-_LOOK_EVERY_S = 1.0
-"""Interval of reading a child's memory: the last value is reported when the kernel kills it."""
+_LOOK_EVERY_S = 1.0  # Interval of reading a child's memory: the last value is reported when the kernel kills it
 _PR_SET_PDEATHSIG = 1
 
 
@@ -168,9 +165,7 @@ class Child:
         self.name, self.command, self.log_file = name, tuple(command), log_file
         self.environment, self._keeper = dict(environment or {}), keeper
         self.process: asyncio.subprocess.Process | None = None
-        self.started_s = 0.0
-        self._log_began = 0
-        """Size of the log when the process was started: the lines before are of an earlier process."""
+        self._log_began = 0  # Size of the log when the process was started: the lines before are of an earlier process
         self._passed_on: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self._last_look = Look()
         self._killed_by_us = False
@@ -206,7 +201,6 @@ class Child:
                 self._reason_file = exit_codes.ReasonFile()
                 pass_fds = (*pass_fds, *self._reason_file.inherited)
             self.process = await self.spawn(output, error, pass_fds)
-        self.started_s = time.monotonic()
 
     async def spawn(self, stdout: int, stderr: int, pass_fds: Sequence[int]) -> asyncio.subprocess.Process:
         """Execute ``command`` with these descriptors, or constants of ``asyncio.subprocess``. (Tests fork instead.)"""

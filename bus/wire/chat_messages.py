@@ -19,15 +19,14 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject, with_whole_characters
 
 ASSISTANT, TOOL = "assistant", "tool"
-ROLES = {"developer": "system"}
-"""Role in OpenAI's API -> the role that chat templates have for it; other roles stay."""
+ROLES = {"developer": "system"}  # Role in OpenAI's API -> the role that chat templates have for it; other roles stay
+# Type of a content part -> its field with the text
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Type of a content part -> its field with the text."""
+# Keys of messages whose content may be null, by role; a message has one of them at least
 WITHOUT_CONTENT = {
     ASSISTANT: frozenset(("content", "tool_calls", "refusal", "reasoning_content")),
     TOOL: frozenset(("content",)),
 }
-"""Keys of messages whose content may be null, by role; a message has one of them at least."""
 REFUSED = {
     "function_call": "tool_calls, which have replaced it",
     "audio": "text alone, which is all that the model reads",

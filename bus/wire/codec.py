@@ -85,14 +85,12 @@ def record_name(record: PlanRecord) -> str:
     return _RECORD_OF[type(record)].name
 
 
-HEADER_RESERVE_BYTES = 1024
-"""Room left for headers in a message of the largest size."""
+HEADER_RESERVE_BYTES = 1024  # Room left for headers in a message of the largest size
+# Size limit of a sample: of a million tokens, it has 9 bytes for each, its text and its metadata
 MAX_SAMPLE_BYTES = 64 << 20
-"""Size limit of a sample: of a million tokens, it has 9 bytes for each, its text and its metadata."""
-_FEW_PARTS = 16
-"""Number of parts that may have any size."""
+_FEW_PARTS = 16  # Number of parts that may have any size
+# Smallest mean size of more parts, or half of the payload of a message where that is less
 _SMALLEST_PART_BYTES = 256 << 10
-"""Smallest mean size of more parts, or half of the payload of a message where that is less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +123,6 @@ def fits(data: bytes, max_payload: int) -> bool:
 
 
 def describe(data: bytes, seqs: Sequence[int]) -> bytes:
-    """Return the bytes of the manifest."""
     return _MANIFEST.encode(PartsManifest(seqs=tuple(seqs), length=len(data), sha256=hashlib.sha256(data).hexdigest()))
 
 

@@ -21,6 +21,7 @@ class Budget:
     seconds: float = 0.0
 
 
+# Arguments of a chat template that the program sets: none is a variable in ``chat_template_args``
 OF_TEMPLATE = frozenset(
     (
         "self",
@@ -34,7 +35,6 @@ OF_TEMPLATE = frozenset(
         "return_tensors",
     )
 )
-"""Arguments of a chat template that the program sets: none is a variable in ``chat_template_args``."""
 
 
 def check_template_args(template_args: JsonMapping) -> None:

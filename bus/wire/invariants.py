@@ -16,24 +16,20 @@ from tidemill.bus.wire.episode_limits import Budget, check_template_args
 from tidemill.bus.wire.messages import Partial, Plan, Sample, Span, Task, Timings, Turns, score_of
 from tidemill.bus.wire.routed_experts import RoutedShape, check_routed_experts
 
+# Largest absolute value of a reward, of each of its parts and of the score made of them.
+#
+# The largest number that a step makes of a reward is the squared norm of the gradient in float32, which ends at 3.4e38.
+# An advantage is at most two rewards (one less the mean of the others of its group), an unbounded importance weight
+# e^20 = 4.9e8 (``DELTA_BOUND`` of ``learner/algorithms/ratios.py``): (2 x 1e6 x 4.9e8)^2 = 9.4e29 leaves a factor of
+# 19,000 for the norm of grad log pi. Sums and squares of the rewards themselves (means, the standard deviation of a
+# group) are far below. Rewards near the bound that differ by 1 still differ in float32, in which batches carry them.
 MAX_REWARD = 1e6
-"""Largest absolute value of a reward, of each of its parts and of the score made of them.
-
-The largest number that a step makes of a reward is the squared norm of the gradient in float32, which ends at 3.4e38.
-An advantage is at most two rewards (one less the mean of the others of its group), an unbounded importance weight e^20
-= 4.9e8 (``DELTA_BOUND`` of ``learner/algorithms/ratios.py``): (2 x 1e6 x 4.9e8)^2 = 9.4e29 leaves a factor of 19,000
-for the norm of grad log pi. Sums and squares of the rewards themselves (means, the standard deviation of a group) are
-far below. Rewards near the bound that differ by 1 still differ in float32, in which batches carry them.
-"""
+# Smallest log-probability (nats). e^-700 and e^700 are both normal float64 numbers, so ratios of probabilities and
+# perplexities are finite. No sampler draws such a token: the smallest probability above 0 in float32 is e^-103.
 MIN_LOG_PROB = -700.0
-"""Smallest log-probability (nats). e^-700 and e^700 are both normal float64 numbers, so ratios of probabilities and
-perplexities are finite. No sampler draws such a token: the smallest probability above 0 in float32 is e^-103.
-"""
-LOG_PROB_SLACK = 1e-5
-"""A log-probability may be this much above 0: rounding in float32 of a probability of 1."""
+LOG_PROB_SLACK = 1e-5  # A log-probability may be this much above 0: rounding in float32 of a probability of 1
+# Largest absolute value of a time in seconds: as Unix time the year 2286; sums over all samples of a run are finite
 MAX_SECONDS = 1e10
-"""Largest absolute value of a time in seconds: as Unix time the year 2286; sums over all samples of a run are finite.
-"""
 _TOKEN_LIMIT = 2**31
 _ID_LIMIT = 2**63
 

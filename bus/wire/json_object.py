@@ -4,10 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-JsonObject = dict[str, Any]
-"""A decoded map with text keys. Its values are of any type until they are checked."""
-JsonMapping = Mapping[str, Any]
-"""A ``JsonObject`` that is only read."""
+JsonObject = dict[str, Any]  # A decoded map with text keys. Its values are of any type until they are checked.
+JsonMapping = Mapping[str, Any]  # A ``JsonObject`` that is only read
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 

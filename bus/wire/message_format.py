@@ -23,10 +23,9 @@ from tidemill.bus.wire.messages import DEMONSTRATIONS, EPISODES, MASKED_SAMPLES,
 from tidemill.bus.wire.mismatch import UNFIT, mismatch, shown
 from tidemill.bus.wire.routed_experts import RoutedExperts, pack_experts, unpack_experts
 
-MAX_LEVELS = 64
-"""Limit of nesting in a field that may hold anything: deeper values could be neither shown nor compared."""
+MAX_LEVELS = 64  # Limit of nesting in a field that may hold anything: deeper values could be neither shown nor compared
+# Newest schema of the types that have more than one
 _NEWEST = {"sample": DEMONSTRATIONS, "task": EPISODES, "plan": MASKED_SAMPLES}
-"""Newest schema of the types that have more than one."""
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 
 M = TypeVar("M")
@@ -58,6 +57,7 @@ def _array(dtype: str) -> tuple[Convert, Convert]:
     return pack, unpack
 
 
+# Functions that pack and unpack the arrays of each annotation
 _ARRAYS: Mapping[object, tuple[Convert, Convert]] = {
     NDArray[np.int32]: _array("<i4"),
     NDArray[np.int64]: _array("<i8"),
@@ -65,7 +65,6 @@ _ARRAYS: Mapping[object, tuple[Convert, Convert]] = {
     NDArray[np.uint8]: _array("u1"),
     RoutedExperts: (pack_experts, unpack_experts),
 }
-"""Functions that pack and unpack the arrays of each annotation."""
 
 
 def check_open(value: object, levels: int = MAX_LEVELS) -> None:
@@ -135,7 +134,6 @@ class _Layout:
         self.struct = msgspec.defstruct(message.__name__, fields, kw_only=True, gc=False, forbid_unknown_fields=True)
 
     def _struct_kind(self, name: str, kind: Any) -> Any:
-        """Return the type of a field in the struct."""
         if dataclasses.is_dataclass(kind):
             self._nested[name] = layout = _Layout(kind, [field.name for field in dataclasses.fields(kind)])  # type: ignore[arg-type]
             return layout.struct

@@ -52,20 +52,16 @@ class Turns:
     """(turn, reward) of the turns with a reward of their own."""
 
 
-SCHEMA = 1
-"""Schema number of every message that does not need a newer one."""
-EPISODES = 2
-"""Schema number of several sequences, a rollout or ``rows``, which readers of schema 1 would misread."""
-MASKED_SAMPLES = 3
-"""Schema number of a plan with ``masked``, for the same reason."""
+SCHEMA = 1  # Schema number of every message that does not need a newer one
+EPISODES = 2  # Schema number of several sequences, a rollout or ``rows``, which readers of schema 1 would misread
+MASKED_SAMPLES = 3  # Schema number of a plan with ``masked``, for the same reason
+# Schema number of a sample that is a demonstration, for the same reason: its log-probs are not known
 DEMONSTRATIONS = 3
-"""Schema number of a sample that is a demonstration, for the same reason: its log-probs are not known."""
 
+# Metadata of a field that is not in the message's bytes, which have the others in the order of the class
 NOT_ON_WIRE = {"wire": False}
-"""Metadata of a field that is not in the message's bytes, which have the others in the order of the class."""
 
-Prompt = str | list[JsonObject]
-"""Text, or chat messages (``[{"role": ..., "content": ...}]``)."""
+Prompt = str | list[JsonObject]  # Text, or chat messages (``[{"role": ..., "content": ...}]``)
 
 
 class Kind(StrEnum):

@@ -10,8 +10,8 @@ import msgspec
 
 from tidemill.bus.errors import WireError
 
+# Errors that a value from outside can cause while msgspec reads or writes it
 UNFIT = (msgspec.MsgspecError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""Errors that a value from outside can cause while msgspec reads or writes it."""
 
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"Object (?P<problem>missing required|contains unknown) field `(?P<name>.*)`", re.DOTALL)

@@ -9,15 +9,13 @@ from collections.abc import Mapping
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
-# The learner has transformers 4. Version 5 writes rotary positions into ``rope_parameters``, and the number of experts
-# of Qwen3-MoE as ``num_local_experts``; version 4 reads neither and takes its defaults: positions would be wrong.
 ROPE, BASE, SCALING, SHARE = "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"
 ROPE_KEYS = (BASE, SCALING, SHARE)
 EXPERTS, LOCAL_EXPERTS = "num_experts", "num_local_experts"
-RENAMED = ("qwen3_moe",)
-"""Families for which transformers 5 has another key for the number of experts."""
+RENAMED = ("qwen3_moe",)  # Families for which transformers 5 has another key for the number of experts
 
 
+# The key of config.json with the number of routed experts, by family
 EXPERTS_OF = {
     "deepseek_v3": "n_routed_experts",
     "glm4_moe": "n_routed_experts",
@@ -25,7 +23,6 @@ EXPERTS_OF = {
     "qwen2_moe": "num_experts",
     "qwen3_moe": "num_experts",
 }
-"""The key of config.json with the number of routed experts, by family."""
 
 
 def in_older_keys(values: JsonMapping) -> JsonObject:

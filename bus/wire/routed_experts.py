@@ -17,22 +17,21 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.model_values import num_experts, sparse_layers
 
-RoutedExperts = NDArray[np.uint8 | np.uint16]
-"""[L, E, K]."""
+RoutedExperts = NDArray[np.uint8 | np.uint16]  # [L, E, K]
 _DTYPES: Mapping[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2")}
-_MAX_SIZE = 1 << 12
-"""Maximum number of layers, and of experts of a token."""
+_Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+_MAX_SIZE = 1 << 12  # Maximum number of layers, and of experts of a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedShape:
     """Sizes of the routing of a model."""
 
-    num_layers: int
-    layers: tuple[int, ...]
+    num_layers: _Size
+    layers: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)]
     """Those with routed experts, in order, from 0."""
-    top_k: int
-    num_experts: int
+    top_k: _Size
+    num_experts: _Size
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -45,7 +44,6 @@ class RoutedShape:
         return len(self.layers) * self.top_k * self.dtype.itemsize
 
     def unknown(self, num_tokens: int) -> RoutedExperts:
-        """Return rows of unknown experts."""
         return np.full((num_tokens, len(self.layers), self.top_k), np.iinfo(self.dtype).max, self.dtype)
 
     def described(self) -> JsonObject:
@@ -55,20 +53,17 @@ class RoutedShape:
     @classmethod
     def read(cls, fields: object) -> "RoutedShape":
         """Return the sizes that an engine reports. Raises ValueError for anything else."""
-        if not isinstance(fields, Mapping) or not isinstance(layers := fields.get("layers"), list):
-            raise ValueError(f"want a map with num_layers, layers, top_k and num_experts, got {str(fields)[:80]}")
-        sizes: JsonObject = {name: fields.get(name) for name in ("num_layers", "top_k", "num_experts")}
-        if (
-            not all(type(size) is int and 1 <= size < 1 << 16 for size in sizes.values())
-            or not 0 < sizes["top_k"] <= sizes["num_experts"]
-        ):
-            raise ValueError(f"want sizes from 1 to {(1 << 16) - 1}, top_k at most num_experts, got {sizes}")
-        if not layers or not all(type(at) is int for at in layers) or sorted({*layers}) != layers:
-            raise ValueError(f"layers: want numbers of layers in order, at least one, got {str(layers)[:80]}")
-        if layers[0] < 0 or layers[-1] >= sizes["num_layers"]:
-            got = f"{layers[0]} to {layers[-1]}"
-            raise ValueError(f"layers: want numbers from 0 to {sizes['num_layers'] - 1}, got {got}")
-        return cls(layers=tuple(layers), **sizes)
+        try:
+            shape = msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            want = "a map with num_layers, layers, top_k and num_experts"
+            raise ValueError(f"want {want}, got {str(fields)[:80]}: {error}") from None
+        if shape.top_k > shape.num_experts:
+            raise ValueError(f"want top_k at most num_experts, got {shape.top_k} of {shape.num_experts}")
+        if tuple(sorted({*shape.layers})) != shape.layers or shape.layers[-1] >= shape.num_layers:
+            want = f"numbers of layers in order, from 0 to {shape.num_layers - 1}"
+            raise ValueError(f"layers: want {want}, got {str(list(shape.layers))[:80]}")
+        return shape
 
     @classmethod
     def of(cls, values: JsonMapping) -> "RoutedShape | None":

@@ -25,8 +25,7 @@ from tidemill.bus.wire.rows import (
     row_of,
 )
 
-MAX_ROW_BYTES = 1 << 20
-"""A larger row is refused unread: rows are read every second, by every process."""
+MAX_ROW_BYTES = 1 << 20  # A larger row is refused unread: rows are read every second, by every process
 
 
 class _Epoch(msgspec.Struct):
@@ -123,6 +122,7 @@ class _Anything(msgspec.Struct):
     """A row of a key that this release does not know."""
 
 
+# Types of rows by bucket and key; ``*`` stands for any end
 _ROWS: Mapping[str, Mapping[str, type]] = {
     "run": {
         subjects.EPOCH_KEY: _Epoch,
@@ -145,7 +145,6 @@ _ROWS: Mapping[str, Mapping[str, type]] = {
     "keys": {"admin": _Secret},
     "wanted": {"*": _Replicas},
 }
-"""Types of rows by bucket and key; ``*`` stands for any end."""
 
 
 def json_map(data: bytes) -> JsonObject:

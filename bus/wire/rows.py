@@ -17,25 +17,24 @@ from tidemill.bus.wire.mismatch import mismatch
 
 _MAX_FLOAT = 1.7976931348623157e308
 
+# Text without halves of surrogate pairs, which no terminal and no file can take
 Text = Annotated[str, Meta(pattern="\\A[^\ud800-\udfff]*\\Z", description="text")]
-"""Text without halves of surrogate pairs, which no terminal and no file can take."""
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="an integer of 64 bits")]
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1, description="an integer >= 0")]
 Number = Annotated[float, Meta(ge=-_MAX_FLOAT, le=_MAX_FLOAT, description="a finite number")]
 Gauge = Number | bool
+# A key as it can stand in a header of HTTP
 Key = Annotated[str, Meta(pattern=r"\A[!-~]{1,512}\Z", description="1 to 512 visible ASCII characters")]
-"""A key as it can stand in a header of HTTP."""
 R = TypeVar("R")
 
 
 MAX_RANKS = 1024
-MAX_TEXT = 2_000
-"""Characters of a text of a node's row; a reason is cut to them."""
+MAX_TEXT = 2_000  # Characters of a text of a node's row; a reason is cut to them
 _Bounded = Annotated[Text, Meta(max_length=2 * MAX_TEXT)]
 _NumRanks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 _Nonce = Annotated[str, Meta(pattern=r"^[0-9a-f]{12}\Z")]
+# Letters of a CURVE public key. Source: ZeroMQ RFC 32.
 _Z85 = r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}"
-"""Letters of a CURVE public key. Source: ZeroMQ RFC 32."""
 _CurveKey = Annotated[str, Meta(pattern=rf"^{_Z85}\Z")]
 _CurveKeyOrNone = Annotated[str, Meta(pattern=rf"^({_Z85})?\Z")]
 
@@ -198,8 +197,6 @@ class NodeRow:
     """Port under ``address`` at which this agent answers calls of the others; 0 = it does not listen."""
     reached: Annotated[Mapping[_Bounded, _Bounded], Meta(max_length=MAX_RANKS)] = field(default_factory=dict)
     """Results of its calls to the other nodes, by the nonce of their offer: empty = reached, else why not."""
-    checkpoint_url: _Bounded = ""
-    """Where the node serves its checkpoint files; empty = it does not."""
     reason: _Bounded = ""
     """Why its last attempt ended, or why it has given up."""
     exit_code: Natural = 0

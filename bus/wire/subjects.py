@@ -13,30 +13,22 @@ BUCKETS = ("weights", "run", "live", "wanted", "keys")
 SECRET_BUCKETS = ("keys",)
 CONSUMERS = {Kind.TRAIN: "rollout", Kind.EVAL: "eval"}
 
-EPOCH_KEY = "epoch"
-"""Row of the bucket ``run``: ``{"epoch": n}``."""
-FLOOR_KEY = "task_floor"
-"""Row of the bucket ``run``: ``{"floor": n}``, all tasks with ids up to n are settled."""
-END_KEY = "end"
-"""Row of the bucket ``run``: last step and reason of a run that ends before ``learner.steps``."""
-BEST_KEY = "best"
-"""Row of the bucket ``run``: the best version by ``eval.best`` that has a checkpoint."""
+EPOCH_KEY = "epoch"  # Row of the bucket ``run``: ``{"epoch": n}``
+FLOOR_KEY = "task_floor"  # Row of the bucket ``run``: ``{"floor": n}``, all tasks with ids up to n are settled
+END_KEY = "end"  # Row of the bucket ``run``: last step and reason of a run that ends before ``learner.steps``
+BEST_KEY = "best"  # Row of the bucket ``run``: the best version by ``eval.best`` that has a checkpoint
+# Rows ``settings.<epoch>`` of the bucket ``run``: ``tidemill.learner.settings.step_settings``
 SETTINGS_KEY = "settings"
-"""Rows ``settings.<epoch>`` of the bucket ``run``: ``tidemill.learner.settings.step_settings``."""
-REFUSED_KEY = "refused"
-"""Rows ``refused.<actor>`` of the bucket ``run``: ``tidemill.learner.buffer.senders.Refusal``."""
+REFUSED_KEY = "refused"  # Rows ``refused.<actor>`` of the bucket ``run``: ``tidemill.learner.buffer.senders.Refusal``
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Sequence"
 EXPECTED_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
 EPOCH_HEADER = "Tm-Epoch"
 
-_LIMIT = 2**63
-"""Sequences are signed 64-bit numbers in the columns of plans."""
-_MAX_DIGITS = 19
-"""Digits of 2**63. A longer text is not converted: that takes quadratic time."""
-_ACK_TOKENS = 9
-"""Tokens of an acknowledgement subject without a JetStream domain."""
+_LIMIT = 2**63  # Sequences are signed 64-bit numbers in the columns of plans
+_MAX_DIGITS = 19  # Digits of 2**63. A longer text is not converted: that takes quadratic time.
+_ACK_TOKENS = 9  # Tokens of an acknowledgement subject without a JetStream domain
 _LONGEST_NAME = 64
 _NOT_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
@@ -49,7 +41,6 @@ def check_run(run: str) -> str:
 
 
 def token(text: str) -> str:
-    """Return the text as one token of a subject."""
     return _NOT_TOKEN.sub("_", text) or "_"
 
 
@@ -64,12 +55,10 @@ def stream(run: str, name: str) -> str:
 
 
 def bucket_stream(run: str, bucket: str) -> str:
-    """Return the stream behind a key-value bucket."""
     return f"KV_TM_{run}_{bucket}"
 
 
 def row(run: str, bucket: str, key: str) -> str:
-    """Return the subject of a row of a bucket."""
     return f"$KV.TM_{run}_{bucket}.{key}"
 
 
@@ -79,7 +68,6 @@ def task(run: str, kind: str, rollout: str = "") -> str:
 
 
 def consumer(kind: Kind, rollout: str = "") -> str:
-    """Return the durable consumer of TASKS for the tasks of a kind and rollout."""
     return f"{CONSUMERS[kind]}-{rollout}" if rollout else CONSUMERS[kind]
 
 
@@ -224,24 +212,9 @@ def delivery(reply: str) -> Delivery | None:
     return parsed if max(parsed) < _LIMIT else None
 
 
-def dead(run: str) -> str:
-    """Return the filter of everything in stream DEAD."""
-    return f"tm.{run}.dead.>"
-
-
-def dead_task(run: str, task: int | str) -> str:
-    """Return the subject of a dead letter; the task ``*`` = the filter of all."""
-    return f"tm.{run}.dead.task.{task}"
-
-
-def dead_report(run: str, task: int | str) -> str:
-    """Return the subject of the reports of failures of a task."""
-    return f"tm.{run}.dead.report.{task}"
-
-
-def dead_decision(run: str, task: int | str) -> str:
-    """Return the subject of the decision on a dead task; the task ``*`` = the filter of all."""
-    return f"tm.{run}.dead.word.{task}"
+def dead(run: str, kind: str = "", task: int | str = "*") -> str:
+    """Return the subject of a record of DEAD, or the filter of many. ``kind``: task, report or word; empty = all."""
+    return f"tm.{run}.dead.{kind}.{task}" if kind else f"tm.{run}.dead.>"
 
 
 def metric(run: str, source: str = ">") -> str:
@@ -262,8 +235,3 @@ def everything(run: str) -> str:
 def nonce() -> str:
     """Return 12 hexadecimal digits: 48 bits from the operating system."""
     return secrets.token_hex(6)
-
-
-def new_id(kind: str) -> str:
-    """Return the id of a message that is written once: ``<kind>.<nonce>``."""
-    return f"{kind}.{nonce()}"

@@ -19,13 +19,13 @@ from tidemill.learner.data import REFUSE, DataConfig, Source
 from tidemill.learner.debug.config import read_prompts
 from tidemill.learner.debug.rollout_file import read_header
 from tidemill.learner.errors import DebugFileRefused, PromptError, TemplateLacks
-from tidemill.learner.prompts.bad_rows import RowTooLong
 from tidemill.learner.prompts.formats import count_rows
 from tidemill.learner.prompts.prompt_file import Share
 from tidemill.learner.prompts.rows import (
     PromptRow,
     RowRules,
     RowTokens,
+    RowTooLong,
     refuse_template,
     row_in,
     scan_rows,

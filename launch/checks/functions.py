@@ -15,14 +15,14 @@ from functools import partial
 from operator import attrgetter
 
 from tidemill.actors.rollout_settings import MULTI_TURN, OF_SLIME, RolloutConfig, served
-from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.system.functions import FunctionRefused, check_call, described, errors_as, find_function, find_object
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Status
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.algorithms.choices import OFFERED, OWN_ARGUMENTS
-from tidemill.learner.filters.buffer_filters import contract_of
+from tidemill.learner.filters import contract_of
 from tidemill.learner.prompts.rows import PromptRow
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from tidemill.rewards.group import GROUP

@@ -16,8 +16,7 @@ from tidemill.learner.buffer.ledger import ROWS, read_state
 from tidemill.learner.checkpoints import disk, torch_dist
 from tidemill.learner.errors import ConfigRefused, PromptError, ReplayMismatch
 from tidemill.learner.prompts.formats import data_files
-from tidemill.learner.prompts.planned_rows import PlannedRows
-from tidemill.learner.prompts.prompt_file import PromptFile, prompts_digest
+from tidemill.learner.prompts.prompt_file import PlannedRows, PromptFile, prompts_digest
 
 log = logging.getLogger(__name__)
 

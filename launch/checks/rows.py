@@ -11,7 +11,7 @@ from tidemill.learner.errors import PromptError
 from tidemill.learner.prompts.responses import Recordings
 from tidemill.learner.prompts.rows import PromptRow
 from tidemill.learner.prompts.tokenizer import PromptTokenizer
-from tidemill.rewards.model_text.end_tokens import EndTokens
+from tidemill.rewards.model_text import EndTokens
 
 
 def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None) -> Callable[[PromptRow], None]:

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
+from tidemill.actors.config import TeacherConfig, chosen
 from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.actors.teacher_settings import TeacherConfig, chosen
 from tidemill.bus.system.processes import direct_opener
 from tidemill.launch.checks.data import Prompts
 from tidemill.launch.checks.findings import Report

@@ -18,8 +18,7 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import SETTING, CheckedModel
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.prompts.tokenizer import PromptTokenizer
-from tidemill.rewards.model_text.end_tokens import EndTokens
-from tidemill.rewards.model_text.message_template import MessageTemplate, ToolsLeftOut
+from tidemill.rewards.model_text import EndTokens, MessageTemplate, ToolsLeftOut
 
 CHAT = "chat"  # Protocol of `multi_turn` in which the chat template writes the tools, which it has by default
 # Chat that chat templates and renderers are tried with.

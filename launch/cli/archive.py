@@ -21,8 +21,7 @@ from rich.console import Console
 
 from tidemill.bus.errors import StreamTrimmed, WireError
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.streams.cursors import LEAVE, WAIT, Cursors, Reader
-from tidemill.bus.streams.history import History, StoredSample
+from tidemill.bus.streams.readers import LEAVE, WAIT, Cursors, History, Reader, StoredSample
 from tidemill.bus.wire.rows import ReaderRow
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import change, look, read_until_drained

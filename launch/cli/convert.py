@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.launch.checks.resume import began_with
 from tidemill.launch.cli.inputs import read_secrets
 from tidemill.launch.settings.extras import require

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from tidemill.actors.rollout_settings import OF_VERIFIERS, VERIFIERS, RolloutConfig
 from tidemill.actors.text.text import Text
-from tidemill.bus.processes.limits import environment
 from tidemill.bus.section import read
+from tidemill.bus.system.limits import environment
 from tidemill.launch.checks.data import tokens_of
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import check_model

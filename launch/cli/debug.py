@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.system.processes import direct_opener
 from tidemill.launch.cli.arguments import refuse_no_model
 from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.run_paths import config_file
 from tidemill.learner.debug.config import read_prompts
-from tidemill.rewards.http.remote import bearer
+from tidemill.rewards.remote import bearer
 
 if TYPE_CHECKING:
     from tidemill.learner.debug.comparison import Comparison

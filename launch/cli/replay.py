@@ -18,7 +18,7 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, WireError
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect, current_epoch
-from tidemill.bus.streams.history import StoredSample
+from tidemill.bus.streams.readers import StoredSample
 from tidemill.bus.streams.samples import PARTS_HEADER
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import encode_sample
@@ -38,7 +38,7 @@ from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 from tidemill.learner.buffer.ledger import read_state
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
+from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY
 
 CONNECT_S = 3.0
 REPLAYED_HEADER = "Tm-Replayed"  # Header with the `<run>.<sequence>` that a sample had where it was replayed from

@@ -54,7 +54,7 @@ def add_router(parser: argparse.ArgumentParser) -> None:
 
 def run_router(args: argparse.Namespace) -> int:
     """Run a router until drained. Returns the exit code of ``process.run``. Raises ValueError."""
-    from tidemill.actors.router.config import RouterConfig, check_url
+    from tidemill.actors.config import RouterConfig, check_url
     from tidemill.bus.client.addresses import AUTO
     from tidemill.launch.run import process, servers
 
@@ -99,7 +99,7 @@ def add_reward_server(parser: argparse.ArgumentParser) -> None:
 def run_reward_server(args: argparse.Namespace) -> int:
     """Host a reward until drained. Returns the exit code of ``process.run``. Raises ValueError, OSError."""
     from tidemill.bus.config import is_loopback
-    from tidemill.bus.processes.limits import ProcessLimits
+    from tidemill.bus.system.limits import ProcessLimits
     from tidemill.launch.run import process, servers
 
     token = os.environ.get(args.token_env, "") if args.token_env else ""

@@ -16,7 +16,7 @@ from tidemill.bus.client.jetstream import StreamState
 from tidemill.bus.config import SINGLE_TURN
 from tidemill.bus.liveness.heartbeats import processes
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.streams.cursors import WAIT, Cursors
+from tidemill.bus.streams.readers import WAIT, Cursors
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Done, Evaluated, Plan, Settle

@@ -2,7 +2,7 @@
 
     room on the disk? -> servers start -> streams -> the address in a file -> heartbeats
     every 0.2 s: the servers that have ended or stopped storing are started again, as soon as their disk has room
-(bus/server/store_disk.py)
+(bus/server/embedded_bus.py)
 
 Waits for room, and for the signal to drain. ``started``: the bus of a run that is over, read-only, for one command.
 """
@@ -25,9 +25,8 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import ServerFailed
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.server.auth import VIEWER
-from tidemill.bus.server.cluster import EmbeddedBus
+from tidemill.bus.server.embedded_bus import EmbeddedBus, StoreKeeper, lacking, needed_bytes
 from tidemill.bus.server.nats_server import in_use
-from tidemill.bus.server.store_disk import StoreKeeper, lacking, needed_bytes
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.files import write_whole

@@ -10,7 +10,7 @@ from tidemill.actors.rollout_settings import recorded_in
 from tidemill.launch.run.workers import importing
 from tidemill.launch.settings.config_loader import SettingsError
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.rewards.model_text.end_tokens import EndTokens
+from tidemill.rewards.model_text import EndTokens
 
 if TYPE_CHECKING:
     from tidemill.bus.wire.episode_limits import Budget
@@ -36,7 +36,7 @@ async def run_feeder(
     from tidemill.launch.checks.resume import model_identity
     from tidemill.learner.feed import feeder, recorded_steps
     from tidemill.learner.feed.feeder_settings import FeederSettings, ModelFacts
-    from tidemill.learner.layout.flops import StepFlops
+    from tidemill.learner.layout.sizes import StepFlops
 
     model, debug, data = Path(config.model.path), config.debug, config.data
     vocab_size, max_context = model_shape(model)

@@ -102,7 +102,7 @@ async def run_agent(
 
 
 class NodeWork:
-    """The ranks of this node: ``tidemill.learner.nodes.attempts.Work``."""
+    """The ranks of this node: ``tidemill.learner.nodes.rows.Work``."""
 
     def __init__(
         self,

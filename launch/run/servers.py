@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from tidemill.actors.teacher_settings import TeacherConfig, Teachers
+from tidemill.actors.config import TeacherConfig, Teachers
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.section import read
-from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
 from tidemill.launch.run.workers import engine_factory, found_run
 from tidemill.launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from tidemill.actors.config import EngineConfig
-    from tidemill.actors.router.config import RouterConfig
-    from tidemill.bus.processes.limits import ProcessLimits
+    from tidemill.actors.config import EngineConfig, RouterConfig
+    from tidemill.bus.system.limits import ProcessLimits
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ async def run_reward_server(
     Raises UnknownReward, BadRewardOption, RewardFailed, OSError.
     """
     from tidemill.actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
-    from tidemill.bus.processes.limits import become_undumpable
+    from tidemill.bus.system.limits import become_undumpable
     from tidemill.rewards.scorers import opened, opened_group
 
     become_undumpable()

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from tidemill.bus import exit_codes
 from tidemill.bus.errors import BusError
-from tidemill.bus.server.store_disk import lacking, needed_bytes
+from tidemill.bus.server.embedded_bus import lacking, needed_bytes
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside, first_of
 from tidemill.bus.system.files import write_whole
@@ -46,7 +46,7 @@ from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import Loaded, to_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 from tidemill.launch.settings.run_paths import recorded
-from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
+from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,10 @@ from tidemill.bus.client.addresses import AUTO
 from tidemill.bus.client.addresses import parse as parse_address
 from tidemill.bus.client.connection import open_connection
 from tidemill.bus.config import BusConfig
-from tidemill.bus.processes.limits import become_undumpable
 from tidemill.bus.streams.bus import find_run
 from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.limits import become_undumpable
+from tidemill.bus.wire.rows import Capabilities
 from tidemill.launch.settings.config_loader import from_map
 from tidemill.launch.settings.hub_names import MODEL, MODEL_PATH, kept, parse
 from tidemill.launch.settings.prepare import prepare
@@ -33,7 +34,6 @@ from tidemill.launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
     from tidemill.actors.config import EngineConfig
-    from tidemill.actors.serving.engine_process import HeldDevices
     from tidemill.actors.serving.port import Factory
     from tidemill.launch.settings.config_loader import Setting
 
@@ -143,9 +143,8 @@ async def run_engine(
         await engine_process.run_engine(places, engine, draining, factory=factory, limits=limits)
 
 
-def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
+def take_devices(config: RunConfig) -> "tuple[EngineConfig, Capabilities]":
     """Choose this engine's devices and hide the others, before CUDA is initialised. Raises DeviceError."""
-    from tidemill.actors.serving.engine_process import HeldDevices
     from tidemill.launch.checks.model import size_here
     from tidemill.launch.devices.demand import nccl_of_engine, own_place, refuse_expandable_engine
     from tidemill.launch.devices.visible import VARIABLE, this_node
@@ -157,14 +156,16 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
     if node.devices:
         os.environ[VARIABLE] = ",".join(place.visible)
     if not place.uuids:
-        return engine, HeldDevices()
+        return engine, Capabilities()
     if engine.kind == "sglang" and place.visible != place.uuids:
         arguments = {**engine.sglang.arguments, "base_gpu_id": place.base_index}
         engine = dataclasses.replace(engine, sglang=dataclasses.replace(engine.sglang, arguments=arguments))
     memory = [device.memory_bytes for device in node.devices if device.uuid in place.uuids]
     log.info("devices own=%s visible=%d", ",".join(place.uuids), len(place.visible))
     nccl = nccl_of_engine(engine)
-    return engine, HeldDevices(own=place.uuids, visible=place.visible, nccl=nccl, memory_bytes=min(memory))
+    return engine, Capabilities(
+        devices=place.uuids, visible_devices=place.visible, nccl=nccl, device_memory_bytes=min(memory)
+    )
 
 
 def refuse_small_devices(config: RunConfig, model: Path) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from tidemill.bus.streams.samples import Glimpse, header_fields, headers_of
+from tidemill.bus.client.jetstream import Message
+from tidemill.bus.streams.samples import header_fields, headers_of
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Sample
 
@@ -69,7 +70,7 @@ def headline_of(seq: int, stored_s: float, subject: str, sample: Sample) -> Head
     return replace(_headline(seq, stored_s, subject, headers_of(sample)), engine=sample.engine)
 
 
-def headline(glimpse: Glimpse) -> Headline:
+def headline(glimpse: Message) -> Headline:
     """Return the metadata from subject and headers."""
     return _headline(glimpse.seq, glimpse.stored_s, glimpse.subject, glimpse.headers)
 

@@ -23,7 +23,7 @@ import msgpack
 import numpy as np
 
 from tidemill.bus.errors import WireError
-from tidemill.bus.streams.history import StoredSample
+from tidemill.bus.streams.readers import StoredSample
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.codec import check_sample, decode_sample
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject

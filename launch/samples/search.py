@@ -13,11 +13,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from tidemill.bus.client.jetstream import unix_time
+from tidemill.bus.client.jetstream import Message, unix_time
 from tidemill.bus.errors import NotFound, WireError
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.streams.history import History, StoredSample
-from tidemill.bus.streams.samples import Glimpse
+from tidemill.bus.streams.readers import History, StoredSample
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import check_sample, decode_sample
 from tidemill.bus.wire.json_object import JsonObject
@@ -98,7 +97,7 @@ class SampleSearch:
             high, size = low - 1, min(2 * size, max(_CHUNK[1], 2 * count))
         return matches[::-1], state.last_seq, state.last_seq - high
 
-    async def _look(self, glimpse: Glimpse) -> FoundSample | None:
+    async def _look(self, glimpse: Message) -> FoundSample | None:
         line = headline(glimpse)
         if replace(self._filter, lag=None).of(line) is False:  # before the registry is read for its lag
             return None

@@ -20,7 +20,7 @@ from tidemill.launch.settings import hub_names, yaml_file
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.launch.settings.yaml_file import SettingsError, Written
 from tidemill.learner.algorithms.config import unset_names
-from tidemill.learner.algorithms.former_names import FORMER
+from tidemill.learner.settings.step_settings import FORMER
 
 ENVIRONMENT_PREFIX = "TIDEMILL_"
 # Secrets, and the permissions of this machine: read by `launch/run/access.py`, never part of a configuration.

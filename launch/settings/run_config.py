@@ -20,12 +20,12 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.launch.settings.contradictions import refuse_contradictions
 from tidemill.launch.settings.hub_names import named
 from tidemill.launch.settings.prepare import PrepareConfig
-from tidemill.learner.algorithms.former_names import flat
 from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from tidemill.learner.data import DataConfig, Stops, StopTokens
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.evaluation.config import EvalConfig
 from tidemill.learner.settings.config import ROLLOUT, LearnerConfig, StalenessConfig
+from tidemill.learner.settings.step_settings import flat
 from tidemill.weightstore.config import WeightsConfig
 
 CONFIG_FILE = "config.yaml"  # File in a run's directory with all settings of its last start

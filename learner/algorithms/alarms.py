@@ -297,9 +297,7 @@ class AlarmWatch:
         self._in_a_row: dict[str, int] = {}
         self._empty_steps = 0
         self.stop: Alarm | None = None
-        """The alarm that ends the run: it has been at error level for ``patience`` steps in a row and the action is
-        ``stop``, or ``MOST_EMPTY_STEPS`` new steps in a row have trained nothing.
-        """
+        """The alarm that ends the run: at error level for ``patience`` steps, or nothing was trained for too long."""
 
     def step(self, metrics: Mapping[str, float], *, recorded: bool = False) -> tuple[Alarm, ...]:
         """Return the alarms of this step; none when the action is ``off``.

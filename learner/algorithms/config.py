@@ -52,17 +52,12 @@ class AlgorithmConfig:
     """Advantages, loss, correction, divergence."""
 
     correction: Annotated[Annotated[str, OneOf(tuple(PRESETS))], BASIC] = "decoupled"
-    """A preset: none | naive | bypass | tis | aipo | decoupled | a3po | mis | icepop | seq_tis | seq_mis | geo_mask |
-    kpop | opsm | m2po | m2po_harmful | cispo | gspo | gspo_token | luspo | gmpo | clip_cov | kl_cov | topr | sapo |
-    vespo | dppo_tv | dppo_kl | ipo | dro | sft.
-    """
+    """A preset of loss, anchor, weights and rejections, whose fields can be replaced (docs/algorithms.md)."""
     train_without_correction: bool = False
     """Needed to train asynchronously on data that nothing corrects (none, naive)."""
 
     advantage: Annotated[Annotated[str, OneOf((*ADVANTAGES, *RUNNING, *BY_CRITIC), by_path=True)], BASIC] = "grpo"
-    """grpo | grpo_no_std (Dr. GRPO) | batch_std | rloo | reinforce | reinforce_pp | reinforce_pp_baseline | opo | maxrl
-    | pass_at_k | gdpo | rae; with a critic gae | vtrace; or module:function.
-    """
+    """Estimator of the advantages; gae and vtrace train a critic (docs/algorithms.md)."""
     gamma: Share = 1.0
     """Discount from a trainable token to the next (gae, vtrace, reinforce, reinforce_pp)."""
     lam: Share = 1.0
@@ -81,9 +76,7 @@ class AlgorithmConfig:
     distill: DistillConfig = field(default_factory=DistillConfig)
 
     loss: Annotated[str, OneOf(LOSSES, by_path=True)] | None = None
-    """ppo | reinforce | cispo | gspo | gspo_token | gmpo | clip_cov | kl_cov | topr | sapo | vespo | dppo_tv | dppo_kl
-    | ipo | dro | sft, or module:function.
-    """
+    """Policy loss, by default the preset's (docs/algorithms.md)."""
     anchor: Literal["proximal", "rollout", "none"] | None = None
     """Policy that the loss compares with: proximal (three policies) | rollout (two) | none."""
     proximal: Literal["recompute", "loglinear"] | None = None
@@ -101,8 +94,7 @@ class AlgorithmConfig:
     """Share of the trainable tokens that the policy loss trains, the tokens of highest entropy; 1 = all."""
 
     aggregation: Annotated[str, OneOf(AGGREGATIONS, by_path=True)] | None = None
-    """token_mean | seq_mean_token_mean | seq_mean_token_sum | prompt_mean | token_sum |
-    constant (sum / (samples x loss_constant): Dr. GRPO), or module:function."""
+    """Division of the token losses; constant = by samples x loss_constant, as in Dr. GRPO (docs/algorithms.md)."""
     loss_constant: NotNegativeFloat = 0.0
     """Divisor of ``aggregation: constant``; 0 = max_new_tokens."""
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
@@ -114,6 +106,7 @@ class AlgorithmConfig:
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
 
     def __post_init__(self) -> None:
+        # Before the preset fills in its range: behind that it cannot be told from a range of the user.
         refuse_foreign_range(self)
         unset = {**_defaults(), **DEFAULTS, **PRESETS[self.correction]}
         for path in unset_names():

@@ -76,6 +76,7 @@ def raw_weights(
         log_weight_T = spread(sequence_means(delta_T, mask_T, sample_T, num_samples), sample_T)
     else:
         log_weight_T = prefix_sums(delta_T, mask_T, sample_T, num_samples)
+    # Once more: a sum of bounded log-ratios over a long sequence is not bounded.
     return torch.where(mask_T, log_weight_T.clamp(-DELTA_BOUND, DELTA_BOUND).exp(), 1.0)
 
 

@@ -75,6 +75,7 @@ def all_reduced(sums: Sums, group: dist.ProcessGroup | None) -> Sums:
 
 
 def _reduce_flat(values: Mapping[str, Tensor], group: dist.ProcessGroup, operation: object) -> dict[str, Tensor]:
+    # Every rank joins the values in the same order, whatever order its own rows had.
     names = sorted(values)
     flat = torch.cat([values[name].reshape(-1) for name in names])
     dist.all_reduce(flat, operation, group=group)
@@ -89,9 +90,7 @@ def num_lag_buckets(max_lag: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Trainable:
-    """The trainable tokens of a micro-batch, [M], float64. ``d = log pi - log mu`` and ``w = e^d`` are of the policy
-    that the update starts from, before any bound.
-    """
+    """Trainable tokens of a micro-batch, [M], float64; ``w = e^d`` is of the policy that the update starts from."""
 
     at_M: Tensor
     """Their places in the row."""

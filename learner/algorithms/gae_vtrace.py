@@ -175,6 +175,7 @@ def with_token_advantages(
     ``rows``: all rows of this rank in the step. ``rewards_N``: shaped rewards, on the CPU. Advantages are whitened over
     the trainable tokens of the step on all ranks if the config whitens (``gae`` by default); the targets never are.
     """
+    # By sample, the divergence is in ``rewards_N`` already.
     coef = kl_scale * config.kl.reward_coef if config.kl.reward_by == "token" else 0.0
     estimates = [_estimate(row, token_rewards(row, rewards_N, coef=coef), config) for row in rows]
     advantages = [advantages_T for advantages_T, _ in estimates]

@@ -37,7 +37,7 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.kl import corrected_kl, kl_T, top_k_divergence
 from tidemill.learner.algorithms.policy_losses import LOSS_FUNCTIONS, CovarianceCut
 from tidemill.learner.algorithms.ratios import DELTA_BOUND, log_ratio, sequence_sums
-from tidemill.learner.algorithms.tokens import RewardParts, Tokens, TurnColumns
+from tidemill.learner.algorithms.tokens import RewardParts, Tokens, TurnColumns, given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +84,8 @@ class Objective:
         """Arguments of ``OFFERED`` that the estimator gets, by its own parameters or its roles."""
         if ":" in config.advantage:
             self._advantages = find_function(config.advantage, "advantage")
-            given = OWN_ARGUMENTS["advantage"]
-            self.asks = check_call(self._advantages, given, OFFERED, path=config.advantage, setting="advantage")
+            arguments = OWN_ARGUMENTS["advantage"]
+            self.asks = check_call(self._advantages, arguments, OFFERED, path=config.advantage, setting="advantage")
         self._whiten = config.advantage in WHITENED if config.whiten is None else config.whiten
         self.by_token = config.kl.reward_by == "token" or (config.gamma < 1 and not config.by_critic)
         """True: ``with_token_returns`` makes the advantages of tokens, whitened, from those of samples."""
@@ -118,7 +118,7 @@ class Objective:
         """
         if not self.config.distill.coef or self.config.distill.loss != "token":
             return tokens
-        teacher_T = _given(tokens.teacher_T if self.config.needs_teacher else tokens.reference_T)
+        teacher_T = given(tokens.teacher_T if self.config.needs_teacher else tokens.reference_T)
         distilled_T = distillation_advantages(log_probs_T, teacher_T, tokens.mask_T)
         return replace(tokens, advantages_T=tokens.advantages_T + self.config.distill.coef * distilled_T)
 
@@ -211,7 +211,7 @@ class Objective:
         """Return the divergence that each token is charged for, nats; 0 where masked, or where tokens pay nothing."""
         if self.config.kl.reward_by != "token":
             return torch.zeros_like(row.advantages_T)
-        return torch.where(row.mask_T, _given(row.old_T) - _given(row.reference_T), 0.0)
+        return torch.where(row.mask_T, given(row.old_T) - given(row.reference_T), 0.0)
 
     def turn_advantages(self, rewards_N: Tensor, groups_N: Tensor, turns: TurnColumns, *, gamma: float) -> Tensor:
         """Return one advantage per turn, whitened over the trainable tokens of the step if the config whitens."""
@@ -232,44 +232,24 @@ class Objective:
         """
         config, sums, cut, floor, covariance = self.config, None, math.inf, -math.inf, None
         by_covariance = config.loss in BY_COVARIANCE
-        rows = [self.advised(row, _given(row.old_T)) for row in rows] if config.m2.limit or by_covariance else rows
+        # Which tokens are harmful, or have a large covariance, depends on the advantages that the loss will see.
+        rows = [self.advised(row, given(row.old_T)) for row in rows] if config.m2.limit or by_covariance else rows
         if config.weight.self_normalise:
             level = str(config.weight.level)
-            weights = [(self._weights(row, _given(row.old_T)), row) for row in rows]
+            weights = [(self._weights(row, given(row.old_T)), row) for row in rows]
             parts = [correction.weight_sums(own, row.mask_T, *row.by_sequence, level=level) for own, row in weights]
             sums = summed(torch.stack(parts).sum(0))
         if config.m2.limit:
-            deltas = [log_ratio(_given(row.old_T), row.rollout_T, row.mask_T) for row in rows]
+            deltas = [log_ratio(given(row.old_T), row.rollout_T, row.mask_T) for row in rows]
             counted = [delta_T[self._m2_counted(row, delta_T)] for row, delta_T in zip(rows, deltas, strict=True)]
             squares_M = torch.cat([delta_M.double().square() for delta_M in counted])
             cut = correction.second_moment_cut(gathered(squares_M), config.m2.limit)
         if config.top_entropy < 1:
-            entropies_M = torch.cat([_given(row.old_entropy_T)[row.mask_T].double() for row in rows])
+            entropies_M = torch.cat([given(row.old_entropy_T)[row.mask_T].double() for row in rows])
             floor = policy_losses.top_cut(gathered(entropies_M), config.top_entropy)
         if by_covariance:
-            covariance = self._covariance_cut(rows, summed=summed, gathered=gathered)
+            covariance = policy_losses.covariance_cut(rows, config, summed=summed, gathered=gathered)
         return Coupled(weight_sums=sums, m2_cut=cut, entropy_floor=floor, covariance=covariance)
-
-    def _covariance_cut(
-        self, rows: Sequence[Tokens], *, summed: Callable[[Tensor], Tensor], gathered: Callable[[Tensor], Tensor]
-    ) -> CovarianceCut:
-        """Return the choice of kl_cov (the largest covariances), or of clip_cov (a draw within bounds). Collective."""
-        settings = self.config.covariance
-        parts = [policy_losses.covariance_sums(_given(row.old_T), row.advantages_T, row.mask_T) for row in rows]
-        sums = summed(torch.stack(parts).sum(0))
-        means = sums[1:] / sums[0].clamp(min=1)
-        values = [policy_losses.covariances(_given(row.old_T), row.advantages_T, row.mask_T, means) for row in rows]
-        if self.config.loss == "kl_cov":
-            values_M = torch.cat([value_T[row.mask_T] for value_T, row in zip(values, rows, strict=True)])
-            lowest = policy_losses.top_cut(gathered(values_M), settings.share)
-            return CovarianceCut(means=means, low=math.nextafter(lowest, -math.inf), high=math.inf, last_draw=math.inf)
-        cut = CovarianceCut(means=means, low=settings.low, high=settings.high, last_draw=math.inf)
-        drawn = [
-            _draws(row)[policy_losses.chosen(value_T, _draws(row), row.mask_T, cut)]
-            for value_T, row in zip(values, rows, strict=True)
-        ]
-        num_drawn = max(1, int(settings.share * float(sums[0])))
-        return replace(cut, last_draw=policy_losses.last_draw(gathered(torch.cat(drawn)), num_drawn))
 
     def _m2_counted(self, tokens: Tokens, delta_T: Tensor) -> Tensor:
         """Return a mask of the tokens with a limited second moment."""
@@ -314,7 +294,7 @@ class Objective:
             )
         if config.m2.limit:
             low, high = config.m2.kept
-            start_T = log_ratio(_given(tokens.old_T), tokens.rollout_T, mask_T)
+            start_T = log_ratio(given(tokens.old_T), tokens.rollout_T, mask_T)
             may_T = correction.outside_band(start_T, self._m2_counted(tokens, start_T), low=low, high=high)
             rejected["m2"] = correction.beyond(start_T, may_T, coupled.m2_cut)
         return rejected
@@ -327,9 +307,7 @@ class Objective:
         compared_T = self._compared(log_probs_T, tokens, start_T)
         anchor_T = tokens.rollout_T if self.config.anchor == "rollout" else compared_T
         if coupled.covariance is not None:
-            cut, mask_T = coupled.covariance, tokens.mask_T
-            value_T = policy_losses.covariances(_given(tokens.old_T), tokens.advantages_T, mask_T, cut.means)
-            tokens = replace(tokens, chosen_T=policy_losses.chosen(value_T, _draws(tokens), mask_T, cut))
+            tokens = replace(tokens, chosen_T=policy_losses.chosen(tokens, coupled.covariance))
         made = self.loss(log_probs_T, anchor_T, tokens, self.config)
         for name, value_T in made.metrics.items():
             if value_T.shape != log_probs_T.shape:
@@ -346,7 +324,7 @@ class Objective:
         rejected = self._rejected(tokens, log_probs_T.detach(), compared_T, coupled)
         left_out_T: Tensor | None = None
         if self.config.top_entropy < 1:
-            left_out_T = policy_losses.low_entropy(_given(tokens.old_entropy_T), tokens.mask_T, coupled.entropy_floor)
+            left_out_T = policy_losses.low_entropy(given(tokens.old_entropy_T), tokens.mask_T, coupled.entropy_floor)
             loss_T = torch.where(left_out_T, 0.0, loss_T)
         loss = TokenLoss(
             loss_T=loss_T,
@@ -400,7 +378,7 @@ class Objective:
             # has no gradient here.
             divergence_T = kl_T(log_probs_T.detach(), tokens.reference_T, mask_T, estimator="k3")
         if config.kl.coef:
-            place, estimator = (log_probs_T, _given(tokens.reference_T)), config.kl.estimator
+            place, estimator = (log_probs_T, given(tokens.reference_T)), config.kl.estimator
             if config.kl.corrected:
                 penalty_T = corrected_kl(*place, tokens.rollout_T, mask_T, estimator=estimator)
             else:
@@ -421,7 +399,7 @@ class Objective:
 
     def listed_divergence(self, tokens: Tokens, listed_TK: Tensor | None) -> Tensor:
         """Return the divergence from the teacher over its listed tokens, [T]."""
-        listed_TK, teacher_TK = _given(listed_TK), _given(tokens.teacher_top_TK)
+        listed_TK, teacher_TK = given(listed_TK), given(tokens.teacher_top_TK)
         return top_k_divergence(listed_TK, teacher_TK, tokens.mask_T, kind=self.config.distill.loss)
 
 
@@ -432,12 +410,6 @@ def _own(name: str, setting: str) -> Any:
     function = find_function(name, setting)
     check_call(function, OWN_ARGUMENTS[setting], path=name, setting=setting)
     return function
-
-
-def _given(values: Tensor | None) -> Tensor:
-    """Return log-probs, entropies or scores that the config needs, so that its caller has computed them."""
-    assert values is not None, "an input that the config needs is missing"
-    return values
 
 
 def sequence_weight_sums(log_probs_T: Tensor, tokens: Tokens) -> Tensor:
@@ -456,7 +428,3 @@ def _chosen_by(path: str, chosen_T: object, mask_T: Tensor) -> Tensor:
         got = f"{chosen_T.dtype} of {[*chosen_T.shape]}" if isinstance(chosen_T, Tensor) else type(chosen_T).__name__
         raise ValueError(f"reject.rules {path}: want a bool tensor of shape {[*mask_T.shape]}, got {got}")
     return chosen_T & mask_T
-
-
-def _draws(tokens: Tokens) -> Tensor:
-    return policy_losses.draws(tokens.rollout_T, tokens.mask_T, *tokens.by_sequence)

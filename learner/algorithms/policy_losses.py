@@ -1,4 +1,4 @@
-"""Policy losses per token, and the cross-entropy of demonstrations. Pure functions; T = tokens of a packed row.
+"""Policy losses per token. Pure functions of torch tensors; T = tokens of a packed row.
 
 Built-in losses have the signature of users' own: ``(log_probs_T, anchor_T, tokens, config) -> PolicyLoss``.
 ``anchor_T``: log-probs of the policy that the new one is compared with, the proximal policy (three policies) or mu
@@ -8,17 +8,17 @@ has loss ``-mean A``. ``aggregation`` divides it.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from tidemill.learner.algorithms.aggregation import Denominators, Reducer, aggregate
+from tidemill.learner.algorithms.aggregation import sft_loss
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.correction import binary_kl_moved, total_variation_outside
 from tidemill.learner.algorithms.ratios import log_ratio, prefix_sums, sequence_means, sequence_sums, spread
-from tidemill.learner.algorithms.tokens import Tokens
+from tidemill.learner.algorithms.tokens import Tokens, given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ def _advantages(tokens: Tokens) -> Tensor:
 
 def _score(log_probs_T: Tensor, mask_T: Tensor) -> Tensor:
     """Return 1 with the gradient of log pi_theta, [T]."""
+    # The value 1 and not log pi: then the first step has loss -mean A with every loss.
     return log_ratio(log_probs_T, log_probs_T.detach(), mask_T).exp()
 
 
@@ -100,6 +101,7 @@ def cispo(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Algorit
     Source: CISPO, MiniMax-M1 2506.13585 (TRL's epsilon_high is the cap itself, here it is cap - 1).
     """
     low, high = config.clip.bounds
+    # Ratios are positive, so a low of 1 or more bounds nothing.
     ratio_T = log_ratio(log_probs_T, anchor_T, tokens.mask_T).exp().clamp(max(0.0, 1 - low), 1 + high)
     return _weighted(ratio_T.detach(), log_probs_T, tokens)
 
@@ -124,6 +126,7 @@ def gspo_token(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Al
     """
     delta_T = log_ratio(log_probs_T, anchor_T, tokens.mask_T)
     means_T = spread(sequence_means(delta_T, tokens.mask_T, *tokens.by_sequence).detach(), tokens.by_sequence[0])
+    # The ratio of the sequence is a constant: each token has the gradient of its own log-prob alone.
     ratio_T = torch.where(tokens.mask_T, means_T, 0.0).exp() * _score(log_probs_T, tokens.mask_T)
     return _clipped(ratio_T, tokens, config)
 
@@ -210,6 +213,7 @@ def gmpo(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Algorith
     (low, high), advantages_T = config.clip.bounds, _advantages(tokens)
     delta_T = log_ratio(log_probs_T, anchor_T.detach(), tokens.mask_T)
     over_T = ((advantages_T > 0) & (delta_T > high)) | ((advantages_T < 0) & (delta_T < -low))
+    # A token beyond its bound has no gradient, and still counts in the mean of its sequence.
     held_T = torch.where(over_T, delta_T.detach().clamp(-low, high), delta_T)
     ratio_T = spread(sequence_means(held_T, tokens.mask_T, *tokens.by_sequence), tokens.by_sequence[0]).exp()
     return _made(-ratio_T * advantages_T, over_T, tokens.mask_T)
@@ -293,21 +297,6 @@ class CovarianceCut:
     """Candidates with a draw above it are not chosen."""
 
 
-def covariance_sums(log_probs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Return (number, sum of advantages, sum of log-probs) of the trainable tokens, float64 [3]."""
-    return torch.stack([mask_T.sum().double(), advantages_T[mask_T].double().sum(), log_probs_T[mask_T].double().sum()])
-
-
-def covariances(log_probs_T: Tensor, advantages_T: Tensor, mask_T: Tensor, means: Tensor) -> Tensor:
-    """Return ``(A - mean A) (log pi - mean log pi)``, float64 [T]; 0 where masked.
-
-    Tokens with a large value make the entropy fall most. Source: Cui et al. 2025 (2505.22617), in verl ``clip_cov`` and
-    ``kl_cov``.
-    """
-    advantages_T = torch.where(mask_T, advantages_T, 0.0).double() - means[0]
-    return torch.where(mask_T, advantages_T * (torch.where(mask_T, log_probs_T, 0.0).double() - means[1]), 0.0)
-
-
 def draws(rollout_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
     """Return a number of 0 .. 1 for every token, float64 [T], that only its data determine: a hash of its sequence,
     place and log mu.
@@ -330,9 +319,49 @@ def last_draw(draws_M: Tensor, num_drawn: int) -> float:
     return math.inf if len(draws_M) <= num_drawn else float(draws_M.sort().values[num_drawn - 1])
 
 
-def chosen(covariance_T: Tensor, draws_T: Tensor, mask_T: Tensor, cut: CovarianceCut) -> Tensor:
+def covariance_cut(
+    rows: Sequence[Tokens],
+    config: AlgorithmConfig,
+    *,
+    summed: Callable[[Tensor], Tensor],
+    gathered: Callable[[Tensor], Tensor],
+) -> CovarianceCut:
+    """Return the choice of kl_cov (the largest covariances), or of clip_cov (a draw within bounds). Collective."""
+    kept = [(given(row.old_T)[row.mask_T].double(), row.advantages_T[row.mask_T].double()) for row in rows]
+    parts = [
+        torch.stack([row.mask_T.sum().double(), advantages_M.sum(), log_probs_M.sum()])
+        for row, (log_probs_M, advantages_M) in zip(rows, kept, strict=True)
+    ]
+    number, *totals = summed(torch.stack(parts).sum(0)).unbind()
+    means, settings = torch.stack(totals) / number.clamp(min=1), config.covariance
+    if config.loss == "kl_cov":
+        values_M = torch.cat([covariances(row, means)[row.mask_T] for row in rows])
+        lowest = top_cut(gathered(values_M), settings.share)
+        return CovarianceCut(means=means, low=math.nextafter(lowest, -math.inf), high=math.inf, last_draw=math.inf)
+    cut = CovarianceCut(means=means, low=settings.low, high=settings.high, last_draw=math.inf)
+    drawn_M = torch.cat([_draws(row)[chosen(row, cut)] for row in rows])
+    return replace(cut, last_draw=last_draw(gathered(drawn_M), max(1, int(settings.share * float(number)))))
+
+
+def covariances(tokens: Tokens, means: Tensor) -> Tensor:
+    """Return ``(A - mean A) (log pi - mean log pi)`` before the update, float64 [T]; 0 where masked.
+
+    Tokens with a large value make the entropy fall most. Source: Cui et al. 2025 (2505.22617), in verl ``clip_cov`` and
+    ``kl_cov``.
+    """
+    advantages_T = _advantages(tokens).double() - means[0]
+    log_probs_T = torch.where(tokens.mask_T, given(tokens.old_T), 0.0).double() - means[1]
+    return torch.where(tokens.mask_T, advantages_T * log_probs_T, 0.0)
+
+
+def chosen(tokens: Tokens, cut: CovarianceCut) -> Tensor:
     """Return a mask of the tokens that the cut chooses."""
-    return mask_T & (covariance_T > cut.low) & (covariance_T < cut.high) & (draws_T <= cut.last_draw)
+    value_T = covariances(tokens, cut.means)
+    return tokens.mask_T & (value_T > cut.low) & (value_T < cut.high) & (_draws(tokens) <= cut.last_draw)
+
+
+def _draws(tokens: Tokens) -> Tensor:
+    return draws(tokens.rollout_T, tokens.mask_T, *tokens.by_sequence)
 
 
 def clip_cov(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
@@ -362,39 +391,9 @@ def kl_cov(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Algori
     return _made(loss_T, torch.zeros_like(tokens.mask_T), tokens.mask_T)
 
 
-# ---- demonstrations
-
-
-def sft_loss(log_probs_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Return the cross-entropy ``-log pi_theta`` (nats), [T]; exactly 0 with exactly 0 gradient where masked."""
-    return torch.where(mask_T, -log_probs_T, 0.0)
-
-
 def sft(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
     """Cross-entropy of every token."""
     return PolicyLoss(loss_T=sft_loss(log_probs_T, tokens.mask_T), clipped_T=torch.zeros_like(tokens.mask_T))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Supervised:
-    """The term of the demonstrations in the number that an update minimises: ``coef`` times their aggregated
-    cross-entropy.
-
-    Demonstrations have no log-probs of a policy that sampled them, so they are in no ratio, no baseline and no
-    diagnostic of the others, and the two terms have denominators of their own.
-    """
-
-    coef: float
-    mode: str | Reducer
-    """Aggregation mode, as in ``Objective.mode``."""
-    denominators: Denominators
-    """Denominators of the update's demonstrations; with ``loss: sft`` of all its samples, which then have one loss."""
-
-    def term(self, log_probs_T: Tensor, mask_T: Tensor, sample_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a row's part, and its sums for ``train/sft_loss``. ``mask_T``: trainable tokens of demonstrations."""
-        loss_T = sft_loss(log_probs_T, mask_T)
-        total = self.coef * aggregate(loss_T, mask_T, sample_T, self.denominators, mode=self.mode)
-        return total, {"sft_tokens": mask_T.sum().double(), "sft_loss": loss_T.detach().sum().double()}
 
 
 LOSS_FUNCTIONS: Mapping[str, LossFunction] = {

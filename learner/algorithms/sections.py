@@ -104,9 +104,7 @@ class DistillConfig:
     coef: NotNegativeFloat = 0.0
     """Factor of log pi_teacher - log pi in each token's advantage, or of the KL in the loss (``loss``)."""
     teacher: Literal["reference", "engine"] = "reference"
-    """The teacher: reference (``kl.reference``, a model of the trained one's architecture) | engine (the scores in the
-    samples, from one of ``actor.teachers``); derived: engine where there are ``actor.teachers``.
-    """
+    """reference (``kl.reference``) or engine (scores in the samples); derived: engine with ``actor.teachers``."""
     loss: Literal["token", "forward_kl", "reverse_kl"] = "token"
     """token (an advantage of the sampled token) | forward_kl, reverse_kl (a loss of ``top_k`` tokens and the rest)."""
     top_k: Annotated[int, Field(ge=0, le=MAX_LISTED)] = 0

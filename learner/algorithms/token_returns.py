@@ -139,6 +139,7 @@ def later_sums(sums_M: Tensor, owners_M: Tensor) -> Tensor:
     """Return the sum over the later sequences of the same sample, [M]; they are neighbours, in order."""
     if not len(sums_M):
         return sums_M
+    # They were added up over ranks as float64, which holds every index exactly.
     owners_M = owners_M.long()
     after_M = running_sums(sums_M.flip(0)).flip(0) - sums_M
     at_M = torch.arange(len(sums_M), device=sums_M.device)

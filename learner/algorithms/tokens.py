@@ -64,3 +64,9 @@ class RewardParts:
     names: tuple[str, ...]
     values_NK: Tensor
     """NaN = the sample has no such part."""
+
+
+def given(values: Tensor | None) -> Tensor:
+    """Return log-probs, entropies or scores that the config needs, so that the caller has computed them."""
+    assert values is not None, "an input that the config needs is missing"
+    return values

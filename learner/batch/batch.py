@@ -146,6 +146,7 @@ def without_truncated(batch: StepBatch) -> StepBatch:
     Rewards and groups are unchanged, so a truncated sample still counts in the baseline of its group.
     Source: overlong filtering, DAPO 2503.14476.
     """
+    # Denominators as if the samples were not there; rejected tokens, by contrast, stay in them (``aggregation.py``).
     trainable_N = np.where(batch.truncated_N, 0, batch.trainable_N).astype(batch.trainable_N.dtype)
     truncated_C = batch.truncated_N[batch.turn_samples_C]
     return replace(

@@ -1,21 +1,138 @@
-"""The rows of a rank packed anew: without the samples that have no gradient, and by groups that share a prompt.
+"""The rows of a rank packed anew: without the samples that have no gradient, and by groups that share a prompt; and a
+row as a tree, in which the tokens that several sequences begin with are computed once.
 
-Knows numpy, no torch, no bus.
+    row:   prompt response-1 | prompt response-2 | prompt response-3
+    tree:  prompt response-1, response-2 behind the prompt, response-3 behind the prompt
 
-Only rows change. The columns of the step keep every sample, so denominators, baselines and counts are as before.
+A hidden state depends on the tokens before it alone, so that of a common beginning serves every sequence. Tokens behind
+the last one that predicts a trainable token are not computed. Only rows change: the columns of the step keep every
+sample, so denominators, baselines and counts are as before. Knows numpy, no torch, no bus.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.learner.batch import prefixes
 from tidemill.learner.batch.batch import TOKEN_DTYPES, Array, MicroBatch, StepBatch
 from tidemill.learner.batch.batching import concatenate
 from tidemill.learner.buffer.plans import assign
+
+SHARED_FROM = 16
+"""Least number of common tokens that are computed once: fewer do not pay for the calls of attention, which each prompt
+has of its own (digits: 6 tokens of prompt, hidden 64).
+"""
+SAVED_SHARE = 0.1
+"""Least share of the needed tokens that a tree must save, for the same reason."""
+
+Runs = tuple[tuple[int, int], ...]
+"""Begin and length of neighbouring computed tokens, in the order of their positions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tree:
+    """The computed tokens of a row, P."""
+
+    take_P: NDArray[np.int64]
+    """Place of each in the row."""
+    source_T: NDArray[np.int64]
+    """Computed token of each token of the row; -1 = it is not needed."""
+    lengths: tuple[int, ...]
+    """Tokens of each segment: those of a sequence behind its prefix. Segments lie one behind the other."""
+    prefixes: tuple[Runs, ...]
+    """Computed tokens before each segment, which its tokens attend to; empty = it begins a sequence."""
+
+
+def any_common(rows: Sequence[MicroBatch]) -> bool:
+    """Return whether any two sequences of the rows begin with the same tokens: a fast look before a tree is made."""
+    begins = [
+        row.tokens_T[start : start + SHARED_FROM].tobytes()
+        for row in rows
+        for start, end in pairwise(row.cu_seqlens.tolist())
+        if end - start >= SHARED_FROM and row.sample_T[start] >= 0
+    ]
+    return len(set(begins)) < len(begins)
+
+
+def num_needed(sequence: MicroBatch) -> int:
+    """Return the number of tokens of a sequence up to the last one with a trainable target."""
+    trainable = np.flatnonzero(sequence.loss_mask_T)
+    return int(trainable[-1]) + 1 if len(trainable) else 0
+
+
+def num_shared(tokens: NDArray[np.int64], before: NDArray[np.int64]) -> int:
+    """Return the number of tokens that ``tokens`` need not compute again behind the sequence ``before``."""
+    shortest = min(len(tokens), len(before))
+    differing = np.flatnonzero(tokens[:shortest] != before[:shortest])
+    common = int(differing[0]) if len(differing) else shortest
+    return common if common >= SHARED_FROM else 0
+
+
+def tree_of(row: MicroBatch) -> Tree | None:
+    """Return the tree of a row, each sequence beside the one before it; None if it saves less than ``SAVED_SHARE``."""
+    take: list[NDArray[np.int64]] = []
+    source_T = np.full(len(row.tokens_T), -1, np.int64)
+    lengths, prefixes = list[int](), list[Runs]()
+    computed, before, path = 0, slice(0, 0), Runs()
+    for start, end in zip(row.cu_seqlens[:-1].tolist(), row.cu_seqlens[1:].tolist(), strict=True):
+        trainable = np.flatnonzero(row.loss_mask_T[start:end])
+        if not len(trainable):
+            continue
+        needed = slice(start, start + int(trainable[-1]) + 1)
+        shared = num_shared(row.tokens_T[needed], row.tokens_T[before])
+        source_T[start : start + shared] = source_T[before][:shared]
+        path, length = _first(path, shared), needed.stop - start - shared
+        if length:
+            source_T[start + shared : needed.stop] = np.arange(computed, computed + length)
+            take.append(np.arange(start + shared, needed.stop))
+            lengths.append(length)
+            prefixes.append(path)
+            path = (*path, (computed, length))
+            computed += length
+        before = needed
+    if not take or computed > (1 - SAVED_SHARE) * np.count_nonzero(source_T >= 0):
+        return None
+    return Tree(take_P=np.concatenate(take), source_T=source_T, lengths=tuple(lengths), prefixes=tuple(prefixes))
+
+
+def _first(runs: Runs, count: int) -> Runs:
+    """Return the first ``count`` tokens of the runs."""
+    kept: list[tuple[int, int]] = []
+    for begin, length in runs:
+        if count <= 0:
+            break
+        kept.append((begin, min(length, count)))
+        count -= length
+    return tuple(kept)
+
+
+def chunks_by_prompt(parts: Sequence[MicroBatch], groups_N: NDArray[np.int64], capacity: int) -> list[list[MicroBatch]]:
+    """Return the sequences in chunks of one group and ``capacity`` computed tokens; a longer sequence is alone."""
+    ordered = sorted(parts, key=lambda part: int(part.sequence_T[0]))
+    chunks: list[list[MicroBatch]] = []
+    size = 0
+    for part in ordered:
+        tokens, last = part.tokens_T[: num_needed(part)], chunks[-1][-1] if chunks else None
+        same = last is not None and groups_N[last.sample_T[0]] == groups_N[part.sample_T[0]]
+        if last is not None and same:
+            more = len(tokens) - num_shared(tokens, last.tokens_T[: num_needed(last)])
+            if size + more <= capacity:
+                chunks[-1].append(part)
+                size += more
+                continue
+        chunks.append([part])
+        size = len(tokens)
+    return chunks
+
+
+def num_computed(chunk: Sequence[MicroBatch]) -> int:
+    """Return the number of computed tokens of a chunk."""
+    needed = [part.tokens_T[: num_needed(part)] for part in chunk]
+    shared = (num_shared(tokens, before) for tokens, before in zip(needed[1:], needed, strict=False))
+    return sum(map(len, needed)) - sum(shared)
+
 
 Packing = list[list[MicroBatch]]
 """Sequences of each row of a minibatch, as rows of their own."""
@@ -25,7 +142,7 @@ def packings(batch: StepBatch, skipped_N: NDArray[np.bool_], *, by_prompt: bool 
     """Return the packing of every minibatch without the ``skipped_N`` samples, and without the rows that become empty.
 
     The rows of other samples are those of the batch, in their order. ``by_prompt``: put the samples of a group into one
-    row where that saves tokens (``prefixes``); no row becomes longer than the longest of the batch.
+    row where that saves tokens (``Tree``); no row becomes longer than the longest of the batch.
     """
     capacity = max(len(row.tokens_T) for row in batch.micro_batches)
     rows = [[part for part in _sequences(row) if not skipped_N[part.sample_T[0]]] for row in batch.micro_batches]
@@ -38,9 +155,9 @@ def packings(batch: StepBatch, skipped_N: NDArray[np.bool_], *, by_prompt: bool 
 def _by_prompt(packing: Packing, batch: StepBatch, capacity: int) -> Packing:
     """Return the rows with the sequences of each group side by side, or as they are if that saves too little."""
     parts = [part for row in packing for part in row]
-    chunks = prefixes.by_prompt(parts, batch.groups_N, capacity)
-    sizes = [prefixes.num_computed(chunk) for chunk in chunks]
-    if sum(sizes) >= (1 - prefixes.SAVED_SHARE) * sum(map(prefixes.num_needed, parts)):
+    chunks = chunks_by_prompt(parts, batch.groups_N, capacity)
+    sizes = [num_computed(chunk) for chunk in chunks]
+    if sum(sizes) >= (1 - SAVED_SHARE) * sum(map(num_needed, parts)):
         return packing
     placed = assign(sizes, data_parallel=1, max_tokens=capacity)
     rows: Packing = [[] for _ in range(placed.num_micro_batches)]

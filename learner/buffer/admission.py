@@ -102,7 +102,7 @@ class Admission:
         Returns False if the prompt has been issued again ``max_reissues`` times.
         """
         reissue = Reissue.of(task)
-        if reissue.count > self._rules.max_reissues:
+        if reissue.count > self._rules.staleness.max_reissues:
             return False
         self.schedule_requeue(reissue, open_tasks)
         return True

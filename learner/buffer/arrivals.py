@@ -173,6 +173,7 @@ class Arrivals:
 
     def add(self, seq: int, sample: Sample | WireError, now: float, actor: str) -> Arrival:
         """Classify a message of SAMPLES, as ``DataSource.add``."""
+        # At a restart the stream is read again from the cursor, and each message counts once.
         if not self.samples.see(seq):
             return Arrival(Disposition.SEEN)
         if isinstance(sample, Sample) and sample.kind is Kind.EVAL:
@@ -210,6 +211,7 @@ class Arrivals:
         group = self.groups.get(sample.task)
         if group is None:
             return self._duplicate(seq)
+        # Before the look for a duplicate: an invalid sample must not block a valid one of its index.
         if field_name := mismatch(group.task, sample, self._rules.max_context):
             return self._refuse(seq, field_name, actor)
         if sample.index in group.samples:

@@ -15,14 +15,13 @@ import msgpack
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, Settle, Task
-from tidemill.learner.buffer import selection
+from tidemill.learner.buffer import plans
 from tidemill.learner.buffer.admission import Admission, Requeues, TaskDemand
 from tidemill.learner.buffer.arrivals import Arrival, Arrivals
 from tidemill.learner.buffer.groups import SampleGroup, Verdict
 from tidemill.learner.buffer.ledger import ROWS, SCHEMA, SampleAccounting, SettledIds, read_state
-from tidemill.learner.buffer.plans import GENESIS, chain_of
+from tidemill.learner.buffer.plans import GENESIS, Waits, chain_of, is_filtered
 from tidemill.learner.buffer.rules import DataRules
-from tidemill.learner.buffer.selection import Waits, is_filtered
 from tidemill.learner.errors import ReplayMismatch
 
 REISSUED = frozenset({"stale", "lost"})
@@ -190,12 +189,13 @@ class DataSource:
             return self._requeues.next(epoch=self.epoch, step=self.step + 1)
         # The least reason by name, because any fixed order will do; later calls return the others.
         reason, groups = min(by_reason.items())
-        return selection.make_settle(
-            selection.settled_at_once(groups, self.max_record_bytes), reason, epoch=self.epoch, step=self.step + 1
+        return plans.make_settle(
+            plans.settled_at_once(groups, self.max_record_bytes), reason, epoch=self.epoch, step=self.step + 1
         )
 
     def plan(self, now: float) -> Plan | Settle | Requeue | Waits:
         """Return the next record to write, a Settle first, or a description of what the next step waits for."""
+        # Groups that are dropped give their places back before a step is chosen among the others.
         if settle := self.settlement():
             return settle
         step, groups = self.step + 1, self._groups.values()
@@ -204,19 +204,19 @@ class DataSource:
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
             missing = max(0, num_wanted - sum(group.is_judged(self.rules) for group in groups))
             waited_s = now - self._waiting_since
-            return selection.wait_for_groups(
+            return plans.wait_for_groups(
                 groups, self.rules, missing, step=step, now=now, waited_s=waited_s, head=self.head
             )
-        chosen = selection.order_groups(ready, self._steps, self.rules, step)[: self.rules.groups_per_step]
+        chosen = plans.order_groups(ready, self._steps, self.rules, step)[: self.rules.groups_per_step]
         in_flight = (group for group in groups if not group.is_ready(self.rules))
-        if old_groups := selection.urgent_groups(in_flight, chosen, self._steps, self.rules, step):
+        if old_groups := plans.urgent_groups(in_flight, chosen, self._steps, self.rules, step):
             self._delayed_since = now if self._delayed_since is None else self._delayed_since
-            left_s = self._delayed_since + self.rules.order_deadline_s - now
+            left_s = self._delayed_since + self.rules.staleness.order_deadline_s - now
             if left_s > 0:
-                return selection.wait_for_old_groups(old_groups, step=step, now=now, left_s=left_s)
-        fitting = selection.fit_groups(chosen, self.max_record_bytes)
+                return plans.wait_for_old_groups(old_groups, step=step, now=now, left_s=left_s)
+        fitting = plans.fit_groups(chosen, self.max_record_bytes)
         self.left_out = len(chosen) - len(fitting)
-        return selection.make_plan(fitting, self._steps, self.rules, epoch=self.epoch, step=step, chain=self.chain)
+        return plans.make_plan(fitting, self._steps, self.rules, epoch=self.epoch, step=step, chain=self.chain)
 
     def _wanted_groups(self) -> int:
         """Return the number of complete groups with which the next step is planned."""
@@ -229,7 +229,7 @@ class DataSource:
         return min(open_groups, self.rules.groups_per_step)
 
     def _drop_reason(self, group: SampleGroup) -> str:
-        return selection.drop_reason(group, self._steps, self.rules, self.step + 1)
+        return plans.drop_reason(group, self._steps, self.rules, self.step + 1)
 
     # ---- settle
 
@@ -253,6 +253,7 @@ class DataSource:
             self._apply_settle(record)
         elif isinstance(record, Requeue):
             self._admission.schedule_requeue(self._requeues.apply(record), self._open_tasks())
+        # Last: a record that is refused leaves the place in the log as it was.
         self.plan_seq = seq
 
     def _apply_plan(self, plan: Plan) -> None:
@@ -267,7 +268,7 @@ class DataSource:
             # Samples of a dead task may come after the plan that trains it without them was made.
             self._arrivals.leave_out(group, named)
             group.mask(masked.intersection(group.seqs))
-            self._arrivals.counts.count_tokens(plan, group, max_lag=self.rules.max_lag)
+            self._arrivals.counts.count_tokens(plan, group, max_lag=self.rules.staleness.max_lag)
         self._arrivals.close(groups, named, "trained")
         self._admission.planned(plan.step, len(plan.tasks))
         for group in self._groups.values():  # it was for this step

@@ -158,7 +158,7 @@ class SampleAccounting:
 SCHEMA = 1
 """Version of the snapshot format."""
 ROWS = "rows"
-"""Key of the planned rows (``tidemill.learner.prompts.planned_rows``); snapshots of earlier releases lack them."""
+"""Key of the planned rows (``tidemill.learner.prompts.prompt_file``); snapshots of earlier releases lack them."""
 
 
 def read_state(data: bytes) -> JsonObject:

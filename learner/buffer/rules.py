@@ -1,12 +1,13 @@
-"""Rules of the DataSource: sizes, staleness, layout. Plain values, validated together; knows no configuration file."""
+"""Rules of the DataSource: sizes, staleness, layout; validated together."""
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import msgpack
 
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.settings.config import StalenessConfig
 
 
 def refuse_rare_pushes(push_every: int, *, max_lag: int) -> None:
@@ -20,9 +21,7 @@ def refuse_rare_pushes(push_every: int, *, max_lag: int) -> None:
 
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
-"""Below the first a float32 softmax has nearly one token, and SGLang samples greedily below 1e-6; above the second
-every token is equally probable.
-"""
+"""Below 0.01 a softmax has nearly one token (SGLang is greedy below 1e-6); above 100 all tokens are equal."""
 
 
 def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
@@ -48,8 +47,7 @@ _LATER = frozenset({"num_epochs", "filters", "buffer_filters", "over_sampling", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRules:
-    """All settings that the DataSource uses, with the meanings of ``tidemill.learner.settings.config`` and
-    ``tidemill.bus.wire.messages.Sampling``."""
+    """All settings that the DataSource uses, named as in ``learner`` and ``sampling``."""
 
     run: str
     steps: int
@@ -57,17 +55,11 @@ class DataRules:
     groups_per_step: int
     min_group_size: int = 0
     """Samples with which the group of a dead task is trained; 0 = all."""
-    max_lag: int = 0
-    gate: str = "mask"
-    max_reissues: int = 3
-    order_deadline_s: float = 30.0
-    filter_zero_variance: bool = False
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
     filters: str = ""
     """Description of the filters (``identity_of``); with one, complete groups wait for ``DataSource.judged``."""
     buffer_filters: bool = False
     """True: groups that the filters keep wait for ``DataSource.chosen``, too."""
-    over_sampling: float = 0.0
-    max_refill: float = 4.0
     push_every: int = 1
     data_parallel: int = 1
     max_tokens_per_micro_batch: int = 8192
@@ -94,18 +86,20 @@ class DataRules:
     """Description of model and tokenizer with their digests; empty = not known."""
 
     def __post_init__(self) -> None:
-        refuse_rare_pushes(self.push_every, max_lag=self.max_lag)
+        refuse_rare_pushes(self.push_every, max_lag=self.staleness.max_lag)
         refuse_sampling(self.temperature, self.top_p, self.top_k)
 
     @property
     def admitted(self) -> int:
         """Largest number of tasks that are open, or trained and not yet published."""
-        return (self.max_lag + 1) * self.groups_per_step + round(self.over_sampling * self.groups_per_step)
+        return (self.staleness.max_lag + 1) * self.groups_per_step + round(
+            self.staleness.over_sampling * self.groups_per_step
+        )
 
     @property
     def max_filtered(self) -> float:
         """Number of filtered groups after which a step may run with fewer groups."""
-        return self.max_refill * self.groups_per_step
+        return self.staleness.max_refill * self.groups_per_step
 
     @property
     def identity(self) -> dict[str, object]:
@@ -123,6 +117,9 @@ class DataRules:
     @property
     def digest(self) -> str:
         """Short digest of all rules, which is recorded with every plan."""
-        # Without later rules that are not set, so that plans of such runs have the digest of earlier releases.
-        values = sorted((name, value) for name, value in asdict(self).items() if value or name not in _LATER)
+        # With the rules of staleness beside the others, and without later rules that are not set: plans have the digest
+        # of earlier releases.
+        rules = asdict(self)
+        rules |= rules.pop("staleness")
+        values = sorted((name, value) for name, value in rules.items() if value or name not in _LATER)
         return hashlib.sha256(msgpack.packb(values)).hexdigest()[:16]

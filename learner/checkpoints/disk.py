@@ -1,13 +1,10 @@
-"""Checkpoint directories: written aside, made durable, renamed into place, verified before use. Knows files, no bus and
-no torch.
+"""Checkpoint directories: written aside, made durable, renamed into place, verified before use. Knows files alone.
 
 ``<root>/step-<k>-epoch-<e>/`` holds the files that the ranks of this node wrote, ``state.msgpack`` (the DataSource as
-of plan k) and ``manifest.json`` (size and SHA-256 of every file, and of itself). A directory without a suffix was
-complete when it was renamed; ``.tmp`` is being written, ``.corrupt`` failed verification and was set aside. A row on
-the bus names the *latest* one.
-
-On several nodes without a shared directory, each node has the files of its own ranks, the metadata and the manifest;
-``held`` names the files that are here, and ``verify`` wants all of them.
+of plan k) and ``manifest.json``. A directory without a suffix was complete when it was renamed; ``.tmp`` is being
+written, ``.corrupt`` failed verification. A row on the bus names the *latest* one. Without a shared directory, each
+node has the files of its own ranks, the metadata and the manifest; ``held`` names them, ``verify`` wants all.
+The functions at the end are pure: places of the files, and the choice of a whole checkpoint.
 """
 
 import errno
@@ -19,11 +16,11 @@ import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidemill.bus.system.files import sync
-from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, CheckpointManifest, FileEntry
@@ -31,8 +28,7 @@ from tidemill.learner.errors import CheckpointCorrupt
 
 log = logging.getLogger(__name__)
 
-NO_WEIGHTS = "no_weights"
-"""File in a checkpoint of a run with ``debug.rollout_only``, which has no weights."""
+NO_WEIGHTS = "no_weights"  # file in a checkpoint of a run with ``debug.rollout_only``, which has no weights
 TORCH_DIST = ("metadata.json", ".metadata", "common.pt")
 """Files of every checkpoint with weights in Megatron's format torch_dist, also one of Megatron's own training."""
 _NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
@@ -71,8 +67,7 @@ def staging(root: Path, *, step: int, epoch: int) -> Path:
 def commit(tmp: Path, state: bytes, *, extra: Mapping[str, object] | None = None) -> Path:
     """Add state and manifest, fsync every file, and rename the directory into place. Returns its path.
 
-    ``extra`` goes into the manifest (values of JSON). Raises FileExistsError when the name is taken, OSError when the
-    disk refuses.
+    ``extra``: JSON values for the manifest. Raises FileExistsError when the name is taken, OSError.
     """
     (tmp / STATE).write_bytes(state)
     files = {name: entry.written_by((0,)) for name, entry in digest(tmp, sorted(_files(tmp))).items()}
@@ -119,11 +114,9 @@ def publish(tmp: Path) -> Path:
 
 
 def verify(path: Path, *, partly: bool = False, stored: bool = False) -> JsonObject:
-    """Read every file and compare it with the manifest. Returns ``extra``. Raises CheckpointCorrupt for the first file
-    that differs.
+    """Compare every file with the manifest. Returns ``extra``. Raises CheckpointCorrupt for the first that differs.
 
-    ``partly``: files that other nodes have written may be missing. ``stored``: all but the metadata may, which the
-    store has.
+    ``partly``: other nodes' files may be missing. ``stored``: all but the metadata may, which the store has.
     """
     manifest = manifests.read(path)
     entries = sorted(
@@ -227,10 +220,8 @@ def set_aside_file(path: Path, name: str) -> None:
 def prune(root: Path, *, keep: int, latest: Checkpoint, spared: Collection[str] = ()) -> Sequence[Checkpoint]:
     """Remove all but ``latest`` and the ``keep - 1`` newest before it. Returns these, newest first.
 
-    ``spared``: names of further ones before it that are not removed; the streams are not kept for them.
-    Checkpoints of earlier epochs with a later step than ``latest``, and unfinished ones (``.tmp``), were never
-    committed to the run and are removed too. Checkpoints that its epoch has written since ``latest``, or a newer epoch,
-    are kept.
+    ``spared``: names before it that are not removed; the streams are not kept for them. Later steps of earlier epochs,
+    and unfinished ones (``.tmp``), were never committed and are removed; newer checkpoints are kept.
     """
     present = listed(root)
     kept = set(kept_names([checkpoint.path.name for checkpoint in present], latest, keep=keep, spared=spared))
@@ -250,7 +241,7 @@ def kept_names(
 ) -> list[str]:
     """Return the names that are kept, newest first: newer ones, ``latest``, and ``keep - 1`` before it, or ``spared``.
 
-    All are kept without ``latest``. Names that are no checkpoint's are left out: rows of other nodes are not trusted.
+    All are kept without ``latest``. Other names are left out: rows of other nodes are not trusted.
     """
     parsed = (parse_name(Path(name)) for name in names)
     checkpoints = sorted((checkpoint for checkpoint in parsed if checkpoint is not None), reverse=True)
@@ -264,7 +255,7 @@ def kept_names(
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory at once, also while the agent of this node is copying files into it."""
+    # The agent of this node may be copying files into it.
     # A rename is atomic: a reader sees a whole checkpoint or none, and a copy into the old name fails at once.
     aside = path.with_name(f".{path.name}.part-{nonce()}")
     path.rename(aside)
@@ -319,3 +310,102 @@ def _difference(path: Path, name: str, entry: FileEntry) -> CheckpointCorrupt | 
     except OSError as error:  # the disk fails to read the file
         return CheckpointCorrupt(str(path), name, f"{entry.size} bytes", str(error))
     return None
+
+
+CHECKPOINT_KEY = "checkpoint"
+"""Row of the bucket ``run`` with the latest checkpoint: directory, step, epoch, chain, manifest, kept, manifests."""
+Held = Mapping[int, Mapping[str, Collection[str]]]  # node -> checkpoint -> names of the files that it has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lack:
+    """A checkpoint that cannot be loaded, with the nodes on which each missing file was last seen."""
+
+    checkpoint: str
+    missing: Mapping[str, tuple[int, ...]]
+    places: str = "no living node"
+    """The places that have none of them."""
+
+    def __str__(self) -> str:
+        files = [
+            f"{name} (last seen on node {', '.join(map(str, nodes))})" for name, nodes in sorted(self.missing.items())
+        ]
+        remainder = f" and {len(files) - 4} more" if len(files) > 4 else ""
+        return f"{self.checkpoint}: {self.places} has {', '.join(files[:4])}{remainder}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointChoice:
+    """The newest whole checkpoint (None = there is none), and the newer ones that are not whole."""
+
+    checkpoint: str | None
+    lacks: Sequence[Lack] = field(default=())
+
+
+def choose(
+    order: Sequence[str],
+    files: Mapping[str, Mapping[str, FileEntry]],
+    held: Held,
+    seen: Held,
+    *,
+    places: str = "no living node",
+) -> CheckpointChoice:
+    """Return the first checkpoint of ``order`` of which every file is in a place of ``held`` (a node, the store).
+
+    ``files``: the manifest's files by checkpoint; one without a manifest is passed over. ``seen``: files of all nodes
+    when they were last seen, for the message; its writers are named for a file that was never seen.
+    """
+    lacks: list[Lack] = []
+    for name in order:
+        present = {file for by_checkpoint in held.values() for file in by_checkpoint.get(name, ())}
+        if name in files:
+            missing = {
+                file: _last_seen(name, file, seen) or entry.holders
+                for file, entry in files[name].items()
+                if file not in present
+            }
+        else:
+            missing = {MANIFEST: _last_seen(name, MANIFEST, seen)}
+        if not missing:
+            return CheckpointChoice(checkpoint=name, lacks=tuple(lacks))
+        lacks.append(Lack(checkpoint=name, missing=missing, places=places))
+    return CheckpointChoice(checkpoint=None, lacks=tuple(lacks))
+
+
+def _last_seen(checkpoint: str, file: str, seen: Held) -> tuple[int, ...]:
+    return tuple(sorted(node for node, by_checkpoint in seen.items() if file in by_checkpoint.get(checkpoint, ())))
+
+
+def targets(entry: FileEntry, *, num_nodes: int, copies: int) -> frozenset[int]:
+    """Return the nodes that should have a file: its writer and the ``copies - 1`` nodes behind it, in a ring.
+
+    A file of no node of this layout is for the first ones, one without holders (of an older release) for none.
+    """
+    if not entry.holders:
+        return frozenset()
+    first = entry.holders[0] if entry.holders[0] < num_nodes else 0
+    ring = {(first + offset) % num_nodes for offset in range(min(copies, num_nodes))}
+    return frozenset(ring | {node for node in entry.holders if node < num_nodes})
+
+
+def short_of_copies(
+    files: Mapping[str, FileEntry], name: str, held: Held, *, num_nodes: int, copies: int
+) -> dict[str, int]:
+    """Return the files with fewer holders than ``copies`` (at most one a node), and the number of their holders."""
+    counts = {file: sum(file in by_checkpoint.get(name, ()) for by_checkpoint in held.values()) for file in files}
+    return {file: count for file, count in counts.items() if count < min(copies, num_nodes)}
+
+
+def digests_in(row: JsonMapping) -> dict[str, str]:
+    """Return the digests of the manifests in the row of the latest checkpoint: of the latest, and of the kept ones."""
+    digests: dict[str, str] = {**row.get("manifests", {})}
+    if row.get("manifest"):
+        digests[Path(row["directory"]).name] = row["manifest"]
+    return digests
+
+
+def latest_in(root: Path, row: JsonMapping | None) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """Return the latest checkpoint of the run's row, below ``root``, and the names of earlier ones that it keeps."""
+    if row is None:
+        return None, ()
+    return parse_name(root / Path(row["directory"]).name), tuple(row.get("kept", ()))

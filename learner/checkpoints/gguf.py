@@ -31,8 +31,7 @@ _LAYER = {
 }
 """Modules of a layer, from the names of GGUF to the names of transformers."""
 _MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_CONTROL = 3
-"""Token type of a token that text never has: ``<|im_end|>``."""
+_CONTROL = 3  # token type of a token that text never has: ``<|im_end|>``
 _PRE_TOKENIZERS: Mapping[str, Sequence[Mapping[str, object]]] = {
     # llama.cpp's names of the rules by which a text is cut before the merges, src/llama-vocab.cpp
     "smollm": (
@@ -46,8 +45,7 @@ _PRE_TOKENIZERS: Mapping[str, Sequence[Mapping[str, object]]] = {
 def to_directory(file: Path, out: Path) -> int:
     """Write configuration, tokenizer and float32 weights of ``file`` to ``out``. Returns the number of parameters.
 
-    Raises ValueError for a file that is not GGUF, an architecture or a tokenizer that is not known here, and tensors
-    without a place.
+    Raises ValueError for another format, architecture or tokenizer, and tensors without a place.
     """
     from safetensors.torch import save_file
 
@@ -119,7 +117,6 @@ def _config(fields: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _tokenizer(fields: Mapping[str, Any], file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the contents of tokenizer.json and tokenizer_config.json."""
     kind, rules = fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre", "")
     if kind != "gpt2" or rules not in _PRE_TOKENIZERS:
         want = f"a byte-level BPE (gpt2) that cuts texts by the rules of {' or '.join(_PRE_TOKENIZERS)}"
@@ -197,7 +194,6 @@ def _weights(tensors: Sequence[Any], config: Mapping[str, Any], file: Path) -> "
 
 
 def _named(tensors: Sequence[Any], file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield tensors with their names in transformers."""
     for tensor in tensors:
         module, _, suffix = tensor.name.rpartition(".")
         block = module.split(".")

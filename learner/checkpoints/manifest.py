@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint: size and digests of every file, and the nodes that wrote it. Sealed with a digest of
-its own.
+"""The manifest of a checkpoint: size and digests of every file, and the nodes that wrote it. Sealed with a digest.
 
-A file is digested as a whole, and in blocks, so that a reader can verify a range of it without the rest. The fields of
-schema 2 are the same in every release; ``blocks`` and ``holders`` are missing in older manifests.
+A file is digested as a whole, and in blocks, so that a reader can verify a range of it. The fields of schema 2 are the
+same in every release; ``blocks`` and ``holders`` are missing in older manifests.
 """
 
 import hashlib
@@ -22,9 +21,7 @@ MANIFEST, STATE, SCHEMA = "manifest.json", "state.msgpack", 2
 BLOCK_BYTES = 1 << 22
 """Bytes of a block, which are read, hashed and transferred at a time; the last block of a file is shorter."""
 METADATA = frozenset({".metadata", "common.pt", "metadata.json", STATE})
-"""Files that every node needs to begin: Megatron's index and common part, and the DataSource's state. The manifest is
-one, too.
-"""
+"""Files that every node needs to begin: Megatron's index and common part, and the DataSource's state."""
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 _Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 

@@ -2,9 +2,8 @@
 
     row run/holder.<R>   {"node", "host", "url", "held": {checkpoint: [file, ...]}, "trouble"}, written when it changes
 
-Consumes the directories that ranks rename into place, and the rows of the other nodes. Waits for nothing but its
-interval; what fails (a neighbour that is away, a disk that is full) is in the row and tried again. It needs no rank, so
-it also serves between two attempts.
+What fails (a neighbour that is away, a full disk) is in the row and tried again. It needs no rank, so it also serves
+between two attempts.
 """
 
 import asyncio
@@ -27,21 +26,17 @@ from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.rows import Holder, row_of
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY, latest_in, targets
 from tidemill.learner.checkpoints.manifest import MANIFEST, FileEntry
-from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY, latest_in, targets
 from tidemill.learner.checkpoints.remote_files import PATH, Peer, PeerClient
 from tidemill.learner.errors import CheckpointCorrupt
 
 log = logging.getLogger(__name__)
 
-ROWS = "holder"
-"""Rows of the bucket ``run``, one for each node: ``holder.<R>``."""
-INTERVAL_S = 1.0
-"""Longest time between two looks at the directory and at the rows; a row that changes wakes the keeper."""
-_KEPT_MANIFESTS = 8
-"""Manifests in memory: complete directories do not change, and their names are not used again."""
-_SHOWN_TROUBLE = 500
-"""Characters of an error in a row."""
+ROWS = "holder"  # rows of the bucket ``run``, one for each node: ``holder.<R>``
+INTERVAL_S = 1.0  # longest time between two looks at the directory and at the rows; a row that changes wakes the keeper
+_KEPT_MANIFESTS = 8  # manifests in memory: complete directories do not change, and their names are not used again
+_SHOWN_TROUBLE = 500  # characters of an error in a row
 
 
 class CheckpointServer:

@@ -1,12 +1,11 @@
-"""Checkpoints in an object store, by a URL of fsspec. Blocking; knows names, files and ranges, no bus, no manifest and
-no torch.
+"""Checkpoints in an object store, by a URL of fsspec. Blocking; no bus, no manifest and no torch.
 
     URL/<run>/owner.json               the run whose checkpoints these are
     URL/<run>/<checkpoint>/<file>      as on a node's disk
     URL/<run>/<checkpoint>/manifest.json    uploaded last: a checkpoint without it does not count
 
-The protocol's package gets its credentials from the environment of the process, as it documents; none is in a setting.
-fsspec is imported when a store is used.
+The protocol's package gets its credentials from the environment of the process; none is in a setting. fsspec is
+imported when a store is used.
 """
 
 import json
@@ -20,13 +19,10 @@ from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.errors import StoreFailed
 from tidemill.learner.settings.checkpoint_store import OF_THIS_MACHINE, masked, protocol_of
 
-OWNER = "owner.json"
-"""Object with the identity of the run that the checkpoints beside it belong to."""
-UNNAMED = ("", "?")
-"""Owners of a store that names no run: it has no such object, or one that cannot be read."""
+OWNER = "owner.json"  # object with the identity of the run that the checkpoints beside it belong to
+UNNAMED = ("", "?")  # owners of a store that names no run: it has no such object, or one that cannot be read
 PROBE = "probe"
-MOST_BYTES = 1 << 28
-"""Largest manifest that is read: a block's digest takes 70 bytes, so this is one of 16 TB."""
+MOST_BYTES = 1 << 28  # largest manifest that is read: a block's digest takes 70 bytes, so this is one of 16 TB
 _HAS_DIRECTORIES = (*OF_THIS_MACHINE, "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs")
 """Protocols in which a file needs its directory; in an object store, making one may mean making a bucket."""
 
@@ -35,9 +31,7 @@ class ObjectStore:
     """The checkpoints of one run. Every method raises StoreFailed when the store cannot do it now."""
 
     def __init__(self, url: str, run: str) -> None:
-        """``url`` must exist: directories are made below it alone, because one that is not mounted is not an empty
-        store.
-        """
+        """``url`` must exist: directories are made below it alone, because one that is not mounted is not empty."""
         self.url = f"{url.rstrip('/')}/{run}"
         self._opened: tuple[Any, str] | None = None
         """A file system of fsspec, and the path of the run in it. Source: fsspec 2026.9, ``AbstractFileSystem``."""
@@ -100,11 +94,9 @@ class ObjectStore:
         return str(content["run"]) if isinstance(content, dict) and content.get("run") else "?"
 
     def claim(self, identity: str) -> str:
-        """Name the run whose checkpoints these are, if none is named and there are none. Returns the owner, "?" for an
-        unknown one.
+        """Name the owner of an empty store, if none is named. Returns the owner, "?" for an unknown one.
 
-        A name that cannot be read counts as none where there are no checkpoints: a process that was killed has written
-        it in part.
+        A name that cannot be read counts as none in an empty store: a killed process has written it in part.
         """
         if (owner := self.owner()) not in UNNAMED:
             return owner

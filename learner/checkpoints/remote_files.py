@@ -1,8 +1,7 @@
 """Files of a checkpoint from this node's disk, other nodes or the store, verified block by block. Blocking; no torch.
 
-A block is taken from the local file if there is one, else from the first place that sends the right bytes: nodes that
-wrote the file, other nodes, then the store. A damaged or missing block is logged with file and place, and the next
-place is tried. ``complete`` copies whole files to this disk: durable, and in place only when they are complete.
+A block is taken from the first place with the right bytes: the local file, nodes that wrote it, other nodes, the store.
+A damaged or missing block is logged. ``complete`` copies whole files to this disk, in place when complete.
 """
 
 import http.client
@@ -29,10 +28,8 @@ from tidemill.learner.errors import CheckpointCorrupt, StoreFailed
 
 log = logging.getLogger(__name__)
 
-PATH = "/checkpoints"
-"""Path of the checkpoints on a node's server."""
-_SILENCE_S = 30.0
-"""Deadline for a connection, and for the next bytes of a node."""
+PATH = "/checkpoints"  # path of the checkpoints on a node's server
+_SILENCE_S = 30.0  # deadline for a connection, and for the next bytes of a node
 _BUFFER_BYTES = 1 << 16
 _KEPT_BLOCKS = 8
 """Blocks in memory: items of a file lie behind one another, and a block holds the end of one and the next one's start.
@@ -71,9 +68,7 @@ class PeerClient:
         self._connections.clear()
 
     def get(self, peer: Peer, path: str, *, most_bytes: int, span: tuple[int, int] | None = None) -> bytes:
-        """Return the body of ``GET path``, or its bytes ``span`` = (first, number). Raises PeerFailed, also if it is
-        longer.
-        """
+        """Return the body of ``GET path``, or its bytes ``span`` = (first, number). Raises PeerFailed."""
         headers = {"Authorization": f"Bearer {peer.key}"} if peer.key else {}
         if span is not None:
             headers["Range"] = f"bytes={span[0]}-{span[0] + span[1] - 1}"
@@ -167,7 +162,6 @@ class CheckpointFiles:
     def _sources(
         self, name: str, entry: FileEntry, start: int, length: int
     ) -> Iterator[tuple[str, Callable[[], bytes]]]:
-        """Yield the places of a range, with a function that reads it."""
         yield "this node", partial(_read_range, self._directory / name, start, length)
         if not entry.blocks:
             return  # of an older release: nothing that others send could be verified
@@ -223,8 +217,7 @@ class CheckpointFile(io.RawIOBase):
         return len(piece)
 
 
-Selection = Callable[[Mapping[str, FileEntry]], Collection[str]]
-"""Selects files of a manifest."""
+Selection = Callable[[Mapping[str, FileEntry]], Collection[str]]  # selects files of a manifest
 
 
 def metadata(files: Mapping[str, FileEntry]) -> Collection[str]:
@@ -235,9 +228,8 @@ def metadata(files: Mapping[str, FileEntry]) -> Collection[str]:
 def complete(directory: Path, client: PeerClient, select: Selection = metadata, *, sha256: str = "") -> list[str]:
     """Get the selected files of a checkpoint that this node lacks. Returns their names.
 
-    ``sha256``: digest of the manifest, if it is known (Megatron's index is a pickle, and is only as trustworthy as the
-    manifest); empty = any sealed one. Raises CheckpointCorrupt when no node has a file intact, OSError when it cannot
-    be written here.
+    ``sha256``: digest of the manifest (Megatron's index is a pickle, as trustworthy as the manifest); empty = any
+    sealed one. Raises CheckpointCorrupt when no node has a file intact, OSError when it cannot be written here.
     """
     data = manifest_bytes(directory, client, sha256=sha256)
     files = CheckpointManifest.parse(str(directory), data).files

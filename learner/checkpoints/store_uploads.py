@@ -33,24 +33,19 @@ from tidemill.bus.system.functions import settle
 from tidemill.bus.wire.rows import Uploaded, row_of
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
-from tidemill.learner.checkpoints.disk import Checkpoint
+from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY, Checkpoint, digests_in, latest_in
 from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, CheckpointManifest, FileEntry
 from tidemill.learner.checkpoints.node_copies import INTERVAL_S, CheckpointRow
 from tidemill.learner.checkpoints.object_store import MOST_BYTES, OWNER, UNNAMED, ObjectStore
-from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY, digests_in, latest_in
 from tidemill.learner.checkpoints.remote_files import PeerClient
 from tidemill.learner.errors import CheckpointCorrupt, StoreFailed
 
 log = logging.getLogger(__name__)
 
-ROWS = "stored"
-"""Rows of the bucket ``run``, one for each node: ``stored.<R>``."""
-HOME = 0
-"""Node that completes checkpoints in the store, and removes them."""
-MOST_PAUSE_S = 60.0
-"""Longest pause before a store that has failed is asked again."""
-SILENCE_S = 60.0
-"""Time without an answer of the store that is reported, again and again."""
+ROWS = "stored"  # rows of the bucket ``run``, one for each node: ``stored.<R>``
+HOME = 0  # node that completes checkpoints in the store, and removes them
+MOST_PAUSE_S = 60.0  # longest pause before a store that has failed is asked again
+SILENCE_S = 60.0  # time without an answer of the store that is reported, again and again
 T = TypeVar("T")
 
 
@@ -133,9 +128,7 @@ def refuse_lost(store: ObjectStore, owner: str, rows: Mapping[int, Uploaded]) ->
 
 
 async def claimed(bus: Bus, store: ObjectStore, silence: Silence) -> str:
-    """Make this run the owner of an empty store that never had checkpoints. Returns the owner. Raises StoreFailed,
-    BusError.
-    """
+    """Make this run the owner of an empty, new store. Returns the owner. Raises StoreFailed, BusError."""
     mine, rows = await identity_of(bus), await uploaded(bus)
     refuse_lost(store, await in_daemon(store.owner, silence), rows)
     return await in_daemon(partial(store.claim, mine), silence)
@@ -152,16 +145,12 @@ class Uploads:
         self._row = CheckpointRow(bus, ROWS, node)
         self._client = PeerClient((), store)
         self._silence_s = silence_s
-        self._stored: dict[str, Stored] | None = None
-        """Checkpoints with a manifest in the store; None = not known yet."""
-        self._incomplete: set[str] = set()
-        """Checkpoints in the store that were not completed."""
-        self._files: dict[str, set[str]] = {}
-        """Files that this process has uploaded, by checkpoint."""
+        self._stored: dict[str, Stored] | None = None  # checkpoints with a manifest in the store; None = not known yet
+        self._incomplete: set[str] = set()  # checkpoints in the store that were not completed
+        self._files: dict[str, set[str]] = {}  # files that this process has uploaded, by checkpoint
         self._lacking: dict[str, list[str]] = {}
         """Files that node 0 has not found in the store, though they were uploaded, by checkpoint."""
-        self._digests: dict[str, str] = {}
-        """Digests of the manifests on the disk."""
+        self._digests: dict[str, str] = {}  # digests of the manifests on the disk
         self._trouble = ""
 
     async def run(self) -> None:
@@ -224,7 +213,6 @@ class Uploads:
             await self._write_row()
 
     async def _upload(self) -> None:
-        """Upload, complete and remove. Raises StoreFailed, CheckpointCorrupt, OSError, BusError."""
         row = await self._bus.rows("run").get(CHECKPOINT_KEY)
         latest, spared = latest_in(self._root, row and row[0])
         rows, row_digests = await uploaded(self._bus), {} if row is None else digests_in(row[0])
@@ -375,7 +363,7 @@ def _in_order(names: Collection[str]) -> list[str]:
 async def in_daemon(work: Callable[[], T], silence: Silence) -> T:
     """Return the result of blocking work in a thread of its own, for which a process that ends does not wait.
 
-    The work has no deadline: a file system that hangs keeps its thread. The errors of ``silence`` end the wait.
+    The work has no deadline: a file system that hangs keeps its thread. Errors of ``silence`` end the wait.
     """
     began, result = time.monotonic(), Future[T]()
     result.set_running_or_notify_cancel()  # so that the end of this wait does not cancel it under the thread

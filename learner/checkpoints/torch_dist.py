@@ -1,10 +1,9 @@
-"""Checkpoints of Megatron's own training (``torch_dist``) as files: the iteration, the tensors in the index, missing
-bytes. No torch.
+"""Checkpoints of Megatron's own training (``torch_dist``) as files: iteration, tensors in the index, missing bytes.
 
     DIR/latest_checkpointed_iteration.txt    "10", or "release"
     DIR/iter_0000010/, or DIR/release/       metadata.json, common.pt, .metadata (index, a pickle), *.distcp (tensors)
 
-The index is read without its classes: no code of the pickle is run.
+No torch: the index is read without its classes, and no code of the pickle is run.
 """
 
 import hashlib
@@ -21,14 +20,11 @@ from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.errors import ConfigRefused
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""File beside the iterations that names the last complete one. Source: ``megatron/training/checkpointing.py`` of
-Megatron-LM.
-"""
+"""File that names the last complete iteration. Source: ``megatron/training/checkpointing.py`` of Megatron-LM."""
 SETTING = "model.megatron_checkpoint"
 WANTED = "a torch_dist checkpoint of Megatron"
 _LAYERS = re.compile(r"decoder\.layers\.(\d+\.)?")
-_SAMPLED_BYTES = 1 << 16
-"""Bytes at the start of each file of tensors that are part of the fingerprint."""
+_SAMPLED_BYTES = 1 << 16  # bytes at the start of each file of tensors that are part of the fingerprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +136,6 @@ class _Classless(pickle.Unpickler):
     """Makes plain objects of everything but shapes, without importing anything."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class to be made without its code."""
         return tuple if (module, name) == ("torch", "Size") else type(name, (_Object,), {"__module__": "index"})
 
 

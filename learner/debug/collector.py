@@ -23,8 +23,7 @@ from tidemill.learner.algorithms.aggregation import TokenLoss
 from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.debug import train_file
-from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.layout.stages import is_last, of_all
+from tidemill.learner.layout.parallel import Parallel, is_last_stage, of_all_stages
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ class Collector:
         self._path, self._parallel, self._role = path, parallel, role
         self._keeps = parallel.tp_rank == 0
         """False for a rank that has the same values as the first of its tensor-parallel group."""
-        self.writes = self._keeps and is_last(parallel)
+        self.writes = self._keeps and is_last_stage(parallel)
         """True for a rank of the last stage, which has the model's results, and writes their files."""
         self._batch: StepBatch | None = None
         self._record, self._open = _Pass(), _Pass()
@@ -163,11 +162,11 @@ class Collector:
 
     def _with_routing(self) -> list[int]:
         """Add the routing of all stages to the rows of every pass, on the last stage. Returns the layers."""
-        passes, last = [self._record, *self._updates], is_last(self._parallel)
+        passes, last = [self._record, *self._updates], is_last_stage(self._parallel)
         tensors = dict(_routing(passes)) if last else {}
         if self._parallel.pp_size > 1:
             sent = ((name, tensor.to(self._parallel.device)) for name, tensor in _routing(() if last else passes))
-            for name, tensor in of_all(sent, self._parallel):
+            for name, tensor in of_all_stages(sent, self._parallel):
                 if last:
                     tensors[name] = tensor.cpu()
         layers = sorted({int(name.split(".")[1]) for name in tensors})

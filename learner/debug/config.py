@@ -103,9 +103,7 @@ class DebugConfig:
     save_rollout: str = ""
     """File for the samples of each step, such as ``dump/rollout_{step}.msgpack``; empty = none."""
     load_rollout: str = ""
-    """Files of ``save_rollout`` to train on, without engines and actors; a name without ``{step}`` is the batch of
-    every step. Empty = none.
-    """
+    """Files of ``save_rollout`` to train on, without engines; one without ``{step}`` is for all. Empty = none."""
     save_train: str = ""
     """File for the training data of each step and rank, with ``{step}`` and ``{rank}`` in its name; empty = none."""
     report: bool = True

@@ -61,6 +61,7 @@ def save_rollout(path: Path, rollout: DumpedRollout) -> None:
     with aside.open("wb") as file:
         for part in (header, encode_record(rollout.plan), *map(encode_sample, rollout.samples)):
             file.write(msgpack.packb(part))
+    # At once, so that a reader sees no part of a file.
     os.replace(aside, path)
 
 

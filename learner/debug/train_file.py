@@ -103,6 +103,7 @@ def write(path: Path, header: Mapping[str, object], tensors: Mapping[str, Array]
     aside = path.with_name(f".{path.name}.new")
     arrays = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
     save_file(arrays, aside, metadata={METADATA: json.dumps(header)})
+    # At once, so that a reader sees no part of a file.
     os.replace(aside, path)
 
 

@@ -27,8 +27,8 @@ from tidemill.learner.errors import PromptError
 from tidemill.learner.evaluation.config import EvalConfig
 from tidemill.learner.evaluation.rounds import MARK, Place, Result, Rounds, SetSize
 from tidemill.learner.evaluation.scores import BestScore, Scored
-from tidemill.learner.prompts.bad_rows import all_bad
 from tidemill.learner.prompts.prompt_file import PromptFile, sampler_seed
+from tidemill.learner.prompts.rows import all_bad
 
 log = logging.getLogger(__name__)
 
@@ -119,15 +119,8 @@ class EvalPlan:
 
     def rounds(self) -> Rounds:
         """Return the state at the start of a run. Tokenizes every prompt. Raises PromptError."""
-        config = self.config
-        return Rounds(
-            [prompts.size() for prompts in self.sets] if config.every else [],
-            every=config.every,
-            at_start=config.at_start,
-            at_end=config.at_end,
-            last_step=self.last_step,
-            max_open_tasks=config.max_open_tasks,
-        )
+        sets = [prompts.size() for prompts in self.sets] if self.config.every else []
+        return Rounds(sets, self.config, last_step=self.last_step)
 
 
 class Evaluations:

@@ -17,6 +17,7 @@ import numpy as np
 
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Sample, Status, Task
+from tidemill.learner.evaluation.config import EvalConfig
 from tidemill.learner.evaluation.scores import ScoredResponse, scores
 
 MARK = "evaluation"
@@ -72,15 +73,12 @@ class _Round:
 class Rounds:
     """State of the evaluation (see the module)."""
 
-    def __init__(
-        self, sets: Sequence[SetSize], *, every: int, at_start: bool, at_end: bool, last_step: int, max_open_tasks: int
-    ) -> None:
+    def __init__(self, sets: Sequence[SetSize], config: EvalConfig, *, last_step: int) -> None:
         """``last_step``: of the run."""
         self._sets = {size.name: size for size in sets}
         self._prompts = dict.fromkeys((size.name, row) for size in sets for row in size.rows)
         """Set and row of every prompt, in the order of their issue."""
-        self._every, self._at_start, self._at_end, self._last_step = every, at_start, at_end, last_step
-        self._max_open = max_open_tasks
+        self._config, self._last_step = config, last_step
         identities = json.dumps([(size.name, size.rows, size.identity) for size in sets])
         self.digest = hashlib.sha256(identities.encode()).hexdigest()[:16]
         """Digest of all sets: tasks and state of other sets are passed over."""
@@ -98,16 +96,17 @@ class Rounds:
 
     def due(self, version: int, step: int) -> bool:
         """Return whether a version is to be evaluated."""
-        if not self._every or not self._sets:
+        if not self._config.every or not self._sets:
             return False
         if step == 0:  # version 0, or 1 where the run begins with other weights than the model directory has
-            return self._at_start
-        return version % self._every == 0 or (self._at_end and step == self._last_step)
+            return self._config.at_start
+        return version % self._config.every == 0 or (self._config.at_end and step == self._last_step)
 
     def published(self, version: int, step: int) -> None:
         """Open the round of ``version``, if it is due and its weights have had none, or let it wait for an open one."""
         if self._open is not None and step == self._open.step:
             self._open.newest_copy = max(version, self._open.newest_copy)
+        # By step as well: a start publishes the weights that it begins with once more, as a later version.
         newest_step = self._newest_step if self._next is None else self._next[1]
         if not self.due(version, step) or version <= self._newest or step <= newest_step:
             return
@@ -153,7 +152,7 @@ class Rounds:
 
     def wanted(self) -> Place | None:
         """Return the next prompt to issue; None while as many are out as may be, or nothing is left."""
-        if self._open is None or len(self._open.tasks) >= self._max_open:
+        if self._open is None or len(self._open.tasks) >= self._config.max_open_tasks:
             return None
         for name, row in self._prompts:
             if (name, row) not in self._open.placed:

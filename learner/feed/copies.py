@@ -23,10 +23,10 @@ from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.rows import Holder, Uploaded
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.disk import choose, digests_in, short_of_copies
 from tidemill.learner.checkpoints.manifest import MANIFEST, CheckpointManifest, FileEntry
 from tidemill.learner.checkpoints.node_copies import INTERVAL_S, ROWS, held_below, holders
 from tidemill.learner.checkpoints.object_store import OWNER, UNNAMED, ObjectStore
-from tidemill.learner.checkpoints.placement import choose, digests_in, short_of_copies
 from tidemill.learner.checkpoints.remote_files import Peer, PeerClient, PeerFailed
 from tidemill.learner.checkpoints.store_uploads import (
     MOST_PAUSE_S,

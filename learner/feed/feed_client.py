@@ -25,10 +25,9 @@ from tidemill.bus import exit_codes
 from tidemill.bus.exit_codes import CRASHED
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.batch.batch import StepBatch
-from tidemill.learner.batch.frames import Frame, decode
 from tidemill.learner.errors import FeederFailed, FeederLost, FeedError
 from tidemill.learner.feed.feed_keys import FeedKeys, admit_by
-from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Last, pack, unpack
+from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Frame, Last, decode_batch, pack, unpack
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +111,7 @@ class FeedClient:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 2_000)
+        # Before the connection: ZMQ takes the keys that the socket has when it connects.
         admit_by(self._socket, keys)
         self._socket.setsockopt(zmq.IPV6, int("[" in url))
         self._socket.connect(url)
@@ -181,7 +181,7 @@ class FeedClient:
                 raise FeedError(self._url, f"step {step - 1} as the last", header["step"])
             self.draining = self.draining or header["drained"]
             return Last(step=header["step"], state=header["state"], drained=header["drained"])
-        batch = decode(header, frames, with_metadata=self._metadata)
+        batch = decode_batch(header, frames, with_metadata=self._metadata)
         if (batch.step, batch.dp_rank) != (step, self._dp_rank):
             raise FeedError(self._url, f"batch {step} for dp rank {self._dp_rank}", (batch.step, batch.dp_rank))
         return batch

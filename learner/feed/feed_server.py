@@ -16,10 +16,9 @@ import zmq.asyncio
 from tidemill.bus.exit_codes import CRASHED
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.learner.batch.frames import Frame
 from tidemill.learner.errors import FeedError, RankFailed, RankSilent, RanksLeft
 from tidemill.learner.feed.feed_keys import FeedKeys, Gate
-from tidemill.learner.feed.feed_messages import FeedStart, Last, pack, unpack_from_rank
+from tidemill.learner.feed.feed_messages import FeedStart, Frame, Last, pack, unpack_from_rank
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +86,7 @@ class FeedServer:
         self._socket.setsockopt(zmq.IPV6, int("[" in listen))
         self._gate = Gate(self._context, self._socket, keys)
         self._socket.bind(listen)
+        # With the port that the system has chosen, where ``listen`` names none.
         self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.outcomes: asyncio.Queue[RankReport] = asyncio.Queue()
         self.waiter = Waiter()

@@ -7,17 +7,17 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from tidemill.bus import exit_codes
-from tidemill.bus.errors import BusError, Fenced
+from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus, connect, current_epoch, raise_epoch
 from tidemill.bus.system.coroutines import cancellable, first_error
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.bus.wire.subjects import EPOCH_KEY
 from tidemill.learner.feed.feed_server import FeedServer
-from tidemill.learner.feed.feeder_loops import Feeder, refuse_newer
+from tidemill.learner.feed.feeder_loops import Feeder
 from tidemill.learner.feed.feeder_row import BEAT_S, FeederRow
 from tidemill.learner.feed.feeder_settings import FeederSettings
 from tidemill.learner.feed.filtering import OpenFilter, opened_filters
+from tidemill.learner.feed.outcomes import refuse_newer
 from tidemill.learner.feed.restart import copies_of, restore
 from tidemill.learner.prompts.prompt_file import PromptFile
 
@@ -65,9 +65,7 @@ async def own_epoch(bus: Bus, raised: int) -> int:
     """Return the epoch of this start: ``raised``, or a new one for 0. Raises Fenced when a later one was raised."""
     if not raised:
         return await raise_epoch(bus)
-    newest = await current_epoch(bus)
-    if newest > raised:
-        raise Fenced(f"run.{EPOCH_KEY}", raised, newest)
+    refuse_newer(await current_epoch(bus), raised)
     return raised
 
 

@@ -21,31 +21,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tidemill.bus.errors import Fenced
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Plan, Requeue, Sample, Settle
 from tidemill.bus.wire.subjects import EPOCH_KEY
-from tidemill.learner.algorithms.alarms import Context
 from tidemill.learner.batch.batching import build_batches
-from tidemill.learner.batch.frames import encode, encode_metadata
 from tidemill.learner.buffer.ledger import ROWS
-from tidemill.learner.buffer.selection import Waits
+from tidemill.learner.buffer.plans import Waits
 from tidemill.learner.debug.rollout_file import DumpedRollout, save_rollout
 from tidemill.learner.evaluation.evaluations import BestCheckpoint, Evaluations
-from tidemill.learner.feed.data_metrics import EpisodeAge, episode_metrics, facts_of
-from tidemill.learner.feed.feed_messages import FeedStart
+from tidemill.learner.feed.data_metrics import episode_metrics, facts_of
+from tidemill.learner.feed.feed_messages import FeedStart, encode_batch, encode_metadata
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.feeder_row import BEAT_S, FeederRow, Parts
 from tidemill.learner.feed.feeder_settings import FeederSettings
 from tidemill.learner.feed.filtering import Filtering, OpenFilter
 from tidemill.learner.feed.intake import Intake, LostTasks
-from tidemill.learner.feed.issuing import TaskIssuer
-from tidemill.learner.feed.outcomes import EarlyEnd, KeptCheckpoints, Outcomes
+from tidemill.learner.feed.issuing import Curriculum, TaskIssuer
+from tidemill.learner.feed.outcomes import EarlyEnd, Outcomes, refuse_newer
 from tidemill.learner.feed.recorded_responses import RecordedResponses
 from tidemill.learner.feed.restart import Restored, peers_of, verified
-from tidemill.learner.prompts.curriculum import Curriculum
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.checkpoint_store import MOST_PENDING
 from tidemill.weightstore.store.registry import HEAD, VersionRegistry
@@ -64,12 +60,6 @@ EARLY_CHECKPOINT_FULL = 0.7
 Loop = Callable[[], Coroutine[Any, Any, None]]
 
 
-def refuse_newer(newest: int, epoch: int) -> None:
-    """Raise Fenced if a later epoch than this start's was raised. ``epoch``: 0 = this start has none yet."""
-    if newest > epoch > 0:
-        raise Fenced(f"run.{EPOCH_KEY}", epoch, newest) from None
-
-
 class Feeder:
     """The loops of one start, and the parts that they share: ``start_ranks`` first, then ``loops`` and ``finish``."""
 
@@ -86,8 +76,7 @@ class Feeder:
         resumed = restored.resumed
         self._bus, self._settings, self._prompts, self._server, self._row = bus, settings, prompts, server, row
         self._restored, self._source, self._recorded = restored, resumed.source, resumed.recorded
-        self._epoch, rules = restored.epoch, resumed.source.rules
-        self._decide = server.waiter
+        self._epoch, self._decide = restored.epoch, server.waiter
         self._replayed = asyncio.Event()
         self._states: dict[int, bytes] = {}
         """State of the data after each of the last two steps; empty = its checkpoint is ordered with the batch."""
@@ -98,19 +87,19 @@ class Feeder:
         self._evaluations = Evaluations(
             bus, settings.evaluation, restored.rounds, epoch=self._epoch, store=self._issuer.store
         )
-        root = settings.places.checkpoints
-        self._best = BestCheckpoint(bus, root, self._evaluations, epoch=self._epoch, head=self._source.head)
+        place = (settings.places.checkpoints, self._evaluations)
+        self._best = BestCheckpoint(bus, *place, epoch=self._epoch, head=self._source.head)
         self._evaluations.on_scores = self._best.note
         self._early_end = EarlyEnd(bus, self._source, self._evaluations, epoch=self._epoch)
         self._outcomes = Outcomes(
             bus,
             server,
             resumed,
+            settings,
             epoch=self._epoch,
-            steps=rules.steps,
-            age=EpisodeAge(settings.learner.algorithm.alarms, Context(max_lag=rules.max_lag, gate=rules.gate)),
-            kept=KeptCheckpoints(root, settings.learner.keep_checkpoints, row.copies, self._best),
             on_published=self._published,
+            copies=row.copies,
+            best=self._best,
         )
         self._filtering = Filtering(filters, self._source, may_plan=self._may_plan, decide=self._decide.wake)
         self._intake = Intake(
@@ -317,7 +306,7 @@ class Feeder:
         elif isinstance(record, Settle):
             log.info("settled reason=%s tasks=%s before_step=%d", record.reason, record.tasks.tolist(), record.step)
             if left_out := source.accounting().given_up - given_up:
-                log.warning("prompts given up count=%d issued_again=%d", left_out, source.rules.max_reissues)
+                log.warning("prompts given up count=%d issued_again=%d", left_out, source.rules.staleness.max_reissues)
         else:
             log.info("requeued task=%d before_step=%d", record.task, record.step)
 
@@ -336,10 +325,8 @@ class Feeder:
             samples,
             recorded=recorded,
             state=snapshot if is_checkpointed else b"",
-            pad_to=learner.row_multiple,
-            eos_ids=self._settings.model.eos_ids,
             token_limits=limits,
-            routed=self._settings.replayed_routing,
+            **self._settings.packing,
         )
         if self._settings.debug.save_rollout:
             file = Path(self._settings.debug.save_rollout.format(step=plan.step))
@@ -351,7 +338,7 @@ class Feeder:
         metadata = b""
         if learner.algorithm.may_need_metadata and self._server.wants_metadata:
             metadata = await asyncio.to_thread(encode_metadata, samples)
-        await self._server.offer(plan.step, [encode(batch) for batch in batches], metadata)
+        await self._server.offer(plan.step, [encode_batch(batch) for batch in batches], metadata)
         self._log_plan(plan, recorded=recorded)
 
     def _log_plan(self, plan: Plan, *, recorded: bool) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.learner.buffer.datasource import DataSource
-from tidemill.learner.buffer.selection import is_filtered
+from tidemill.learner.buffer.plans import is_filtered
 from tidemill.learner.buffer.senders import Senders
 from tidemill.learner.errors import NoProgress
 from tidemill.learner.evaluation.evaluations import Evaluations
@@ -19,7 +19,7 @@ from tidemill.learner.feed.data_metrics import EpisodeAge
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.filtering import Filtering
 from tidemill.learner.feed.intake import UNTRAINED_SHARE, Intake
-from tidemill.learner.prompts.curriculum import Curriculum
+from tidemill.learner.feed.issuing import Curriculum
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.config import LearnerConfig
 

@@ -1,9 +1,9 @@
 """Settings of the feeder: sections of the run's configuration, and values that follow from several of them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tidemill.bus.config import BusConfig
 from tidemill.bus.wire.episode_limits import Budget
@@ -151,13 +151,19 @@ class FeederSettings:
         """Record of the settings that decide the result of a step; empty = no step trains."""
         return {} if self.debug.rollout_only else record_of(self.learner, push_every=self.push_every)
 
+    @property
+    def packing(self) -> dict[str, Any]:
+        """Arguments of ``build_batches`` that are the same for all steps."""
+        return {"pad_to": self.learner.row_multiple, "eos_ids": self.model.eos_ids, "routed": self.replayed_routing}
+
     def data_rules(self, prompts: PromptFile) -> DataRules:
         """Return the rules of the DataSource, whose digest is recorded with every plan."""
-        values = {name: getattr(self.learner, name) for name in _OF_THE_LEARNER} | asdict(self.staleness)
+        staleness = self.staleness
         if self.debug.rollout_only:  # version 0 makes all samples, and none is too old
-            values["max_lag"] = self.learner.steps
+            staleness = replace(staleness, max_lag=self.learner.steps)
         return DataRules(
             run=self.places.run,
+            staleness=staleness,
             max_context=self.model.max_context,
             push_every=self.push_every,
             temperature=self.sampling.temperature,
@@ -172,7 +178,7 @@ class FeederSettings:
             demonstrations=self.learner.algorithm.demonstration_coef > 0,
             teacher=self.learner.algorithm.needs_teacher,
             teacher_top_k=self.learner.algorithm.listed_by_engine,
-            **values,
+            **{name: getattr(self.learner, name) for name in _OF_THE_LEARNER},
         )
 
 

@@ -16,15 +16,24 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Sample, Task
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import Verdict
-from tidemill.learner.buffer.selection import FILTERED
+from tidemill.learner.buffer.plans import FILTERED
 from tidemill.learner.data import BUILT_IN, FilterConfig
-from tidemill.learner.filters.buffer_filters import FilterBuffer, buffer_group, contract_of, decisions_in
-from tidemill.learner.filters.filters import FILTER, Decision, FilterGroup, decision_in, group_of
+from tidemill.learner.filters import (
+    FILTER,
+    Decision,
+    FilterBuffer,
+    FilterGroup,
+    buffer_group,
+    contract_of,
+    decision_in,
+    decisions_in,
+    group_of,
+)
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.processes.pool import FunctionProcesses
 from tidemill.rewards.registry import bind

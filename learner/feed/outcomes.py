@@ -6,16 +6,16 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusUnavailable, Fenced
 from tidemill.bus.streams.bus import Bus, current_epoch
-from tidemill.bus.streams.cursors import Cursors
+from tidemill.bus.streams.readers import Cursors
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Done, Plan
-from tidemill.bus.wire.subjects import END_KEY
+from tidemill.bus.wire.subjects import END_KEY, EPOCH_KEY
+from tidemill.learner.algorithms.alarms import Context
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.ledger import read_state
 from tidemill.learner.checkpoints import disk
@@ -26,24 +26,13 @@ from tidemill.learner.feed.copies import Copies
 from tidemill.learner.feed.data_metrics import EpisodeAge
 from tidemill.learner.feed.feed_messages import Last
 from tidemill.learner.feed.feed_server import FeedServer
+from tidemill.learner.feed.feeder_settings import FeederSettings
 from tidemill.learner.feed.restart import CHECKPOINT_KEY, Resumed
 
 log = logging.getLogger(__name__)
 
 GIVE_UP_HISTORY_FULL = 0.85
 """Share of the stream SAMPLES in use at which the history window is trimmed too."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeptCheckpoints:
-    """The checkpoints that are kept of a run."""
-
-    root: Path
-    number: int
-    copies: Copies | None = None
-    """Copies on the nodes, as returned by ``resume``."""
-    best: BestCheckpoint | None = None
-    """Checkpoints that are kept for their score; None = none are."""
 
 
 class Outcomes:
@@ -54,21 +43,23 @@ class Outcomes:
         bus: Bus,
         server: FeedServer,
         resumed: Resumed,
+        settings: FeederSettings,
         *,
         epoch: int,
-        steps: int,
-        kept: KeptCheckpoints,
-        age: EpisodeAge,
         on_published: Callable[[int, int], None],
+        copies: Copies | None = None,
+        best: BestCheckpoint | None = None,
     ) -> None:
-        """``resumed``: the checkpoint loaded, and the outcomes recorded for the steps after it."""
-        step = resumed.source.step
-        self._bus, self._server, self._epoch, self._root = bus, server, epoch, kept.root
-        self.steps, self.age = steps, age
+        """``resumed``: the checkpoint and the outcomes after it. ``copies``: None = all checkpoints are here."""
+        step, rules = resumed.source.step, resumed.source.rules
+        self._bus, self._server, self._epoch, self._root = bus, server, epoch, settings.places.checkpoints
+        self.steps = rules.steps
         """Last step of the run."""
-        self._keep, self._earlier, self._on_published = kept.number, resumed.done, on_published
-        self._done = step
-        self._copies, self._best = kept.copies, kept.best
+        context = Context(max_lag=rules.staleness.max_lag, gate=rules.staleness.gate)
+        self.age = EpisodeAge(settings.learner.algorithm.alarms, context)
+        self._earlier, self._done = resumed.done, step
+        self._keep, self._copies, self._best = settings.learner.keep_checkpoints, copies, best
+        self._on_published = on_published
         self._written: list[tuple[Checkpoint, JsonMapping, Value]] = []
         """Checkpoints that wait for their copies, oldest first: checkpoint, state of the data, row."""
         self._any_waits, self._none_waits = asyncio.Event(), asyncio.Event()
@@ -172,6 +163,7 @@ class Outcomes:
         if self._copies is not None:
             # By its digest a later start recognizes an earlier checkpoint that it gets from another node or the store.
             row = row | {"manifests": await asyncio.to_thread(self._digests, latest, spared)}
+        # Before the streams are trimmed: a restart from the checkpoint before it still needs their samples.
         await self._bus.retry(lambda: self._commit(row))
         log.info("checkpoint committed step=%d path=%s", latest.step, latest.path)
         self.checkpoint_step = latest.step
@@ -203,14 +195,14 @@ class Outcomes:
 
         def committed(stored: Value | None) -> Value:
             """Return the row. Raises Fenced if a newer learner has written the row."""
-            _refuse_newer(int((stored or {}).get("epoch", 0)), self._epoch)
+            refuse_newer(int((stored or {}).get("epoch", 0)), self._epoch, key=CHECKPOINT_KEY)
             return row
 
         await self._bus.rows("run").change(CHECKPOINT_KEY, committed, replace_unreadable=True)
 
     async def _refuse_if_replaced(self) -> None:
         """Raises Fenced."""
-        _refuse_newer(await current_epoch(self._bus), self._epoch)
+        refuse_newer(await current_epoch(self._bus), self._epoch)
 
     async def _trim(self, latest: Checkpoint, state: JsonMapping, spared: Collection[str]) -> None:
         """Trim checkpoints and streams to the oldest kept checkpoint, less the window of history."""
@@ -263,10 +255,10 @@ async def record_done(
         log.info("metrics unsent error=%s", error)
 
 
-def _refuse_newer(newest: int, epoch: int) -> None:
-    """Raises Fenced."""
-    if newest > epoch:
-        raise Fenced(f"run.{CHECKPOINT_KEY}", epoch, newest)
+def refuse_newer(newest: int, epoch: int, *, key: str = EPOCH_KEY) -> None:
+    """Raise Fenced if a later epoch than this start's was raised. ``epoch``: 0 = this start has none yet."""
+    if newest > epoch > 0:
+        raise Fenced(f"run.{key}", epoch, newest) from None
 
 
 class EarlyEnd:

@@ -16,12 +16,11 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import cancellable, first_of
 from tidemill.learner.batch.batching import build_batches
-from tidemill.learner.batch.frames import encode, encode_metadata
 from tidemill.learner.buffer.plans import GENESIS
 from tidemill.learner.debug.rollout_file import Packing, load_rollout, planned_again
 from tidemill.learner.errors import FeedError
 from tidemill.learner.feed.data_metrics import facts_of
-from tidemill.learner.feed.feed_messages import FeedStart
+from tidemill.learner.feed.feed_messages import FeedStart, encode_batch, encode_metadata
 from tidemill.learner.feed.feed_server import FeedServer, Frames
 from tidemill.learner.feed.feeder import opened_ends, own_epoch, row_publisher
 from tidemill.learner.feed.feeder_loops import END_S
@@ -121,20 +120,13 @@ class RecordedFeeder:
             minibatches=learner.minibatches,
         )
         plan = planned_again(rollout, step, packing, chain=self._chain)
-        batches = build_batches(
-            plan,
-            rollout.samples,
-            pad_to=learner.row_multiple,
-            eos_ids=self._settings.model.eos_ids,
-            token_limits=rollout.token_limits,
-            routed=self._settings.replayed_routing,
-        )
+        batches = build_batches(plan, rollout.samples, token_limits=rollout.token_limits, **self._settings.packing)
         self._facts[step] = facts_of(plan, batches)
         self._chain, self._step = plan.chain, step
         text = "loaded step=%d run=%s recorded_step=%d samples=%d"
         log.info(text, step, rollout.run, rollout.plan.step, len(rollout.samples))
         with_metadata = learner.algorithm.may_need_metadata and self._server.wants_metadata
-        return [encode(batch) for batch in batches], encode_metadata(rollout.samples) if with_metadata else b""
+        return [encode_batch(batch) for batch in batches], encode_metadata(rollout.samples) if with_metadata else b""
 
     async def _report_steps(self) -> None:
         """Record the steps that rank 0 reports as done. Versions are in the registry, and there are no checkpoints."""

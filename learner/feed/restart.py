@@ -18,14 +18,13 @@ from tidemill.learner.buffer.ledger import ROWS, read_state
 from tidemill.learner.buffer.rules import DataRules
 from tidemill.learner.buffer.senders import Senders, refused_before
 from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY
 from tidemill.learner.checkpoints.object_store import ObjectStore
-from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
 from tidemill.learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
 from tidemill.learner.evaluation.rounds import Rounds
 from tidemill.learner.feed.copies import Copies
 from tidemill.learner.feed.feeder_settings import FeederSettings
-from tidemill.learner.prompts.planned_rows import PlannedRows
-from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.prompts.prompt_file import PlannedRows, PromptFile
 from tidemill.learner.settings.step_settings import refuse_built_in
 from tidemill.weightstore.store.registry import VersionRegistry
 
@@ -232,6 +231,7 @@ async def recorded_settings(bus: Bus, resumed: Resumed, now: JsonObject, *, epoc
                 "step %d is executed again with the settings of this start: no row run/%s.%d", step, SETTINGS_KEY, first
             )
             then = now
+        # A setting that is built into the models cannot be changed for the repeated steps alone.
         refuse_built_in(then, now, step)
         record = {} if then == now else then
         if settings and settings[-1][1] == record:

@@ -1,12 +1,22 @@
-"""The process groups of the learner's ranks. Knows torch.distributed and Megatron's parallel state; no model."""
+"""Process groups of the learner's ranks, and collectives over them. Knows no model.
+
+Loss, log-probs and diagnostics exist on the last stage of a pipeline. They are broadcast, so the code of a step does
+not depend on its stage. Context parallelism cuts every row of tokens into equal parts. For attention its ranks exchange
+tokens for heads: each has all tokens of the row with its share of the heads, so the work is divided equally whatever
+the lengths of the sequences. Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
+Shape letters: T = tokens of the row, C = tokens of one part, n = heads, d = head size.
+"""
 
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
 
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.errors import ConfigRefused
@@ -51,9 +61,7 @@ class Parallel:
 
     @property
     def exports(self) -> bool:
-        """True if this rank takes part in a push: a rank of the first copy of the model, or one that has experts of
-        it.
-        """
+        """True if this rank takes part in a push: it is in the first copy of the model, or has experts of it."""
         return self.export_place < num_senders(self.tp_size, self.ep_size)
 
     @property
@@ -106,12 +114,10 @@ class Replicas:
 
 
 def choose_replicas(learner: LearnerConfig, ranks: Parallel) -> Replicas:
-    """Return the sharing for the settings and this world: none with one copy of the model, overlap only on CUDA unless
-    it is demanded.
+    """Return the sharing for the settings and this world: overlap only on CUDA unless it is demanded.
 
-    Gloo has no stream of its own: an overlapped collective gives the same bits there, and takes cores from the backward
-    pass. With virtual stages there is no overlap: Megatron's interleaved schedule ends with an error where one of its
-    chunks has been reduced early.
+    Gloo has no stream of its own: an overlapped collective takes cores from the backward pass. Megatron's interleaved
+    schedule (virtual stages) ends with an error where one of its chunks has been reduced early.
     """
     if ranks.dp_size * ranks.cp_size == 1:
         return Replicas()
@@ -124,10 +130,7 @@ def choose_replicas(learner: LearnerConfig, ranks: Parallel) -> Replicas:
 
 
 def choose_device(setting: str) -> torch.device:
-    """Return the device of this process for ``auto | cpu | cuda``. LOCAL_RANK selects one of several GPUs.
-
-    Raises ConfigRefused for ``cuda`` where torch has none.
-    """
+    """Return the device for ``auto | cpu | cuda``, by LOCAL_RANK. Raises ConfigRefused where torch lacks CUDA."""
     if setting == "cuda" and not torch.cuda.is_available():
         raise ConfigRefused("learner.device", "auto or cpu where torch finds no GPU", setting)
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
@@ -159,9 +162,8 @@ def join(
 ) -> Parallel:
     """Join the other ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) and form Megatron's groups.
 
-    Returns this rank's place in them. ``edge_layers``: of the first and of the last stage, 0 = as the others. Raises
-    ValueError when the world size is not a multiple of the ranks of one replica, and for the CPU on a machine with
-    CUDA.
+    Returns this rank's place in them. Raises ValueError for a world size that is no multiple of the ranks of one
+    replica, and for the CPU on a machine with CUDA.
     """
     # Where CUDA is present ``cpu_shim`` does nothing, and Megatron would use the GPU.
     if device.type == "cpu" and torch.cuda.is_available():
@@ -197,7 +199,6 @@ def join(
 def _place_here(
     device: torch.device, virtual_pipeline_size: int, edge_layers: tuple[int, int], *, sequence_parallel: bool
 ) -> Parallel:
-    """Return this rank's place in the groups that were formed."""
     return Parallel(
         rank=dist.get_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
@@ -224,3 +225,135 @@ def leave() -> None:
     """Destroy the process groups, without waiting for the other ranks."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+T = TypeVar("T")
+
+
+def is_last_stage(ranks: Parallel) -> bool:
+    """Return whether this rank is in the last stage, which has the loss."""
+    return ranks.pp_rank == ranks.pp_size - 1
+
+
+def tensors_of_last_stage(
+    values: Sequence[Tensor] | None, lengths: Sequence[int], width: int, ranks: Parallel
+) -> list[Tensor]:
+    """Return the last stage's float32 tensors [length, width] on all stages. ``values``: None on the others."""
+    assert (values is not None) == is_last_stage(ranks)
+    rows = torch.empty(sum(lengths), width, device=ranks.device) if values is None else torch.cat(list(values))
+    if ranks.pp_size > 1:
+        dist.broadcast(rows, src=ranks.last_stage, group=ranks.pp_group)
+    return list(rows.split(list(lengths)))
+
+
+def of_last_stage(value: T | None, ranks: Parallel) -> T:
+    """Return the last stage's value, without device tensors, on all stages. ``value``: None on the others."""
+    values = [value]
+    if ranks.pp_size > 1:
+        dist.broadcast_object_list(values, src=ranks.last_stage, group=ranks.pp_group, device=ranks.device)
+    assert values[0] is not None
+    return values[0]
+
+
+def values_of_stages(value: T, ranks: Parallel) -> list[T]:
+    """Return the values of all stages, without tensors, in their order, on each of them."""
+    values: list[Any] = [value] * ranks.pp_size
+    if ranks.pp_size > 1:
+        dist.all_gather_object(values, value, group=ranks.pp_group)
+    return values
+
+
+def of_all_stages(stage_weights: Iterator[tuple[str, Tensor]], ranks: Parallel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the named tensors of all stages, in their order, on each of them. All ranks run the iterator to its end.
+
+    Each stage broadcasts one tensor at a time, so a rank that keeps none has at most one of another stage.
+    """
+    if ranks.pp_size == 1:
+        yield from stage_weights
+        return
+    for stage in range(ranks.pp_size):
+        source = dist.get_global_rank(ranks.pp_group, stage)
+        if stage == ranks.pp_rank:
+            for name, tensor in stage_weights:
+                _announce((name, tuple(tensor.shape), tensor.dtype), source, ranks)
+                dist.broadcast(tensor.contiguous(), src=source, group=ranks.pp_group)
+                yield name, tensor
+            _announce(None, source, ranks)
+            continue
+        while (header := _announce(None, source, ranks)) is not None:
+            name, shape, dtype = header
+            tensor = torch.empty(shape, dtype=dtype, device=ranks.device)
+            dist.broadcast(tensor, src=source, group=ranks.pp_group)
+            yield name, tensor
+
+
+def _announce(header: Any, source: int, ranks: Parallel) -> Any:
+    """Return the header that the rank ``source`` gives, on all stages."""
+    headers = [header]
+    dist.broadcast_object_list(headers, src=source, group=ranks.pp_group, device=ranks.device)
+    return headers[0]
+
+
+def own_part(values_T: Tensor, rank: int, size: int) -> Tensor:
+    """Return part ``rank`` of ``size`` equal parts along the first axis, as a view."""
+    assert len(values_T) % size == 0, f"a row of {len(values_T)} tokens has no {size} equal parts"
+    width = len(values_T) // size
+    return values_T[rank * width : (rank + 1) * width]
+
+
+def gather_parts(values_C: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the concatenation of all ranks' parts, [T, ...]; differentiable.
+
+    The computation on the result must be the same on all ranks, because each takes its part of its own gradient.
+    """
+    gathered: Tensor = _Gather.apply(values_C, group)
+    return gathered
+
+
+def heads_for_tokens(values_C: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchange: [C, n, d] of this rank's tokens -> [T, n / ranks, d] of its heads. Differentiable."""
+    ranks = dist.get_world_size(group)
+    tokens, heads, size = values_C.shape
+    by_rank = values_C.view(tokens, ranks, heads // ranks, size).transpose(0, 1).contiguous()
+    exchanged: Tensor = _Exchange.apply(by_rank, group)
+    return exchanged.reshape(ranks * tokens, heads // ranks, size)
+
+
+def tokens_for_heads(values_T: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchange back: [T, m] of this rank's heads -> [C, ranks * m], the heads of all ranks in order. Differentiable."""
+    ranks = dist.get_world_size(group)
+    tokens, width = values_T.shape
+    mine: Tensor = _Exchange.apply(values_T.view(ranks, tokens // ranks, width), group)
+    return mine.transpose(0, 1).reshape(tokens // ranks, ranks * width)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_C: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = values_C.new_empty(dist.get_world_size(group) * len(values_C), *values_C.shape[1:])
+        dist.all_gather(list(gathered.chunk(dist.get_world_size(group))), values_C.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None]:
+        return own_part(grad_T, dist.get_rank(ctx.group), dist.get_world_size(ctx.group)), None
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends slice r of the first axis to rank r. It is its own inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchanged(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(grad, ctx.group), None
+
+
+def _exchanged(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    received = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    dist.all_to_all_single(received, values.contiguous(), group=group)
+    return received

@@ -1,16 +1,18 @@
-"""Check whether the learner can train a Hugging Face model, by config.json: family, sizes, and the values of each
-family. No torch.
+"""Facts about a model by its config.json: whether the learner can train it, its layers by rank, operations of a step.
 
-The values are those of the file, so a key that is missing has the default of transformers' class.
+The values are those of the file, so a key that is missing has the default of transformers' class. Knows no torch.
 """
 
+import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.bus.wire.model_values import EXPERTS_OF, as_older, num_experts
+from tidemill.bus.wire.model_values import EXPERTS_OF, as_older, num_experts, sparse_layers
 from tidemill.learner.errors import ConfigRefused
 
 FAMILIES = (
@@ -26,18 +28,12 @@ FAMILIES = (
     "qwen3_moe",
 )
 """Values of ``model_type`` that have a bridge."""
-WITH_BIAS = ("deepseek_v3", "glm4_moe")
-"""Families with a bias per expert in their routers."""
-LOGITS_AT_ONCE = 1 << 23
-"""Number of logits in memory at once (32 MB in float32); see ``learner/megatron/logprobs.py``."""
-FUSED_CHUNKS = 8
-"""Factor of that number with fused kernels, which need no memory beside the logits."""
+WITH_BIAS = ("deepseek_v3", "glm4_moe")  # families with a bias per expert in their routers
+LOGITS_AT_ONCE = 1 << 23  # number of logits in memory at once (32 MB in float32); see ``learner/megatron/logprobs.py``
+FUSED_CHUNKS = 8  # factor of that number with fused kernels, which need no memory beside the logits
 OFFLOADED_AT_ONCE = 1 << 26
-"""Number of weights with offloaded optimizer state on the device at a time. A power of two, to which pinned allocations
-are rounded up.
-"""
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
-"""Number of the layer in a Hugging Face name."""
+"""Weights with offloaded state on the device at a time: a power of two, to which pinned allocations are rounded up."""
+_LAYER = re.compile(r"\.layers\.(\d+)\.")  # number of the layer in a Hugging Face name
 SPLIT = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Sizes that tensor parallelism divides."""
 _SPLIT_TOO = {
@@ -94,22 +90,23 @@ def refusals(
             "heads for attention"
         )
         problems.append(ConfigRefused(f"{where}: num_attention_heads", wanted, heads))
-    if own_bridge:
-        return problems
+    return problems if own_bridge else [*problems, *_rope_refusals(values, where, family)]
+
+
+def _rope_refusals(values: JsonMapping, where: str, family: str) -> Iterator[ConfigRefused]:
+    """Yield an error for rotary positions that Megatron computes differently."""
     try:
         rope_arguments(as_older(values).get("rope_scaling"), where=where, family=family)
     except ConfigRefused as refused:
-        problems.append(refused)
+        yield refused
     except ValueError as error:
-        problems.append(ConfigRefused(f"{where}: rope_parameters", "one set for all layers", str(error)))
-    return problems
+        yield ConfigRefused(f"{where}: rope_parameters", "one set for all layers", str(error))
 
 
 def stage_layers(num_layers: int, pipeline_parallel: int, first: int = 0, last: int = 0) -> list[int]:
-    """Return the number of layers of each stage; the stages between the first and the last, and those of 0, have equal
-    numbers of the rest.
+    """Return the number of layers of each stage. Stages without a number of their own have equal parts of the rest.
 
-    Layers that are left over, which ``refusals`` refuses, are those of the last stage.
+    Layers that are left over, which ``refusals`` refuses, are in the last stage.
     """
     inner_stages = pipeline_parallel - bool(first) - bool(last)
     inner_layers = (num_layers - first - last) // inner_stages if inner_stages else 0
@@ -120,10 +117,9 @@ def stage_layers(num_layers: int, pipeline_parallel: int, first: int = 0, last: 
 
 
 def num_senders(tensor_parallel: int, expert_parallel: int, at_most: int = 0) -> int:
-    """Return the number of ranks of each stage that send weights: those that have parts of them, but ``at_most`` (0 =
-    no limit).
+    """Return the number of ranks of each stage that send weights. ``at_most``: 0 = no limit.
 
-    They are those of the first copy of the model, and those that have experts of it.
+    They are in the first copy of the model, or have experts of it.
     """
     senders = math.lcm(tensor_parallel, expert_parallel)
     return min(senders, at_most) if at_most else senders
@@ -132,7 +128,7 @@ def num_senders(tensor_parallel: int, expert_parallel: int, at_most: int = 0) ->
 class Dealt:
     """The layers of a stage, dealt out to the ranks of the stage that send, in the order in which they come.
 
-    All tensors of a layer have one sender, so engines that keep several of them as one can be compared with it.
+    All tensors of a layer have one sender, so engines that join several of them can be compared with it.
     """
 
     def __init__(self, senders: int) -> None:
@@ -147,9 +143,7 @@ class Dealt:
 def _stage_refusals(
     layers: int, where: str, pipeline: int, virtual: int, edges: tuple[int, int]
 ) -> Iterator[ConfigRefused]:
-    """Yield an error for layers that the stages cannot share. ``edges``: layers of the first and of the last stage, 0 =
-    as the others.
-    """
+    """Yield an error for layers that the stages cannot share. ``edges``: layers of the first and last stage, or 0."""
     set_edges = [f"learner.{name}_stage_layers" for name, edge in zip(("first", "last"), edges, strict=True) if edge]
     inner_stages, inner_layers = pipeline - len(set_edges), layers - sum(edges)
     if not set_edges:
@@ -166,7 +160,6 @@ def _stage_refusals(
 
 
 def _split_refusals(values: JsonMapping, family: str, where: str, tensor_parallel: int) -> Iterator[ConfigRefused]:
-    """Yield an error for each size that tensor parallelism does not divide."""
     derived = {
         "shared": _int(values, "moe_intermediate_size") * _int(values, "n_shared_experts"),
         "kv_lora_rank": _int(values, "kv_lora_rank") + _int(values, "qk_rope_head_dim"),
@@ -179,7 +172,6 @@ def _split_refusals(values: JsonMapping, family: str, where: str, tensor_paralle
 
 
 def _expert_layout(values: JsonMapping, family: str, where: str, expert_parallel: int) -> Iterator[ConfigRefused]:
-    """Yield an error for experts that cannot be spread over the ranks."""
     if expert_parallel == 1:
         return
     if family not in EXPERTS_OF:
@@ -252,9 +244,7 @@ def _expert_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str, st
 
 
 def rope_arguments(scaling: Any, *, where: str = "model", family: str = "") -> JsonObject:
-    """Return Megatron's arguments for a Hugging Face ``rope_scaling``. Raises ConfigRefused for one that Megatron
-    computes differently.
-    """
+    """Return Megatron's arguments for a ``rope_scaling``. Raises ConfigRefused for one it computes differently."""
     if not scaling:
         return {}
     rope = scaling if isinstance(scaling, Mapping) else {"type": "?"}
@@ -272,3 +262,82 @@ def rope_arguments(scaling: Any, *, where: str = "model", family: str = "") -> J
     if kind == "llama3" and factor and all(rope.get(name) == value for name, value in _LLAMA3.items()):
         return {"rope_scaling": True, "rope_scaling_factor": factor}
     raise ConfigRefused(f"{where}: rope_scaling", "none, linear, or llama3 with Llama's own constants", scaling)
+
+
+PER_PRODUCT = 2  # operations of one multiplication and addition
+PASSES = 3  # one forward pass, and a backward pass of twice its work: the gradient of the input and that of the weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFlops:
+    """Operations of the forward and backward pass of one model.
+
+    Matrix products of layers, output layer and attention: without embedding, norms, activations, padding and
+    recomputation (model FLOPs utilisation). A causal query has its own and the earlier positions as keys. Of routed
+    experts those of a token count. Source: Chowdhery et al. 2022 (PaLM), appendix B, which counts all pairs of
+    positions instead of the causal half.
+    """
+
+    per_token: int
+    """Operations of the weights, per token."""
+    per_pair: int
+    """Operations of attention, per query and key."""
+
+    @classmethod
+    def of(cls, values: JsonMapping, *, value_head: bool = False) -> "StepFlops":
+        """Return the operations for a config.json that the learner can train. ``value_head``: one output row."""
+        hidden, layers = values["hidden_size"], values["num_hidden_layers"]
+        projections, pair = _latent_attention(values) if values.get("kv_lora_rank") else _attention(values)
+        mlps = sum(
+            _experts(values) if sparse else 3 * hidden * values["intermediate_size"] for sparse in sparse_layers(values)
+        )
+        weights = layers * projections + mlps + hidden * (1 if value_head else values["vocab_size"])
+        return cls(per_token=PASSES * PER_PRODUCT * weights, per_pair=PASSES * PER_PRODUCT * layers * pair)
+
+    @classmethod
+    def read(cls, model_dir: Path, *, value_head: bool = False) -> "StepFlops":
+        """Return the operations for a Hugging Face directory, as ``of``."""
+        return cls.of(json.loads((model_dir / "config.json").read_text()), value_head=value_head)
+
+    @property
+    def pair_tokens(self) -> int:
+        """Number of pairs of tokens whose attention costs as much as the weights for one token."""
+        return round(self.per_token / self.per_pair)
+
+    def step(self, lengths: Iterable[int]) -> int:
+        """Return the operations of one pass over sequences of ``lengths`` tokens and back."""
+        return self.behind((0, length) for length in lengths)
+
+    def behind(self, spans: Iterable[tuple[int, int]]) -> int:
+        """Return the same for parts of sequences: (tokens before it in its sequence, its tokens)."""
+        return sum(
+            length * self.per_token + (before * length + length * (length + 1) // 2) * self.per_pair
+            for before, length in spans
+        )
+
+
+def _attention(values: JsonMapping) -> tuple[int, int]:
+    """Return the weights of a layer's attention, and a query's products with a key and with its value."""
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    kv_heads = values.get("num_key_value_heads") or heads
+    head = values.get("head_dim") or hidden // heads
+    return hidden * (heads + 2 * kv_heads) * head + heads * head * hidden, 2 * heads * head
+
+
+def _latent_attention(values: JsonMapping) -> tuple[int, int]:
+    """Return the same two numbers for queries, keys and values from latents (DeepSeek-V3)."""
+    hidden, heads, rotary, value = (
+        values[name] for name in ("hidden_size", "num_attention_heads", "qk_rope_head_dim", "v_head_dim")
+    )
+    query, latent, rank = values["qk_nope_head_dim"] + rotary, values["kv_lora_rank"], values.get("q_lora_rank")
+    queries = rank * (hidden + heads * query) if rank else hidden * heads * query
+    keys = hidden * (latent + rotary) + latent * heads * (values["qk_nope_head_dim"] + value)
+    return queries + keys + heads * value * hidden, heads * (query + value)
+
+
+def _experts(values: JsonMapping) -> int:
+    """Return the weights that a token passes in a layer with experts: the router, its own experts, and shared ones."""
+    hidden = values["hidden_size"]
+    inner = values.get("moe_intermediate_size") or values["intermediate_size"]
+    shared = values.get("shared_expert_intermediate_size") or inner * (values.get("n_shared_experts") or 0)
+    return hidden * num_experts(values) + 3 * hidden * (inner * values["num_experts_per_tok"] + shared)

@@ -23,27 +23,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tidemill.learner.layout import stages
-from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.layout.parallel import Parallel, gather_parts, of_all_stages, own_part
 from tidemill.learner.megatron.cpu_shim import megatron_device
-from tidemill.learner.megatron.layers.attention import PackedRow, packed_row
-from tidemill.learner.megatron.layers.context import gather_parts, own_part
-from tidemill.learner.megatron.layers.output_layer import output_weight
+from tidemill.learner.megatron.layers.dense import output_weight
+from tidemill.learner.megatron.layers.packed_rows import packed_row
 from tidemill.learner.megatron.logprobs import log_probs_and_entropy
 from tidemill.learner.megatron.model import Policy
-from tidemill.learner.megatron.schedule import run_rows
+from tidemill.learner.megatron.passes import run_rows
+from tidemill.learner.megatron.rows import ModelInput
 
 Take = Callable[[Any, Any, Any], None]
 LOG_PROBS = "log_probs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Prompt:
+class _Prompt(ModelInput):
     """This rank's part of a prompt, as an input of the model."""
 
-    tokens_T: Tensor
     targets_T: Tensor
-    packed: PackedRow
 
 
 def _with_bias(output: Any) -> Tensor:
@@ -64,10 +61,8 @@ class _Place:
 
     name: str
     module: Any
-    together: Callable[[Tensor], Tensor]
-    """Puts together the values [C, W] of the tensor-parallel ranks; collective."""
-    of: Callable[[Any], Tensor] = _with_bias
-    """Value in the output of the module."""
+    together: Callable[[Tensor], Tensor]  # puts together the values [C, W] of the tensor-parallel ranks; collective
+    of: Callable[[Any], Tensor] = _with_bias  # value in the output of the module
 
 
 def module_outputs(
@@ -76,8 +71,8 @@ def module_outputs(
     """Return the outputs of the modules with matching names, in the order of computation: ``<prompt>.<module>`` -> [T,
     W].
 
-    One prompt at a time, without padding beyond that of the layout, under the current weights. Collective over all
-    ranks; rank 0 gets the whole outputs of all stages, the other ranks get none. Latent attention has no attention.qkv.
+    One prompt at a time under the current weights. Collective over all ranks; rank 0 gets the whole outputs of all
+    stages, the others none. Latent attention has no attention.qkv.
     """
     ranks, found = policy.parallel, {}
     in_first_column = ranks.dp_rank == ranks.tp_rank == ranks.cp_rank == 0
@@ -86,7 +81,7 @@ def module_outputs(
         stage_outputs = _of_stage(policy, tokens, names)
         if not in_first_column:
             continue
-        outputs = dict(stage_outputs if ranks.pp_size == 1 else stages.of_all(iter(stage_outputs), ranks))
+        outputs = dict(of_all_stages(iter(stage_outputs), ranks))
         if ranks.rank == 0:
             for name in sorted(outputs, key=_order):
                 last = len(tokens) - (name == LOG_PROBS)  # the last token has no target
@@ -123,9 +118,7 @@ def _of_stage(policy: Policy, tokens: Sequence[int], names: str) -> list[tuple[s
 
 
 def _prompt(tokens: Sequence[int], ranks: Parallel) -> _Prompt:
-    """Return this rank's part of a prompt, with padding as a sequence of its own to a multiple of the ranks that divide
-    its tokens.
-    """
+    """Return this rank's part of a prompt. Padding to a multiple of the ranks is a sequence of its own."""
     padding = -len(tokens) % (ranks.tp_size * ranks.cp_size)
     ends = [0, len(tokens), *([len(tokens) + padding] if padding else [])]
     ids_T, targets_T = torch.tensor([*tokens, *[0] * padding]), torch.tensor([*tokens[1:], *[0] * (padding + 1)])
@@ -139,7 +132,6 @@ def _prompt(tokens: Sequence[int], ranks: Parallel) -> _Prompt:
 
 @contextmanager
 def _hooked(places: Sequence[_Place], outputs: dict[str, Tensor]) -> Iterator[None]:
-    """Take the outputs of the modules while entered, in ``taken``."""
     handles = [place.module.register_forward_hook(_taking(place, outputs)) for place in places]
     try:
         yield
@@ -150,7 +142,7 @@ def _hooked(places: Sequence[_Place], outputs: dict[str, Tensor]) -> Iterator[No
 
 def _taking(place: _Place, outputs: dict[str, Tensor]) -> Take:
     def take(module: Any, inputs: Any, output: Any) -> None:
-        """Keep a copy of the value. The rows behind the prompt are padding of the pipeline's schedule."""
+        # The rows behind the prompt are padding of the pipeline's schedule.
         if place.name not in outputs:
             value = place.of(output).detach()
             outputs[place.name] = value.reshape(-1, value.shape[-1]).clone()
@@ -159,7 +151,6 @@ def _taking(place: _Place, outputs: dict[str, Tensor]) -> Take:
 
 
 def _places(policy: Policy) -> Iterator[_Place]:
-    """Yield the places of this rank's layers."""
     ranks, config = policy.parallel, policy.config
 
     def tokens(value: Tensor) -> Tensor:
@@ -171,7 +162,6 @@ def _places(policy: Policy) -> Iterator[_Place]:
         return gather_parts(value_CW.t(), ranks.tp_group).t() if ranks.tp_size > 1 else value_CW
 
     def query_key_value(value_CW: Tensor) -> Tensor:
-        """Return all queries, all keys, all values of all ranks."""
         return torch.cat([heads(part) for part in _split(value_CW, config, ranks.tp_size)], dim=-1)
 
     for model in policy.chunks:

@@ -1,8 +1,7 @@
-"""A learner's checkpoint as a Hugging Face directory, and back, in one process on the CPU. Reads those of Megatron
-itself, too.
+"""A learner's or Megatron's checkpoint as a Hugging Face directory, and back, in one process on the CPU.
 
-The layout that saved a checkpoint does not matter: tensors are found by their names and global shapes. A checkpoint
-made of a model directory has weights and nothing else; it begins a run (``learner.from_checkpoint``), and resumes none.
+Tensors are found by their names and global shapes, so the layout that saved them does not matter. A checkpoint made of
+a model directory has weights alone; it begins a run (``learner.from_checkpoint``), and resumes none.
 """
 
 import pickle
@@ -36,12 +35,10 @@ _TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def to_model(checkpoint: Path, out: Path, model_dir: Path, ranks: Parallel, *, bridge_class: str = "") -> int:
-    """Write the model of a checkpoint to ``out``, with configuration and tokenizer of ``model_dir``. Returns the step
-    of the checkpoint.
+    """Write the model of a checkpoint to ``out``, with configuration and tokenizer of ``model_dir``. Returns its step.
 
-    Adapters are merged into the weights, and written to ``out/adapter`` as well. ``here``: that of ``one_process``.
-    ``bridge_class``: as for ``build_policy``. Raises ConfigRefused for a checkpoint of another model,
-    CheckpointCorrupt, OSError.
+    Adapters are merged into the weights, and written to ``out/adapter`` as well. ``ranks``: those of ``one_process``.
+    Raises ConfigRefused for a checkpoint of another model, CheckpointCorrupt, OSError.
     """
     policy, step = _loaded(checkpoint, model_dir, ranks, bridge_class)
     snapshot_files.write(out, dict(policy.export()), version=-1, step=step, model_dir=model_dir)
@@ -58,10 +55,7 @@ def weights_of(
 
 
 def to_checkpoint(model_dir: Path, out: Path, ranks: Parallel, *, bridge_class: str = "") -> None:
-    """Write the weights of a model directory as a checkpoint. ``bridge_class``: as for ``build_policy``.
-
-    Raises ConfigRefused, FileExistsError, OSError.
-    """
+    """Write the weights of a model directory as a checkpoint. Raises ConfigRefused, FileExistsError, OSError."""
     if out.exists():
         raise FileExistsError(f"{out}: want a new directory, got one that exists")
     tuning = Tuning(trains=False)
@@ -79,9 +73,7 @@ def to_checkpoint(model_dir: Path, out: Path, ranks: Parallel, *, bridge_class: 
 
 
 def _loaded(checkpoint: Path, model_dir: Path, ranks: Parallel, bridge_class: str) -> tuple[Policy, int]:
-    """Return a policy with the weights of a checkpoint, and its step. Raises ConfigRefused, CheckpointCorrupt,
-    OSError.
-    """
+    """Return a policy with the weights of a checkpoint, and its step. Raises as ``to_model``."""
     if (checkpoint / MANIFEST).exists():
         disk.verify(checkpoint)
     with _readable(checkpoint):
@@ -95,9 +87,7 @@ def _loaded(checkpoint: Path, model_dir: Path, ranks: Parallel, bridge_class: st
 
 @contextmanager
 def one_process() -> Iterator[Parallel]:
-    """Form Megatron's groups of this process alone. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment
-    are those of one.
-    """
+    """Form Megatron's groups of this process alone, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
     ranks = parallel.join(tensor_parallel_size=1, device=torch.device("cpu"), seed=0)
     try:
         yield ranks
@@ -136,9 +126,7 @@ def _dtype(checkpoint: Path) -> str:
 
 
 def _dtype_of_model(model_dir: Path) -> str:
-    """Return the dtype of the weights of a model directory. Raises ConfigRefused for another than those of the
-    learner.
-    """
+    """Return the dtype of the weights of a model directory. Raises ConfigRefused for one that the learner lacks."""
     for path in sorted(model_dir.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping
@@ -154,7 +142,6 @@ def _named(dtype: Any, where: str) -> str:
 
 
 def _lora(facts: JsonObject | None) -> LoraConfig:
-    """Return the settings of the adapters in a checkpoint; those without adapters if it has none."""
     if facts is None:
         return LoraConfig()
     return LoraConfig(rank=facts["rank"], alpha=facts["alpha"], rslora=facts["rslora"], targets=tuple(facts["targets"]))

@@ -1,5 +1,4 @@
-"""Context managers that let Megatron-core run without CUDA: it names the CUDA device in a few places, which become the
-CPU.
+"""Context managers that let Megatron-core run without CUDA: where it names the CUDA device, it gets the CPU.
 
 No patch is permanent: ``megatron_device()`` is entered around building a model, a forward-backward pass and an
 optimizer step. With CUDA it does nothing.
@@ -52,7 +51,6 @@ class _Stream:
         """Do nothing."""
 
     def record_event(self) -> "_Stream":
-        """Return an event that has occurred."""
         return self
 
     def synchronize(self) -> None:
@@ -60,9 +58,7 @@ class _Stream:
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return a tensor of sizes as Megatron wants it for an exchange of tokens: Megatron converts only those on a CUDA
-    device.
-    """
+    """Return sizes for Megatron's exchange of tokens: its own function converts tensors on CUDA alone."""
     return tensor.detach().numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -78,17 +74,14 @@ _ANSWERS: Mapping[tuple[Any, str], Callable[..., Any]] = {
     (megatron_random, "_get_cuda_rng_state"): lambda *_, **__: None,
     (megatron_random, "_set_cuda_rng_state"): lambda *_, **__: None,
 }
-"""Replacements: rotary positions and gradient buffers query the device, checkpoints synchronise with it; recomputation
-saves and restores the generator of the CUDA device, beside that of the CPU; the exchange of tokens between experts has
-a stream of its own.
+"""Replacements. Rotary positions and gradient buffers query the device, checkpoints synchronise with it, recomputation
+saves and restores its generator, and the exchange of tokens between experts has a stream of its own.
 """
 
 
 @contextlib.contextmanager
 def megatron_device() -> Iterator[None]:
-    """Map "cuda" to the device of this process inside the context. Not re-entrant; only one thread may be inside at a
-    time.
-    """
+    """Map "cuda" to the device of this process inside the context. Not re-entrant; one thread at a time."""
     if torch.cuda.is_available():
         yield
         return
@@ -105,9 +98,7 @@ def megatron_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_torch() -> Iterator[None]:
-    """Suspend ``megatron_device()`` inside it, for code that calls torch often and never names CUDA (the model's
-    forward).
-    """
+    """Suspend ``megatron_device()``, for code that calls torch often and never names CUDA (the model's forward)."""
     if torch.cuda.is_available():
         yield
         return

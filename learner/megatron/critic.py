@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,43 +19,23 @@ from tidemill.learner.algorithms.gae_vtrace import value_clipped, value_loss
 from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.collector import Collector, Fields, of_critic
-from tidemill.learner.layout.stages import of_last, tensors_of_last
-from tidemill.learner.megatron.layers.context import gather_parts
+from tidemill.learner.layout.parallel import gather_parts, of_last_stage, tensors_of_last_stage
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.schedule import ModelInput, run_rows
+from tidemill.learner.megatron.passes import prepare, run_rows
+from tidemill.learner.megatron.rows import Row
 from tidemill.learner.settings.config import CriticConfig, LearnerConfig
 
-Summed = Callable[[Tensor], Tensor]
-"""Sum of a tensor over the data-parallel ranks."""
-
-
-class CriticRow(ModelInput, Protocol):
-    """A micro-batch of the trainer, as far as the critic reads it."""
-
-    @property
-    def seen(self) -> Tokens:
-        """Inputs of the objective, of the whole row."""
-        ...
-
-    def read(self, values_C: Tensor) -> Tensor:
-        """Return the model's values at the tokens that the loss reads."""
-        ...
-
-    def spread(self, values_M: Tensor) -> Tensor:
-        """Return values of these tokens at their places in the row."""
-        ...
+Summed = Callable[[Tensor], Tensor]  # sum of a tensor over the data-parallel ranks
 
 
 @dataclass(frozen=True, slots=True)
 class _Update:
     """Result of the optimizer step of one minibatch."""
 
-    sums: Tensor
-    """(loss, clipped tokens, tokens) of this rank, float64 [3]."""
-    norm: float | None
-    """Norm of the gradient before clipping; None = skipped, on all ranks."""
+    sums: Tensor  # (loss, clipped tokens, tokens) of this rank, float64 [3]
+    norm: float | None  # norm of the gradient before clipping; None = skipped, on all ranks
     rate: float
 
 
@@ -66,38 +45,34 @@ class Critic:
     def __init__(
         self, model: Policy, optimizer: PolicyOptimizer, config: CriticConfig, collector: Collector | None = None
     ) -> None:
-        """``model``: one with a value head (``build_policy(..., value_head=True)``). ``collector``: gets the values of
-        each token.
-        """
+        """``model``: with a value head (``build_policy(..., value_head=True)``)."""
         self.model, self.optimizer, self._config, self._collector = model, optimizer, config, collector
         self._clip = config.value_clip or math.inf
+        prepare(model, optimizer)
 
     def warms_up(self, step: int) -> bool:
         """Return whether only the critic is trained in this step."""
         return step <= self._config.warmup_steps
 
-    def valued(self, rows: Sequence[CriticRow]) -> list[Tokens]:
+    def valued(self, rows: Sequence[Row]) -> list[Tokens]:
         """Return the inputs of the objective of each row with ``values_T``, the values under the current weights."""
 
-        def collect(row: CriticRow, values_C1: Tensor) -> tuple[Tensor, Tensor]:
-            """Return a loss that is not used, and the values."""
+        def collect(row: Row, values_C1: Tensor) -> tuple[Tensor, Tensor]:
             values_T1 = self._whole(row, values_C1)
             return values_T1.sum(), values_T1
 
         results = run_rows(self.model, rows, collect, forward_only=True)
-        values = tensors_of_last(results, [len(row.seen.mask_T) for row in rows], 1, self.model.parallel)
+        values = tensors_of_last_stage(results, [len(row.seen.mask_T) for row in rows], 1, self.model.parallel)
         return [replace(row.seen, values_T=each_T1[:, 0]) for row, each_T1 in zip(rows, values, strict=True)]
 
     def train(
-        self, minibatches: Sequence[tuple[Sequence[CriticRow], Denominators]], batch: StepBatch, *, summed: Summed
+        self, minibatches: Sequence[tuple[Sequence[Row], Denominators]], batch: StepBatch, *, summed: Summed
     ) -> dict[str, float]:
-        """Take an optimizer step for each minibatch of ``batch``; its rows have ``values_T`` and ``returns_T``.
-
-        Returns the metrics ``critic/``.
+        """Take an optimizer step for each minibatch, whose rows have ``values_T`` and ``returns_T``. Returns
+        ``critic/`` metrics.
 
         The loss is a mean over the trainable tokens of the minibatch on all ranks. A step that is not finite is skipped
-        on all ranks. A minibatch without such tokens, of demonstrations alone, is none: with gradients of 0 Adam would
-        still move.
+        on all ranks. A minibatch of demonstrations alone is none: with gradients of 0 Adam would still move.
         """
         every = [row.seen for rows, _ in minibatches for row in rows]
         fit = summed(torch.stack([_fit_sums(tokens) for tokens in every]).sum(0))
@@ -118,7 +93,6 @@ class Critic:
         return metrics
 
     def _metrics(self, updates: Sequence[_Update], fit: Tensor, *, summed: Summed) -> dict[str, float]:
-        """Return the metrics of the optimizer steps that were not skipped, over all ranks."""
         done = [update for update in updates if update.norm is not None]
         metrics = {
             "critic/skipped_minibatches": float(len(updates) - len(done)),
@@ -134,23 +108,22 @@ class Critic:
             "critic/grad_norm": sum(update.norm for update in done if update.norm is not None) / len(done),
         }
 
-    def _minibatch(self, rows: Sequence[CriticRow], denominators: Denominators, step: int) -> _Update:
+    def _minibatch(self, rows: Sequence[Row], denominators: Denominators, step: int) -> _Update:
         self.optimizer.zero_grad()
         parts = run_rows(self.model, rows, partial(self._loss, denominators=denominators))
         ranks = self.model.parallel
-        sums = of_last(None if parts is None else torch.stack(parts).sum(0).cpu(), ranks).to(ranks.device)
+        sums = of_last_stage(None if parts is None else torch.stack(parts).sum(0).cpu(), ranks).to(ranks.device)
         norm, rate = self.optimizer.step(step, loss=float(sums[0]))
         if self._collector is not None:
             loss, clipped, tokens = sums.tolist()
             self._collector.update({"loss": loss, "clip_fraction": clipped / max(1.0, tokens)}, norm)
         return _Update(sums, norm, rate)
 
-    def _whole(self, row: CriticRow, values_C1: Tensor) -> Tensor:
-        """Return the values of the whole row, on all context-parallel ranks."""
+    def _whole(self, row: Row, values_C1: Tensor) -> Tensor:
         ranks = self.model.parallel
         return row.spread(row.read(values_C1)) if ranks.cp_size == 1 else gather_parts(values_C1, ranks.cp_group)
 
-    def _loss(self, row: CriticRow, values_C1: Tensor, *, denominators: Denominators) -> tuple[Tensor, Tensor]:
+    def _loss(self, row: Row, values_C1: Tensor, *, denominators: Denominators) -> tuple[Tensor, Tensor]:
         tokens, values_T = row.seen, self._whole(row, values_C1)[:, 0]
         assert tokens.values_T is not None and tokens.returns_T is not None
         if self._collector is not None:
@@ -168,9 +141,8 @@ def open_critic(
 ) -> Critic | None:
     """Return the critic that the algorithm needs, on the ranks and in the memory of the policy; None = it needs none.
 
-    It starts from ``learner.critic.path``, or from the policy's initial weights, with a value head of zeros. Its
-    routers, if it has any, choose anew in every pass, without a balancing loss. Raises ConfigRefused as
-    ``build_policy``.
+    It starts from ``learner.critic.path``, or the policy's initial weights, with a value head of zeros. Its routers
+    choose anew in every pass, without a balancing loss. Raises ConfigRefused as ``build_policy``.
     """
     if not learner.algorithm.by_critic:
         return None

@@ -1,7 +1,6 @@
-"""Hooks: functions of users that every rank calls within a step, at the same place on all ranks. Knows no schedule.
+"""Hooks: functions of users that every rank calls within a step, at the same place on all ranks.
 
-A step that is repeated after a restart must give the same weights, so a hook that changes anything has to be a function
-of its argument.
+A repeated step must give the same weights, so a hook that changes anything has to be a function of its argument.
 """
 
 from collections.abc import Callable
@@ -41,9 +40,7 @@ class BeforeStep:
     chunks: tuple[GPTModel, ...]
     """The model on this rank: Megatron's modules, in the order of the layers. Gradients are set to 0 after the hook."""
     optimizer: Any
-    """Megatron's optimizer, or ``OffloadedAdam`` (``learner.offload_optimizer``); its learning rate is set after the
-    hook.
-    """
+    """Megatron's optimizer, or ``OffloadedAdam``; its learning rate is set after the hook."""
 
 
 class Hooks:

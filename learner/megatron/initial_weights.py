@@ -1,8 +1,6 @@
-"""The weights that a model begins with: those of its Hugging Face directory, or of a checkpoint of Megatron's own
-training.
+"""Initial weights of a model: from its Hugging Face directory, or from a checkpoint of Megatron's own training.
 
-Megatron's checkpoint may be of any layout: tensors are found by their names and global shapes. Only the model's tensors
-are read, never those of the optimizer.
+Megatron's checkpoint may be of any layout: tensors are found by their names and global shapes.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,21 +24,17 @@ OTHER_NAMES = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
-"""Ends of the keys of a mixture's and of latent attention's norms: in Megatron's own layers, and in those of
-Transformer Engine, with which Megatron trains on CUDA. Those of other layers are the same. Source:
-``gpt_layer_specs.py`` of megatron-core 0.16.1.
+"""Ends of the keys of norms of mixtures and latent attention: in Megatron's own layers, and in those of Transformer
+Engine, with which Megatron trains on CUDA. Source: ``gpt_layer_specs.py`` of megatron-core 0.16.1.
 """
 _OF_THE_MODEL = ("embedding.", "decoder.", "output_layer.")
-"""Beginnings of the names of all tensors that the learner trains; those of layers for further tokens (``mtp.``) are
-left out.
-"""
+"""Beginnings of the names of all trained tensors; layers for further tokens (``mtp.``) are left out."""
 
 
 def load_initial(bridge: Any, chunks: Sequence[GPTModel], model_dir: Path, checkpoint: Path | None) -> None:
-    """Load this rank's part of the weights of ``model_dir``, or of Megatron's ``checkpoint``, collectively, inside
-    ``megatron_device``.
+    """Load this rank's part of the weights of ``model_dir``, or of Megatron's ``checkpoint``. Collective.
 
-    Raises ConfigRefused when a tensor is missing or has another shape.
+    Call it inside ``megatron_device``. Raises ConfigRefused when a tensor is missing or has another shape.
     """
     if checkpoint is None:
         bridge.load(chunks, model_dir)
@@ -54,10 +48,9 @@ def load_initial(bridge: Any, chunks: Sequence[GPTModel], model_dir: Path, check
 
 
 def load_megatron(iteration: Path, chunks: Sequence[GPTModel], *, setting: str) -> int:
-    """Load the weights of one iteration of Megatron's training, collectively, inside ``megatron_device``. Returns its
-    number.
+    """Load the weights of one iteration of Megatron's training. Returns its number. Collective, as ``load_initial``.
 
-    Raises ConfigRefused, which names ``setting``, for a checkpoint of another model or one that is not complete.
+    Raises ConfigRefused, which names ``setting``, for a checkpoint of another model or an incomplete one.
     """
     stored = torch_dist.read_index(iteration).shapes
     content: dict[str, JsonObject] = {}
@@ -96,18 +89,14 @@ def _sharded(chunk: GPTModel, stored: Mapping[str, object]) -> JsonObject:
 
 
 def _without_data(chunk: GPTModel) -> JsonObject:
-    """Return the entries of a chunk that have no tensor and are in no checkpoint of every kind of layers: state of
-    Transformer Engine.
-    """
+    """Return the entries of a chunk that are in no checkpoint of every kind of layers."""
     return {
         name: value for name, value in chunk.state_dict().items() if name.endswith("_extra_state") or is_adapter(name)
     }
 
 
 def _take_other_names(part: JsonMapping, stored: Collection[str]) -> None:
-    """Change the keys of tensors that are missing in a checkpoint to those that Megatron's layers of Transformer Engine
-    have for them.
-    """
+    """Change the keys that are missing in a checkpoint to those of Megatron's layers of Transformer Engine."""
     for tensor in part.values():
         for ours, theirs in OTHER_NAMES.items():
             if isinstance(tensor, ShardedTensor) and tensor.key not in stored and tensor.key.endswith(ours):
@@ -120,8 +109,7 @@ def refuse_another_model(
 ) -> None:
     """Raise ConfigRefused when a tensor of the model is missing in the checkpoint, or has another shape there.
 
-    It may have more rows of the vocabulary, which Megatron pads to a multiple of a number of its command line, unless
-    ``exactly``.
+    It may have more rows of the vocabulary, which Megatron pads by a setting of its command line, unless ``exactly``.
     """
     stored = {
         name: tuple(part.global_shape)
@@ -143,9 +131,7 @@ def refuse_another_model(
 
 
 def _tensors(model: JsonMapping) -> Iterator[ShardedTensor]:
-    """Yield the sharded tensors of a model, and those that its factories make, as of the two halves of a gated
-    layer.
-    """
+    """Yield the sharded tensors of a model, also those that factories make of the halves of a gated layer."""
     for entry in model.values():
         parts = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
         yield from (part for part in parts if isinstance(part, ShardedTensor))

@@ -1,9 +1,8 @@
-"""Log-probs of the sampled tokens and entropies from hidden states and the output weight, without the logits of all
-tokens in memory.
+"""Log-probs and entropies from hidden states and the output weight, without the logits of all tokens in memory.
 
 Knows torch and a process group; of Megatron only that its data-parallel wrapper keeps a weight's gradient in
-``main_grad``. Shape letters: T = tokens, H = hidden size, V = this rank's part of the vocabulary, C = the columns
-(token ids) of one chunk of it, K = listed ids of each token, J = 1 + K: the target and the listed ids.
+``main_grad``. Shape letters: T = tokens, H = hidden size, V = this rank's part of the vocabulary, C = columns of one
+chunk of it, K = listed ids of each token, J = 1 + K: the target and the listed ids.
 """
 
 from collections.abc import Iterator
@@ -14,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.layout.parallel import Parallel, gather_parts
 from tidemill.learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE
-from tidemill.learner.megatron.layers.context import gather_parts
 
 
 @torch.no_grad()
@@ -25,8 +23,7 @@ def logits_at(
 ) -> Tensor:
     """Return the logits / temperature at the places ``at_K`` of the whole row, [K, V] float32, on all ranks of the row.
 
-    Collective over the tensor- and context-parallel ranks, which have the same places. A temperature of 0 counts as 1;
-    a tensor has that of each token of this rank's part, [C].
+    Collective over the tensor- and context-parallel ranks, which have the same places. A temperature of 0 counts as 1.
     """
     local_K = at_K - ranks.cp_rank * len(hidden_CH)
     mine_K = (local_K >= 0) & (local_K < len(hidden_CH))
@@ -40,9 +37,8 @@ def logits_at(
 
 
 CHUNK_ELEMENTS = LOGITS_AT_ONCE
-"""Number of logits in memory at once (32 MB in float32). A chunk is some columns of the vocabulary for all tokens, so
-each row of the weight's gradient comes from one chunk, and only the gradient of the hidden states is a sum over chunks.
-Logits that fit into one chunk are kept for the backward pass, larger ones are computed again.
+"""Number of logits in memory at once (32 MB in float32). A chunk has some columns for all tokens, so each row of the
+weight's gradient comes from one chunk. Logits of one chunk are kept for the backward pass, others computed again.
 """
 
 
@@ -67,7 +63,7 @@ def log_probs_and_entropy(
     ``group``: the ranks with the other parts of the vocabulary, in order, equally long; None or a group of one = this
     rank has all. Its ranks have the same hidden states, and the gradients of these are summed over it here.
 
-    ``fused``: between the products take the kernels of ``layers/fused_log_probs.py``, which have every dtype but
+    ``fused``: between the products take the kernels of ``layers/triton_kernels.py``, which have every dtype but
     float64.
 
     Logits of one chunk (``CHUNK_ELEMENTS``; with ``fused`` ``FUSED_CHUNKS`` times as many) are kept for the backward
@@ -99,8 +95,7 @@ def listed_log_probs(
     fused: bool = False,
     placeholder: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return those of ``log_probs_and_entropy``, and the log-probs of the listed ids of each token, [T, K], from the
-    same pass.
+    """Return as ``log_probs_and_entropy``, and the log-probs of the listed ids, [T, K], from the same pass.
 
     All are differentiable. An id may be listed twice, or be the target.
     """
@@ -113,11 +108,7 @@ def listed_log_probs(
 def most_probable(
     hidden_TH: Tensor, weight_VH: Tensor, count: int, *, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the ids of the ``count`` largest logits of each token, largest first, [T, K]; all ids of a smaller
-    vocabulary.
-
-    ``group`` as for ``log_probs_and_entropy``; its ranks return the same.
-    """
+    """Return the ids of the ``count`` largest logits of each token, largest first, [T, K], the same on all ranks."""
     best_TK = torch.empty(
         len(hidden_TH), 0, dtype=torch.promote_types(weight_VH.dtype, torch.float32), device=hidden_TH.device
     )
@@ -140,7 +131,6 @@ def _largest(count: int, values_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Ten
 
 
 def _side_by_side(own_TK: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the columns of all ranks, in their order."""
     parts = [torch.empty_like(own_TK) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, own_TK.contiguous(), group=group)
     return torch.cat(parts, dim=1)
@@ -214,9 +204,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs_TJ: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states and weight; of one with ``main_grad``, to which it was added, None or a
-        placeholder.
-        """
+        """Return the gradients of hidden states and weight; of one with ``main_grad`` None or a placeholder."""
         hidden_TH, weight_VH, local_TJ, mine_TJ, normalizer_T, entropy_T, kept_TV = ctx.saved_tensors
         logits = _Logits(hidden_TH, weight_VH, ctx.scale, kept_TV, fused=ctx.how.fused)
         totals = _Gradients(hidden_TH, weight_VH, in_one_chunk=kept_TV is not None, frozen=not ctx.needs_input_grad[1])
@@ -239,9 +227,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
 
 class _Sums(NamedTuple):
-    """Sums over the logits so far, [T]: their highest m, sum(e^(z - m)), and for the entropy the moment sum((z - m)
-    e^(z - m)).
-    """
+    """Sums over the logits so far, [T]: highest m, sum(e^(z - m)), and for the entropy sum((z - m) e^(z - m))."""
 
     highest_T: Tensor
     sum_T: Tensor
@@ -259,7 +245,7 @@ def _add(sums: _Sums, z_TC: Tensor, spare_TC: Tensor) -> _Sums:
 
 def _add_fused(sums: _Sums, picked_TJ: Tensor, z_TC: Tensor, scale: float, start: int, local_TJ: Tensor) -> None:
     """Add an unscaled chunk in place, and write its logits of the ids, scaled, into ``picked_TJ``."""
-    from tidemill.learner.megatron.layers.fused_log_probs import add_statistics
+    from tidemill.learner.megatron.layers.triton_kernels import add_statistics
 
     add_statistics(z_TC, scale, *sums, start=start, ids_TJ=local_TJ, picked_TJ=picked_TJ)
 
@@ -267,20 +253,18 @@ def _add_fused(sums: _Sums, picked_TJ: Tensor, z_TC: Tensor, scale: float, start
 class _Given(NamedTuple):
     """Inputs of the gradient of the logits, beside the logits."""
 
-    ids_TJ: Tensor
-    """Columns of this rank's part of the vocabulary."""
-    mine_TJ: Tensor
-    """Mask of the ids that are in it."""
+    ids_TJ: Tensor  # columns of this rank's part of the vocabulary
+    mine_TJ: Tensor  # mask of the ids that are in it
     normalizer_T: Tensor
     entropy_T: Tensor
     grad_log_probs_TJ: Tensor
-    grad_entropy_T: Tensor | None
-    """None = 0 for all tokens."""
+    grad_entropy_T: Tensor | None  # 0 for all tokens if None
 
 
 def _gradient(saved: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Tensor:
-    """Return the gradient by the unscaled logits: sum_J g (1[id] - p) - h p (log p + H), g = that by the log-probs, h =
-    by the entropy.
+    """Return the gradient by the unscaled logits: sum_J g (1[id] - p) - h p (log p + H).
+
+    g = gradient by the log-probs, h = by the entropy.
     """
     column_TJ, inside_TJ = _columns(saved.ids_TJ, saved.mine_TJ, start, z_TC.shape[1])
     grad_T1 = saved.grad_log_probs_TJ.sum(1, keepdim=True)
@@ -295,8 +279,7 @@ def _gradient(saved: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Ten
 
 
 def _fused_gradient(saved: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Tensor:
-    """Return the same as ``_gradient`` from unscaled logits."""
-    from tidemill.learner.megatron.layers.fused_log_probs import logits_gradient
+    from tidemill.learner.megatron.layers.triton_kernels import logits_gradient
 
     out_TC = torch.empty_like(z_TC) if logits.kept is not None else z_TC
     logits_gradient(
@@ -319,10 +302,7 @@ class _Logits:
     def __init__(
         self, hidden_TH: Tensor, weight_VH: Tensor, scale: float, kept_TV: Tensor | None = None, *, fused: bool = False
     ) -> None:
-        """``kept_TV``: the unscaled logits if they were kept, else they are computed.
-
-        ``fused``: the chunks are the products as they are; otherwise they are scaled, and in float32 at least.
-        """
+        """``kept_TV``: unscaled logits that were kept. ``fused``: chunks are unscaled, in the dtype of the weight."""
         self._hidden_TH, self._weight_VH, self.scale, self._fused = hidden_TH, weight_VH, scale, fused
         self.dtype = torch.promote_types(weight_VH.dtype, torch.float32)
         self._width = max(1, CHUNK_ELEMENTS * (FUSED_CHUNKS if fused else 1) // max(1, len(hidden_TH)))
@@ -331,9 +311,7 @@ class _Logits:
         self._memory: dict[str, Tensor] = {}
 
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first column, logits [T, C]); the caller may overwrite the logits, unless they are ``kept`` and
-        ``fused``.
-        """
+        """Yield (first column, logits [T, C]), which may be overwritten unless they are ``kept`` and ``fused``."""
         if self.kept is None and len(self._weight_VH) <= self._width:
             self.kept = self._hidden_TH @ self._weight_VH.t()
         if self.kept is not None:
@@ -352,11 +330,9 @@ class _Logits:
             yield start, self.scaled(product_TC)
 
     def scaled(self, values_TC: Tensor) -> Tensor:
-        """Return ``values``, multiplied in place by the factor of the logits."""
         return values_TC if self.scale == 1 else values_TC.mul_(self.scale)
 
     def spare(self, z_TC: Tensor) -> Tensor:
-        """Return memory for another tensor like the chunk."""
         return self._part("spare", z_TC.shape[1], self.dtype)
 
     def _part(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
@@ -392,7 +368,6 @@ class _Gradients:
         return self.weight_VH
 
     def add(self, start: int, grad_TC: Tensor) -> None:
-        """Add the gradients by the logits of the columns from ``start``."""
         if self._in_one_chunk:
             self.hidden_TH = grad_TC @ self._weight_VH
             self.weight_VH = None if self._frozen else grad_TC.t() @ self._hidden_TH
@@ -422,9 +397,7 @@ def _local_ids(ids_TJ: Tensor, num_local: int, group: dist.ProcessGroup | None) 
 
 
 def _columns(local_TJ: Tensor, mine_TJ: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the ids as columns of the chunk that begins at ``start``, and a mask of those in it; another id is any
-    column.
-    """
+    """Return the ids as columns of the chunk at ``start`` (any column for others), and a mask of those in it."""
     column_TJ = local_TJ - start
     return column_TJ.clamp(0, width - 1), mine_TJ & (column_TJ >= 0) & (column_TJ < width)
 

@@ -1,16 +1,11 @@
-"""The learner's memory on an accelerator that it shares with engines: released between steps and resumed for each.
-
-``PlainMemory`` moves nothing; it is for CPUs and for an accelerator that is not shared. ``SaverMemory``
-(torch_memory_saver) unmaps the device memory and keeps its content in pinned host memory. Both track the same states,
-so that a use of released memory is an error on both.
-"""
+"""The learner's memory on an accelerator that it shares with engines: released between steps and resumed for each."""
 
 import ctypes
 import functools
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -22,46 +17,25 @@ KEPT, SCRATCH = "learner", "learner-scratch"
 """Tags of regions: KEPT is restored with its content, SCRATCH without, because it is overwritten before it is read."""
 
 
-class Memory(Protocol):
-    """Accelerator memory of one rank. ``release`` and ``resume`` alternate; ``resume`` restores every tensor (except
-    gradients).
-    """
-
-    def region(self, *, scratch: bool = False) -> AbstractContextManager[None]:
-        """Register allocations inside the context for ``release``; with ``scratch`` their content is not kept. Do not
-        nest.
-        """
-        ...
-
-    def release(self) -> None:
-        """Release the memory. Raises MemoryReleased if it is released already."""
-
-    def resume(self) -> None:
-        """Take the memory back and restore its content. Raises AssertionError if it is not released."""
-
-    def want(self, what: str) -> None:
-        """Raise MemoryReleased, which names the use ``what``, if the memory is released."""
-
-
-class PlainMemory:
-    """Memory that is never unmapped."""
+class Memory:
+    """Accelerator memory of one rank. ``release`` and ``resume`` alternate. This one is never unmapped."""
 
     def __init__(self) -> None:
         self.released = False
 
     @contextmanager
     def region(self, *, scratch: bool = False) -> Iterator[None]:
-        """Do nothing. Raises MemoryReleased."""
+        """Register allocations for ``release``; with ``scratch`` their content is not kept. Do not nest."""
         self.want("an allocation")
         yield
 
     def release(self) -> None:
-        """Record the release. Raises MemoryReleased."""
+        """Release the memory. Raises MemoryReleased if it is released already."""
         self.want("a release")
         self.released = True
 
     def resume(self) -> None:
-        """Record the end of the release."""
+        """Take the memory back and restore every tensor but gradients."""
         assert self.released, "memory that is not released cannot be resumed"
         self.released = False
 
@@ -89,7 +63,7 @@ def process_saver() -> Any:
     return torch_memory_saver
 
 
-class SaverMemory(PlainMemory):
+class SaverMemory(Memory):
     """Device memory managed by torch_memory_saver, which keeps the addresses and frees the pages."""
 
     def __init__(self) -> None:
@@ -122,4 +96,4 @@ class SaverMemory(PlainMemory):
 
 def open_memory(*, colocated: bool, device: torch.device) -> Memory:
     """Return the memory for a rank on ``device``. Raises ImportError without torch-memory-saver where it is needed."""
-    return SaverMemory() if colocated and device.type == "cuda" else PlainMemory()
+    return SaverMemory() if colocated and device.type == "cuda" else Memory()

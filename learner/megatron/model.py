@@ -1,11 +1,10 @@
 """The policy: Megatron's GPTModel built from a Hugging Face directory and wrapped for data parallelism.
 
-A rank has one chunk of it: the whole model, or with pipeline parallelism its stage of the layers. With virtual stages
-it has several.
+A rank has one chunk of it: the whole model, or a pipeline stage. With virtual stages it has several.
 """
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,24 +19,22 @@ from torch import Tensor
 
 from tidemill.bus.system.functions import described
 from tidemill.learner.errors import ConfigRefused, LearnerError
-from tidemill.learner.layout import stages
-from tidemill.learner.layout.parallel import Parallel, Replicas
+from tidemill.learner.layout.parallel import Parallel, Replicas, of_all_stages
 from tidemill.learner.layout.sizes import Dealt
-from tidemill.learner.megatron.bridges.registry import open_bridge
+from tidemill.learner.megatron.bridges.families import open_bridge
 from tidemill.learner.megatron.cpu_shim import megatron_device
 from tidemill.learner.megatron.initial_weights import load_initial
+from tidemill.learner.megatron.layers.dense import ValueHead
+from tidemill.learner.megatron.layers.experts import Mixture
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.megatron.layers.lora import Adapters
-from tidemill.learner.megatron.layers.mixture import Mixture
-from tidemill.learner.megatron.layers.output_layer import ValueHead
-from tidemill.learner.megatron.memory import Memory, PlainMemory
+from tidemill.learner.megatron.memory import Memory
 from tidemill.learner.megatron.optimizer_pieces import buffers_of
 from tidemill.learner.megatron.routing import Routing
 from tidemill.learner.megatron.tuning import Tuning, tune
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ROUTER_BIAS = "router.expert_bias"
-"""End of the name of a router's bias, which Megatron keeps as a buffer."""
+ROUTER_BIAS = "router.expert_bias"  # end of the name of a router's bias, which Megatron keeps as a buffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +42,13 @@ class Policy:
     """The model's chunks on this rank, their data-parallel wrappers, and the bridge to their Hugging Face names."""
 
     chunks: tuple[GPTModel, ...]
-    """In the order of the layers: the first one of the first stage has the embedding, the last one of the last stage
-    the output layer.
-    """
+    """In the order of the layers: the first of all has the embedding, the last of all the output layer."""
     ddps: tuple[DistributedDataParallel, ...]
     """The wrappers that the schedule and the optimizer use, one for each chunk."""
     bridge: Any
     parallel: Parallel
     replicas: Replicas = field(default_factory=Replicas)
-    memory: Memory = field(default_factory=PlainMemory)
+    memory: Memory = field(default_factory=Memory)
     """Memory of the weights, their gradients and the optimizer's state."""
     mixture: Mixture = field(default_factory=Mixture)
     routing: Routing = field(default_factory=Routing)
@@ -76,11 +71,7 @@ class Policy:
         return ddp
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of this rank under Megatron's names; of several chunks with the number of the chunk before
-        the name.
-
-        They are the parameters, and the biases of routers, which Adam does not train.
-        """
+        """Yield parameters and router biases under Megatron's names, with the chunk's number if several."""
         for number, chunk in enumerate(self.chunks):
             for name, weight in (*chunk.named_parameters(), *_router_biases(chunk)):
                 yield f"{number}.{name}" if len(self.chunks) > 1 else name, weight
@@ -105,11 +96,9 @@ class Policy:
         return self.megatron_checkpoint is not None or (self.adapters is not None and self.adapters.loaded)
 
     def gather(self) -> None:
-        """Complete the weights after an optimizer step that left gathering to the next forward pass; collective over
-        the replicas.
+        """Gather the weights that an optimizer step left to the next forward pass; collective over the replicas.
 
-        The trainer calls it at the end of a batch: export, copies and digests, which some replicas take alone, find
-        whole weights.
+        After it export, copies and digests, which some replicas take alone, find whole weights.
         """
         for ddp in self.ddps if self.replicas.overlap_param_gather else ():
             groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
@@ -124,8 +113,7 @@ class Policy:
         ones.
         Raises MemoryReleased.
         """
-        stage_weights = self.export_stage()
-        yield from stage_weights if self.parallel.pp_size == 1 else stages.of_all(stage_weights, self.parallel)
+        yield from of_all_stages(self.export_stage(), self.parallel)
 
     def export_stage(self, *, without_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of this stage as ``export`` does; collective over the tensor-parallel ranks alone.
@@ -148,8 +136,7 @@ class Policy:
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole matrices of all adapters under PEFT's names; collective as ``export``."""
         assert self.adapters is not None, "there are no adapters"
-        stage_weights = self.adapters.export()
-        yield from stage_weights if self.parallel.pp_size == 1 else stages.of_all(stage_weights, self.parallel)
+        yield from of_all_stages(self.adapters.export(), self.parallel)
 
     def help_export_adapters(self) -> None:
         """Take part in the collectives in which rank 0 exports the adapters, if there are any."""
@@ -160,10 +147,9 @@ class Policy:
             pass
 
     def digest(self) -> str:
-        """Return a digest of the exported weights: SHA-256 over names and the SHA-256 of each tensor, in the order of
-        the names.
+        """Return SHA-256 over the names and the SHA-256 of each exported tensor. Collective as ``export``.
 
-        It does not depend on how they are split, and no tensor is kept for it. Collective as ``export``.
+        It does not depend on how they are split, and no tensor is kept for it.
         """
         sums = {
             name: hashlib.sha256(tensor.contiguous().cpu().view(torch.uint8).numpy().data).digest()
@@ -189,26 +175,16 @@ def build_policy(
     bridge_class: str = "",
     megatron_checkpoint: Path | None = None,
 ) -> Policy:
-    """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
+    """Build the model on this rank, in ``memory``, with the directory's weights.
 
-    ``megatron_checkpoint``: a checkpoint of Megatron's own training with the weights, of any layout; loading it is
-    collective.
-
-    ``tuning``: the weights that are trained; None = all. ``value_head``: the model of a critic, with one value per
-    token in place of the logits; it is never exported. ``bridge_class``: import path of the bridge's class; empty =
-    that of the model type.
-    Raises ConfigRefused for a model that the learner cannot train.
+    ``megatron_checkpoint``: Megatron's own, with the weights; loading it is collective. ``value_head``: for a critic.
+    ``bridge_class``: import path; empty = by model type. Raises ConfigRefused.
     """
-    kind, memory, replicas, mixture = (
-        DTYPES[dtype],
-        memory or PlainMemory(),
-        replicas or Replicas(),
-        mixture or Mixture(),
-    )
+    memory, mixture = memory or Memory(), mixture or Mixture()
     with megatron_device():
         with _refusals_of_megatron():
             bridge = open_bridge(
-                model_dir, dtype=kind, parallel=parallel, wanted=kernels, mixture=mixture, own=bridge_class
+                model_dir, dtype=DTYPES[dtype], parallel=parallel, wanted=kernels, mixture=mixture, own=bridge_class
             )
         with memory.region():
             with _refusals_of_megatron():
@@ -218,10 +194,11 @@ def build_policy(
             if value_head:
                 _give_value_head(chunks, bridge.config, parallel)
             adapters = tune(chunks, bridge, parallel, tuning or Tuning())
-            inner = [_in_float16(bridge.config, chunk) if kind == torch.bfloat16 else chunk for chunk in chunks]
+            inner = [_in_float16(bridge.config, chunk) for chunk in chunks]
+        replicas = replicas or Replicas()
         ddps = tuple(
-            _data_parallel(bridge.config, one, replicas, memory, is_first=number == 0)
-            for number, one in enumerate(inner)
+            _data_parallel(bridge.config, chunk, replicas, memory, is_first=number == 0)
+            for number, chunk in enumerate(inner)
         )
     return Policy(
         chunks=chunks,
@@ -239,9 +216,7 @@ def build_policy(
 
 @contextmanager
 def _refusals_of_megatron() -> Iterator[None]:
-    """Raise ConfigRefused, which ends the run, for a model or settings that Megatron's own checks refuse: no restart
-    cures them.
-    """
+    """Raise ConfigRefused, which ends the run, where Megatron's own checks refuse: no restart cures that."""
     try:
         yield
     except LearnerError:
@@ -253,7 +228,6 @@ def _refusals_of_megatron() -> Iterator[None]:
 
 
 def _chunk(bridge: Any, parallel: Parallel, number: int) -> GPTModel:
-    """Return chunk ``number`` of this rank, on its device, with random weights."""
     stage = number if parallel.vp_size > 1 else None
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
@@ -276,7 +250,7 @@ def _give_value_head(chunks: tuple[GPTModel, ...], config: Any, parallel: Parall
 def _data_parallel(
     config: Any, inner: torch.nn.Module, replicas: Replicas, memory: Memory, *, is_first: bool
 ) -> DistributedDataParallel:
-    """Wrap a chunk. Gradients are scratch memory, because each minibatch sets them to zero first."""
+    # Gradients are scratch memory, because each minibatch sets them to zero first.
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,  # gradients of many micro-batches and ranks are added up, each far below the sum
         overlap_grad_reduce=replicas.overlap_grad_reduce,
@@ -305,171 +279,12 @@ def _router_biases(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _in_float16(config: Any, module: GPTModel) -> torch.nn.Module:
-    """Wrap the model for bfloat16. The biases of routers stay in float32, as Megatron computes with them."""
+    # The biases of routers stay in float32, as Megatron computes with them.
+    if config.params_dtype != torch.bfloat16:
+        return module
     biases = {name: buffer.clone() for name, buffer in _router_biases(module)}
     inner: torch.nn.Module = Float16Module(config, module)
     for name, buffer in module.named_buffers():
         if name in biases:
             buffer.data = biases[name]
     return inner
-
-
-def reference_weights(
-    policy: Policy, model_dir: Path, reference_dir: Path, *, dtype: torch.dtype | None = None
-) -> "WeightBackup":
-    """Return a backup with the weights of another model of the same architecture, without adapters, in ``dtype`` (None
-    = the policy's).
-
-    They pass through the policy, whose initial weights (of ``model_dir``, unless it has a checkpoint of Megatron) are
-    loaded again.
-    """
-    with megatron_device(), torch.no_grad():
-        policy.bridge.load(policy.chunks, reference_dir)
-        backup = WeightBackup(policy, dtype=dtype, whole=True)
-        if policy.adapters is not None:
-            backup.restore({name: torch.zeros_like(backup.tensors[name]) for name in policy.adapters.names("B")})
-        load_initial(policy.bridge, policy.chunks, model_dir, policy.megatron_checkpoint)
-    return backup
-
-
-def initial_weights(policy: Policy, *, dtype: torch.dtype | None = None) -> "WeightBackup":
-    """Return a backup of the weights of the model directory: with adapters a zero for the second matrix of each, and no
-    copy of the model.
-
-    Call it before the first step.
-    """
-    if policy.adapters is None:
-        return WeightBackup(policy, dtype=dtype)
-    zeros = WeightBackup(policy, names=policy.adapters.names("B"))
-    zeros.restore({name: torch.zeros_like(copy) for name, copy in zeros.tensors.items()})
-    return zeros
-
-
-class WeightBackup:
-    """A second copy of the weights: the proximal policy, the reference.
-
-    The copy of weights on a CUDA device is in pinned host memory.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        dtype: torch.dtype | None = None,
-        whole: bool = False,
-        names: Collection[str] | None = None,
-    ) -> None:
-        """``dtype`` of the copies; None = that of the weights. A moving average of bfloat16 weights needs float32.
-
-        ``names``: Megatron's names of the weights to copy; None = all, and of a model with adapters only these, unless
-        ``whole``.
-        """
-        self._policy = policy
-        if names is None and policy.adapters is not None and not whole:
-            names = policy.adapters.names()
-        self._copies = {
-            name: _empty_on_host(weight, dtype)
-            for name, weight in policy.named_weights()
-            if names is None or name in set(names)
-        }
-        self.refresh()
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Copies by Megatron's names (for the checkpoint)."""
-        return self._copies
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy the current weights. Raises MemoryReleased."""
-        self._policy.memory.want("a copy of the weights")
-        for name, weight in self._policy.named_weights():
-            if name in self._copies:
-                self._copies[name].copy_(weight, non_blocking=True)
-        _synchronize(self._policy)
-
-    @torch.no_grad()
-    def average(self, stays: float) -> None:
-        """Move the copies to ``stays * copy + (1 - stays) * current weights``. Raises MemoryReleased."""
-        self._policy.memory.want("an average of the weights")
-        for name, weight in self._policy.named_weights():
-            self._copies[name].lerp_(weight.detach().to("cpu", self._copies[name].dtype), 1 - stays)
-
-    @torch.no_grad()
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace copies by ``tensors`` of the same names (all of them, from a checkpoint)."""
-        for name, tensor in tensors.items():
-            self._copies[name].copy_(tensor)
-
-
-class OtherWeights:
-    """Context in which the model has the weights of one backup after the other, and its own again afterwards, bit for
-    bit.
-
-    On a device the contents are copied in place, because release, resume and gradient buffers know a parameter by its
-    address: its own weights go to the host once and come back once, for any number of backups. On the CPU parameters
-    only point to the copies.
-    """
-
-    def __init__(self, policy: Policy, *, in_place: bool | None = None) -> None:
-        """``in_place``: copy contents; None = on a device."""
-        self._policy = policy
-        self._in_place = policy.parallel.device.type == "cuda" if in_place is None else in_place
-        self._own: dict[str, Tensor] = {}
-        """The model's own weights: pinned copies, which are kept from context to context, or the tensors themselves."""
-        self._away: set[str] = set()
-        """Names of the weights that are others at the moment."""
-
-    def __enter__(self) -> "OtherWeights":
-        assert not self._away, "own weights are away"
-        return self
-
-    @torch.no_grad()
-    def take(self, backup: WeightBackup) -> None:
-        """Give the model the weights of ``backup``, and its own where that has none. It must not change inside the
-        context.
-        """
-        for name, weight in self._policy.named_weights():
-            if name in backup.tensors:
-                if name not in self._away:
-                    self._put_away(name, weight)
-                self._set(weight, backup.tensors[name])
-            elif name in self._away:
-                self._bring_back(name, weight)
-
-    def _put_away(self, name: str, weight: Tensor) -> None:
-        if not self._in_place:
-            self._own[name] = weight.data
-        else:
-            if name not in self._own:
-                self._own[name] = _empty_on_host(weight)
-            self._own[name].copy_(weight, non_blocking=True)
-        self._away.add(name)
-
-    def _bring_back(self, name: str, weight: Tensor) -> None:
-        self._set(weight, self._own[name])
-        self._away.discard(name)
-
-    def _set(self, weight: Tensor, source: Tensor) -> None:
-        if self._in_place:
-            weight.copy_(source, non_blocking=True)
-        else:
-            weight.data = source.to(weight.dtype)  # the copy itself, unless its dtype is another
-
-    @torch.no_grad()
-    def __exit__(self, *error: object) -> None:
-        if not self._away:
-            return
-        for name, weight in self._policy.named_weights():
-            if name in self._away:
-                self._bring_back(name, weight)
-        _synchronize(self._policy)  # the only wait: copies and forward passes are in order on one stream
-
-
-def _empty_on_host(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.empty_like(parameter, dtype=dtype, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
-
-
-def _synchronize(policy: Policy) -> None:
-    if policy.parallel.device.type == "cuda":
-        torch.cuda.synchronize()

@@ -1,9 +1,8 @@
 """Adam with its state in host memory: the moments, and the float32 main weights of a model in bfloat16.
 
-A step copies the state to the device block by block, updates it there with the fused kernel that the optimizer on the
-device uses, and copies it back, so the weights have the same bits with and without offload. Megatron's
-HybridDeviceOptimizer is not used: it computes on the host's cores instead, and needs CUDA to be built
-(docs/decisions/022-optimizer-state-in-rectangles.md).
+A step copies the state to the device block by block, updates it there with the same fused kernel as without offload,
+and copies it back, so the weights have the same bits. Megatron's HybridDeviceOptimizer computes on the host's cores
+instead, and needs CUDA to be built (docs/decisions/022-optimizer-state-in-rectangles.md).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from tidemill.learner.layout.sizes import OFFLOADED_AT_ONCE
-from tidemill.learner.megatron.clipping import clip_factor, norm_over_ranks
-from tidemill.learner.megatron.optimizer_pieces import MAIN, STATE, OptimizerPiece
+from tidemill.learner.megatron.optimizer_pieces import MAIN, STATE, OptimizerPiece, clip_factor, norm_over_ranks
 
 _SETTINGS = {
     "lr_mult": 1.0,
@@ -45,9 +43,7 @@ class Block:
 
 
 class OffloadedAdam:
-    """Adam over the pieces of one rank. It has those methods and attributes of Megatron's optimizers that the learner
-    uses.
-    """
+    """Adam over the pieces of one rank, with the methods of Megatron's optimizers that the learner uses."""
 
     def __init__(
         self,

@@ -1,8 +1,4 @@
-"""Adam, SGD or an optimizer of torch, with clipping and a learning rate that is a pure function of the step or of the
-trained tokens.
-
-All ranks skip a step that is not finite.
-"""
+"""Adam, SGD or an optimizer of torch, with clipping, and a learning rate by step or trained tokens."""
 
 import logging
 import math
@@ -20,13 +16,13 @@ from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer
 from torch import Tensor
 
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.clipping import clipped
 from tidemill.learner.megatron.cpu_shim import megatron_device
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.offload import OffloadedAdam
 from tidemill.learner.megatron.optimizer_pieces import (
     OptimizerPiece,
     buffers_of,
+    clipped,
     make_leaves,
     own_pieces,
     set_steps,
@@ -60,14 +56,11 @@ def torch_optimizers() -> Iterator[None]:
             setattr(module, name, value)
 
 
-PIECES = "optimizer_pieces"
-"""Place of the optimizer's state in the content of a checkpoint, where it is in pieces."""
+PIECES = "optimizer_pieces"  # place of the optimizer's state in the content of a checkpoint, where it is in pieces
 
 
 class PolicyOptimizer:
-    """Adam for one policy, with float32 main weights in bfloat16: Megatron's optimizer (plain or distributed), or one
-    in host memory.
-    """
+    """Optimizer of one policy: Megatron's (plain or distributed), or offloaded; main weights are float32."""
 
     def __init__(self, policy: Policy, config: OptimizerConfig, *, steps: int, offload: bool = False) -> None:
         """``offload``: keep the state in host memory. Raises ConfigRefused where that is not possible."""
@@ -76,18 +69,15 @@ class PolicyOptimizer:
         """Tokens trained before this step and until its end, which the trainer sets: the place in a schedule by tokens.
         """
         self._has_state = False
-        self._reset_for = 0
-        """Step for which the state was last set to 0."""
-        self._taken = 0
-        """Steps of Adam, those before a restart included; counted for state in pieces only."""
+        self._reset_for = 0  # step for which the state was last set to 0
+        self._taken = 0  # steps of Adam, those before a restart included; counted for state in pieces only
         self._distributed = policy.replicas.distributed_optimizer
         self._experts = bool(policy.config.num_moe_experts)
         if offload and self._experts:
             raise ConfigRefused("learner.offload_optimizer", "false for a model with experts", offload)
         pieces_of = own_pieces if self._distributed else whole_pieces
         self._pieces = [piece for ddp in policy.ddps for piece in pieces_of(ddp)]
-        self._most = config.clip_grad or math.inf
-        """The largest norm of the gradients that is not clipped."""
+        self._most = config.clip_grad or math.inf  # the largest norm of the gradients that is not clipped
         offloaded = partial(
             OffloadedAdam, policy.ddps, self._pieces, distributed=self._distributed, clip_grad=self._most
         )
@@ -149,12 +139,9 @@ class PolicyOptimizer:
         """Clip and apply the gradients in step ``step``. Collective over all ranks; call it inside
         ``megatron_device()``.
 
-        ``loss``: this rank's part of the minimised loss. ``scale`` multiplies the learning rate. All settings of Adam
-        are set here, so an optimizer that was loaded from a checkpoint continues with the configuration of this start.
-
-        Returns the gradient norm before clipping and the learning rate. The norm is None when the step was skipped
-        because loss, gradients or learning rate are not finite on some rank; then weights and Adam's state are
-        unchanged on every rank.
+        ``loss``: this rank's part of the minimised loss. ``scale`` multiplies the learning rate. Returns the gradient
+        norm before clipping and the learning rate. The norm is None when the step was skipped on all ranks because
+        loss, gradients or rate are not finite on one; then weights and Adam's state are unchanged.
         """
         if step in self._config.reset_at and step != self._reset_for:
             self._reset()
@@ -198,8 +185,7 @@ class PolicyOptimizer:
                         tensor.zero_()
 
     def _finite(self, step: int, loss: float, rate: float) -> bool:
-        """Return whether loss, rate and gradients are finite on all ranks, the same on each: NaN and infinity of any
-        rank survive the sum.
+        """Return whether loss, rate and gradients are finite on all ranks, the same on each.
 
         A sum of squares beyond float32 counts as not finite, because Megatron computes the norm for clipping from it.
         """
@@ -222,12 +208,7 @@ class PolicyOptimizer:
         return False
 
     def _reduced(self) -> Iterator[Tensor]:
-        """Yield the gradients that this rank has reduced: with a distributed optimizer its share of each bucket, else
-        all of them.
-
-        The rest of a bucket then has this rank's own sum. Where that is not finite, the share of another rank is not
-        finite either.
-        """
+        """Yield the gradients that this rank has reduced: with a distributed optimizer its share of each bucket."""
         for buffer in (buffer for ddp in self._policy.ddps for buffer in buffers_of(ddp)):
             group = buffer.data_parallel_group
             if not self._distributed:
@@ -244,8 +225,8 @@ class PolicyOptimizer:
         return "sgd" if self._config.name == "sgd" else "adam"
 
     def sharded(self, model: Mapping[str, Any], *, is_loading: bool) -> dict[str, Any]:
-        """Return the optimizer's part of a checkpoint; ``model``: the sharded state of all chunks. The names are those
-        of the plain one.
+        """Return the optimizer's part of a checkpoint, under the plain optimizer's names. ``model``: state of all
+        chunks.
         """
         if not self._in_pieces:
             return {"optimizer": self.inner.sharded_state_dict(model, is_loading=is_loading)}
@@ -288,15 +269,13 @@ class PolicyOptimizer:
         return self._offloaded.tensors() if self._offloaded is not None else state_of_pieces(self.inner, self._pieces)
 
     def _memory_of_state(self) -> AbstractContextManager[None]:
-        """Return the memory region of the first step, which allocates Adam's moments; a context without effect
-        afterwards.
-        """
+        """Return the memory region of the first step, which allocates Adam's moments; later none."""
         first, self._has_state = not self._has_state and self._offloaded is None, True
         return self._policy.memory.region() if first else nullcontext()
 
 
 def _without_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
-    """Give parameters without state a momentum of 0, which the first step treats as none."""
+    # Megatron has none for SGD; the first step treats 0 as none.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:

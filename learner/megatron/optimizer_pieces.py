@@ -1,12 +1,9 @@
-"""The part of the optimizer's state that one rank has, and its place in a checkpoint.
+"""The part of the optimizer's state that one rank has, its place in a checkpoint, and the norm of the gradients.
 
-With a distributed optimizer every data-parallel rank owns an equal range of each gradient bucket, and Adam's moments
-and main weights exist for that range alone. A range may begin and end inside a row of a matrix; in a checkpoint it is
-stored as at most three rectangles of that matrix, under the names that the plain optimizer has. So one optimizer loads
-the state of the other, over any number of ranks, and no rank gathers more than its own part.
-
-Megatron's own formats for its DistributedOptimizer are not used: without Apex or Transformer Engine they lose Adam's
-step, and the plain optimizer cannot read them (docs/decisions/022-optimizer-state-in-rectangles.md).
+With a distributed optimizer every data-parallel rank owns an equal range of each gradient bucket, which may begin and
+end inside a row of a matrix. A checkpoint has it as at most three rectangles of that matrix, under the plain
+optimizer's names, so one optimizer loads the state of the other, over any number of ranks. Megatron's own formats lose
+Adam's step without Apex or Transformer Engine (docs/decisions/022-optimizer-state-in-rectangles.md).
 """
 
 import math
@@ -15,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -24,8 +22,7 @@ from torch import Tensor
 
 STATE = ("exp_avg", "exp_avg_sq")
 """Tensors that torch's Adam keeps for every parameter; their names are part of the checkpoint."""
-MAIN = "fp32_param"
-"""Name of the float32 main weights in a checkpoint, as Megatron has it."""
+MAIN = "fp32_param"  # name of the float32 main weights in a checkpoint, as Megatron has it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,9 +45,7 @@ def whole_pieces(ddp: DistributedDataParallel) -> list[OptimizerPiece]:
 
 
 def buffers_of(ddp: DistributedDataParallel) -> list[Any]:
-    """Return all gradient buffers; those of experts are apart, because other ranks have the same experts than have the
-    same layers.
-    """
+    """Return all gradient buffers; experts have buffers apart, because other ranks share them."""
     return [*ddp.buffers, *ddp.expert_parallel_buffers]
 
 
@@ -75,11 +70,10 @@ def sharded_pieces(
     *,
     replicated: bool = False,
 ) -> list[ShardedTensor]:
-    """Return the checkpoint entries of the pieces' state; ``model``: the model's sharded state, with the parameters
-    themselves.
+    """Return the checkpoint entries of the pieces' state, views of their tensors, so that loading fills them.
 
-    ``tensors``: each piece with its flat tensors by name; the entries are views of them, so loading fills them.
-    ``replicated``: other data-parallel ranks have the same pieces.
+    ``model``: sharded state with the parameters. ``tensors``: each piece with its flat tensors by name. ``replicated``:
+    other data-parallel ranks have the same pieces.
     """
     of_parameter = {
         id(each.data): each for each in nested_values(extract_sharded_tensors_and_factories(dict(model))[0])
@@ -93,9 +87,7 @@ def sharded_pieces(
 
 
 def _places(entry: ShardedTensor | ShardedTensorFactory, parameter: Tensor) -> Iterator[tuple[ShardedTensor, int]]:
-    """Yield the model's entries of a parameter, each with its first element: two for the joint projection of a gated
-    MLP, else one.
-    """
+    """Yield the model's entries of a parameter, each with its first element: two for a gated MLP's joint projection."""
     start = 0
     for place in entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]:
         yield place, start
@@ -134,9 +126,7 @@ def _entries(
 
 
 def rectangles(first: int, last: int, width: int) -> list[tuple[int, int, int, int]]:
-    """Cut elements ``first`` to ``last`` of a matrix with rows of ``width`` into (row, column, rows, columns), in the
-    elements' order.
-    """
+    """Cut elements ``first`` to ``last`` of a matrix with rows of ``width`` into (row, column, rows, columns)."""
     boxes = []
     while first < last:
         row, column = divmod(first, width)
@@ -169,9 +159,7 @@ def make_leaves(inner: Any) -> None:
 
 
 def state_of_pieces(inner: Any, pieces: Sequence[OptimizerPiece]) -> list[tuple[OptimizerPiece, dict[str, Tensor]]]:
-    """Return each piece with its state in Megatron's optimizers (one, and a second for experts); it is made here if no
-    step has made it.
-    """
+    """Return each piece with its state in Megatron's optimizers (a second one for experts), made here before a step."""
     mains = {
         id(parameter): (main, part.optimizer) for part in inner.chained_optimizers for parameter, main in _mains(part)
     }
@@ -214,3 +202,39 @@ def set_steps(inner: Any, steps: int) -> None:
     for part in inner.chained_optimizers:
         for state in part.optimizer.state.values():
             state["step"].fill_(steps)
+
+
+SMALL = 1.0e-6  # Megatron's addition to the norm in the factor of clipping
+
+
+def norm_over_ranks(grads: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the norm of all ranks' gradients, float32; collective. ``device``: of a rank without any."""
+    norms = torch.stack(torch._foreach_norm(list(grads))) if grads else torch.zeros(1, device=device)
+    square = torch.linalg.vector_norm(norms) ** 2
+    dist.all_reduce(square, group=group)
+    return float(square.item() ** 0.5)
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return the factor for gradients of norm ``norm``: 1 up to ``max_norm``, above it ``max_norm`` / norm."""
+    return min(1.0, max_norm / (norm + SMALL))
+
+
+@torch.no_grad()
+def clipped(inner: Any, max_norm: float, device: torch.device) -> float:
+    """Scale the gradients of Megatron's optimizers where their norm is above ``max_norm``. Returns the norm before.
+
+    One collective serves all optimizers with gradients over the same ranks; with experts each has one of its own.
+    """
+    shared, optimizers = inner.grads_states_parallel_group_is_shared(), inner.chained_optimizers
+    by_group = [optimizers] if shared else [[each] for each in optimizers]
+    norms = []
+    for several in by_group:
+        grads = [grad for each in several for grad in each.get_main_grads_for_grad_norm()]
+        norms.append(norm_over_ranks(grads, several[0].get_grad_stats_parallel_group(), device))
+    norm = norms[0] if len(norms) == 1 else math.sqrt(sum(each**2 for each in norms))
+    factor = clip_factor(norm, max_norm)
+    grads = [parameter.grad for each in optimizers for parameter in each.get_parameters()]
+    if factor < 1.0 and (present := [grad.detach() for grad in grads if grad is not None]):
+        torch._foreach_mul_(present, factor)
+    return norm

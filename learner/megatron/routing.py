@@ -20,20 +20,16 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
 
-from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron.layers.attention import PackedRow
-from tidemill.learner.megatron.layers.context import gather_parts
+from tidemill.learner.layout.parallel import Parallel, gather_parts
+from tidemill.learner.megatron.layers.packed_rows import PackedRow
 
 
 def balanced(scale_loss: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[Tensor], Tensor]:
     """Return Megatron's ``grad_scale_func`` for one minibatch: the balancing loss counts as its mean over all tokens.
 
-    That is the sum over the rows of (loss of the row x tokens of the row) / ``tokens``. The ranks that share a row by
-    tensor or context parallelism have parts of its loss, which their gradients add up; each data-parallel rank has rows
-    of its own.
-
-    ``tokens``: number of tokens of the minibatch on all data-parallel ranks, without padding. ``scale_loss`` scales the
-    objective.
+    That is the sum over the rows of (loss of the row x tokens of the row) / ``tokens``. Ranks that share a row have
+    parts of its loss, which their gradients add up. ``tokens``: of the minibatch on all data-parallel ranks, without
+    padding.
     """
 
     def scale(value: Tensor) -> Tensor:
@@ -44,9 +40,7 @@ def balanced(scale_loss: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable
 
 
 class Routing:
-    """The routers of one model. Megatron's setters for all models of a process are not used: a second model would
-    follow them.
-    """
+    """The routers of one model. Megatron's own setters act on all models of a process."""
 
     def __init__(self, chunks: Sequence[GPTModel] = (), *, given: bool = False) -> None:
         """``given``: the rows have their experts already."""
@@ -69,9 +63,7 @@ class Routing:
         self._given, self._mode = given, ""
 
     def own(self, experts_TEK: Tensor) -> tuple[Tensor, ...]:
-        """Return those of the given experts, [T, layers with experts, K], that belong to this model's layers, [T, K]
-        each.
-        """
+        """Return the given experts, [T, layers with experts, K], of this model's layers, [T, K] each."""
         return tuple(experts_TEK[:, place].contiguous() for place in self._places) if self._given else ()
 
     @contextmanager
@@ -82,20 +74,13 @@ class Routing:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Send the tokens of every row to their given experts inside the context; without given ones the routers
-        choose.
-        """
+        """Send tokens to their given experts inside the context; without given ones the routers choose."""
         with self._in("replay" if self._given else ""):
             yield
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Send the tokens of every row to its experts inside the context; rows without any, and tokens without known
-        ones, choose.
-
-        A row of padding, which the interleaved schedule adds, has none. A layer that is computed again takes the same
-        ones.
-        """
+        """Send tokens to their experts inside the context; rows without any, and tokens without known ones, choose."""
         with self._in("replay"):
             yield
 
@@ -111,7 +96,7 @@ class Routing:
                 replay.clear_indices()
 
     def observe(self, ranks: Parallel) -> None:
-        """From now on every row keeps in ``PackedRow.routed`` where its last pass sent the tokens of the whole row.
+        """Keep in ``PackedRow.routed`` of every row from now on where its last pass sent its tokens.
 
         A layer costs a synchronization, and a collective where other ranks have other tokens of the row.
         """
@@ -153,9 +138,7 @@ class Routing:
 
     @contextmanager
     def _recorded_or_replayed(self, packed: PackedRow, places: slice) -> Iterator[None]:
-        """``own``: places of the chunk's routers. Chunks of different rows alternate; each chunk gets the rows in their
-        order.
-        """
+        """``places``: of the chunk's routers. Chunks of different rows alternate; each gets the rows in their order."""
         replays = self._replays[places]
         if self._mode == "record":
             _act(replays, RouterReplayAction.RECORD)
@@ -192,8 +175,6 @@ def _act(replays: Sequence[Any], action: RouterReplayAction) -> None:
 
 
 def _affinities(router: Any, hidden: Tensor) -> Tensor:
-    """Return the affinity of each token to all experts, [T, E] float32: before groups, the bias of experts and the
-    choice.
-    """
+    """Return the affinity of each token to all experts, [T, E] float32, before groups, bias and choice."""
     logits_TE = router.gating(hidden).flatten(0, -2).float()
     return logits_TE.sigmoid() if router.score_function == "sigmoid" else logits_TE.softmax(-1)

@@ -17,11 +17,10 @@ from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.learner.algorithms.aggregation import Denominators
 from tidemill.learner.algorithms.tokens import RewardParts, Tokens, TurnColumns
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
-from tidemill.learner.batch.prefixes import Tree, tree_of
-from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron.layers.attention import PackedRow, packed_row
-from tidemill.learner.megatron.layers.context import own_part
+from tidemill.learner.batch.repacking import Tree, tree_of
+from tidemill.learner.layout.parallel import Parallel, own_part
 from tidemill.learner.megatron.layers.kernels import SDPA
+from tidemill.learner.megatron.layers.packed_rows import PackedRow, packed_row
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.routing import Routing
 
@@ -36,20 +35,27 @@ class Fan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A micro-batch on the device. Tokens and targets are this context-parallel rank's part of the row; all else is of
-    the whole row. With ``fan``, the tokens and their layout are the computed ones.
-    """
+class ModelInput:
+    """Attributes of a row that a forward pass reads."""
 
     tokens_T: Tensor
+    """Of this rank's part of the row."""
+    packed: PackedRow
+    """Layout of the whole row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(ModelInput):
+    """A micro-batch on the device. Tokens and targets are this context-parallel rank's part, all else the whole row.
+
+    With ``fan``, the tokens and their layout are the computed ones.
+    """
+
     targets_T: Tensor
     position_T: Tensor
     """Index of the target in its response, from 0."""
     temperature: float | Tensor
-    """Sampling temperature of all samples of the step, or, where they differ, that of each token's sample, [T]; 1 for
-    padding.
-    """
-    packed: PackedRow
+    """Sampling temperature of the step, or, where samples differ, of each token, [T]; 1 for padding."""
     turn_T: Tensor
     """Index of the turn that sampled the target, 0..C-1; -1 where not trainable."""
     seen: Tokens
@@ -59,15 +65,10 @@ class Row:
     fan: Fan | None = None
     """With shared prefixes, how the computed tokens stand for those of the row; None = each is one of the row's."""
     listed_TK: Tensor | None = None
-    """Token ids that the teacher listed, of this context-parallel rank's part, [T, K]; None = it listed none.
-
-    Those of the reference are known on the last stage only, where the loss is.
-    """
+    """Token ids that the teacher listed, this rank's part, [T, K]; None = none. Of the reference: on the last stage."""
 
     def read(self, values_C: Tensor) -> Tensor:
-        """Return the model's values at the tokens that the loss reads: of all of this rank's part, or with ``fan`` of
-        those that predict a trainable one, [M, ...].
-        """
+        """Return the values at the tokens that the loss reads: with ``fan`` those before a trainable one."""
         return values_C if self.fan is None else values_C.index_select(0, self.fan.source_M)
 
     def read_row(self, values_T: Tensor) -> Tensor:
@@ -114,9 +115,7 @@ class Step:
 
 
 def step_of(batch: StepBatch, *, constant: float) -> Step:
-    """Return the values that the rows of a batch share. ``constant``: that of the denominators; 0 = the longest
-    response.
-    """
+    """Return the values that the rows of a batch share. ``constant``: of the denominators; 0 = the longest response."""
     return Step(
         rewards_N=tensor_of(batch.rewards_N).double(),
         groups_N=tensor_of(batch.groups_N),
@@ -142,9 +141,7 @@ def step_of(batch: StepBatch, *, constant: float) -> Step:
 
 
 def rows_of(batch: StepBatch, ranks: Parallel, routing: Routing | None = None, *, shared: bool = False) -> list[Row]:
-    """Return the micro-batches of a batch on the device of this rank, its part of each. ``routing``: that of the model
-    they are for. ``shared``: compute the common prefixes of sequences once (``obstacle``).
-    """
+    """Return the micro-batches on this rank's device. ``shared``: compute common prefixes once (``obstacle``)."""
     rows = [_row(micro_batch, batch, ranks) for micro_batch in batch.micro_batches]
     if shared:
         trees = [tree_of(micro_batch) for micro_batch in batch.micro_batches]
@@ -157,10 +154,7 @@ def rows_of(batch: StepBatch, ranks: Parallel, routing: Routing | None = None, *
 
 
 def obstacle(policy: Policy, *, watched: bool) -> str:
-    """Return why common prefixes of sequences cannot be computed once; empty = they can.
-
-    ``watched``: the values of all tokens of a row are recorded.
-    """
+    """Return why common prefixes cannot be computed once; empty = they can. ``watched``: all tokens are recorded."""
     if policy.parallel.cp_size > 1:
         return "context parallelism divides the tokens of a row over ranks"
     if policy.bridge.kernels.attention != SDPA:
@@ -171,7 +165,6 @@ def obstacle(policy: Policy, *, watched: bool) -> str:
 
 
 def _shared(row: Row, tree: Tree, ranks: Parallel) -> Row:
-    """Return the row with the computed tokens of its tree, and padding for sequence parallelism."""
     missing = -len(tree.take_P) % ranks.tp_size
     padding = torch.zeros(missing, dtype=torch.int64, device=ranks.device)
     take_P = torch.from_numpy(tree.take_P).to(ranks.device)
@@ -192,9 +185,7 @@ def _shared(row: Row, tree: Tree, ranks: Parallel) -> Row:
 
 
 def _part_of_router(values_T: Tensor, ranks: Parallel) -> Tensor:
-    """Return this rank's part of values of a row's tokens where experts are chosen: sequence parallelism divides the
-    tokens there, too.
-    """
+    """Return this rank's part of a row's values at its routers, where sequence parallelism divides the tokens, too."""
     part = own_part(values_T, ranks.cp_rank, ranks.cp_size)
     return own_part(
         part, ranks.tp_rank, ranks.tp_size

@@ -1,135 +1,41 @@
 """A rank's training state in a checkpoint, saved and loaded with Megatron's distributed checkpoints (``torch_dist``).
 
 It consists of model, optimizer, random generators and, where there are any, proximal weights, a changing reference and
-a critic. The caller provides a directory that no other process uses, makes it durable afterwards, and stores position
-and data state. Saving and loading are collective over all ranks.
+a critic. Saving and loading are collective over all ranks; the caller makes the directory durable.
 """
 
 import logging
 import random
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
-    TorchDistLoadShardedStrategy,
-    _replace_sharded_keys_with_state_dict_keys,
-    _replace_state_dict_keys_with_sharded_keys,
-    _restore_dict_types,
-    _unwrap_pyt_sharded_tensor,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.checkpoints.remote_files import CheckpointFiles
 from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
-from tidemill.learner.megatron.checkpoint_writer import HostCopies, Staged, StagedSave
+from tidemill.learner.megatron.backups import NO_OTHER_MODELS, OtherModels, WeightBackup
+from tidemill.learner.megatron.checkpoint_files import HostCopies, PeerLoad, Staged, StagedSave
 from tidemill.learner.megatron.cpu_shim import megatron_device, plain_torch
-from tidemill.learner.megatron.critic import Critic
 from tidemill.learner.megatron.initial_weights import load_megatron, refuse_another_model
 from tidemill.learner.megatron.layers.lora import is_adapter
-from tidemill.learner.megatron.model import Policy, WeightBackup
+from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 
 log = logging.getLogger(__name__)
 
 
-class _PeerFiles(FileSystem):
-    """The files of a checkpoint as ``FileSystemReader`` opens them."""
-
-    def __init__(self, files: CheckpointFiles, directory: Path) -> None:
-        super().__init__()
-        self._files, self._directory = files, directory
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a file for reading."""
-        assert mode == "rb", mode
-        with self._files.open(str(Path(path).relative_to(self._directory))) as stream:
-            yield stream
-
-
-class PeerReader(CachedMetadataFileSystemReader):
-    """Torch storage reader: (file, offset, length) from the local file, or from another node."""
-
-    def __init__(self, directory: Path, files: CheckpointFiles) -> None:
-        super().__init__(directory)
-        self.fs = _PeerFiles(files, directory)
-
-
-class PeerLoad(TorchDistLoadShardedStrategy):
-    """Load strategy for ``dist_checkpointing.load``: Megatron's own with ``PeerReader``, which it has no parameter
-    for.
-    """
-
-    def __init__(self, files: CheckpointFiles) -> None:
-        super().__init__()
-        self._files = files
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        """Return the loaded content of the sharded state. Collective. Raises CheckpointCorrupt, on every rank."""
-        tensors = [part for part in nested_values(sharded_state_dict) if isinstance(part, ShardedTensor)]
-        renamed, flat, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
-        content = mcore_to_pyt_state_dict(renamed, True)
-        planner = MCoreLoadPlanner(
-            shapes_validation_sharded_tensors=[part for part in tensors if not part.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={part.key: part for part in tensors if part.allow_shape_mismatch},
-        )
-        with warnings.catch_warnings():
-            # Megatron uses this function, too: it loads in place, and ranks may have different keys.
-            warnings.filterwarnings("ignore", message=".*load_state_dict.*", category=FutureWarning)
-            try:
-                torch_checkpoint.load_state_dict(
-                    content, PeerReader(Path(checkpoint_dir), self._files), planner=planner
-                )
-            except CheckpointException as error:
-                _raise_corrupt(error)
-                raise
-        plain = {key: _unwrap_pyt_sharded_tensor(value) for key, value in content.items()}
-        loaded = _replace_sharded_keys_with_state_dict_keys(plain, flat, names)
-        _restore_dict_types(loaded, sharded_state_dict)
-        return loaded
-
-
-def _raise_corrupt(error: CheckpointException) -> None:
-    """Raise the first rank's CheckpointCorrupt, if that is the reason; torch has it with the rank's traceback."""
-    for _, (reason, _) in sorted(error.failures.items()):
-        if isinstance(reason, CheckpointCorrupt):
-            raise reason from None
-
-
-FORMAT = 1
-"""Version of the content of a checkpoint."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """State beside the policy's."""
-
-    reference: WeightBackup | None = None
-    """Weights of a reference that changes; None = it never does, and a start makes it again."""
-    critic: Critic | None = None
-
-
-NOTHING_BESIDE = Beside()
+FORMAT = 1  # version of the content of a checkpoint
 
 
 def stage(
@@ -138,25 +44,21 @@ def stage(
     step: int,
     policy: Policy,
     optimizer: PolicyOptimizer,
-    proximal: WeightBackup | None = None,
-    beside: Beside = NOTHING_BESIDE,
+    others: OtherModels = NO_OTHER_MODELS,
     numbers: Mapping[str, float] | None = None,
     copies: HostCopies | None = None,
 ) -> Staged:
-    """Plan this rank's part of the state after ``step`` for ``directory`` (existing and empty; on each node its own, or
-    one for all).
+    """Plan this rank's part of the state after ``step`` for ``directory`` (existing and empty).
 
-    With ``copies`` the state may change afterwards; without, not before it is written. Rank 0 has written the common
-    part then.
-    ``numbers``: scalars of the algorithm, equal on all ranks; ``load`` returns them. Raises CheckpointUnwritten,
-    MemoryReleased.
+    With ``copies`` the state may change afterwards; without, not before it is written. ``numbers``: scalars of the
+    algorithm, equal on all ranks; ``load`` returns them. Raises CheckpointUnwritten, MemoryReleased.
     """
     policy.memory.want("a checkpoint")
     strategy = StagedSave(copies)
     with megatron_device():
-        content = _sharded(policy, optimizer, proximal, beside, is_loading=False)
+        content = _sharded(policy, optimizer, others, is_loading=False)
         content["rng"] = _rng_object(_rng_state())
-        content["facts"] = _facts(step, policy, proximal, beside) | {
+        content["facts"] = _facts(step, policy, others) | {
             "optimizer": optimizer.kind,
             "numbers": dict(numbers or {}),
         }
@@ -168,9 +70,7 @@ def stage(
 
 @contextmanager
 def _torch_reason(directory: Path) -> Iterator[None]:
-    """Raise CheckpointUnwritten for a file that torch could not write: its own error names neither the file nor the
-    reason.
-    """
+    """Raise CheckpointUnwritten where torch could not write: its own error names neither file nor reason."""
     try:
         yield
     except RuntimeError as error:
@@ -190,22 +90,14 @@ def save(
     step: int,
     policy: Policy,
     optimizer: PolicyOptimizer,
-    proximal: WeightBackup | None = None,
-    beside: Beside = NOTHING_BESIDE,
+    others: OtherModels = NO_OTHER_MODELS,
     numbers: Mapping[str, float] | None = None,
 ) -> None:
-    """Write the state after ``step`` into a directory that all ranks share, without a manifest. Raises as ``stage``,
-    and OSError.
-    """
-    _write_all(
-        stage(
-            directory, step=step, policy=policy, optimizer=optimizer, proximal=proximal, beside=beside, numbers=numbers
-        )
-    )
+    """Write the state into a directory that all ranks share, without a manifest. Raises as ``stage``, and OSError."""
+    _write_all(stage(directory, step=step, policy=policy, optimizer=optimizer, others=others, numbers=numbers))
 
 
 def _write_all(staged: Staged) -> None:
-    """Write the parts of all ranks and the index."""
     results: list[list[WriteResult] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(results, staged.write())
     if dist.get_rank() == 0:
@@ -218,33 +110,28 @@ def load(
     *,
     policy: Policy,
     optimizer: PolicyOptimizer,
-    proximal: WeightBackup | None = None,
-    beside: Beside = NOTHING_BESIDE,
+    others: OtherModels = NO_OTHER_MODELS,
     files: CheckpointFiles | None = None,
 ) -> tuple[int, dict[str, float]]:
     """Load the state of ``directory``, which may have been saved by another number of ranks.
 
-    With ``files``, which may be on other nodes, the directory needs only Megatron's metadata files. Returns the step
-    and the numbers of the checkpoint. Raises CheckpointCorrupt when it has another format or lacks proximal weights
-    that are needed, or no node has a range intact, and ConfigRefused when it is one of another model.
+    With ``files``, which may be on other nodes, the directory needs only Megatron's metadata. Returns the step and the
+    numbers of the checkpoint. Raises CheckpointCorrupt for another format, missing proximal weights or a range that is
+    intact nowhere, and ConfigRefused for a checkpoint of another model.
     """
     facts = load_common_state_dict(str(directory))["facts"]
-    _refuse_missing_state(directory, facts, optimizer, proximal)
+    _refuse_missing_state(directory, facts, optimizer, others)
     _refuse_other_adapters(
         directory, facts, policy, "the settings of learner.lora and the model that this run began with"
     )
-    _refuse_other_roles(directory, facts, beside)
+    _refuse_other_roles(directory, facts, others)
     with megatron_device(), policy.memory.region():
-        content = _sharded(policy, optimizer, proximal, beside, is_loading=True)
-        for key in _keys(policy, "model"):
-            refuse_another_model(
-                directory, content[key], "model.path", "the model this run began with (another one needs another run)"
-            )
-        if beside.critic is not None:
-            for key in _keys(beside.critic.model, "model"):
-                refuse_another_model(
-                    directory, content["critic"][key], "learner.critic.path", "the critic this run began with"
-                )
+        content = _sharded(policy, optimizer, others, is_loading=True)
+        want = "the model this run began with (another one needs another run)"
+        _refuse_other_chunks(directory, content, policy, "model.path", want)
+        if others.critic is not None:
+            want = "the critic this run began with"
+            _refuse_other_chunks(directory, content["critic"], others.critic.model, "learner.critic.path", want)
         same_world = facts["world"] == dist.get_world_size()
         if same_world:
             # The object has one part for each rank that saved, so another number of ranks cannot load it.
@@ -254,36 +141,34 @@ def load(
             loaded = dist_checkpointing.load(content, str(directory), None if files is None else PeerLoad(files))
         _load_chunks(policy, loaded)
         optimizer.restore(loaded)
-        if beside.critic is not None:
-            _load_chunks(beside.critic.model, loaded["critic"])
-            beside.critic.optimizer.restore(loaded["critic"])
-    for name, copies in (("proximal", proximal), ("reference", beside.reference)):
+        if others.critic is not None:
+            _load_chunks(others.critic.model, loaded["critic"])
+            others.critic.optimizer.restore(loaded["critic"])
+    for name, copies in (("proximal", others.proximal), ("reference", others.reference)):
         if copies is not None:
             copies.restore({each: tensor for key in _keys(policy, name) for each, tensor in loaded[key].items()})
     if same_world:
         _restore_rng(loaded["rng"])
     else:
-        log.warning(
-            "random generators are not restored saved_by_ranks=%d loaded_by_ranks=%d",
-            facts["world"],
-            dist.get_world_size(),
-        )
+        world = dist.get_world_size()
+        log.warning("random generators are not restored saved_by_ranks=%d loaded_by_ranks=%d", facts["world"], world)
     return int(facts["step"]), dict(facts.get("numbers", {}))
 
 
-def load_weights(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer) -> int:
-    """Load only the weights of a checkpoint, saved with any parallel layout; the optimizer starts without state.
+def _refuse_other_chunks(directory: Path, content: JsonMapping, policy: Policy, setting: str, want: str) -> None:
+    for key in _keys(policy, "model"):
+        refuse_another_model(directory, content[key], setting, want)
 
-    Returns the step of the checkpoint. Raises ConfigRefused for a checkpoint of another model.
-    """
+
+def load_weights(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer) -> int:
+    """Load the weights of a checkpoint alone; the optimizer starts without state. Returns its step. ConfigRefused."""
     step = load_model(directory, policy=policy, setting="learner.from_checkpoint")
     optimizer.inner.reload_model_params()  # in bfloat16, the optimizer has float32 copies of the weights
     return step
 
 
 def load_model(directory: Path, *, policy: Policy, setting: str) -> int:
-    """Load only the weights of a checkpoint of Tidemill or of Megatron, saved with any parallel layout. Returns its
-    step.
+    """Load the weights alone of a checkpoint of Tidemill or of Megatron, of any layout. Returns its step.
 
     Raises ConfigRefused, which names ``setting``, for a checkpoint of another model.
     """
@@ -305,26 +190,20 @@ def load_model(directory: Path, *, policy: Policy, setting: str) -> int:
 
 
 def save_model(directory: Path, *, policy: Policy) -> None:
-    """Write only the weights into a directory that all ranks share, as a checkpoint of step 0, without a manifest.
-    Raises OSError.
-    """
+    """Write the weights alone as a checkpoint of step 0, without a manifest. Raises OSError."""
     strategy = StagedSave()
     with megatron_device():
-        facts = _facts(0, policy, None, NOTHING_BESIDE) | {"weights_only": True}
+        facts = _facts(0, policy, NO_OTHER_MODELS) | {"weights_only": True}
         dist_checkpointing.save({**_model(policy), "facts": facts}, str(directory), strategy)
     assert strategy.staged is not None
     _write_all(strategy.staged)
 
 
-def _refuse_missing_state(
-    directory: Path, facts: JsonMapping, optimizer: PolicyOptimizer, proximal: WeightBackup | None
-) -> None:
-    """Raise CheckpointCorrupt or ConfigRefused when the checkpoint does not have the state that this rank needs, in
-    this format.
-    """
+def _refuse_missing_state(directory: Path, facts: JsonMapping, optimizer: PolicyOptimizer, others: OtherModels) -> None:
+    """Raise CheckpointCorrupt or ConfigRefused when the checkpoint lacks state that this rank needs."""
     if facts["format"] != FORMAT:
         raise CheckpointCorrupt(str(directory), "common.pt", f"format {FORMAT}", facts["format"])
-    if proximal is not None and not facts["proximal"]:
+    if others.proximal is not None and not facts["proximal"]:
         raise CheckpointCorrupt(str(directory), "common.pt", "proximal weights (push_every > 1)", "none")
     if facts.get("weights_only"):
         want = "a checkpoint with the optimizer's state, or a new run with learner.from_checkpoint"
@@ -333,22 +212,20 @@ def _refuse_missing_state(
         raise ConfigRefused("learner.optimizer.name", f"{kind}, whose state is in {directory}", optimizer.kind)
 
 
-def _refuse_other_roles(directory: Path, facts: JsonMapping, beside: Beside) -> None:
-    """Raise ConfigRefused for a run that has or has not a critic, or a reference that changes, unlike the run that
-    saved.
-    """
+def _refuse_other_roles(directory: Path, facts: JsonMapping, others: OtherModels) -> None:
+    """Raise ConfigRefused for a critic or a changing reference where the run that saved had none, or the reverse."""
     roles = {
         "critic": (
             "learner.algorithm.advantage",
             "one with a critic (gae, vtrace)",
             "one without a critic",
-            beside.critic,
+            others.critic,
         ),
         "reference": (
             "learner.algorithm.kl",
             "reference_every or reference_ema > 0",
             "neither reference_every nor reference_ema",
-            beside.reference,
+            others.reference,
         ),
     }
     for name, (setting, stored, absent, now) in roles.items():
@@ -362,9 +239,7 @@ def _refuse_other_roles(directory: Path, facts: JsonMapping, beside: Beside) -> 
 
 
 def _refuse_other_adapters(directory: Path, facts: JsonMapping, policy: Policy, want: str) -> None:
-    """Raise ConfigRefused when the checkpoint has no adapters and the policy has, or the reverse, or others, or ones on
-    another model.
-    """
+    """Raise ConfigRefused when checkpoint and policy have different adapters, or ones on different models."""
     stored: JsonMapping | None = facts.get("lora")
     current = None if policy.adapters is None else policy.adapters.facts()
     if stored == current:
@@ -384,15 +259,13 @@ def _rank_of(facts: JsonMapping | None) -> int:
     return 0 if facts is None else int(facts["rank"])
 
 
-def _sharded(
-    policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None, beside: Beside, *, is_loading: bool
-) -> dict[str, Any]:
+def _sharded(policy: Policy, optimizer: PolicyOptimizer, others: OtherModels, *, is_loading: bool) -> dict[str, Any]:
     content = _trained(policy, optimizer, is_loading=is_loading)
-    for name, copies in (("proximal", proximal), ("reference", beside.reference)):
+    for name, copies in (("proximal", others.proximal), ("reference", others.reference)):
         if copies is not None:
             content |= _of_copies(policy, copies, name)
-    if beside.critic is not None:
-        content["critic"] = _trained(beside.critic.model, beside.critic.optimizer, is_loading=is_loading)
+    if others.critic is not None:
+        content["critic"] = _trained(others.critic.model, others.critic.optimizer, is_loading=is_loading)
         add_prefix_for_sharding(content["critic"], "critic.")
     return content
 
@@ -403,7 +276,7 @@ def _trained(policy: Policy, optimizer: PolicyOptimizer, *, is_loading: bool) ->
 
 
 def _of_copies(policy: Policy, copies: WeightBackup, name: str) -> dict[str, Any]:
-    """Return the layout of the model's own shards, with the copies as their data and under other names."""
+    # Shards as the model's own, with the copies as data, under other names.
     content: dict[str, Any] = {}
     for number, (key, part) in enumerate(zip(_keys(policy, name), _model(policy).values(), strict=True)):
         before = f"{number}." if len(policy.chunks) > 1 else ""
@@ -418,14 +291,12 @@ def _of_copies(policy: Policy, copies: WeightBackup, name: str) -> dict[str, Any
 
 
 def _keys(policy: Policy, name: str) -> list[str]:
-    """Return the places of the chunks in the content of a checkpoint. The files do not have them."""
+    # Places in the content that is saved; the files do not have them.
     return [name] if len(policy.chunks) == 1 else [f"{name}{number}" for number in range(len(policy.chunks))]
 
 
 def _model(policy: Policy) -> dict[str, Any]:
-    """Return the sharded state of each chunk at its place: of a model with adapters only these, because its directory
-    has the rest.
-    """
+    """Return the sharded state of each chunk at its place; with adapters theirs alone."""
     return {key: _entries(policy, chunk) for key, chunk in zip(_keys(policy, "model"), policy.chunks, strict=True)}
 
 
@@ -439,8 +310,8 @@ def _load_chunks(policy: Policy, loaded: Mapping[str, Any]) -> None:
         chunk.load_state_dict(loaded[key], strict=policy.adapters is None)
 
 
-def _facts(step: int, policy: Policy, proximal: WeightBackup | None, beside: Beside) -> JsonObject:
-    roles = {"proximal": proximal, "reference": beside.reference, "critic": beside.critic}
+def _facts(step: int, policy: Policy, others: OtherModels) -> JsonObject:
+    roles = {"proximal": others.proximal, "reference": others.reference, "critic": others.critic}
     facts = {
         "format": FORMAT,
         "step": step,

@@ -1,5 +1,4 @@
-"""The optimizer steps of one StepBatch: micro-batches through Megatron's schedule, the objective, its diagnostics,
-Adam.
+"""The optimizer steps of one StepBatch: micro-batches through the model, the objective, its diagnostics, Adam.
 
     batch -> old and reference log-probs, where needed -> advantages -> for each minibatch: corrections, loss, Adam
 
@@ -13,15 +12,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from tidemill.learner.algorithms import diagnostics
-from tidemill.learner.algorithms.aggregation import Denominators
+from tidemill.learner.algorithms.aggregation import Denominators, Supervised
 from tidemill.learner.algorithms.choices import RUNNING
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.correction import rate_factor
@@ -29,79 +26,37 @@ from tidemill.learner.algorithms.diagnostics import Sums
 from tidemill.learner.algorithms.gae_vtrace import with_token_advantages
 from tidemill.learner.algorithms.kl import EntropyBonus, counted_samples, next_coefficient
 from tidemill.learner.algorithms.objective import Coupled, Objective, sequence_weight_sums
-from tidemill.learner.algorithms.policy_losses import Supervised
 from tidemill.learner.algorithms.ratios import log_ratio, sequence_sums
 from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import StepBatch, without_truncated
-from tidemill.learner.batch.prefixes import any_common
-from tidemill.learner.batch.repacking import packings, repacked
+from tidemill.learner.batch.repacking import any_common, packings, repacked
 from tidemill.learner.debug import collector
 from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
 from tidemill.learner.debug.report import REPORTED_STEPS
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.layout.stages import of_last, tensors_of_last
+from tidemill.learner.megatron.backups import NO_OTHER_MODELS, OtherModels, OtherWeights
 from tidemill.learner.megatron.cpu_shim import megatron_device
-from tidemill.learner.megatron.critic import Critic
 from tidemill.learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
-from tidemill.learner.megatron.layers.context import gather_parts
-from tidemill.learner.megatron.layers.output_layer import is_embedding_too, output_weight
-from tidemill.learner.megatron.logprobs import listed_log_probs, log_probs_and_entropy, logits_at, most_probable
-from tidemill.learner.megatron.model import OtherWeights, Policy, WeightBackup
+from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.routing import balanced
+from tidemill.learner.megatron.passes import Passes, Scores
 from tidemill.learner.megatron.rows import Row, Step, obstacle, rows_of, step_of, tensor_of
-from tidemill.learner.megatron.schedule import run_rows
 from tidemill.learner.settings.config import HooksConfig
 from tidemill.learner.settings.step_settings import StepSettings
 
 log = logging.getLogger(__name__)
-_BASELINE = "baseline/"
-"""Prefix of the running baselines among the numbers of a checkpoint."""
+_BASELINE = "baseline/"  # prefix of the running baselines among the numbers of a checkpoint
 _Terms = tuple[Denominators, Supervised | None]
 """Denominators of the samples of policies, and the term of the demonstrations; None = the step has none."""
-
-
-_Listed = tuple[Tensor | None, Tensor | None]
-"""Ids of the most probable tokens, of this context-parallel rank's part, and their log-probs, of the whole row; None =
-not listed here.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scores:
-    """Scores of the tokens of a row under one policy."""
-
-    log_probs_T: Tensor
-    entropy_T: Tensor
-    listed: _Listed
-    """On the last stage only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Update:
     """Result of the optimizer step of one minibatch."""
 
-    sums: Sums
-    """Diagnostics of the minibatch's rows on this rank."""
-    norm: float | None
-    """Norm of the gradient before clipping; None = skipped, on all ranks."""
-    rate: float
-    """Learning rate."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OtherModels:
-    """The models beside the policy, as far as they are kept."""
-
-    proximal: WeightBackup | None = None
-    """Weights of the last published version, if that is not always the one a step starts from; else None."""
-    reference: WeightBackup | None = None
-    """Weights of the reference model, if the algorithm needs one; else None."""
-    critic: Critic | None = None
-    """Trained with the policy, if the algorithm needs one; else None."""
-
-
-NO_OTHER_MODELS = OtherModels()
+    sums: Sums  # diagnostics of the minibatch's rows on this rank
+    norm: float | None  # norm of the gradient before clipping; None = skipped, on all ranks
+    rate: float  # learning rate
 
 
 class Trainer:
@@ -119,11 +74,7 @@ class Trainer:
         collector: Collector | None = None,
         hooks: HooksConfig = NO_HOOKS,
     ) -> None:
-        """``turn_gamma``: discount of the returns of turns, each of which has an advantage of its own; None = one for
-        an episode.
-
-        ``collector``: gets the values of each token.
-        """
+        """``turn_gamma``: discount of the returns of turns, which have advantages of their own; None = no turns."""
         critic = others.critic
         self._collector = collector
         if collector is not None:
@@ -150,9 +101,7 @@ class Trainer:
         self._trained_tokens = 0.0
         self._lag_buckets = diagnostics.num_lag_buckets(max_lag)
         self._set(algorithm, turn_gamma)
-        _prepare(policy, optimizer)
-        if critic is not None:
-            _prepare(critic.model, critic.optimizer)
+        self._passes = Passes(policy, optimizer)
 
     def _set(self, algorithm: AlgorithmConfig, turn_gamma: float | None) -> None:
         self._objective, self._algorithm, self._turn_gamma = Objective(algorithm), algorithm, turn_gamma
@@ -160,9 +109,7 @@ class Trainer:
         """Coefficient of the entropy bonus, which ``entropy.target`` moves; part of the checkpoint then."""
 
     def configure(self, settings: StepSettings) -> None:
-        """Take over the settings of the next steps, as a start does that continues from a checkpoint of the step
-        before.
-        """
+        """Take over the settings of the next steps, as a start that continues from the checkpoint before would."""
         numbers = self.numbers
         self._set(settings.algorithm, settings.turn_gamma)
         self._optimizer.configure(settings.optimizer, steps=settings.steps)
@@ -177,9 +124,7 @@ class Trainer:
         return {"kl_scale": self.kl_scale, "trained_tokens": self._trained_tokens, **adaptive, **running}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
-        """Go on with the ``numbers`` of a checkpoint. Raises ConfigRefused for one without a count of tokens that a
-        schedule needs.
-        """
+        """Go on with the ``numbers`` of a checkpoint. ConfigRefused for one without tokens for a schedule."""
         self.kl_scale = numbers["kl_scale"]
         if self._algorithm.entropy.target and "entropy_coef" in numbers:  # missing where the target was set later
             self.entropy_bonus = EntropyBonus(coef=numbers["entropy_coef"], low=bool(numbers["entropy_low"]))
@@ -206,8 +151,8 @@ class Trainer:
         all ranks.
 
         A loss is a sum over all trainable tokens of its minibatch, with denominators of the whole minibatch, for any
-        split over ranks. A minibatch with a loss or gradients that are not finite is skipped on all ranks: weights and
-        optimizer do not change, and it counts only in ``train/skipped_minibatches``. Raises MemoryReleased.
+        split over ranks. A minibatch that is not finite is skipped on all ranks, and counts only in
+        ``train/skipped_minibatches``. Raises MemoryReleased.
         """
         self._policy.memory.want("a step")
         began = time.perf_counter()
@@ -233,7 +178,7 @@ class Trainer:
             taught = {}
             if self._critic is not None:
                 targets = [(part, terms[0]) for part, terms in minibatches]
-                taught = self._critic.train(targets, batch, summed=self._summed)
+                taught = self._critic.train(targets, batch, summed=self._passes.summed)
             updates = [
                 self._minibatch(part, step, terms, batch, number) for number, (part, terms) in enumerate(minibatches)
             ]
@@ -253,14 +198,11 @@ class Trainer:
         }
 
     def log_probs(self, batch: StepBatch) -> list[Tensor]:
-        """Return log-probs of the targets of every micro-batch under the current weights, [T] each, without gradient.
-
-        Raises MemoryReleased.
-        """
+        """Return log-probs of the targets of every micro-batch, [T] each, without gradient. Raises MemoryReleased."""
         self._policy.memory.want("log-probs")
         rows = rows_of(batch, self._policy.parallel, self._policy.routing)
         with megatron_device(), self._policy.routing.given():
-            return [scores.log_probs_T for scores in self._forward_only(rows)]
+            return [scores.log_probs_T for scores in self._passes.scores(rows)]
 
     # ---- parts of a step
 
@@ -271,7 +213,7 @@ class Trainer:
 
     def _record_first_pass(self, record: Collector, batch: StepBatch, rows: list[Row]) -> None:
         with self._policy.routing.given():
-            first_pass = self._forward_only(rows)
+            first_pass = self._passes.scores(rows)
         passed = [{"log_probs": scores.log_probs_T, "entropy": scores.entropy_T} for scores in first_pass]
         record.begin(batch, passed, _routed(rows))
 
@@ -285,8 +227,9 @@ class Trainer:
             )
 
     def _without_gradient(self, step: Step, advantages: Tensor | None) -> Tensor:
-        """Return the samples whose every term of the loss is 0, bool [N] on the CPU. ``advantages``: of the samples or
-        turns, where the loss has no other term; None = only samples without trainable tokens are left out.
+        """Return the samples whose every term of the loss is 0, bool [N] on the CPU.
+
+        ``advantages``: where the loss has no other term; None = only samples without trainable tokens are left out.
         """
         if self._collector is not None or self._policy.mixture.counts_tokens:  # their values are of all tokens
             return torch.zeros_like(step.demonstration_N)
@@ -298,10 +241,10 @@ class Trainer:
         return idle_N | ~(moved_N | step.demonstration_N)
 
     def _repacked(self, batch: StepBatch, skipped_N: Tensor, *, shared: bool) -> tuple[StepBatch, list[int]]:
-        """Return the batch without the samples, and the number of rows of each minibatch. ``shared``: this rank has
-        prompts to share. Collective.
+        """Return the batch without the samples, and the number of rows of each minibatch, equal on all ranks.
+        Collective.
 
-        All ranks have as many rows, at least one, because all take part in the collectives of each.
+        ``shared``: this rank has prompts to share.
         """
         ranks = self._policy.parallel
         minibatches, rows = None, [len(batch.micro_batches) // batch.num_minibatches] * batch.num_minibatches
@@ -331,7 +274,7 @@ class Trainer:
                     others.take(self._proximal)
                 self._hooks.before_log_probs(BeforeLogProbs(policy="proximal", batch=batch, chunks=chunks))
                 with self._policy.routing.recording():
-                    old = self._forward_only(rows)
+                    old = self._passes.scores(rows)
                 rows = [
                     replace(row, seen=replace(row.seen, old_T=scores.log_probs_T, old_entropy_T=scores.entropy_T))
                     for row, scores in zip(rows, old, strict=True)
@@ -339,7 +282,7 @@ class Trainer:
             if self._reference is not None:
                 others.take(self._reference)
                 self._hooks.before_log_probs(BeforeLogProbs(policy="reference", batch=batch, chunks=chunks))
-                reference = self._forward_only(rows, list_most=self._algorithm.listed_by_reference)
+                reference = self._passes.scores(rows, list_most=self._algorithm.listed_by_reference)
                 rows = [_referred(row, scores) for row, scores in zip(rows, reference, strict=True)]
         return rows
 
@@ -361,13 +304,13 @@ class Trainer:
         return self._objective.turn_advantages(*place, gamma=self._turn_gamma).float()
 
     def _with_advantages(self, rows: list[Row], step: Step, advantages: Tensor | None = None) -> list[Row]:
-        """Return the rows with the advantages of their tokens. ``advantages``: of samples or turns; None = not yet
-        known.
-        """
+        """Return the rows with the advantages of their tokens. ``advantages``: None = not yet known."""
         algorithm, objective = self._algorithm, self._objective
         if self._critic is not None:
             valued, rewards_N = self._critic.valued(rows), self._shaped_rewards(step, rows)
-            tokens = with_token_advantages(valued, rewards_N, algorithm, kl_scale=self.kl_scale, summed=self._summed)
+            tokens = with_token_advantages(
+                valued, rewards_N, algorithm, kl_scale=self.kl_scale, summed=self._passes.summed
+            )
             return [replace(row, seen=row_tokens) for row, row_tokens in zip(rows, tokens, strict=True)]
         if advantages is None:
             advantages = self._advantages(step, rows)
@@ -379,7 +322,9 @@ class Trainer:
         ]
         if not objective.by_token:
             return rows
-        tokens = objective.with_token_returns([row.seen for row in rows], kl_scale=self.kl_scale, summed=self._summed)
+        tokens = objective.with_token_returns(
+            [row.seen for row in rows], kl_scale=self.kl_scale, summed=self._passes.summed
+        )
         return [replace(row, seen=row_tokens) for row, row_tokens in zip(rows, tokens, strict=True)]
 
     def _of_samples(self, rewards_N: Tensor, step: Step) -> Tensor:
@@ -417,14 +362,15 @@ class Trainer:
             assert tokens.old_T is not None and tokens.reference_T is not None
             gap_T = (tokens.old_T - tokens.reference_T).double()
             total_N += sequence_sums(gap_T, tokens.mask_T, tokens.sample_T, num_samples).cpu()
-        return self._summed(total_N)
+        return self._passes.summed(total_N)
 
     def _minibatch(self, rows: list[Row], step: Step, terms: _Terms, batch: StepBatch, number: int) -> _Update:
-        """Take one optimizer step, on minibatch ``number`` of the batch."""
         denominators, supervised = terms
         coupled = Coupled()
         if denominators.tokens:
-            coupled = self._objective.coupled([row.seen for row in rows], summed=self._summed, gathered=self._gathered)
+            coupled = self._objective.coupled(
+                [row.seen for row in rows], summed=self._passes.summed, gathered=self._passes.gathered
+            )
         warms_up = self._warms_up(batch.step)
         if not warms_up:
             moment = BeforeStep(
@@ -432,24 +378,19 @@ class Trainer:
             )
             self._hooks.before_step(moment)
         self._optimizer.zero_grad()
-        loss = partial(self._loss, step=step, denominators=denominators, coupled=coupled, supervised=supervised)
-        if self._policy.mixture.aux_loss_coef:
-            tokens = self._summed(torch.stack([(row.seen.sample_T >= 0).sum() for row in rows]).sum())
-            self._policy.config.grad_scale_func = balanced(self._optimizer.inner.scale_loss, tokens)
+        loss = partial(self._loss, denominators=denominators, coupled=coupled, supervised=supervised)
         biases = (
             [(bias, bias.clone()) for bias in self._policy.router_biases()]
             if self._policy.mixture.bias_update_rate
             else []
         )
-        with self._policy.routing.replaying():
-            parts = run_rows(self._policy, rows, loss, forward_only=warms_up)
-        sums = self._sums(parts)
+        sums = self._passes.gradients(rows, loss, forward_only=warms_up)
         if warms_up:  # the metrics are those of the policy that stays
             return self._collected(_Update(sums=sums, norm=0.0, rate=0.0), rows)
         scale = 1.0
         if self._algorithm.ess_lr and denominators.tokens:
             # After the backward pass, because the gradient does not depend on it: only the learning rate does.
-            scale = rate_factor(*self._summed(sums.totals["ess"]).tolist(), base=self._algorithm.ess_lr)
+            scale = rate_factor(*self._passes.summed(sums.totals["ess"]).tolist(), base=self._algorithm.ess_lr)
         norm, rate = self._optimizer.step(batch.step, loss=float(sums.totals["loss"]), scale=scale)
         if norm is None:  # skipped, after the biases have moved with the gradients
             for bias, before in biases:
@@ -457,7 +398,6 @@ class Trainer:
         return self._collected(_Update(sums=sums, norm=norm, rate=rate), rows)
 
     def _warms_up(self, step: int) -> bool:
-        """Return whether the critic alone is trained in this step."""
         return self._critic is not None and self._critic.warms_up(step)
 
     def _collected(self, update: _Update, rows: list[Row]) -> _Update:
@@ -467,9 +407,7 @@ class Trainer:
         return update
 
     def _denominators(self, step: Step, minibatch: int) -> _Terms:
-        """Return the denominators of the samples of policies, and the term of the demonstrations; None = the step has
-        none.
-        """
+        """Return the denominators of the samples of policies, and the term of the demonstrations, if any."""
         if not step.demonstration_N.any():
             return step.denominators(minibatch, ~step.demonstration_N), None
         algorithm = self._algorithm
@@ -483,9 +421,7 @@ class Trainer:
         return step.denominators(minibatch, others_N), term
 
     def _metrics(self, updates: list[_Update], step: Step, skipped_N: Tensor) -> dict[str, float]:
-        """Return the metrics of the minibatches that were not skipped, over all ranks. ``skipped_N``: samples that no
-        row has.
-        """
+        """Return the metrics of the minibatches that were not skipped. ``skipped_N``: samples that no row has."""
         done = [update for update in updates if update.norm is not None]
         metrics = {
             "train/zero_samples_skipped": float(skipped_N.sum()),
@@ -512,11 +448,7 @@ class Trainer:
         }
 
     def _adapt(self, metrics: dict[str, float], batch: StepBatch) -> None:
-        """Move the coefficients of KL (by the samples of policies) and entropy to their targets; not while the critic
-        alone is trained.
-
-        Adds them, and the mean of the running baselines, to the metrics.
-        """
+        """Move the coefficients of KL and entropy to their targets, in the metrics too, unless the critic warms up."""
         kl, num_samples = self._algorithm.kl, int((~batch.demonstration_N).sum())
         if kl.target and num_samples and "train/kl_reference" in metrics and not self._warms_up(batch.step):
             counted = counted_samples(num_samples, kl.horizon)
@@ -539,98 +471,16 @@ class Trainer:
                 }
                 self.entropy_bonus = self.entropy_bonus.after(metrics["train/entropy"], **bounds)
 
-    # ---- over the ranks
-
-    def _summed(self, values: Tensor) -> Tensor:
-        group = self._policy.parallel.dp_group
-        if dist.get_world_size(group) > 1:
-            moved = values.to(self._policy.parallel.device)
-            dist.all_reduce(moved, group=group)
-            values = moved.to(values.device)
-        return values
-
-    def _gathered(self, values_M: Tensor) -> Tensor:
-        """Return the concatenation of the data-parallel ranks' tensors, which differ in length."""
-        group = self._policy.parallel.dp_group
-        world = dist.get_world_size(group)
-        if world == 1:
-            return values_M
-        lengths = [torch.zeros(1, dtype=torch.int64, device=values_M.device) for _ in range(world)]
-        dist.all_gather(lengths, torch.tensor([len(values_M)], device=values_M.device), group=group)
-        sizes = [int(length) for length in lengths]
-        # all_gather wants tensors of one size.
-        padded = torch.nn.functional.pad(values_M, (0, max(sizes) - len(values_M)))
-        parts = [torch.zeros_like(padded) for _ in range(world)]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-
-    # ---- through the model
-
-    def _forward_only(self, rows: list[Row], *, list_most: int = 0) -> list[_Scores]:
-        """Return the scores of each row, without gradient, on all ranks. ``list_most``: number of the most probable
-        tokens to list.
-        """
-        ranks = self._policy.parallel
-
-        def collect(row: Row, hidden_TH: Tensor) -> tuple[Tensor, tuple[Tensor, _Listed]]:
-            """Return a loss that is not used, log-probs and entropies, [T, 2], and the listed tokens."""
-            ids_TK, weight_VH = None, output_weight(self._policy.chunks[-1])
-            if list_most:
-                ids_TK = row.spread(most_probable(row.read(hidden_TH), weight_VH, list_most, group=ranks.tp_group))
-            *scores, listed_TK = self._log_probs(replace(row, listed_TK=ids_TK), hidden_TH, listed=True)
-            return scores[0].sum(), (torch.stack(scores, dim=1), (ids_TK, listed_TK))
-
-        results = run_rows(self._policy, rows, collect, forward_only=True)
-        lengths = [len(row.seen.mask_T) for row in rows]
-        both_TT2 = tensors_of_last(None if results is None else [both_T2 for both_T2, _ in results], lengths, 2, ranks)
-        listed: list[_Listed] = [(None, None)] * len(rows) if results is None else [listed for _, listed in results]
-        return [
-            _Scores(log_probs_T=both_T2[:, 0], entropy_T=both_T2[:, 1], listed=row_listed)
-            for both_T2, row_listed in zip(both_TT2, listed, strict=True)
-        ]
-
-    def _sums(self, parts: list[Sums] | None) -> Sums:
-        """Return the sums over the rows on all stages; ``parts``: those of the rows on the last stage, elsewhere
-        None.
-        """
-        ranks = self._policy.parallel
-        merged = None if parts is None else diagnostics.merged(parts)
-        if merged is not None and ranks.pp_size == 1:
-            return merged
-        return of_last(None if merged is None else merged.to("cpu"), ranks).to(ranks.device)
-
-    def _log_probs(self, row: Row, hidden_TH: Tensor, *, listed: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log-probs, entropies, and with ``listed`` the log-probs of the teacher's tokens, of the whole row on
-        all ranks of it.
-        """
-        ranks, weight_VH = self._policy.parallel, output_weight(self._policy.chunks[-1])
-        fused, temperature = self._policy.bridge.kernels.fused_log_probs, row.temperature
-        inputs = (row.read(hidden_TH), weight_VH, row.read_row(row.targets_T))
-        if isinstance(temperature, Tensor):
-            temperature = row.read_row(temperature)
-        overlapped = self._policy.replicas.overlap_grad_reduce and not is_embedding_too(self._policy.chunks[-1])
-        options = {"temperature": temperature, "group": ranks.tp_group, "fused": fused, "placeholder": overlapped}
-        if listed and row.listed_TK is not None:
-            *scores, listed_TK = listed_log_probs(*inputs, row.read_row(row.listed_TK), **options)
-            columns = torch.cat([torch.stack(scores, dim=1), listed_TK], dim=1)
-        else:
-            columns = torch.stack(log_probs_and_entropy(*inputs, **options), dim=1)
-        columns = row.spread(columns)
-        if ranks.cp_size > 1:
-            columns = gather_parts(columns, ranks.cp_group)
-        return columns[:, 0], columns[:, 1], columns[:, 2:] if columns.shape[1] > 2 else None
-
     def _loss(
         self,
         row: Row,
         hidden_TH: Tensor,
         *,
-        step: Step,
         denominators: Denominators,
         coupled: Coupled,
         supervised: Supervised | None,
     ) -> tuple[Tensor, Sums]:
-        log_probs_T, entropy_T, listed_TK = self._log_probs(row, hidden_TH, listed=self._objective.by_listed)
+        log_probs_T, entropy_T, listed_TK = self._passes.read(row, hidden_TH, listed=self._objective.by_listed)
         tokens = self._objective.advised(row.seen, log_probs_T)
         total, loss, divergence_T = self._objective.total(
             log_probs_T,
@@ -673,12 +523,10 @@ class Trainer:
     def _record_logits(self, record: Collector, row: Row, hidden_TH: Tensor, tokens: Tokens) -> None:
         at_K = tokens.mask_T.nonzero()[:LOGITS_POSITIONS, 0]
         if len(at_K):
-            weight_VH = output_weight(self._policy.chunks[-1])
-            logits_KV = logits_at(hidden_TH, weight_VH, at_K, self._policy.parallel, temperature=row.temperature)
-            record.logits(logits_KV, at_K)
+            record.logits(self._passes.logits(row, hidden_TH, at_K), at_K)
 
 
-def _referred(row: Row, scores: _Scores) -> Row:
+def _referred(row: Row, scores: Scores) -> Row:
     """Return the row with the scores of the reference; those of a teacher's tokens replace those of the samples."""
     tokens, (ids_TK, listed_TK) = replace(row.seen, reference_T=scores.log_probs_T), scores.listed
     if ids_TK is None:
@@ -687,23 +535,7 @@ def _referred(row: Row, scores: _Scores) -> Row:
 
 
 def _routed(rows: list[Row]) -> list[Routed]:
-    """Return where the last pass sent the tokens of each row, in the layers of this stage."""
     return [dict(row.packed.routed) for row in rows]  # a copy, because the next pass writes into the same map
-
-
-def _prepare(policy: Policy, optimizer: PolicyOptimizer) -> None:
-    """Set those fields of a model's configuration that the schedule reads."""
-    policy.config.finalize_model_grads_func = _finalize_unscaled
-    policy.config.grad_scale_func = optimizer.inner.scale_loss
-    if policy.replicas.overlap_grad_reduce:  # only the last micro-batch of a minibatch may start a reduction
-        policy.config.no_sync_func = (
-            policy.ddp.no_sync if len(policy.ddps) == 1 else [ddp.no_sync for ddp in policy.ddps]
-        )
-
-
-def _finalize_unscaled(model: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
-    """Reduce the gradients as Megatron does, without its division: the loss already has the step's own denominator."""
-    finalize_model_grads(model, None, **groups)
 
 
 def _sample_metrics(batch: StepBatch) -> dict[str, float]:

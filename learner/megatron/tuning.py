@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.layout import stages
-from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron.layers.frozen import freeze_linears
+from tidemill.learner.layout.parallel import Parallel, values_of_stages
+from tidemill.learner.megatron.layers.dense import freeze_linears
 from tidemill.learner.megatron.layers.lora import Adapters
 from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.lora import LoraConfig
@@ -104,7 +103,7 @@ def _freeze(chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, pattern
                     sorted(frozen),
                 )
             parameter.requires_grad_(not frozen)
-    trains = stages.values_of_all(
+    trains = values_of_stages(
         any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()), parallel
     )
     if not any(trains):

@@ -5,9 +5,8 @@
     probes    calls to the other nodes, while there are no ranks
     ranks     run_part (ranks/process.py), while an attempt runs
 
-Consumes rows and the ends of its children. Produces its row and, as the leader, the attempts. Waits for the other nodes
-(at most ``nodes_wait_s``, its row names them) and for its children. Unblocked by a change of a row, the end of a child,
-or ``draining``.
+Waits for the other nodes (at most ``nodes_wait_s``, its row names them) and for its children. Unblocked by a change of
+a row, the end of a child, or ``draining``.
 """
 
 import asyncio
@@ -27,7 +26,6 @@ from tidemill.bus.wire.rows import Attempt, NodeRow, Phase, State
 from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.errors import LearnerEnded, NodeRefused
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.nodes.attempts import Attempts, Work
 from tidemill.learner.nodes.own_row import OwnRow, Probes, answering
 from tidemill.learner.nodes.rendezvous import (
     LEADER,
@@ -42,13 +40,12 @@ from tidemill.learner.nodes.rendezvous import (
     Wait,
     decide,
 )
-from tidemill.learner.nodes.view import LOOK_S, View, cut
+from tidemill.learner.nodes.rows import LOOK_S, Attempts, View, Work, cut
 from tidemill.learner.ranks.process import ChildFailed, NodePart
 
 log = logging.getLogger(__name__)
 
-RENEWED_S = 10.0
-"""Seconds in which the last state of the row should be stored before the agent ends."""
+RENEWED_S = 10.0  # seconds in which the last state of the row should be stored before the agent ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +71,7 @@ class Agent:
     def __init__(
         self, bus: Bus, row: NodeRow, work: Work, *, bind: str, limits: Limits, on_change: Callable[[NodeRow], None]
     ) -> None:
-        """``row``: the facts of this node. ``bind``: address to listen on, which may differ from the advertised one.
-
-        ``on_change`` is called with the row when its phase, wait or reason has changed.
-        """
+        """``bind``: address to listen on. ``on_change`` is called when phase, wait or reason of the row has changed."""
         self._bus, self._work, self._bind, self._limits, self._on_change = bus, work, bind, limits, on_change
         self._keys = FeedKeys.new()
         self._own_row = OwnRow(bus.rows("run"), replace(row, nonce=nonce(), agent=nonce(), key=self._keys.ranks_public))
@@ -90,8 +84,7 @@ class Agent:
         self._stopped = False
         self._missing_since: float | None = None
         self._bad_ends: deque[float] = deque(maxlen=limits.bad_ends)
-        self._stepped_s = time.monotonic()
-        """Time of the last step of this node's ranks, or of their start."""
+        self._stepped_s = time.monotonic()  # time of the last step of this node's ranks, or of their start
 
     @property
     def row(self) -> NodeRow:
@@ -277,7 +270,7 @@ class Agent:
         raise LearnerEnded(reason, exit_code)
 
     def _renew(self, reason: str) -> None:
-        """Offer this node again, under a new nonce and with a new key. No rank of it is alive."""
+        # No rank of this node is alive here.
         assert self._ranks is None
         self._attempts.close()
         if reason:

@@ -1,8 +1,7 @@
-"""The row of an agent: claimed at its start, renewed every second by compare-and-set, so that a node rank has one
-agent.
+"""The row of an agent: claimed at its start, renewed every second by compare-and-set, so a node rank has one agent.
 
-Produces the row. A claim waits until the row of an agent before it has been silent for long enough. ``reached`` has the
-results of calls to the other nodes at their advertised addresses, before ranks connect there (``Probes``).
+A claim waits until the row of an agent before it has been silent for long enough. ``reached`` has the results of calls
+to the other nodes at their advertised addresses, before ranks connect there (``Probes``).
 """
 
 import asyncio
@@ -19,13 +18,12 @@ from tidemill.bus.errors import BusError, BusUnavailable, RowConflict, WireError
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.rows import NodeRow, Phase
 from tidemill.learner.errors import NodeRefused, NodeReplaced
-from tidemill.learner.nodes.view import NODE_KEY, cut, node_of, row_value
+from tidemill.learner.nodes.rows import NODE_KEY, cut, node_of, row_value
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-WRITE_S = 5.0
-"""Seconds after which an unanswered write is made again."""
+WRITE_S = 5.0  # seconds after which an unanswered write is made again
 _LOOK_S = 0.5
 
 
@@ -158,15 +156,12 @@ def _is_gone(rival: NodeRow, mine: NodeRow) -> bool:
     return rival.pid == mine.pid
 
 
-CALL_S = 3.0
-"""Deadline of a call: a lost first packet is sent again after one second."""
-AGAIN_S = 2.0
-"""Seconds between two calls to a node that was not reached."""
+CALL_S = 3.0  # deadline of a call: a lost first packet is sent again after one second
+AGAIN_S = 2.0  # seconds between two calls to a node that was not reached
 _GREETING = "tidemill node "
 _MOST_LINE = 64
 _MOST_REASON = 200
-REACHED = ""
-"""Result of a call that was answered by the right agent."""
+REACHED = ""  # result of a call that was answered by the right agent
 
 
 @asynccontextmanager

@@ -1,16 +1,11 @@
 """Rendezvous of node agents: from the rows that an agent reads to its next action. Pure: no clock, no bus, no process.
 
-    rows of all nodes, with the seconds of their silence + the attempt  ->  one action
-
 Every agent offers itself under a nonce. The leader (node 0) forms an attempt from the offers of all nodes, by
 compare-and-set on the row ``attempt``, and only when none of these offers belongs to the attempt before it. An agent
-runs ranks only under an attempt that names its nonce, and takes a new nonce only after its ranks have ended. So
-according to the rows, no two attempts have ranks at the same time. The leader waits until the agent of each node has
-reached the agents of all others (``reached``): ranks that cannot connect would wait for gloo's timeouts.
-An agent reads the rows of the nodes first and the attempt afterwards: an agent that leaves at the end has recorded the
-end before.
-
-Consumes rows; produces actions. A wait names the nodes or the event that ends it.
+runs ranks only under an attempt that names its nonce, and takes a new nonce only after its ranks have ended. So no two
+attempts have ranks at the same time. The leader waits until all agents have reached each other (``reached``): ranks
+that cannot connect would wait for gloo's timeouts. An agent reads the rows of the nodes first and the attempt
+afterwards: an agent that leaves has recorded the end before. A wait names the nodes or the event that ends it.
 """
 
 import ipaddress

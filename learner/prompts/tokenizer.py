@@ -11,7 +11,7 @@ from typing import Any
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Prompt
 from tidemill.learner.errors import CannotRender, TemplateLacks, TextTooLong
-from tidemill.rewards.model_text.message_template import MessageTemplate, ToolsLeftOut
+from tidemill.rewards.model_text import MessageTemplate, ToolsLeftOut
 
 NEW_CLASS, EXTRA = "TokenizersBackend", "extra_special_tokens"
 """In tokenizer_config.json of transformers 5: its class, and a key with a list, where version 4 has a map."""

@@ -6,10 +6,9 @@
                          each node: rename its directory into place
     later       collect  rank 0: report the checkpoint to the feeder, which makes it the latest
 
-The threads have a process group of their own (gloo), so they never wait for a step, and no step waits for them. Until
-the feeder has the report, the checkpoint before is the latest: a learner that is killed at any instant of this goes on
-from that one. The next checkpoint, the end of the run and a drain wait for the writing (bounded by the timeout of the
-group).
+The threads have a process group of their own (gloo), so they and the steps never wait for each other. Until the feeder
+has the report, the checkpoint before is the latest. The next checkpoint, the end of the run and a drain wait for the
+writing (bounded by the timeout of the group).
 """
 
 import logging
@@ -35,16 +34,15 @@ from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
 from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.megatron import state
-from tidemill.learner.megatron.checkpoint_writer import HostCopies, Staged, files_of, trim_heap
-from tidemill.learner.megatron.model import Policy, WeightBackup
+from tidemill.learner.megatron.backups import NO_OTHER_MODELS, OtherModels
+from tidemill.learner.megatron.checkpoint_files import HostCopies, Staged, files_of, trim_heap
+from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.state import NOTHING_BESIDE, Beside
 from tidemill.learner.settings.checkpoint_store import SHARED, CheckpointConfig
 
 log = logging.getLogger(__name__)
 
-_LEAVE_S = 1.0
-"""Time that a writing has to end when this rank ends with an error: its peers may be gone."""
+_LEAVE_S = 1.0  # time that a writing has to end when this rank ends with an error: its peers may be gone
 T = TypeVar("T")
 
 
@@ -90,15 +88,14 @@ class Checkpoints:
         report: Callable[[int, str], None],
         policy: Policy,
         optimizer: PolicyOptimizer,
-        proximal: WeightBackup | None,
         *,
         config: CheckpointConfig,
         timeout_s: float,
-        beside: Beside = NOTHING_BESIDE,
+        others: OtherModels = NO_OTHER_MODELS,
     ) -> None:
         """``report`` is called on rank 0 with step and path of a checkpoint that is written."""
         self._root, self._report = places.checkpoints, report
-        self._policy, self._optimizer, self._proximal, self._beside = policy, optimizer, proximal, beside
+        self._policy, self._optimizer, self._others = policy, optimizer, others
         self._copies = HostCopies() if config.background else None
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._layout = Layout(places.node, shared=config.store == SHARED)
@@ -139,8 +136,7 @@ class Checkpoints:
                 directory,
                 policy=self._policy,
                 optimizer=self._optimizer,
-                proximal=self._proximal,
-                beside=self._beside,
+                others=self._others,
                 files=files,
             )
         finally:
@@ -153,7 +149,7 @@ class Checkpoints:
         return 0 if self._copies is None else self._copies.bytes
 
     def begin(self, step: int, epoch: int, data_state: bytes, *, numbers: dict[str, float]) -> None:
-        """Copy the state of all ranks after ``step``, and begin to write it; without ``background``, write it now.
+        """Copy the state after ``step``, and begin to write it; without ``background``, write it now.
 
         Raises CheckpointUnwritten, also for the checkpoint before.
         """
@@ -170,8 +166,7 @@ class Checkpoints:
             step=step,
             policy=self._policy,
             optimizer=self._optimizer,
-            proximal=self._proximal,
-            beside=self._beside,
+            others=self._others,
             numbers=numbers,
             copies=self._copies,
         )
@@ -204,9 +199,7 @@ class Checkpoints:
             wait_for([self._writing[1]], timeout=_LEAVE_S)
 
     def _write(self, staged: Staged, data_state: bytes, extra: dict[str, object], began: float) -> Path:
-        """Write this rank's part and, together, the checkpoint. Returns its path. Raises CheckpointUnwritten
-        everywhere.
-        """
+        """Write this rank's part and, together, the checkpoint. Returns its path. CheckpointUnwritten everywhere."""
         tmp = staged.directory
         parts = self._gathered(self._part(staged))
         conclusion = self._broadcast(self._concluded(staged, parts, data_state, extra) if self._rank == 0 else None)

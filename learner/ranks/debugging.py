@@ -1,11 +1,12 @@
-"""The debugging tools of one rank: data of each step, the report on the first steps, and a dump of activations.
+"""Measurements and debugging tools of one rank: waits, speed and memory of a step, a report on the first steps.
 
-Consumes the batches and metrics of the rank, beside its steps. Produces files and log lines. Changes no weights and no
-numbers.
+Only the operations of training are counted as FLOPs; recomputation, old and reference log-probs and values count as
+none.
 """
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from tidemill.learner.debug.profiler import Profiler
 from tidemill.learner.debug.report import LOOKS, REPORTED_STEPS, Facts, excerpt, report
 from tidemill.learner.debug.train_file import write_modules
 from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.layout.sizes import StepFlops
 from tidemill.learner.megatron.activations import module_outputs
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.settings.config import LearnerConfig
@@ -123,8 +125,7 @@ class StepMemory:
     def of_all_ranks(self) -> dict[str, list[float]]:
         """Return bytes by kind and rank: ``host``, and on CUDA ``device``. Collective over all ranks.
 
-        Memory that a step leaves allocated is added to its peak: after the first one it is the optimizer's state,
-        beside which the activations of the second step are.
+        Memory that a step leaves allocated is added to its peak: after the first one it is the optimizer's state.
         """
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         kinds = {"host": float(pages * os.sysconf("SC_PAGE_SIZE"))}
@@ -141,3 +142,86 @@ class StepMemory:
 def _log_prob_mean(batch: StepBatch) -> float | None:
     log_probs = batch.engine_log_probs
     return float(log_probs.mean(dtype=np.float64)) if len(log_probs) else None
+
+
+def agreed(request: ProfileRequest | None, parallel: Parallel) -> ProfileRequest | None:
+    """Return the request that rank 0 has read. Collective over all ranks."""
+    values = (0, 0, 0) if request is None else (request.steps, int(request.memory), request.rank)
+    numbers = torch.tensor(values, dtype=torch.int32, device=parallel.device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)  # the others have no request, and 0 in its place
+    steps, memory, rank = numbers.tolist()
+    return ProfileRequest(steps=steps, memory=bool(memory), rank=rank) if steps else None
+
+
+class WaitClock:
+    """Measures the time spent waiting for batches, per step and since the first request."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._total_s = 0.0
+        self._last_s = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Measure a wait for a batch."""
+        began = time.monotonic()
+        self._began = self._began or began
+        yield
+        self._last_s = time.monotonic() - began
+        self._total_s += self._last_s
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``train/wait_seconds`` of this step and ``train/wait_share`` since the first request."""
+        since_s = time.monotonic() - (self._began or time.monotonic())
+        return {"train/wait_seconds": self._last_s, "train/wait_share": self._total_s / since_s if since_s else 0.0}
+
+
+PEAK_TFLOPS = (
+    ("B200", 2250.0),
+    ("GH200", 989.0),
+    ("H200", 989.0),
+    ("H100 PCIE", 756.0),
+    ("H100", 989.0),
+    ("A100", 312.0),
+    ("L40S", 362.0),
+)
+"""Dense bfloat16 peak by a part of the device's name, the first that fits. Source: NVIDIA's data sheets."""
+
+
+class Meter:
+    """Measures the steps of one policy, and of its critic if it has one, on this rank."""
+
+    def __init__(
+        self, policy: Policy, flops: StepFlops, critic: StepFlops | None = None, *, warmup_steps: int = 0
+    ) -> None:
+        """``warmup_steps``: first steps, in which the critic alone is trained."""
+        ranks = policy.parallel
+        self._flops, self._critic, self._warmup_steps, self._device = flops, critic, warmup_steps, ranks.device
+        self._shared_by = ranks.tp_size * ranks.pp_size * ranks.cp_size
+        self._on_cuda = self._device.type == "cuda"
+        self._peak = (
+            peak_tflops(torch.cuda.get_device_name(self._device)) if self._on_cuda and policy.config.bf16 else None
+        )
+
+    def operations(self, step: int, spans: Sequence[tuple[int, int]]) -> float:
+        """Return this rank's share of a step's operations over ``spans`` (``PackedRow``), with equal stages."""
+        trained = [self._flops] if self._critic is None or step > self._warmup_steps else []
+        trained += [] if self._critic is None else [self._critic]
+        return sum(flops.behind(spans) for flops in trained) / self._shared_by
+
+    def metrics(self, step: int, spans: Sequence[tuple[int, int]], seconds: float) -> dict[str, float]:
+        """Return ``train/tflops``; on CUDA peak memory, and ``train/mfu`` for a known device in bfloat16."""
+        rate = self.operations(step, spans) / seconds / 1e12
+        metrics = {"train/tflops": rate}
+        if self._peak is not None:
+            metrics["train/mfu"] = rate / self._peak
+        if self._on_cuda:
+            metrics["train/peak_memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return metrics
+
+
+def peak_tflops(name: str) -> float | None:
+    """Return the dense bfloat16 peak of the device ``name`` in TFLOP/s; None = not known."""
+    return next((peak for part, peak in PEAK_TFLOPS if part in name.upper()), None)

@@ -1,15 +1,12 @@
 """Parent process of the learner's feeder and ranks, or of the ranks of one node.
 
-It starts them, forwards their output, and ends them all when one of them fails, because a rank without its peers, or
-without its feeder, can only wait. It knows no bus and no model, and loads no torch.
-
     parent -- feeder            one, on the first node
            -- rank 0 .. R-1     R = data x tensor x pipeline x context parallel, in equal parts on the nodes
 
-Consumes nothing. Waits for its children. Unblocked by their end, or by ``draining``: then all get SIGTERM. Ranks finish
-the current step, and write its checkpoint and the model; the feeder waits for the ranks to leave. Ranks that leave
-without it were drained by another
-program: the feeder ends with an error then.
+It starts them, forwards their output, and ends them all when one fails, because a rank without its peers or its feeder
+can only wait. It knows no bus and no model, and loads no torch. Unblocked by the end of a child, or by ``draining``:
+then all get SIGTERM. Ranks finish the step, and write its checkpoint and the model; the feeder waits for them to leave.
+Ranks that leave without ``draining`` were drained by another program: the feeder ends with an error then.
 """
 
 import asyncio
@@ -22,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.bus import exit_codes
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.system.processes import Child
 from tidemill.learner.errors import LearnerError
 from tidemill.learner.feed.feed_client import progress_noted
@@ -32,8 +29,7 @@ log = logging.getLogger(__name__)
 
 IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 INTERFACES = Path("/sys/class/net")
-UP, LOOPBACK = 0x1, 0x8
-"""Flags of an interface (``IFF_UP``, ``IFF_LOOPBACK`` in linux/if.h)."""
+UP, LOOPBACK = 0x1, 0x8  # flags of an interface (``IFF_UP``, ``IFF_LOOPBACK`` in linux/if.h)
 
 
 def loopback_variables(environment: Mapping[str, str], interfaces: Path = INTERFACES) -> dict[str, str]:
@@ -56,10 +52,7 @@ def _flags(interface: Path) -> int:
         return 0
 
 
-STOP_S = 2.0
-"""Between SIGTERM and SIGKILL for the children of a failed learner: a feeder would wait for a dead rank, and ranks for
-a dead peer, and all that must last is stored already.
-"""
+STOP_S = 2.0  # between SIGTERM and SIGKILL for the children of a failed learner; all that must last is stored already
 
 
 class ChildFailed(LearnerError):
@@ -147,10 +140,10 @@ async def run_part(
 ) -> None:
     """Run the processes of a node until all have succeeded, or have drained after ``draining``.
 
-    ``arguments``: of ``python -m tidemill feeder`` and ``rank``, without the feeder's URL and keys. ``variables``:
-    further environment of each rank. ``on_step`` is called after steps of its ranks, ``on_sigterm`` as soon as a rank
-    has received SIGTERM. Raises ChildFailed when one fails, or does not drain within ``drain_s``; the others are ended
-    first. It names a child with a final exit code if there is one, because the failures of the others follow from it.
+    ``arguments``: of ``python -m tidemill feeder`` and ``rank``. ``variables``: further environment of each rank.
+    ``on_step`` is called after steps of its ranks, ``on_sigterm`` as soon as one has received SIGTERM. Raises
+    ChildFailed when a child fails or does not drain within ``drain_s``, after the others have ended; a child with a
+    final exit code is named first, because the failures of the others follow from it.
     """
     # -P: a file in the user's directory with the name of one of our imports must not be taken for it (decision 056).
     command = [sys.executable, "-P", "-m", "tidemill"]

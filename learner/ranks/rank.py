@@ -3,21 +3,17 @@ run.
 
     feeder -- batch --> train (all ranks together) --> done --> push (rank 0, beside the next step) --> checkpoint
 
-With colocated engines, the learner owns the memory from a batch's arrival to the end of its step, and the engines
-otherwise (``accelerator_turns.py``).
-
 Each rank requests its part of every step from the feeder. Only rank 0 reports outcomes, published versions and
-checkpoints. Consumes batches. Produces weights, versions and checkpoints. Waits for the feeder (bounded by its silence)
-and for its peers (bounded by the process group's timeout); at max_lag 0, or without overlap, for the push as well.
-SIGTERM is passed on to the feeder, which then answers the next request of all ranks with ``Last``: they finish the
-step, write its checkpoint and the model, and leave together.
+checkpoints. Waits for the feeder (bounded by its silence) and for its peers (bounded by the process group's timeout);
+at max_lag 0, or without overlap, for the push as well. SIGTERM is passed on to the feeder, which answers the next
+request of all ranks with ``Last``: they finish the step, write its checkpoint and the model, and leave together.
 """
 
 import logging
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,29 +26,27 @@ from tidemill.learner.algorithms.alarms import AlarmWatch, Context
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.batch.batch import StepBatch
-from tidemill.learner.debug.config import DebugConfig, ProfileRequest
+from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.errors import AlarmStop
 from tidemill.learner.feed.feed_client import FeedClient, Heartbeats, note_step
 from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Last
 from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.layout import parallel
-from tidemill.learner.layout.flops import StepFlops
 from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.layout.sizes import StepFlops
 from tidemill.learner.megatron import state
+from tidemill.learner.megatron.backups import OtherModels, WeightBackup, open_reference
 from tidemill.learner.megatron.critic import open_critic
+from tidemill.learner.megatron.layers.experts import Mixture
 from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.layers.mixture import Mixture
 from tidemill.learner.megatron.memory import open_memory
-from tidemill.learner.megatron.meter import Meter
-from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.reference import open_reference
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.megatron.tuning import Tuning
-from tidemill.learner.ranks.accelerator_turns import AllTheTime, TurnByTurn
 from tidemill.learner.ranks.checkpoints import Checkpoints
-from tidemill.learner.ranks.debugging import RankDebug
-from tidemill.learner.ranks.pushes import Pushes
+from tidemill.learner.ranks.debugging import Meter, RankDebug, WaitClock, agreed
+from tidemill.learner.ranks.pushes import AllTheTime, Pushes, TurnByTurn
 from tidemill.learner.ranks.saved_models import SavedModels
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
@@ -61,16 +55,6 @@ from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.push.publisher import Publisher
 
 log = logging.getLogger(__name__)
-
-
-def agreed(request: ProfileRequest | None, parallel: Parallel) -> ProfileRequest | None:
-    """Return the request that rank 0 has read. Collective over all ranks."""
-    values = (0, 0, 0) if request is None else (request.steps, int(request.memory), request.rank)
-    numbers = torch.tensor(values, dtype=torch.int32, device=parallel.device)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(numbers, dist.ReduceOp.MAX)  # the others have no request, and 0 in its place
-    steps, memory, rank = numbers.tolist()
-    return ProfileRequest(steps=steps, memory=bool(memory), rank=rank) if steps else None
 
 
 LONG_ROW_TOKENS = 2048
@@ -86,10 +70,7 @@ def main(
     bus: BusConfig,
     debug: DebugConfig | None = None,
 ) -> int:
-    """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment). Returns the process's exit code.
-
-    It is 0 after the last step or a drain, else the code of the error, which the log and the feeder have.
-    """
+    """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Returns the process's exit code."""
     return exit_codes.run(partial(_take_steps, places, learner, staleness, weights, bus, debug or DebugConfig()), log)
 
 
@@ -156,7 +137,7 @@ def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
 
 
 def _timeout_s(learner: LearnerConfig) -> float:
-    """Return the timeout of the process groups: a peer may be waiting for its batch, or writing a checkpoint."""
+    # A peer may be waiting for its batch, or writing a checkpoint.
     return learner.batch_timeout_s + 600
 
 
@@ -206,8 +187,7 @@ def _policy(places: RankPlaces, learner: LearnerConfig, here: Parallel) -> Polic
 def _start_of_turns(
     here: Parallel, feed: FeedClient, places: RankPlaces, weights: WeightsConfig, bus: BusConfig
 ) -> FeedStart:
-    """Shake hands with the feeder, and wait until colocated engines have released their memory, before this rank takes
-    any.
+    """Shake hands with the feeder, and wait until colocated engines have released their memory.
 
     Returns the feeder's start. Raises Fenced, BusUnavailable.
     """
@@ -255,16 +235,8 @@ class Rank:
         self._proximal = WeightBackup(policy) if weights.push_every > 1 else None
         self._reference = open_reference(policy, places.model_dir, learner.algorithm)
         critic = open_critic(learner, policy, places.model_dir, debug.critic_collector)
-        self._trainer = Trainer(
-            policy,
-            self._optimizer,
-            learner.algorithm,
-            max_lag=staleness.max_lag,
-            others=OtherModels(proximal=self._proximal, reference=self._reference.weights, critic=critic),
-            turn_gamma=self._settings.turn_gamma,
-            collector=debug.collector,
-            hooks=learner.hooks,
-        )
+        others = OtherModels(proximal=self._proximal, reference=self._reference.weights, critic=critic)
+        self._trainer = self._open_trainer(others, staleness.max_lag)
         self._parts = WeightParts(policy, places, weights)
         self.pushes = Pushes(
             policy,
@@ -282,17 +254,27 @@ class Rank:
             feed.checkpointed,
             policy,
             self._optimizer,
-            self._proximal,
             config=learner.checkpoint,
             timeout_s=_timeout_s(learner),
-            beside=state.Beside(reference=self._reference.saved, critic=critic),
+            others=replace(others, reference=self._reference.saved),
         )
         self._models = SavedModels(policy, self._parts, places, every=learner.save_hf_every, keep=learner.keep_hf)
         self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
-        self._alarms = AlarmWatch(
-            learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=policy.dtype, gate=staleness.gate)
-        )
+        context = Context(max_lag=staleness.max_lag, dtype=policy.dtype, gate=staleness.gate)
+        self._alarms = AlarmWatch(learner.algorithm.alarms, context)
         self._clock, self._meter = WaitClock(), _meter(policy, learner, places.model_dir)
+
+    def _open_trainer(self, others: OtherModels, max_lag: int) -> Trainer:
+        return Trainer(
+            self._policy,
+            self._optimizer,
+            self._learner.algorithm,
+            max_lag=max_lag,
+            others=others,
+            turn_gamma=self._settings.turn_gamma,
+            collector=self._debug.collector,
+            hooks=self._learner.hooks,
+        )
 
     def run(self, start: FeedStart | None = None) -> None:
         """Run the session: handshake (unless in ``start``), restore, steps, end. Raises AlarmStop, Fenced."""
@@ -323,7 +305,7 @@ class Rank:
         self.checkpoints.collect()
 
     def _begin_with(self, directory: Path) -> None:
-        """Load the weights of another run's checkpoint. A reference model keeps the initial weights of the model."""
+        # A reference model keeps the initial weights of the model.
         step = state.load_weights(directory, policy=self._policy, optimizer=self._optimizer)
         if self._proximal is not None:
             self._proximal.refresh()
@@ -432,26 +414,3 @@ class Rank:
         if (request := agreed(self._debug.take_request(), self._here)) is not None:
             self._debug.profile(request)
         return batch
-
-
-class WaitClock:
-    """Measures the time spent waiting for batches, per step and since the first request."""
-
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._total_s = 0.0
-        self._last_s = 0.0
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Measure a wait for a batch."""
-        began = time.monotonic()
-        self._began = self._began or began
-        yield
-        self._last_s = time.monotonic() - began
-        self._total_s += self._last_s
-
-    def metrics(self) -> dict[str, float]:
-        """Return ``train/wait_seconds`` of this step and ``train/wait_share`` since the first request."""
-        since_s = time.monotonic() - (self._began or time.monotonic())
-        return {"train/wait_seconds": self._last_s, "train/wait_share": self._total_s / since_s if since_s else 0.0}

@@ -1,11 +1,8 @@
-"""The one rank of a learner that trains nothing: it takes each step's batch, reports the figures of its samples, and
-makes it durable.
+"""The one rank of a learner that trains nothing: it reports the figures of each step's samples. Loads no torch.
 
     feeder -- batch --> figures --> done --> checkpoint (the position in the data, without weights)
 
-Consumes batches. Produces outcomes and checkpoints that hold no weights. Waits for the feeder, bounded by its silence.
-After SIGTERM the feeder ends the run behind the last step that it has taken. Loads no torch, so it needs no
-accelerator.
+Waits for the feeder, bounded by its silence. After SIGTERM the feeder ends the run behind the last step.
 """
 
 import logging
@@ -41,7 +38,6 @@ class _Consumer:
         self._places, self._feed = places, feed
 
     def run(self) -> None:
-        """Take steps until the feeder ends the run. Raises as the feed."""
         start = self._feed.hello()
         if start.checkpoint is not None and not (Path(start.checkpoint) / disk.NO_WEIGHTS).exists():
             reason = "want one of a run with debug.rollout_only, got one with weights"

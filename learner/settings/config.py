@@ -48,9 +48,7 @@ class HooksConfig:
     """Functions by import path that every rank calls within a step (docs/extending.md)."""
 
     before_log_probs: Hook = ""
-    """module:function of a ``BeforeLogProbs``, before each pass for log-probs without gradient (of the proximal policy,
-    of the reference); empty = none.
-    """
+    """module:function of a ``BeforeLogProbs``, before each pass for log-probs without gradient; empty = none."""
     before_step: Hook = ""
     """module:function of a ``BeforeStep``, before each optimizer step of the policy; empty = none."""
 
@@ -121,9 +119,7 @@ class LearnerConfig:
     min_group_size: NotNegative = 0
     """Samples with which the group of a dead task is trained, when its others failed for good; 0 = it is dropped."""
     credit: Annotated[str, OneOf(CREDITS)] = "episode"
-    """Unit of an advantage: episode, or turn (discounted return of each turn; algorithm.advantage reinforce, rloo or
-    grpo_no_std).
-    """
+    """Unit of an advantage: episode, or turn (its return; algorithm.advantage reinforce, rloo or grpo_no_std)."""
     credit_gamma: Share = 1.0
     """Discount from one turn to the next, with ``credit: turn``."""
     minibatches: Positive = 1
@@ -137,9 +133,7 @@ class LearnerConfig:
     sequence_parallel: bool = False
     """With tensor_parallel, divide the tokens between the split matrices, too (docs/parallelism.md)."""
     pipeline_parallel: Positive = 1
-    """Stages of the layers, each on its own ranks; divides the layers, or those that the next two settings leave
-    (docs/parallelism.md).
-    """
+    """Stages of the layers, each on its own ranks; divides the layers of inner stages (docs/parallelism.md)."""
     first_stage_layers: NotNegative = 0
     """Layers of the first stage of the pipeline, which has the embedding, too; 0 = as many as each other stage."""
     last_stage_layers: NotNegative = 0
@@ -153,15 +147,11 @@ class LearnerConfig:
     overlap_grad_reduce: Literal["auto", "always", "never"] = "auto"
     """Reduce gradients over the replicas during the backward pass: auto | always | never; auto = on CUDA."""
     overlap_param_gather: Literal["auto", "always", "never"] = "auto"
-    """With distributed_optimizer, gather weights during the forward pass of the next minibatch: auto | always | never;
-    auto = on CUDA.
-    """
+    """With distributed_optimizer, gather weights during the forward pass of the next minibatch; auto = on CUDA."""
     offload_optimizer: bool = False
     """Keep Adam's moments and main weights in host memory; a step moves them through the accelerator in blocks."""
     expert_parallel: Positive = 1
-    """Ranks over which experts are spread; must divide data x tensor x context parallel, and the experts of a layer
-    (docs/models.md).
-    """
+    """Ranks over which experts are spread; divides data x tensor x context parallel, and a layer's experts."""
     routing_replay: Annotated[str, OneOf(REPLAYS)] = "none"
     """none | old | rollout. old = train with the experts that the pass for old log-probs has chosen, where a step has
     that pass; rollout = with those that the engine has chosen, in both (docs/models.md).
@@ -169,13 +159,9 @@ class LearnerConfig:
     moe_aux_loss_coef: NotNegativeFloat = 0.0
     """Coefficient of the loss that balances the tokens of the experts, of every packed row; 0 = none."""
     moe_bias_update_rate: NotNegativeFloat = 0.0
-    """Step by which a router with a bias per expert (glm4_moe, deepseek_v3) moves it towards experts with few tokens; 0
-    = it is fixed.
-    """
+    """Step of a router's bias per expert (glm4_moe, deepseek_v3) towards idle experts; 0 = it is fixed."""
     bridge: str = ""
-    """module:Class of a bridge to Megatron, for a model family that the learner lacks (docs/models.md); empty = by
-    ``model_type``.
-    """
+    """module:Class of a bridge to Megatron for another model family (docs/models.md); empty = by ``model_type``."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The log of rank 0 has the one in use."""
     attention: Literal["auto", "sdpa", "varlen", "cudnn"] = "auto"
@@ -184,9 +170,7 @@ class LearnerConfig:
     auto = the last of these that works.
     """
     recompute: Annotated[str, OneOf(RECOMPUTE)] = "none"
-    """Activations that are not kept but computed again by the backward pass: none | selective (each layer's MLP) | full
-    (each layer).
-    """
+    """Activations that the backward pass computes again: none, those of MLPs (selective) or of layers (full)."""
     fused_activation: Literal["auto", "always", "never"] = "auto"
     """SwiGLU as one kernel; auto = on CUDA with triton and a C compiler, unless deterministic."""
     grouped_experts: Literal["auto", "always", "never"] = "auto"

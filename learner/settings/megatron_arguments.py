@@ -26,9 +26,7 @@ TRIED: Mapping[str, str] = {
     "deallocate_pipeline_outputs": "a stage of a pipeline frees what it has sent to the next one",
     "config_logger_dir": "Megatron writes the configuration of its model and optimizer to files in this directory",
 }
-"""Arguments that are passed on, and the effect of each, which a test shows
-(``tests/integration/test_megatron_effects.py``).
-"""
+"""Arguments that are passed on, with the effect of each (``tests/integration/test_megatron_effects.py``)."""
 
 _NOTHING = "nothing: "
 _TE = "nothing: only layers of Transformer Engine read it, and the learner has layers of its own (docs/decisions/053)"

@@ -34,9 +34,7 @@ class OptimizerConfig:
     warmup_steps: NotNegative = 0
     """Steps of linear warm-up from 0."""
     lr_decay: Annotated[str, OneOf(DECAYS)] = "constant"
-    """constant | linear | cosine | wsd (constant, then linear in a last ``wsd_share`` of them) | inverse_sqrt (after
-    the warm-up).
-    """
+    """Decay after the warm-up; wsd = constant, then linear in a last ``wsd_share`` of the steps."""
     lr_decay_steps: NotNegative = 0
     """Steps, warm-up included, behind which ``linear``, ``cosine`` and ``wsd`` stay at min_lr; 0 = the run's."""
     warmup_tokens: NotNegative = 0

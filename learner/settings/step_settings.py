@@ -9,16 +9,92 @@ with it are in a checkpoint.
 import dataclasses
 import json
 import typing
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import reduce
+from operator import attrgetter
+from typing import Any
 
 from tidemill.bus import section
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.former_names import with_sections
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
+
+FORMER: Mapping[str, str] = {
+    "vtrace_rho": "vtrace.rho",
+    "vtrace_c": "vtrace.c",
+    "pass_k": "pass_at_k.k",
+    "rae_decay": "rae.decay",
+    "rae_role": "rae.role",
+    "gdpo_weights": "gdpo.weights",
+    "overlong_buffer": "overlong.buffer",
+    "overlong_penalty": "overlong.penalty",
+    "distill_coef": "distill.coef",
+    "distill_teacher": "distill.teacher",
+    "distill_loss": "distill.loss",
+    "distill_top_k": "distill.top_k",
+    "clip_low": "clip.low",
+    "clip_high": "clip.high",
+    "clip_dual": "clip.dual",
+    "sapo_tau_positive": "sapo.tau_positive",
+    "sapo_tau_negative": "sapo.tau_negative",
+    "dppo_penalty": "dppo.penalty",
+    "dppo_ratio_cap": "dppo.ratio_cap",
+    "cov_share": "covariance.share",
+    "clip_cov_low": "covariance.low",
+    "clip_cov_high": "covariance.high",
+    "kl_cov_coef": "covariance.kl_coef",
+    "dro_tau": "dro.tau",
+    "weight": "weight.level",
+    "weight_action": "weight.action",
+    "weight_low": "weight.low",
+    "weight_high": "weight.high",
+    "self_normalise": "weight.self_normalise",
+    "reject": "reject.rules",
+    "veto": "reject.veto",
+    "binary_kl_limit": "reject.binary_kl",
+    "opsm_threshold": "reject.opsm",
+    "m2_limit": "m2.limit",
+    "m2_tokens": "m2.tokens",
+    "m2_keep_low": "m2.keep_low",
+    "m2_keep_high": "m2.keep_high",
+    "entropy_coef": "entropy.coef",
+    "entropy_target": "entropy.target",
+    "entropy_delta": "entropy.delta",
+    "entropy_coef_max": "entropy.coef_max",
+    "ess_lr_base": "ess_lr",
+}
+"""Path of each setting of ``learner.algorithm`` by its name before there were sections. Digests of runs are made of
+them, and records of earlier runs are read by them.
+"""
+_SECTIONS = {path.partition(".")[0] for path in FORMER.values()}
+
+
+def flat(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """Return the settings by their former names."""
+    settings = {name: value for name, value in asdict(algorithm).items() if name not in _SECTIONS}
+    settings |= {former: attrgetter(path)(algorithm) for former, path in FORMER.items()}
+    return settings | {"ess_lr": bool(algorithm.ess_lr), "ess_lr_base": algorithm.ess_lr or 1.0}
+
+
+def with_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a record in their sections, whatever names they had when it was made."""
+    if all(former not in settings or isinstance(settings[former], Mapping) for former in FORMER):
+        return dict(settings)
+    settings = dict(settings)
+    if settings.pop("ess_lr", None) is False:
+        settings.pop("ess_lr_base", None)
+    result = {name: value for name, value in settings.items() if name not in FORMER}
+    for former, path in FORMER.items():
+        section, _, name = path.partition(".")
+        if former in settings and name:
+            result.setdefault(section, {})[name] = settings[former]
+        elif former in settings:
+            result[section] = settings[former]
+    return result
+
 
 BUILT_IN = (
     *("optimizer.name", "optimizer.freeze", "critic", "hooks", "dtype", "megatron", "bridge", "from_checkpoint"),
@@ -68,6 +144,7 @@ def record_of(learner: LearnerConfig, *, push_every: int) -> JsonObject:
     """Return the record of a start's settings, plain values."""
     names = {field.name for field in dataclasses.fields(StepSettings)} | {path.partition(".")[0] for path in BUILT_IN}
     values = dataclasses.asdict(learner)
+    # Through JSON: a record that is read from the bus has lists where the settings have tuples.
     record: JsonObject = json.loads(json.dumps({name: values[name] for name in sorted(names)}))
     return {"learner": record, "weights": {"push_every": push_every}}
 

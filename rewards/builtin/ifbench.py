@@ -39,45 +39,33 @@ def _set(words: str) -> frozenset[str]:
 CONJUNCTIONS = frozenset({"and", "but", "for", "nor", "or", "so", "yet"})
 PRONOUNS = _set(
     "i me we us you he him she her it they them my mine our ours your yours his hers its their theirs myself "
-    "ourselves yourself "
-    "yourselves himself herself itself themselves this that these those who whom whose which what whoever "
-    "whomever whatever whichever "
-    "anybody anyone anything everybody everyone everything nobody nothing somebody someone something each "
-    "either neither both all some "
-    "any none"
+    "ourselves yourself yourselves himself herself itself themselves this that these those who whom whose which what "
+    "whoever whomever whatever whichever anybody anyone anything everybody everyone everything nobody nothing "
+    "somebody someone something each either neither both all some any none"
 )
+# nltk's English stop words that are whole words for ``\w+``
 STOP_WORDS = _set(
-    "i me my myself we our ours ourselves you your yours yourself yourselves he him his himself she her hers "
-    "herself it its itself they "
-    "them their theirs themselves what which who whom this that these those am is are was were be been being "
-    "have has had having do "
-    "does did doing a an the and but if or because as until while of at by for with about against between "
-    "into through during before "
-    "after above below to from up down in out on off over under again further then once here there when "
-    "where why how all any both each "
-    "few more most other some such no nor not only own same so than too very s t can will just don should "
-    "now d ll m o re ve y ain aren "
-    "couldn didn doesn hadn hasn haven isn ma mightn mustn needn shan shouldn wasn weren won wouldn"
+    "i me my myself we our ours ourselves you your yours yourself yourselves he him his himself she her hers herself "
+    "it its itself they them their theirs themselves what which who whom this that these those am is are was were be "
+    "been being have has had having do does did doing a an the and but if or because as until while of at by for with "
+    "about against between into through during before after above below to from up down in out on off over under "
+    "again further then once here there when where why how all any both each few more most other some such no nor not "
+    "only own same so than too very s t can will just don should now d ll m o re ve y ain aren couldn didn doesn hadn "
+    "hasn haven isn ma mightn mustn needn shan shouldn wasn weren won wouldn"
 )
-"""nltk's English stop words that are whole words for ``\\w+``."""
 NAMES = _set(
-    "Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia "
-    "Benjamin Harper Leo Zoe Daniel "
-    "Chloe Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett Nathan Victoria Elijah Layla "
-    "Nicholas Audrey David Hannah "
-    "Christopher Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella Jonathan"
+    "Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia Benjamin "
+    "Harper Leo Zoe Daniel Chloe Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett Nathan Victoria "
+    "Elijah Layla Nicholas Audrey David Hannah Christopher Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella "
+    "Jonathan"
 )
 _NORTH_TO_SOUTH = (
-    "Reykjavik Helsinki Oslo Tallinn Stockholm Riga Moscow Copenhagen Vilnius Minsk Dublin Berlin Amsterdam "
-    "Warsaw London Brussels "
-    "Prague Luxembourg Paris Vienna Bratislava Budapest Vaduz Chisinau Bern Ljubljana Zagreb"
+    "Reykjavik Helsinki Oslo Tallinn Stockholm Riga Moscow Copenhagen Vilnius Minsk Dublin Berlin Amsterdam Warsaw "
+    "London Brussels Prague Luxembourg Paris Vienna Bratislava Budapest Vaduz Chisinau Bern Ljubljana Zagreb"
 )
-CAPITALS = _NORTH_TO_SOUTH.split()
-"""European capitals north of 45 degrees, from north to south, as IFBench has them."""
-_MAX_ROWS = 16
-"""One more than any table has that is asked for."""
-NUM_AFRICAN_COUNTRIES = 52
-"""Lines that a list of them has at least: sources differ."""
+CAPITALS = _NORTH_TO_SOUTH.split()  # European capitals north of 45 degrees, from north to south, as IFBench has them
+_MAX_ROWS = 16  # One more than any table has that is asked for
+NUM_AFRICAN_COUNTRIES = 52  # Lines that a list of them has at least: sources differ
 
 
 def sentences(text: str) -> Iterator[str]:

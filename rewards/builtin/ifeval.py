@@ -26,8 +26,7 @@ _WORD = re.compile(r"\w+")
 
 Check = Callable[[str, JsonMapping], bool]
 NEEDED = "needs the library langdetect: pip install 'tidemill[language]' (from a checkout: pip install '.[language]')"
-LANGUAGE_SEED = 0
-"""A fixed one, so that a text has one language."""
+LANGUAGE_SEED = 0  # A fixed one, so that a text has one language
 
 
 def ifeval(request: RewardRequest, *, share: bool = False) -> dict[str, float]:

@@ -33,11 +33,10 @@ _UNIT = re.compile(
     r"|(?P<words>[\s~]+[A-Za-z]{2,}(?:[\s-]+[A-Za-z]{2,})*)(?:\^\{?[23]\}?)?|\s*\^\{?\\circ\}?|\s*\\degree)\s*$"
 )
 _MULTIPLES = re.compile(r"\b(?:hundred|thousand|million|billion|trillion|dozen)", re.IGNORECASE)
+# Blanks that may be left out: all but those between two numbers
 BLANKS = re.compile(r"(?<!\s)\s++(?![0-9])|(?<![0-9\s])\s++")
-"""Blanks that may be left out: all but those between two numbers."""
 _BRACE = re.compile(r"(\\boxed\s{0,3})?\{|\}")
-_MAX_DIGITS = 1000
-"""A longer "number" is compared as text, because Python refuses to convert more than 4300 digits."""
+_MAX_DIGITS = 1000  # A longer "number" is compared as text, because Python refuses to convert more than 4300 digits
 
 
 def math_answer(request: RewardRequest, *, correct_weight: float = 1.0, format_weight: float = 0.1) -> dict[str, float]:
@@ -67,18 +66,15 @@ def find_gold(label: object) -> str:
 
 
 def is_right(response: str, gold: str) -> bool:
-    """Return whether the answer in a response is ``gold``."""
-    answer, is_box = _answer(response)
+    answer, is_box = find_answer(response)
     return same_answer(answer, gold, whole=is_box)
 
 
-def find_answer(response: str) -> str | None:
-    r"""Return the line after the last ``####`` (or a box in it), else the last ``\boxed{}``, else the last number."""
-    return _answer(response)[0]
+def find_answer(response: str) -> tuple[str | None, bool]:
+    r"""Return the answer, and whether it is all of a box.
 
-
-def _answer(response: str) -> tuple[str | None, bool]:
-    """Return the answer, and whether it is all of a box."""
+    It is the line after the last ``####`` (or a box in it), else the last ``\boxed{}``, else the last number.
+    """
     _, marker, tail = response.rpartition(MARKER)
     line = tail.strip().partition("\n")[0].strip() if marker else ""  # empty in a response that was cut off after ####
     boxed = last_boxed(line or response)

@@ -79,7 +79,6 @@ class _Parser:
         return self._tokens[self._place] if self._place < len(self._tokens) else ""
 
     def sum(self, depth: int) -> complex:
-        """Take a sum."""
         if depth > MAX_DEPTH:
             raise NoExpression("too deep")
         total = self._product(depth)
@@ -183,8 +182,8 @@ def _token(match: re.Match[str]) -> str:
     return str(number or letter or sign or "").strip()
 
 
+# Values for the first four letters of two expressions that are compared
 _POINTS = ((1.37, 0.61, -0.83, 2.29), (0.47, -1.93, 1.61, 0.71), (2.71, 1.13, 0.37, -1.49))
-"""Values for the first four letters of two expressions that are compared."""
 _TOLERANCE = 1e-9
 _DROPPED = re.compile(r"\^\{?\\circ\}?|\\degree|\\?[$%]")
 _UNITS = re.compile(

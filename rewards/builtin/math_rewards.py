@@ -74,8 +74,7 @@ def deepscaler(request: RewardRequest, *, think: bool = True) -> float:
     return float(boxed_is_label(solution, request.label))
 
 
-TAIL = 300
-"""Characters at the end of a response in which the answer must be."""
+TAIL = 300  # Characters at the end of a response in which the answer must be
 _ANSWER = re.compile(r"answer\s{0,20}:\s{0,20}([^\n]+)", re.IGNORECASE)
 
 

@@ -76,7 +76,6 @@ def f1(request: RewardRequest) -> float:
 
 
 def words(text: str) -> list[str]:
-    """Return the words that are compared."""
     return _ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
@@ -207,10 +206,8 @@ def _gold(request: RewardRequest, valid: str) -> str:
 
 _SPELLED_WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)?")
 _ENDING = re.compile(r"(?:n['\u2019]t|['\u2019]\w*)$")
-UNKNOWN = 1
-"""Words outside the dictionary that a sentence may have: a name, for example."""
-SHORT = 3
-"""Letters of a word that may stand twice, as *the* and *and* do."""
+UNKNOWN = 1  # Words outside the dictionary that a sentence may have: a name, for example
+SHORT = 3  # Letters of a word that may stand twice, as *the* and *and* do
 
 
 def sentence(request: RewardRequest, *, words: str, verbs: str) -> dict[str, float]:

@@ -21,22 +21,21 @@ import socket
 import subprocess
 import sys
 
-from tidemill.bus.processes import limits
+from tidemill.bus.system import limits
 from tidemill.bus.system.output import lossy_standard_files
+from tidemill.bus.system.processes import die_with_parent
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.rewards.errors import BadRewardOption, UnknownReward
 from tidemill.rewards.port import contract_at
 from tidemill.rewards.processes import worker
 from tidemill.rewards.registry import Bound, bind
 
+# Program of a new interpreter: it finds modules where its parent does, without PYTHONPATH, which is inherited further.
+#
+# Its arguments are the descriptor of its socket, that path, and the module with its ``main``. Settings are on stdin:
+# all users of a machine can read a command line.
 BOOT = "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[2]); importlib.import_module(sys.argv[3]).main()"
-"""Program of a new interpreter: it finds modules where its parent does, without PYTHONPATH, which is inherited further.
-
-Its arguments are the descriptor of its socket, that path, and the module with its ``main``. Settings are on stdin: all
-users of a machine can read a command line.
-"""
-MAX_REASON = 10_000
-"""Characters of a refusal, which must fit into one packet."""
+MAX_REASON = 10_000  # Characters of a refusal, which must fit into one packet
 
 
 def command(module: str, descriptor: int) -> list[str]:
@@ -55,7 +54,7 @@ def settings_file(settings: object) -> int:
 
 def main() -> None:
     """Run the keeper until the actor closes the control socket; its settings are on stdin."""
-    limits.end_with_parent(os.getppid())
+    die_with_parent(os.getppid())()
     control, start = socket.socket(fileno=int(sys.argv[1])), json.load(sys.stdin)
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)
@@ -88,8 +87,7 @@ class _ForkServer:
     def __init__(self, control: socket.socket, function: Bound, start: JsonObject, *, forks: bool) -> None:
         self._control, self._function, self._start, self._forks = control, function, start, forks
         self._limits = limits.ProcessLimits(**start["limits"])
-        self._workers: dict[int, int] = {}
-        """Number of each worker, by process id."""
+        self._workers: dict[int, int] = {}  # Number of each worker, by process id
         # Servers that the module has started at its import belong to the reward.
         self._servers = limits.children_of({os.getpid()})
         self._waker, self._woken = socket.socketpair()

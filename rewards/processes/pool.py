@@ -24,8 +24,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from tidemill.bus.processes.connection import START_S, ChildCallFailed, ChildConnection, encode_frame
-from tidemill.bus.processes.limits import ProcessLimits, environment
+from tidemill.bus.system.child_calls import START_S, ChildCallFailed, ChildConnection, encode_frame
+from tidemill.bus.system.limits import ProcessLimits, environment
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from tidemill.rewards.port import Contract
@@ -34,8 +34,8 @@ from tidemill.rewards.processes.keeper import command, settings_file
 
 logger = logging.getLogger(__name__)
 
+# Seconds in which a keeper ends a worker or itself; a keeper that needs longer is killed, and its workers with it
 KILL_S = 10.0
-"""Seconds in which a keeper ends a worker or itself; a keeper that needs longer is killed, and its workers with it."""
 
 
 class KeeperProcess:
@@ -44,8 +44,7 @@ class KeeperProcess:
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self._process, self._control = process, control
         self.is_async = False
-        self.ended = ""
-        """Why it starts no more workers; empty while it does."""
+        self.ended = ""  # Why it starts no more workers; empty while it does
         self._workers: dict[int, ChildConnection] = {}
         self._killing: dict[int, asyncio.TimerHandle] = {}
         self._ids = itertools.count(1)
@@ -192,12 +191,9 @@ class KeeperProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-RESTART_S = 5.0
-"""Seconds after a failed start of the keeper in which calls fail at once, with the same reason."""
+RESTART_S = 5.0  # Seconds after a failed start of the keeper in which calls fail at once, with the same reason
+# Seconds in which the event loop of an async reward confirms that a call is cancelled; a loop that does not is blocked
 CANCEL_S = 2.0
-"""Seconds in which the event loop of an async reward confirms that a call is cancelled; a loop that does not is
-blocked.
-"""
 BLOCKED = "another call blocked its event loop, and the process was killed"
 
 

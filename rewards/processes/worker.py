@@ -15,17 +15,17 @@ import sys
 from collections.abc import Awaitable
 from functools import partial
 
-from tidemill.bus.processes import limits
-from tidemill.bus.processes.connection import MAX_RESULT_BYTES, encode_frame, read_frame, receive_frame
+from tidemill.bus.system import limits
+from tidemill.bus.system.child_calls import MAX_RESULT_BYTES, encode_frame, read_frame, receive_frame
 from tidemill.bus.system.functions import repr_at
 from tidemill.bus.system.output import lossy_standard_files
+from tidemill.bus.system.processes import die_with_parent
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.rewards.errors import RewardFailed, is_outside
 from tidemill.rewards.port import contract_at
 from tidemill.rewards.registry import Bound, bind
 
-MAX_REASON = 2000
-"""Characters of the text of an error that are sent."""
+MAX_REASON = 2000  # Characters of the text of an error that are sent
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
 
 def serve(connection: socket.socket, function: Bound, limit: limits.ProcessLimits, keeper: int) -> None:
     """Answer requests until the connection ends. Does not return before."""
-    limits.end_with_parent(keeper)
+    die_with_parent(keeper)()
     if os.getsid(0) != os.getpid():
         os.setsid()
     limits.become_subreaper()

@@ -47,7 +47,6 @@ def main() -> None:
                 Reports().checkpointed,
                 policy,
                 optimizer,
-                None,
                 config=CheckpointConfig(background=background),
                 timeout_s=600,
             )

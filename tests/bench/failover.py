@@ -28,7 +28,7 @@ from tests import waits
 from tests.bench.sample_path import make_sample
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusUnavailable
-from tidemill.bus.server.cluster import EmbeddedBus
+from tidemill.bus.server.embedded_bus import EmbeddedBus
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire import subjects

@@ -33,14 +33,15 @@ from tidemill.actors.config import EngineConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
-from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
+from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Sample, Sampling, Span, Status
+from tidemill.bus.wire.rows import Capabilities
 from tidemill.learner.batch.batch import StepBatch
-from tidemill.learner.layout.flops import StepFlops
+from tidemill.learner.layout.sizes import StepFlops
 from tidemill.weightstore.transport.nccl import own_end
 
 SHAPES = {
@@ -294,7 +295,8 @@ def measure_steps(directory: Path, shape: dict[str, int], args: argparse.Namespa
 async def engine_main(url: str, run: str, model_dir: str, device: str) -> None:
     """Body of the engine's process."""
     own = own_end()
-    devices = HeldDevices(own=(own.uuid,), visible=(own.uuid,), nccl=own.nccl) if own.uuid else HeldDevices()
+    uuids = (own.uuid,) if own.uuid else ()
+    devices = Capabilities(devices=uuids, visible_devices=uuids, nccl=own.nccl if uuids else "")
     places = EnginePlaces(
         bus_url=url, run=run, model_dir=Path(model_dir), bus=BusConfig(), id="engine", devices=devices
     )

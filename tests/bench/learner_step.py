@@ -10,7 +10,7 @@ with whole sequences, and against one in which half of the groups have equal rew
 ``--lora RANK``: a step that trains adapters on that shape, against the same step with all weights.
 
 ``--against DIRECTORY``: the trainer of another checkout instead, such as that of an older commit (``git worktree add
-DIRECTORY COMMIT``), each in a process of its own, step by step in turn.
+DIRECTORY COMMIT``, of 2026-11-29 or later), each in a process of its own, step by step in turn.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.megatron.layers.kernels import Wanted

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tests.algorithm_settings import algorithm_of
 from tests.bench.learner_step import SHAPES, make_batch, make_model
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.settings.config import OptimizerConfig
 
@@ -48,8 +48,8 @@ def steps(directory: Path, batch: StepBatch) -> dict[str, Callable[[], Any]]:
     from tidemill.learner.megatron.cpu_shim import megatron_device
     from tidemill.learner.megatron.model import Policy, build_policy
     from tidemill.learner.megatron.optimizer import PolicyOptimizer
+    from tidemill.learner.megatron.passes import run_rows
     from tidemill.learner.megatron.rows import rows_of, step_of
-    from tidemill.learner.megatron.schedule import run_rows
     from tidemill.learner.megatron.trainer import Trainer
 
     here = joined()

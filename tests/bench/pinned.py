@@ -31,7 +31,7 @@ from tidemill.actors.serving.builtin.sequence import Sequence as Response
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.builtin.weights import Weights, load_from_directory
 from tidemill.actors.text.text import Text
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.wire.messages import Plan, Sample, Sampling, Span, Status
 from tidemill.launch.settings.prepare import PrepareConfig, prepare
 from tidemill.learner.algorithms.config import AlgorithmConfig
@@ -202,9 +202,10 @@ class PinnedLoop:
 
         ``parallel``: Megatron's groups of this process; None = a world of one, joined once.
         """
-        from tidemill.learner.megatron.model import WeightBackup, build_policy
+        from tidemill.learner.megatron.backups import OtherModels, WeightBackup
+        from tidemill.learner.megatron.model import build_policy
         from tidemill.learner.megatron.optimizer import PolicyOptimizer
-        from tidemill.learner.megatron.trainer import OtherModels, Trainer
+        from tidemill.learner.megatron.trainer import Trainer
 
         self.task, self.lag, self.seed, self.fault, self.corrupt = (
             task or Task(),

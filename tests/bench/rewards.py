@@ -38,8 +38,8 @@ from tidemill import launch
 from tidemill.actors.engines.server_discovery import ServerStatus
 from tidemill.actors.scoring.scorer_pool import RemoteScoring, ScorerClient, ScorerPool
 from tidemill.bus.liveness.keys import Keys, RunKeys
-from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.system.coroutines import beside
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards import group
 from tidemill.rewards.part_settings import BY_ROLLOUT

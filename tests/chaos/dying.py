@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from tests.forked import Forked
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.launch.cli.main import main
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.ranks.process import NodePart, _rank_environment

@@ -23,7 +23,7 @@ from tests.chaos.auditor import Verdict, judge
 from tests.whole.running import Up, start
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import connect
-from tidemill.bus.streams.history import History
+from tidemill.bus.streams.readers import History
 from tidemill.launch.run.access import viewer_line
 
 VICTIMS = {"actor": 5, "engine": 4, "learner": 2, "feeder": 2, "rank": 2, "nats-server": 3, "bus": 1, "up": 1}

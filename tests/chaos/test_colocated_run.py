@@ -59,7 +59,7 @@ def turns_of_the_learner(run: Up) -> list[tuple[float, float]]:
     """Return the intervals (from, until) in which the learner worked on steps."""
     found, began = [], None
     for at, line in events(run.directory / "logs" / "learner.log"):
-        if "tidemill.learner.ranks.accelerator_turns: turn of the learner" in line:
+        if "tidemill.learner.ranks.pushes: turn of the learner" in line:
             began = at
         elif "tidemill.learner.ranks.rank: step=" in line:
             assert began is not None, f"a step outside of the learner's turn: {line}"

@@ -11,9 +11,9 @@ from tests.chaos.auditor import judge
 from tests.chaos.parts import PATIENCE_S, Parts, parts, thaw
 from tests.unhurried import UNHURRIED
 from tests.whole.running import records, until_step, up
-from tidemill.bus.client.fenced_stream import epoch_of
 from tidemill.bus.errors import Fenced
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.fenced import epoch_of
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done, Plan
 from tidemill.learner.feed.restart import CHECKPOINT_KEY

@@ -19,7 +19,7 @@ from tests.waits import until
 from tests.whole.running import Up, assert_books_balance, until_step, up
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.auth import LEARNER, read_credentials
-from tidemill.bus.server.cluster import EmbeddedBus
+from tidemill.bus.server.embedded_bus import EmbeddedBus
 from tidemill.bus.streams.bus import Bus, connect
 
 RUN, USER = "smoke", "actor-7"

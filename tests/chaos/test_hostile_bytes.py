@@ -19,12 +19,11 @@ from tests.garbage import freeze_again
 from tests.hostile import Hostile
 from tests.launched import run_tidemill
 from tidemill.actors.actor.process import run_actor
-from tidemill.actors.config import ActorConfig, EngineConfig
-from tidemill.actors.router.config import RouterConfig
+from tidemill.actors.config import ActorConfig, EngineConfig, RouterConfig
 from tidemill.actors.router.server import run_router
 from tidemill.actors.scoring.server import run_scorer
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
-from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
+from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from tidemill.bus import exit_codes
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import UnreadableRow
@@ -32,8 +31,7 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.liveness.keys import Keys, admin_keys, api_keys, keep_keys, make_keys
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.streams.cursors import Cursors
-from tidemill.bus.streams.history import History
+from tidemill.bus.streams.readers import Cursors, History
 from tidemill.bus.system.coroutines import cancellable
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run import desired
@@ -229,9 +227,7 @@ async def test_engine_router_and_scorer_outlast_rows_that_cannot_be_read(
 
         await spoil(200)
         await hostile.write(50, hostile.rows_of_others)
-        places = EnginePlaces(
-            run=bus.run, bus_url=nats_server.url, bus=bus.config, model_dir=model, id="e1", devices=HeldDevices()
-        )
+        places = EnginePlaces(run=bus.run, bus_url=nats_server.url, bus=bus.config, model_dir=model, id="e1")
         limits = EngineLimits(grace_s=0.1, catch_up_s=60.0)
         works = (
             run_engine(places, EngineConfig(max_running=32), draining, factory=BuiltinEngine, limits=limits),

@@ -19,9 +19,9 @@ from tests.whole.running import SMOKE
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import State
 from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY
 from tidemill.learner.checkpoints.manifest import METADATA
-from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
-from tidemill.learner.nodes.view import ATTEMPT_KEY, attempt_of
+from tidemill.learner.nodes.rows import ATTEMPT_KEY, attempt_of
 
 SETTINGS = (
     "learner.steps=1000000",

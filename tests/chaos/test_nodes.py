@@ -17,7 +17,7 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Done
 from tidemill.bus.wire.rows import Attempt, State
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
-from tidemill.learner.nodes.view import ATTEMPT_KEY, attempt_of
+from tidemill.learner.nodes.rows import ATTEMPT_KEY, attempt_of
 
 SETTINGS = (
     "learner.steps=1000000",

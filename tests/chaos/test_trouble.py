@@ -21,7 +21,7 @@ from tests.waits import until
 from tidemill.bus.errors import BusUnavailable
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.streams.history import History
+from tidemill.bus.streams.readers import History
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done
 from tidemill.bus.wire.rows import LiveRow

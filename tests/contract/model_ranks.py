@@ -13,9 +13,10 @@ from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tests.same_model import AlgorithmConfig, scored_rows, vocabulary, weights_in
 from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.megatron.backups import OtherModels
 from tidemill.learner.megatron.model import build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import HooksConfig, OptimizerConfig
 
 

@@ -16,8 +16,8 @@ from tests.tiny_models import write_tiny_model
 from tests.waits import until
 from tidemill.actors.config import EngineConfig, SglangConfig
 from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.sglang.arguments import release_of
 from tidemill.actors.serving.sglang.engine import SglangEngine
-from tidemill.actors.serving.sglang.releases import release_of
 
 EXACT = "tidemill.actors.router.token_history:TokenHistory"
 HALF = "3\ud83d"

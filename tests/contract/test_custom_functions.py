@@ -22,17 +22,26 @@ from tests.episode_kit import stage, task
 from tests.tiny_models import write_tiny_model
 from tests.web_hook import web_hook
 from tidemill.actors.episodes.children import Children
-from tidemill.actors.episodes.programs.call_threads import CallThreads
-from tidemill.actors.episodes.programs.tools import FAILED, TABLE, Tool, tools_of
+from tidemill.actors.episodes.programs.tools import FAILED, TABLE, CallThreads, Tool, tools_of
 from tidemill.actors.episodes.rollouts import ProgramRollout
 from tidemill.actors.rollout_settings import RolloutConfig
-from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import SequenceSize, Status, score_of
 from tidemill.launch.metrics.export import open_sink
 from tidemill.launch.metrics.sinks import SINK, StepMetrics
-from tidemill.learner.filters.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, decisions_in
-from tidemill.learner.filters.filters import BUILT_IN, FILTER, FilterGroup, FilterSample, decision_in
+from tidemill.learner.filters import (
+    BUFFER_FILTER,
+    BUILT_IN,
+    FILTER,
+    BufferGroup,
+    BufferSample,
+    FilterBuffer,
+    FilterGroup,
+    FilterSample,
+    decision_in,
+    decisions_in,
+)
 from tidemill.learner.prompts.formats import PREFIX, add_rows, rows_of
 from tidemill.rewards.group import GroupRequest
 from tidemill.rewards.port import RewardRequest

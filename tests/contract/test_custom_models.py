@@ -36,10 +36,11 @@ from tests.skips import inapplicable
 from tests.tiny_models import write_tiny_model, write_tiny_pond
 from tidemill.bus.wire.messages import Sample, Span
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.megatron.backups import OtherModels
 from tidemill.learner.megatron.hooks import BeforeLogProbs, BeforeStep, Hooks
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import HooksConfig, OptimizerConfig
 
 if TYPE_CHECKING:

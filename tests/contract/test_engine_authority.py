@@ -20,8 +20,8 @@ from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.errors import EngineUnavailable
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.actors.serving.sglang.arguments import release_of
 from tidemill.actors.serving.sglang.engine import SglangEngine
-from tidemill.actors.serving.sglang.releases import release_of
 from tidemill.bus.errors import BusUnavailable
 from tidemill.bus.liveness.keys import Keys, RunKeys
 

@@ -141,8 +141,7 @@ async def test_only_a_serving_engine_answers(kind: Kind, first_model: Path) -> N
             _, server = await served.get(path)
             assert (server["engine"], server["tp_size"], server["context_length"]) == (kind.name, 1, CONTEXT)
             assert (server["phase"], server["epoch"], server["weight_version"]) == ("serving", 0, "4")
-        info = await served.client.info()
-        assert (info.version, info.max_context, info.vocab_size) == (4, CONTEXT, 299)
+        assert await served.client.version() == 4
 
 
 async def test_draining_finishes_what_there_is_and_takes_nothing_new(kind: Kind, first_model: Path) -> None:

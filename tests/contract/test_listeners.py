@@ -26,10 +26,10 @@ from tests.listeners import HERE, KEYS, ROLES, RUN, Place, engine, table
 from tests.tiny_models import write_tiny_model
 from tests.unit.test_ground import PACKAGES, ROOT
 from tidemill.actors.config import EngineConfig
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.http.access import Route, Rule, RunAccess
 from tidemill.bus.http.bodies import BodyLimits, body_in
 from tidemill.bus.http.listener import Listener
-from tidemill.bus.server.ports import KeptPort
 from tidemill.launch.run.servers import run_teacher
 
 GROWTH_BYTES = 64 << 20
@@ -442,7 +442,7 @@ SOCKETS = {
     "learner/feed/feed_keys.py": "",  # inside the process
     "learner/feed/feed_server.py": "feeder to ranks",
     "learner/nodes/own_row.py": "calls between nodes",
-    "bus/server/ports.py": "",  # keeps a port free, and listens to nothing
+    "bus/client/addresses.py": "",  # keeps a port free, and listens to nothing
     "bus/http/listener.py": "HTTP of engines",
     "weightstore/transport/broadcast.py": "torch's store",
 }

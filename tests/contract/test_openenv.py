@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 
 from tests.refusals import refusal
-from tidemill.actors.episodes.programs import openenv
+from tidemill.actors.episodes.programs import environments
+from tidemill.actors.episodes.programs.environments import OpenEnv
 from tidemill.actors.episodes.programs.multi_turn import MultiTurn
-from tidemill.actors.episodes.programs.openenv import OpenEnv
 
 Answer = Callable[[web.WebSocketResponse, dict[str, Any]], Awaitable[None]]
 
@@ -131,7 +131,7 @@ async def test_multi_turn_plays_it() -> None:
 
 
 async def test_a_full_server_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openenv, "RETRY_S", 0.01)
+    monkeypatch.setattr(environments, "RETRY_S", 0.01)
     tries: list[int] = []
 
     def session() -> Answer:
@@ -146,7 +146,7 @@ async def test_a_full_server_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
         await game.close()
         full = OpenEnv(url, wait_seconds=0.05)
         tries.clear()
-        monkeypatch.setattr(openenv, "RETRY_S", 0.1)
+        monkeypatch.setattr(environments, "RETRY_S", 0.1)
         with pytest.raises(RuntimeError, match=r"no session of the environment within 0\.05 s: all taken"):
             await full.reset({"prompt": "p"})
         await full.close()

@@ -13,7 +13,7 @@ from tests.episode_kit import Client, stage, task
 from tests.reciting_model import write_reciting_model
 from tests.router_kit import faulty, routing
 from tidemill.actors.errors import BadRequest
-from tidemill.actors.events import DONE, event
+from tidemill.actors.http_api import DONE, event
 from tidemill.actors.openai.responses_api import chat_of
 from tidemill.bus.wire.codec import check_sample
 

@@ -25,14 +25,14 @@ from tests.refusals import refusal
 from tests.router_kit import Door, engine_process, faulty, routing
 from tests.tiny_models import write_tiny_model
 from tests.waits import until
-from tidemill.actors.router.config import RouterConfig
+from tidemill.actors.config import RouterConfig
 from tidemill.actors.router.exchange import Answer, Handler, Middleware, Request
 from tidemill.actors.router.forward import Sessions
 from tidemill.actors.router.server import load_middleware
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.server.ports import KeptPort
 
 LONG = 4000
 

@@ -14,7 +14,7 @@ from tests.engine_serving import Served, serving
 from tests.refusals import refusal
 from tests.router_kit import Door, faulty, routing
 from tests.tiny_models import EOS, write_tiny_model
-from tidemill.actors.router.config import RouterConfig
+from tidemill.actors.config import RouterConfig
 from tidemill.actors.router.token_history import TokenHistory
 from tidemill.actors.text.text import Text
 

@@ -18,7 +18,7 @@ from tests.tiny_models import tiny_model, write_tiny_model
 from tests.waits import turn
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.teachers import TeacherFailed, Teachers
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.wire.invariants import check_sample
 from tidemill.bus.wire.messages import Sample, SequenceSize
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.actors.episodes.programs.openenv import OpenEnv
+from tidemill.actors.episodes.programs.environments import OpenEnv
 
 SERVER = Path(__file__).with_name("openenv_server.py")
 

@@ -45,16 +45,17 @@ def checkpoint(model_dir: str, directory: str) -> dict[str, Any]:
     from tests.megatron_world import one_rank
     from tidemill.learner.algorithms.config import AlgorithmConfig
     from tidemill.learner.megatron import state
-    from tidemill.learner.megatron.model import WeightBackup, build_policy
+    from tidemill.learner.megatron.backups import OtherModels, WeightBackup
+    from tidemill.learner.megatron.model import build_policy
     from tidemill.learner.megatron.optimizer import PolicyOptimizer
-    from tidemill.learner.megatron.trainer import OtherModels, Trainer
+    from tidemill.learner.megatron.trainer import Trainer
 
     with one_rank() as here:
         policy = build_policy(Path(model_dir), dtype="float32", parallel=here)
         optimizer, proximal = PolicyOptimizer(policy, OPTIMIZER, steps=10), WeightBackup(policy)
         trainer = Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherModels(proximal=proximal))
         trainer.train(make_batches(make_samples(vocab=VOCAB, step=3), step=3)[0])
-        state.save(Path(directory), step=3, policy=policy, optimizer=optimizer, proximal=proximal)
+        state.save(Path(directory), step=3, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal))
         saved = policy.digest()
         return {"digest": saved, "next": trainer.train(make_batches(make_samples(vocab=VOCAB, step=4), step=4)[0])}
 

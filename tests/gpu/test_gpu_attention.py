@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tests.skips import inapplicable
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron.layers.attention import CORE_ATTENTION, SDPACoreAttention, packed_row
+from tidemill.learner.megatron.layers.attention import CORE_ATTENTION, SDPACoreAttention
 from tidemill.learner.megatron.layers.kernels import CUDNN, CUDNN_CAPABILITY, LONG_SEQUENCE, SDPA, VARLEN
+from tidemill.learner.megatron.layers.packed_rows import packed_row
 from tidemill.learner.megatron.model import build_policy
 
 pytestmark = pytest.mark.gpu

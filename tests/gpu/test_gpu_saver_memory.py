@@ -17,7 +17,7 @@ from tests.tiny_models import write_tiny_model
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.errors import MemoryReleased
 from tidemill.learner.layout.parallel import Parallel, Replicas
-from tidemill.learner.megatron.memory import Memory, PlainMemory, open_memory
+from tidemill.learner.megatron.memory import Memory, open_memory
 from tidemill.learner.megatron.model import build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import Trainer
@@ -62,11 +62,11 @@ def test_steps_with_releases_are_the_same_bits(
     rank: Parallel, model_dir: Path, device: torch.device, replicas: Replicas | None
 ) -> None:
     """Memory opened twice, as by tests in one process: the second is as good as the first."""
-    wanted = steps(learner(model_dir, rank, plain := PlainMemory(), replicas), plain)
+    wanted = steps(learner(model_dir, rank, plain := Memory(), replicas), plain)
     assert len(set(wanted)) == 3
     for _ in range(2):
         memory = open_memory(colocated=True, device=device)
-        assert (type(memory) is PlainMemory) == (device.type == "cpu")
+        assert (type(memory) is Memory) == (device.type == "cpu")
         assert steps(learner(model_dir, rank, memory, replicas), memory) == wanted
 
 

@@ -17,10 +17,11 @@ from tests.tiny_models import DENSE, EXPERTS, write_tiny_model
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron import state
+from tidemill.learner.megatron.backups import OtherModels, WeightBackup
 from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -94,12 +95,14 @@ def test_the_same_bits_twice_and_after_a_restart(dtype: str, rank: Parallel, mod
             trainer.train(batch(step))
             made.append(policy.digest())
             if (attempt, step) == (0, 3):
-                state.save(tmp_path, step=step, policy=policy, optimizer=optimizer, proximal=proximal)
+                state.save(
+                    tmp_path, step=step, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal)
+                )
         digests.append(made)
     assert digests[0] == digests[1], "not repeatable on this device"
     assert len(set(digests[0])) == 3, "a step has changed nothing"
     trainer, policy, optimizer, proximal = learner(model_dir, rank, dtype)
-    assert state.load(tmp_path, policy=policy, optimizer=optimizer, proximal=proximal) == (3, {})
+    assert state.load(tmp_path, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal)) == (3, {})
     made = [policy.digest()]
     for step in (4, 5):
         trainer.train(batch(step))
@@ -150,7 +153,7 @@ def test_a_checkpoint_of_the_cpu_is_continued(rank: Parallel, model_dir: Path, t
     saved = child("checkpoint", model_dir, tmp_path)
     trainer, policy, optimizer, proximal = learner(model_dir, rank)
     assert policy.digest() != saved["digest"]
-    assert state.load(tmp_path, policy=policy, optimizer=optimizer, proximal=proximal)[0] == 3
+    assert state.load(tmp_path, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal))[0] == 3
     assert policy.digest() == saved["digest"]
     step = trainer.train(batch(4, max_tokens=1 << 20))
     assert step.keys() == saved["next"].keys()

@@ -80,7 +80,6 @@ def _saved(model_dir: Path, root: Path, store: str, here: parallel.Parallel) -> 
         reports.checkpointed,
         policy,
         optimizer,
-        None,
         config=CheckpointConfig(store=store),
         timeout_s=60,
     )
@@ -94,7 +93,7 @@ def _saved(model_dir: Path, root: Path, store: str, here: parallel.Parallel) -> 
 INSTANTS = {
     "in its file": ("torch.distributed.checkpoint.filesystem:_write_item", 12),
     "behind its file": ("tidemill.learner.checkpoints.disk:digest", 1),
-    "before the index": ("tidemill.learner.megatron.checkpoint_writer:Staged.finish", 1),
+    "before the index": ("tidemill.learner.megatron.checkpoint_files:Staged.finish", 1),
     "before the manifest": ("tidemill.learner.checkpoints.disk:write_manifest", 1),
     "before the name": ("tidemill.learner.checkpoints.disk:publish", 1),
 }
@@ -109,7 +108,7 @@ def killed(model_dir: Path, root: Path, rank: int, instant: str, out: Path) -> N
         policy, optimizer, trainer = built(model_dir, here)
         reports, config = Reports(), CheckpointConfig()
         saved = Checkpoints(
-            places(model_dir, root, 0), reports.checkpointed, policy, optimizer, None, config=config, timeout_s=300
+            places(model_dir, root, 0), reports.checkpointed, policy, optimizer, config=config, timeout_s=300
         )
         train(trainer, here, STEP)
         saved.begin(STEP, 1, b"data state", numbers={"kl_scale": 2.5})

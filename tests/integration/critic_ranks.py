@@ -19,13 +19,12 @@ from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.debug.collector import Collector
 from tidemill.learner.layout.parallel import Parallel, Replicas
 from tidemill.learner.megatron import state
+from tidemill.learner.megatron.backups import OtherModels, Reference, open_reference
 from tidemill.learner.megatron.critic import Critic, open_critic
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.reference import Reference, open_reference
-from tidemill.learner.megatron.state import Beside
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import CriticConfig, LearnerConfig, OptimizerConfig
 
 STEPS = (3, 4, 5)
@@ -60,8 +59,8 @@ class Built:
     reference: Reference
 
     @property
-    def beside(self) -> Beside:
-        return Beside(reference=self.reference.saved, critic=self.critic)
+    def saved_models(self) -> OtherModels:
+        return OtherModels(reference=self.reference.saved, critic=self.critic)
 
     def train(
         self, step: int, here: Parallel, *, max_tokens: int = 60, minibatches: int = 1, **changes: Any
@@ -76,10 +75,10 @@ class Built:
         return metrics
 
     def save(self, directory: Path, step: int) -> None:
-        state.save(directory, step=step, policy=self.policy, optimizer=self.optimizer, beside=self.beside)
+        state.save(directory, step=step, policy=self.policy, optimizer=self.optimizer, others=self.saved_models)
 
     def load(self, directory: Path) -> int:
-        return state.load(directory, policy=self.policy, optimizer=self.optimizer, beside=self.beside)[0]
+        return state.load(directory, policy=self.policy, optimizer=self.optimizer, others=self.saved_models)[0]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return copies of the critic's own weights on this rank."""

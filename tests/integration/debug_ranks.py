@@ -28,8 +28,7 @@ from tidemill.learner.megatron.activations import module_outputs
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import Trainer
-from tidemill.learner.ranks.debugging import StepMemory
-from tidemill.learner.ranks.rank import agreed
+from tidemill.learner.ranks.debugging import StepMemory, agreed
 
 STEP_LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},

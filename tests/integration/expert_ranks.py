@@ -23,11 +23,12 @@ from tests.tiny_models import EXPERTS
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Replicas
 from tidemill.learner.megatron import state
+from tidemill.learner.megatron.backups import OtherModels, WeightBackup
+from tidemill.learner.megatron.layers.experts import Mixture
 from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.layers.mixture import Mixture
-from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import OptimizerConfig
 
 VOCAB = 300
@@ -279,7 +280,13 @@ def unbroken(model_dir: Path, here: parallel.Parallel, directory: Path, way: str
         directory.mkdir(parents=True)
     torch.distributed.barrier()
     if same_run(way) == "plain":  # the others are not resumed
-        state.save(directory, step=SAVED, policy=made.policy, optimizer=made.optimizer, proximal=made.proximal)
+        state.save(
+            directory,
+            step=SAVED,
+            policy=made.policy,
+            optimizer=made.optimizer,
+            others=OtherModels(proximal=made.proximal),
+        )
     return {
         "began": began,
         "metrics": metrics + take(made, tuple(step for step in STEPS if step > SAVED), here, WAYS[way]),
@@ -289,7 +296,9 @@ def unbroken(model_dir: Path, here: parallel.Parallel, directory: Path, way: str
 def resumed(model_dir: Path, here: parallel.Parallel, directory: Path, way: str) -> dict[str, Any]:
     """Go on from a checkpoint."""
     made = learner(model_dir, here, WAYS[way])
-    step, _ = state.load(directory, policy=made.policy, optimizer=made.optimizer, proximal=made.proximal)
+    step, _ = state.load(
+        directory, policy=made.policy, optimizer=made.optimizer, others=OtherModels(proximal=made.proximal)
+    )
     return {"metrics": take(made, tuple(each for each in STEPS if each > step), here, WAYS[way])}
 
 

@@ -18,6 +18,7 @@ from tests.megatron_world import joined, not_sent_once
 from tests.tiny_models import DENSE, EXPERTS
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron import state
+from tidemill.learner.megatron.backups import OtherModels
 from tidemill.learner.megatron.model import build_policy
 
 STEPS = (3, 4)
@@ -91,7 +92,13 @@ def used(model_dir: Path, here: Parallel, way: Way, of_one: Path, out: Path) -> 
         (out / "saved").mkdir(parents=True)
         save_file(weights, out / "weights.safetensors")
     torch.distributed.barrier()
-    state.save(out / "saved", step=STEPS[-1], policy=made.policy, optimizer=made.optimizer, proximal=made.proximal)
+    state.save(
+        out / "saved",
+        step=STEPS[-1],
+        policy=made.policy,
+        optimizer=made.optimizer,
+        others=OtherModels(proximal=made.proximal),
+    )
     other = build_policy(model_dir, dtype="float32", parallel=here, replicas=way.replicas)
     for _, weight in other.named_weights():
         torch.nn.init.zeros_(weight)

@@ -30,10 +30,11 @@ from tests.megatron_world import joined, not_sent_once
 from tidemill.bus.wire.messages import Sample, Span, Status
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import logprobs
+from tidemill.learner.megatron.backups import OtherModels, WeightBackup
 from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import OptimizerConfig
 
 VOCAB = 300

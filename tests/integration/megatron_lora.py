@@ -15,10 +15,11 @@ from tests.megatron_world import joined
 from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.layout.parallel import Parallel, Replicas
 from tidemill.learner.megatron import state
+from tidemill.learner.megatron.backups import OtherModels, WeightBackup, initial_weights
 from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.megatron.tuning import Tuning
 from tidemill.learner.settings.lora import LoraConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
@@ -108,7 +109,10 @@ def trained(
     ours, steps = learner(model_dir, here, way, lora=lora), STEPS
     if checkpoint is not None:
         assert (
-            state.load(checkpoint, policy=ours.policy, optimizer=ours.optimizer, proximal=ours.proximal)[0] == STEPS[0]
+            state.load(
+                checkpoint, policy=ours.policy, optimizer=ours.optimizer, others=OtherModels(proximal=ours.proximal)
+            )[0]
+            == STEPS[0]
         )
         steps = STEPS[1:]
     metrics = [take(ours, step, here) for step in steps]
@@ -160,7 +164,13 @@ def saved(model_dir: Path, here: Parallel, checkpoint: Path, *, lora: LoraConfig
     take(ours, STEPS[0], here)
     ours.proximal.refresh()
     checkpoint.mkdir(exist_ok=True)
-    state.save(checkpoint, step=STEPS[0], policy=ours.policy, optimizer=ours.optimizer, proximal=ours.proximal)
+    state.save(
+        checkpoint,
+        step=STEPS[0],
+        policy=ours.policy,
+        optimizer=ours.optimizer,
+        others=OtherModels(proximal=ours.proximal),
+    )
 
 
 def experts(mixture_dir: Path, checkpoint: Path, filled: LoraConfig, out: Path) -> None:

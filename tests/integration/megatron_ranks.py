@@ -20,11 +20,12 @@ from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state
+from tidemill.learner.megatron.backups import OtherModels, WeightBackup
 from tidemill.learner.megatron.cpu_shim import megatron_device
-from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.optimizer_pieces import buffers_of
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import OptimizerConfig
 
 VOCAB = 300
@@ -46,7 +47,10 @@ def train(
     )
     steps = STEPS
     if checkpoint is not None:
-        assert state.load(checkpoint, policy=policy, optimizer=optimizer, proximal=proximal)[0] == STEPS[0]
+        assert (
+            state.load(checkpoint, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal))[0]
+            == STEPS[0]
+        )
         steps = STEPS[1:]
     metrics = []
     for step in steps:

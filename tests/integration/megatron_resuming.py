@@ -20,9 +20,10 @@ from tests.megatron_world import joined
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state
-from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.backups import OtherModels, WeightBackup
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import OptimizerConfig
 
 VOCAB = 300
@@ -90,12 +91,21 @@ class Learner:
         if self.here.rank == 0:
             directory.mkdir(parents=True)
         dist.barrier()
-        state.save(directory, step=STEPS[0], policy=self.policy, optimizer=self.optimizer, proximal=self.proximal)
+        state.save(
+            directory,
+            step=STEPS[0],
+            policy=self.policy,
+            optimizer=self.optimizer,
+            others=OtherModels(proximal=self.proximal),
+        )
 
     def resume(self, directory: Path) -> dict[str, Any]:
         """Load the checkpoint, and take the second step."""
         assert (
-            state.load(directory, policy=self.policy, optimizer=self.optimizer, proximal=self.proximal)[0] == STEPS[0]
+            state.load(
+                directory, policy=self.policy, optimizer=self.optimizer, others=OtherModels(proximal=self.proximal)
+            )[0]
+            == STEPS[0]
         )
         digest = self.policy.digest()
         return {"digest": digest, "metrics": self.take(STEPS[1])}

@@ -24,9 +24,10 @@ from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.collector import Collector
 from tidemill.learner.layout import parallel
-from tidemill.learner.megatron.layers.mixture import Mixture
+from tidemill.learner.megatron.backups import OtherModels
+from tidemill.learner.megatron.layers.experts import Mixture
 from tidemill.learner.megatron.model import Policy
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 
 GIVEN = Mixture(replay=True, given=True)
 WAYS = {

@@ -18,7 +18,7 @@ from tests.launched import tidemill
 from tests.waits import until
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.streams.cursors import WAIT, Cursors
+from tidemill.bus.streams.readers import WAIT, Cursors
 from tidemill.launch.cli import archive
 from tidemill.launch.samples.recording import Recording, repair
 

@@ -28,7 +28,8 @@ from tidemill.launch.cli.main import main
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.checkpoints import torch_dist
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.model import build_policy, reference_weights
+from tidemill.learner.megatron.backups import reference_weights
+from tidemill.learner.megatron.model import build_policy
 
 VOCAB = 300
 _LAYER = re.compile(r"layers\.\d+\.")

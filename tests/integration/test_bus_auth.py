@@ -26,7 +26,7 @@ from tidemill.bus.errors import BusError, Denied, Forbidden, ServerFailed
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.liveness.keys import ADMIN_KEY, API_KEY, Keys, admin_keys, api_keys, make_keys
 from tidemill.bus.server.auth import credentials_file, make_users, read_credentials
-from tidemill.bus.server.cluster import EmbeddedBus
+from tidemill.bus.server.embedded_bus import EmbeddedBus
 from tidemill.bus.streams.bus import Bus, connect, find_run
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import DeadLetterDecision, Done

@@ -13,7 +13,7 @@ from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Denied, Fenced
 from tidemill.bus.server.auth import credentials_file, read_credentials
-from tidemill.bus.server.cluster import EmbeddedBus
+from tidemill.bus.server.embedded_bus import EmbeddedBus
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Done
 

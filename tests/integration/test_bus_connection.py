@@ -14,11 +14,11 @@ from nats.aio.msg import Msg
 from tests.bus_fixtures import BusOpener
 from tests.refusals import refusal
 from tests.waits import turn, until
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.client.connection import Connection
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import SeveralRuns, connect, find_run
 
 

@@ -7,7 +7,7 @@ from tests.data_kit import sample, task
 from tests.refusals import refusal
 from tidemill.bus.errors import NotFound, StreamTrimmed
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.streams.cursors import LEAVE, WAIT, Cursors, CursorTaken, Reader
+from tidemill.bus.streams.readers import LEAVE, WAIT, Cursors, CursorTaken, Reader
 
 
 async def publish(bus: Bus, count: int) -> None:

@@ -22,7 +22,7 @@ from tests.small_disk import SmallDisk, small_disk
 from tests.waits import until
 from tidemill.bus.errors import BusFull
 from tidemill.bus.exit_codes import CONFIG
-from tidemill.bus.server.store_disk import lacking, needed_bytes
+from tidemill.bus.server.embedded_bus import lacking, needed_bytes
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.wire import subjects

@@ -21,7 +21,7 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusUnavailable, NotFound, StreamReplaced, StreamTrimmed, WireError
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.streams.history import History
+from tidemill.bus.streams.readers import History
 from tidemill.bus.streams.samples import Received, header_fields, headers_of
 from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import encode_sample

@@ -16,7 +16,7 @@ from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
 from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron import state
-from tidemill.learner.megatron.checkpoint_writer import Staged
+from tidemill.learner.megatron.checkpoint_files import Staged
 from tidemill.learner.megatron.model import Policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import Trainer
@@ -57,7 +57,6 @@ def make(here: Parallel, tmp_path: Path) -> Any:
             reports.checkpointed,
             policy,
             optimizer,
-            None,
             config=CheckpointConfig(**settings),
             timeout_s=60,
         )

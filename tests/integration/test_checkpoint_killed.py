@@ -13,7 +13,7 @@ from tests.integration.checkpoint_ranks import INSTANTS, STEP, VOCAB, built, tra
 from tests.learner_steps import rank_environment
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.megatron import state
 

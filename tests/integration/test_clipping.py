@@ -12,10 +12,10 @@ from tests.integration.megatron_ranks import OPTIMIZER
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron.clipping import clip_factor, clipped, norm_over_ranks
 from tidemill.learner.megatron.cpu_shim import megatron_device
 from tidemill.learner.megatron.model import build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.optimizer_pieces import clip_factor, clipped, norm_over_ranks
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.code.sandbox import Bounds, run
-from tidemill.rewards.code.tests_passed import code
+from tidemill.rewards.builtin.code import code
 from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.sandbox import Bounds, run
 
 ROWS = [
     json.loads(line) for line in (Path(__file__).parents[1] / "data/code_references.jsonl").read_text().splitlines()

@@ -38,7 +38,7 @@ from tidemill.learner.checkpoints import disk
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state
-from tidemill.learner.megatron.checkpoint_writer import StagedSave
+from tidemill.learner.megatron.checkpoint_files import StagedSave
 from tidemill.learner.megatron.cpu_shim import megatron_device
 from tidemill.learner.megatron.initial_weights import OTHER_NAMES
 from tidemill.learner.megatron.model import build_policy

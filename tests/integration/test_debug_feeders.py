@@ -15,9 +15,9 @@ from tests.debug_kit import rollout
 from tests.feeder_kit import KEYS, World
 from tests.forked import Forked
 from tests.refusals import refusal
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Done
 from tidemill.learner.algorithms.config import AlgorithmConfig

@@ -26,9 +26,10 @@ from tidemill.learner.debug.comparison import compare_train
 from tidemill.learner.debug.rollout_file import save_rollout
 from tidemill.learner.debug.train_file import TrainDump, critic_path, read, read_train, record_path
 from tidemill.learner.layout import parallel
-from tidemill.learner.megatron.model import WeightBackup, build_policy
+from tidemill.learner.megatron.backups import OtherModels, WeightBackup
+from tidemill.learner.megatron.model import build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 
 FILES = "t_{step}_{rank}.safetensors"
 COMPARED = ("old_log_probs", "current_log_probs", "policy_importance_ratio")

@@ -19,12 +19,13 @@ from tests.tiny_models import write_tiny_model
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
-from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
+from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from tidemill.bus.liveness.keys import make_keys
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import cancellable
 from tidemill.bus.wire.messages import Sampling
+from tidemill.bus.wire.rows import Capabilities
 from tidemill.weightstore.store.registry import VersionRegistry
 
 
@@ -35,7 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return one, two
 
 
-HELD = HeldDevices(own=("GPU-a",), visible=("GPU-a", "GPU-b"), nccl="2.29.7", memory_bytes=80)
+HELD = Capabilities(devices=("GPU-a",), visible_devices=("GPU-a", "GPU-b"), nccl="2.29.7", device_memory_bytes=80)
 """Devices of the engine, for its live row; it runs on the CPU here."""
 
 

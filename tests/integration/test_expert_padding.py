@@ -16,8 +16,8 @@ from tests.tiny_models import write_tiny_model
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.layers.experts import Mixture
 from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.layers.mixture import Mixture
 from tidemill.learner.megatron.model import build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import Trainer

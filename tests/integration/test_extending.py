@@ -133,7 +133,7 @@ async def test_the_engine_answers_the_client_of_an_actor(tmp_path: Path) -> None
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=5, seed=9)
         answer, again = [await client.generate([1, 2], sampling) for _ in range(2)]
         assert await client.healthy()
-        assert (await client.info()).version == 3
+        assert await client.version() == 3
     finally:
         await client.close()
         await engine.close()

@@ -18,16 +18,15 @@ from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_partial, make_turns
 from tests.data_kit import sample
-from tests.feeder_kit import KEYS, World
+from tests.feeder_kit import KEYS, World, task_settings
 from tests.refusals import refusal
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced, StreamReplaced
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect, raise_epoch
-from tidemill.bus.streams.cursors import Cursors, Reader
+from tidemill.bus.streams.readers import Cursors, Reader
 from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Requeue, Sample, Settle, Task
 from tidemill.bus.wire.subjects import BUCKETS, bucket_stream, stream
-from tidemill.learner.algorithms.alarms import AlarmConfig, Context
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.ledger import read_state
@@ -46,14 +45,13 @@ from tidemill.learner.errors import (
     TasksFail,
 )
 from tidemill.learner.feed import feed_server
-from tidemill.learner.feed.data_metrics import SHARE, EpisodeAge
+from tidemill.learner.feed.data_metrics import SHARE
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.feed.feed_server import FeedServer
-from tidemill.learner.feed.outcomes import KeptCheckpoints, Outcomes
+from tidemill.learner.feed.outcomes import Outcomes
 from tidemill.learner.feed.restart import CHECKPOINT_KEY, resume
-from tidemill.learner.prompts.planned_rows import PlannedRows
-from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.prompts.prompt_file import PlannedRows, PromptFile
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
 from tidemill.weightstore.store.registry import HEAD, VersionRegistry
@@ -775,10 +773,8 @@ async def test_a_stream_too_full_waits_for_no_reader_and_logs_it(
             bus,
             server,
             begun,
+            task_settings(),
             epoch=1,
-            steps=1,
-            kept=KeptCheckpoints(tmp_path, 1),
-            age=EpisodeAge(AlarmConfig(), Context(max_lag=1)),
             on_published=lambda version, step: None,
         )
         assert await outcomes._waited_for(7, created) == 3

@@ -14,7 +14,7 @@ from tests.feeder_kit import World
 from tests.integration.test_feeder import check_history, finish, open_world  # noqa: F401 - a fixture
 from tidemill.bus.section import read
 from tidemill.bus.wire.messages import Settle
-from tidemill.learner.buffer.selection import is_filtered
+from tidemill.learner.buffer.plans import is_filtered
 from tidemill.learner.data import DataConfig, Filters
 from tidemill.rewards.errors import BadRewardOption, UnknownReward
 

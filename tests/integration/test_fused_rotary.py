@@ -22,14 +22,15 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron.bridges import local_layers
-from tidemill.learner.megatron.bridges.layers import FusedHeadNorm
 from tidemill.learner.megatron.cpu_shim import megatron_device
-from tidemill.learner.megatron.layers.attention import FusedRotary, PackedRotary, Rotation
+from tidemill.learner.megatron.layers.attention import FusedRotary, PackedRotary
+from tidemill.learner.megatron.layers.dense import FusedHeadNorm
 from tidemill.learner.megatron.layers.kernels import Kernels, Wanted
+from tidemill.learner.megatron.layers.packed_rows import Rotation
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.passes import run_rows
 from tidemill.learner.megatron.rows import rows_of
-from tidemill.learner.megatron.schedule import run_rows
 from tidemill.learner.megatron.trainer import Trainer
 
 
@@ -48,7 +49,7 @@ def build(
         return dataclasses.replace(choose(*args, **kwargs), fused_rotary=fused)
 
     monkeypatch.setattr(local_layers, "chosen", chosen)
-    monkeypatch.setitem(sys.modules, "tidemill.learner.megatron.layers.fused_heads", heads_by_formula)
+    monkeypatch.setitem(sys.modules, "tidemill.learner.megatron.layers.triton_kernels", heads_by_formula)
     policy = build_policy(directory, dtype="float32", parallel=rank, kernels=Wanted(recompute=recompute))
     monkeypatch.setattr(local_layers, "chosen", choose)
     return policy

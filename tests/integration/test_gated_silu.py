@@ -9,7 +9,7 @@ from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.megatron.bridges.layers import GatedSilu
+from tidemill.learner.megatron.layers.dense import GatedSilu
 from tidemill.learner.megatron.model import build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import Trainer

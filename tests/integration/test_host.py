@@ -33,7 +33,7 @@ from tidemill.launch.run import desired, host
 from tidemill.launch.run.host import SETTLE_S, HostLearner
 from tidemill.launch.run.supervisor import Supervisor
 from tidemill.launch.settings.config_loader import from_map
-from tidemill.learner.nodes.view import node_of
+from tidemill.learner.nodes.rows import node_of
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 

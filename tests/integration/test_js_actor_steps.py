@@ -29,12 +29,12 @@ from tests.js_kit import installed, js_actor
 from tests.waits import until
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.streams.history import History
+from tidemill.bus.streams.readers import History
 from tidemill.bus.wire.codec import encode_task
 from tidemill.bus.wire.messages import Dead, Sample, Sampling, Status, Task
 from tidemill.rewards.builtin.text import exact

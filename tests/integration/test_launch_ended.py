@@ -18,15 +18,15 @@ import yaml
 from tests import data_kit
 from tests.integration.test_launch_status import make_run, tidemill
 from tests.launched import ROOT
-from tidemill.bus.client.addresses import parse
+from tidemill.bus.client.addresses import KeptPort, parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError
-from tidemill.bus.server import nats_server, readonly
+from tidemill.bus.server import nats_server
 from tidemill.bus.server.auth import ACCOUNT, credentials_file, read_credentials
-from tidemill.bus.server.cluster import EmbeddedBus
+from tidemill.bus.server.embedded_bus import EmbeddedBus
 from tidemill.bus.server.nats_server import in_use
-from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import connect
+from tidemill.bus.system.files import holder
 from tidemill.launch.run import bus_process
 from tidemill.launch.run.access import AUTH_DIR
 from tidemill.launch.run.directory import directory_of_one
@@ -206,7 +206,7 @@ async def test_a_directory_in_which_up_starts_is_not_read(
     await make_ended(tmp_path)
     look = await looker(tmp_path)
     with directory_of_one(tmp_path, resume=not fresh, fresh=fresh):
-        assert not readonly.holder(tmp_path / "bus")
+        assert not holder(tmp_path / "bus")
         assert (tmp_path / "bus").exists() is not fresh
     _, errors = await look.communicate()
     assert b"repeat the command" in errors

@@ -25,7 +25,7 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import ConfigMismatch
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect, find_run
-from tidemill.bus.streams.history import History
+from tidemill.bus.streams.readers import History
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Done, Plan, Sample, Settle, Status, Task

@@ -25,9 +25,9 @@ from tests.launched import Ended, run_tidemill, tidemill
 from tests.unhurried import UNHURRIED
 from tests.waits import until
 from tests.whole.running import ROOT, SMOKE, UP_LIMIT_S, live, until_step, up
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Done
 from tidemill.launch.run.up import Up

@@ -11,11 +11,11 @@ import pytest
 from aiohttp import web
 
 from tests.unit.test_ground import PACKAGES, ROOT
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.http.access import Route, RunAccess
 from tidemill.bus.http.bodies import BodyLimits, body_in
 from tidemill.bus.http.listener import Listener, url_of
 from tidemill.bus.liveness.keys import Keys, RunKeys
-from tidemill.bus.server.ports import KeptPort
 
 LIMIT_S = 20.0
 

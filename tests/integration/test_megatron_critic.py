@@ -42,7 +42,8 @@ from tidemill.learner.debug.train_file import critic_path, read_train, record_pa
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state
-from tidemill.learner.megatron.model import OtherWeights, build_policy
+from tidemill.learner.megatron.backups import OtherModels, OtherWeights
+from tidemill.learner.megatron.model import build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import CriticConfig, LearnerConfig, OptimizerConfig
@@ -365,9 +366,9 @@ def test_a_checkpoint_of_other_roles_is_refused(
     built = build(model_dir, here, **saved)
     built.save(tmp_path, STEPS[0])
     other = build(model_dir, here, **(GAE if "advantage" in now else now))
-    beside = state.Beside() if "advantage" in now else other.beside
+    others = OtherModels() if "advantage" in now else other.saved_models
     with refusal(ConfigRefused, **message):
-        state.load(tmp_path, policy=other.policy, optimizer=other.optimizer, beside=beside)
+        state.load(tmp_path, policy=other.policy, optimizer=other.optimizer, others=others)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])

@@ -47,7 +47,8 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state
-from tidemill.learner.megatron.model import OtherWeights, Policy, build_policy, initial_weights, reference_weights
+from tidemill.learner.megatron.backups import OtherWeights, initial_weights, reference_weights
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.megatron.tuning import Tuning, write_adapter

@@ -15,13 +15,14 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.errors import MemoryReleased
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state
-from tidemill.learner.megatron.memory import Memory, PlainMemory
-from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.backups import OtherModels, WeightBackup
+from tidemill.learner.megatron.memory import Memory
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 
 
-class LossyMemory(PlainMemory):
+class LossyMemory(Memory):
     """Memory that loses the contents of its regions at a release, as a device does: every byte becomes 255, which makes
     NaNs of floats.
 
@@ -99,7 +100,7 @@ def test_steps_with_releases_between_them_are_the_same_bits(
 ) -> None:
     batches = [make_batches(make_samples(vocab=VOCAB, seed=seed))[0] for seed in range(3)]
     digests = []
-    for memory in (PlainMemory(), LossyMemory()):
+    for memory in (Memory(), LossyMemory()):
         policy, optimizer, trainer, _ = learner(model_dir, here, memory, dtype, replicas)
         made = []
         for batch in batches:
@@ -147,7 +148,7 @@ def test_steps_with_releases_between_them_are_the_same_bits(
 
 
 def test_what_is_released_cannot_be_used(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> None:
-    memory = PlainMemory()
+    memory = Memory()
     policy, optimizer, trainer, backup = learner(model_dir, here, memory, "float32")
     batch = make_batches(make_samples(vocab=VOCAB))[0]
     memory.release()

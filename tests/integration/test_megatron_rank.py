@@ -25,9 +25,9 @@ from tests.learner_steps import rank_environment
 from tests.receiver_app import Behaviour, digest, receivers
 from tests.tiny_models import write_tiny_model, write_tiny_pond
 from tests.waits import until
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Done, Plan, Sample, Task
 from tidemill.learner.checkpoints.disk import listed

@@ -33,14 +33,15 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.batch.batch import MicroBatch
 from tidemill.learner.errors import ConfigRefused, HookFailed
 from tidemill.learner.layout import parallel
-from tidemill.learner.layout.flops import StepFlops
+from tidemill.learner.layout.sizes import StepFlops
 from tidemill.learner.megatron import logprobs, state
+from tidemill.learner.megatron.backups import OtherModels, OtherWeights, WeightBackup, reference_weights
 from tidemill.learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
-from tidemill.learner.megatron.layers.attention import packed_row
-from tidemill.learner.megatron.meter import Meter, peak_tflops
-from tidemill.learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy, reference_weights
+from tidemill.learner.megatron.layers.packed_rows import packed_row
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer, learning_rate
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.ranks.debugging import Meter, peak_tflops
 from tidemill.learner.settings.config import HooksConfig, OptimizerConfig
 
 CPU = torch.device("cpu")
@@ -347,7 +348,7 @@ def test_two_ranks_train_what_one_does_and_resume_what_one_has_saved(
     for step in STEPS:
         metrics.append(trainer.train(make_batches(make_samples(vocab=VOCAB, step=step), step=step)[0]))
         if step == STEPS[0]:
-            state.save(checkpoint, step=step, policy=policy, optimizer=optimizer, proximal=proximal)
+            state.save(checkpoint, step=step, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal))
     results = run_ranks(megatron_ranks.main, (model_dir, checkpoint), world=2, out=tmp_path)
     for layout in ("dp2", "tp2"):
         _assert_skipped_together([result[f"{layout}_skips"] for result in results])
@@ -382,13 +383,16 @@ def test_a_resumed_run_ends_with_the_same_bits(make: Any, tmp_path: Path, dtype:
     trainer.train(batches[1])
     proximal.refresh()
     trainer.train(batches[0])
-    state.save(tmp_path, step=3, policy=policy, optimizer=optimizer, proximal=proximal)
+    state.save(tmp_path, step=3, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal))
     drawn = (torch.rand(1).item(), np.random.random())
     undisturbed = [trainer.train(batch) for batch in batches[1:]]
 
     resumed, other, its_optimizer, its_proximal = make(dtype=dtype)
     before = other.digest()
-    assert state.load(tmp_path, policy=other, optimizer=its_optimizer, proximal=its_proximal) == (3, {})
+    assert state.load(tmp_path, policy=other, optimizer=its_optimizer, others=OtherModels(proximal=its_proximal)) == (
+        3,
+        {},
+    )
     assert other.digest() != before
     assert (torch.rand(1).item(), np.random.random()) == drawn
     _assert_same([resumed.train(batch) for batch in batches[1:]], undisturbed, tolerance=0)
@@ -427,7 +431,7 @@ def test_a_new_run_begins_with_the_weights_of_a_checkpoint_and_a_new_optimizer(
     batches = [make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=60)[0] for step in (3, 4)]
     trainer, policy, optimizer, proximal = make(dtype=dtype)
     trainer.train(batches[0])
-    state.save(tmp_path, step=3, policy=policy, optimizer=optimizer, proximal=proximal)
+    state.save(tmp_path, step=3, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal))
 
     begun, other, its_optimizer, its_proximal = make(dtype=dtype)
     assert state.load_weights(tmp_path, policy=other, optimizer=its_optimizer) == 3
@@ -453,7 +457,9 @@ def test_a_new_run_begins_with_the_weights_of_a_checkpoint_and_a_new_optimizer(
 def test_the_weights_of_another_model_are_refused(make: Any, tmp_path: Path) -> None:
     _, policy, optimizer, proximal = make()
     (tmp_path / "checkpoint").mkdir()
-    state.save(tmp_path / "checkpoint", step=3, policy=policy, optimizer=optimizer, proximal=proximal)
+    state.save(
+        tmp_path / "checkpoint", step=3, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal)
+    )
     wider = tmp_path / "wider"
     write_tiny_model(wider, vocab_size=2 * VOCAB)
     _, other, its_optimizer, _ = make(model=wider)

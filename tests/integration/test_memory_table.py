@@ -25,11 +25,12 @@ from tidemill.launch.devices.memory_table import buffer_elements, memory_rows, o
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Parallel, Replicas
-from tidemill.learner.megatron.checkpoint_writer import HostCopies
+from tidemill.learner.megatron.backups import OtherModels, WeightBackup, initial_weights
+from tidemill.learner.megatron.checkpoint_files import HostCopies
 from tidemill.learner.megatron.cpu_shim import megatron_device, plain_torch
-from tidemill.learner.megatron.layers.attention import packed_row
 from tidemill.learner.megatron.layers.kernels import Kernels, Wanted
-from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights
+from tidemill.learner.megatron.layers.packed_rows import packed_row
+from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.offload import OffloadedAdam
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.optimizer_pieces import whole_pieces
@@ -107,7 +108,14 @@ def test_the_table_agrees_with_a_rank(world: Parallel, tmp_path: Path, family: s
 
     proximal, copies = WeightBackup(policy), HostCopies()
     (tmp_path / "step-1").mkdir()
-    stage(tmp_path / "step-1", step=1, policy=policy, optimizer=optimizer, proximal=proximal, copies=copies)
+    stage(
+        tmp_path / "step-1",
+        step=1,
+        policy=policy,
+        optimizer=optimizer,
+        others=OtherModels(proximal=proximal),
+        copies=copies,
+    )
     config = load([], (f"learner.dtype={dtype}", "weights.push_every=2")).config
     (row,) = (row for row in memory_rows(shape, config, cuda=False) if "for checkpoints" in row.part)
     assert copies.bytes == row.bytes
@@ -160,7 +168,14 @@ def test_the_table_agrees_with_a_rank_that_trains_adapters(world: Parallel, tmp_
     with megatron_device():
         optimizer.step(1, loss=0.0)
     (tmp_path / "step-1").mkdir()
-    stage(tmp_path / "step-1", step=1, policy=policy, optimizer=optimizer, proximal=proximal, copies=copies)
+    stage(
+        tmp_path / "step-1",
+        step=1,
+        policy=policy,
+        optimizer=optimizer,
+        others=OtherModels(proximal=proximal),
+        copies=copies,
+    )
     assert copies.bytes == rows["copy of weights and Adam's state"]
 
 

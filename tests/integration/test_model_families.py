@@ -20,9 +20,10 @@ from tests.same_model import assert_converts, assert_log_probs, assert_weights, 
 from tests.tiny_models import DENSE, EXPERTS, as_pond, as_transformers_5, write_tiny_model, write_tiny_pond
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.layers.grouped_experts import GroupedExperts
+from tidemill.learner.megatron.backups import OtherWeights, reference_weights
+from tidemill.learner.megatron.layers.experts import GroupedExperts
 from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import OtherWeights, build_policy, reference_weights
+from tidemill.learner.megatron.model import build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import OptimizerConfig

@@ -26,7 +26,7 @@ from tidemill.learner.errors import LearnerEnded, NodeRefused, NodeReplaced
 from tidemill.learner.nodes import own_row
 from tidemill.learner.nodes.agent import Agent, Limits
 from tidemill.learner.nodes.own_row import REACHED, OwnRow, answering, call, here
-from tidemill.learner.nodes.view import ATTEMPT_KEY, attempt_of, node_of, row_value
+from tidemill.learner.nodes.rows import ATTEMPT_KEY, attempt_of, node_of, row_value
 from tidemill.learner.ranks.process import ChildFailed, NodePart
 
 WITHIN_S = 60.0

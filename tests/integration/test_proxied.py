@@ -18,7 +18,7 @@ import pytest
 
 from tidemill.actors.episodes.children import Children
 from tidemill.actors.rollout_settings import RolloutConfig
-from tidemill.bus.processes.limits import environment
+from tidemill.bus.system.limits import environment
 from tidemill.bus.system.processes import Child, direct_opener, without_proxy
 
 ROOT = Path(__file__).parents[2]

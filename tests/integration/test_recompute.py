@@ -20,10 +20,11 @@ from tests.tiny_models import write_tiny_model
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.backups import OtherModels, WeightBackup
 from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import WeightBackup, build_policy
+from tidemill.learner.megatron.model import build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import RECOMPUTE, OptimizerConfig
 
 VOCAB = 300

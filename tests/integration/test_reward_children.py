@@ -17,7 +17,7 @@ import pytest
 
 from tests.conftest import waited_for_a_core_s
 from tests.waits import turn, until
-from tidemill.bus.processes.limits import ProcessLimits, children_of
+from tidemill.bus.system.limits import ProcessLimits, children_of
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from tidemill.rewards.port import RewardRequest, Scorer

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.bus.processes.limits import ProcessLimits, children_of
+from tidemill.bus.system.limits import ProcessLimits, children_of
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.code.sandbox import Bounds, ProgramOutcome, run
-from tidemill.rewards.code.tests_passed import code
+from tidemill.rewards.builtin.code import code
 from tidemill.rewards.errors import RewardFailed, UnknownReward
 from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.registry import bind
+from tidemill.rewards.sandbox import Bounds, ProgramOutcome, run
 from tidemill.rewards.scorers import opened
 
 BOUNDS = Bounds(seconds=60.0, memory_mb=512)

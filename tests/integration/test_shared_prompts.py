@@ -18,11 +18,12 @@ from tests.tiny_models import write_tiny_model
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.megatron import model
+from tidemill.learner.megatron.backups import OtherModels
 from tidemill.learner.megatron.critic import open_critic
 from tidemill.learner.megatron.model import Policy, build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.optimizer_pieces import buffers_of
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import LearnerConfig
 
 OFTEN = [EVERY_TERM, EVERY_REJECTION, "gspo", "topr", "kl in the reward of tokens", "top entropy"]

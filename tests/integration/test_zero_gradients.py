@@ -15,10 +15,11 @@ from tests.examples import rarely, some
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tidemill.bus.wire.messages import Sample
-from tidemill.learner.megatron.model import WeightBackup, build_policy
+from tidemill.learner.megatron.backups import OtherModels, WeightBackup
+from tidemill.learner.megatron.model import build_policy
 from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.megatron.rows import Step
-from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.trainer import Trainer
 
 STEPS = (3, 4)
 OF_ADVANTAGE = [name for name in CASES if algorithm(name).by_advantage]

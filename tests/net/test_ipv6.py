@@ -15,7 +15,7 @@ from tests.net.learner_nodes import SIZES, latest, ranks_held
 from tests.net.site import Site, site
 from tests.net.test_smoke import MACHINES, STEPS, train
 from tests.whole.running import SMOKE
-from tidemill.learner.nodes.view import ATTEMPT_KEY, attempt_of
+from tidemill.learner.nodes.rows import ATTEMPT_KEY, attempt_of
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 SETTINGS = (f"learner.steps={STEPS}", *SIZES, "learner.checkpoint_every=2")

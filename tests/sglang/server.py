@@ -15,8 +15,8 @@ from tidemill.actors.config import EngineConfig, SglangConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.sglang.api import Api
+from tidemill.actors.serving.sglang.arguments import Release, release_of
 from tidemill.actors.serving.sglang.engine import SglangEngine
-from tidemill.actors.serving.sglang.releases import Release, release_of
 
 CONTEXT = 4096
 

@@ -30,7 +30,7 @@ from tidemill.actors.serving.sglang.api import Api
 from tidemill.actors.serving.sglang.arguments import TRIED
 from tidemill.actors.serving.sglang.engine import SglangEngine
 from tidemill.actors.serving.sglang.server_process import ServerProcess
-from tidemill.rewards.model_text.end_tokens import EndTokens
+from tidemill.rewards.model_text import EndTokens
 
 GROUP = "tidemill.actors.serving.sglang.process_group"
 PROMPT = [5, 6, 7, 8]

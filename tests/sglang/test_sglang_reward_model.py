@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine_kinds import sglang_server
 from tests.tiny_models import tiny_config, write_tiny_tokenizer
 from tests.unit.test_rewards_http import request
-from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.rewards.scorers import opened
 
 

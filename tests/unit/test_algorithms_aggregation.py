@@ -12,9 +12,8 @@ from torch import Tensor
 from tests.algorithm_settings import loss_by
 from tests.examples import examples
 from tests.refusals import refusal
-from tidemill.learner.algorithms.aggregation import Denominators, aggregate, coefficients
+from tidemill.learner.algorithms.aggregation import Denominators, Supervised, aggregate, coefficients, sft_loss
 from tidemill.learner.algorithms.choices import AGGREGATIONS
-from tidemill.learner.algorithms.policy_losses import Supervised, sft_loss
 
 CONSTANT = 7.5
 DIVIDED = [mode for mode in AGGREGATIONS if mode != "token_sum"]

@@ -28,14 +28,11 @@ from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.data import DataConfig, Source
 from tidemill.learner.errors import ConfigRefused, PromptError
 from tidemill.learner.evaluation.evaluations import EvalPrompts
-from tidemill.learner.feed.issuing import prompt_for
-from tidemill.learner.prompts.bad_rows import MAX_LOGGED, BadRows, RowTooLong
-from tidemill.learner.prompts.curriculum import Curriculum
-from tidemill.learner.prompts.planned_rows import PlannedRows
-from tidemill.learner.prompts.prompt_file import PromptFile
-from tidemill.learner.prompts.rows import RowRules, RowTokens
+from tidemill.learner.feed.issuing import Curriculum, prompt_for
+from tidemill.learner.prompts.prompt_file import PlannedRows, PromptFile
+from tidemill.learner.prompts.rows import MAX_LOGGED, BadRows, RowRules, RowTokens, RowTooLong
 from tidemill.learner.prompts.tokenizer import PromptTokenizer
-from tidemill.rewards.model_text.message_template import MessageTemplate
+from tidemill.rewards.model_text import MessageTemplate
 
 TEMPLATE = MessageTemplate(
     "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no role ' ~ "

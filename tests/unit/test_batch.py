@@ -13,11 +13,10 @@ from tests.refusals import refusal
 from tidemill.bus.wire.messages import Plan, Sample, Status
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.batch.batching import build_batches
-from tidemill.learner.batch.frames import decode, encode, encode_metadata
 from tidemill.learner.buffer.plans import assign
 from tidemill.learner.errors import FeedError
 from tidemill.learner.feed.data_metrics import lags_of
-from tidemill.learner.feed.feed_messages import unpack
+from tidemill.learner.feed.feed_messages import decode_batch, encode_batch, encode_metadata, unpack
 from tidemill.learner.ranks.rollout_only import figures
 
 
@@ -219,8 +218,8 @@ def same(one: Any, other: Any) -> bool:
 
 def received(batch: StepBatch, *, offset: int = 0) -> StepBatch:
     """Return the batches after a round trip through bytes, each frame at an odd address if ``offset`` is odd."""
-    frames = [memoryview(bytearray(bytes(offset) + bytes(frame)))[offset:] for frame in encode(batch)]
-    return decode(unpack(frames[0], where="test"), frames[1:])
+    frames = [memoryview(bytearray(bytes(offset) + bytes(frame)))[offset:] for frame in encode_batch(batch)]
+    return decode_batch(unpack(frames[0], where="test"), frames[1:])
 
 
 @given(steps(), st.integers(0, 3))
@@ -236,11 +235,11 @@ def test_frames_round_trip(samples: list[Sample], offset: int) -> None:
 def test_metadata_is_one_more_frame() -> None:
     samples = [sample(task(1), 0, metadata={"level": "hard", "ids": [1, 2**40]}), sample(task(1), 1, metadata={})]
     (batch,) = build_batches(plan_of(samples), samples)
-    frames = [bytes(frame) for frame in encode(batch)]
+    frames = [bytes(frame) for frame in encode_batch(batch)]
     header, packed = unpack(frames[0], where="test"), encode_metadata(samples)
-    again = decode(header, [*frames[1:], packed], with_metadata=True)
+    again = decode_batch(header, [*frames[1:], packed], with_metadata=True)
     assert again.metadata == ({"level": "hard", "ids": [1, 2**40]}, {})
-    assert again.rewards_N.tolist() == batch.rewards_N.tolist() and decode(header, frames[1:]).metadata == ()
+    assert again.rewards_N.tolist() == batch.rewards_N.tolist() and decode_batch(header, frames[1:]).metadata == ()
     for other, what in (
         (b"", "metadata of 2"),
         (encode_metadata(samples[:1]), "got 1"),
@@ -248,23 +247,23 @@ def test_metadata_is_one_more_frame() -> None:
         (b"\x92\1\2", "got 2"),
     ):
         with pytest.raises(FeedError, match=what):
-            decode(header, [*frames[1:], other], with_metadata=True)
+            decode_batch(header, [*frames[1:], other], with_metadata=True)
     with pytest.raises(FeedError, match="frames"):
-        decode(header, frames[1:], with_metadata=True)
+        decode_batch(header, frames[1:], with_metadata=True)
 
 
 def test_missing_and_cut_frames_are_refused() -> None:
     samples = [sample(task(1), 0), sample(task(1), 1)]
     (batch,) = build_batches(plan_of(samples), samples)
-    frames = [bytes(frame) for frame in encode(batch)]
+    frames = [bytes(frame) for frame in encode_batch(batch)]
     header = unpack(frames[0], where="test")
     with pytest.raises(FeedError, match="frames"):
-        decode(header, frames[1:-1])
+        decode_batch(header, frames[1:-1])
     at = frames.index(batch.micro_batches[0].tokens_T.tobytes())
     with refusal(FeedError, where="batch frame tokens_T", got=95):
-        decode(header, [*frames[1:at], frames[at][:-1], *frames[at + 1 :]])
+        decode_batch(header, [*frames[1:at], frames[at][:-1], *frames[at + 1 :]])
     with pytest.raises(FeedError, match="arrays of"):
-        decode(header, [*frames[1:at], frames[at][:-8], *frames[at + 1 :]])
+        decode_batch(header, [*frames[1:at], frames[at][:-8], *frames[at + 1 :]])
 
 
 def test_a_header_that_is_none_is_refused() -> None:

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 import pytest
 from msgspec import Meta, Struct
 
-from tidemill.actors.body_decoder import decode, known_fields, need
 from tidemill.actors.errors import BadRequest
+from tidemill.actors.http_api import decode, known_fields, need
 
 
 class Inner(Struct):

@@ -15,19 +15,19 @@ from tests.unit.test_datasource import Pond
 from tidemill.bus.section import read
 from tidemill.bus.wire.messages import Plan, Settle, Status
 from tidemill.learner.buffer.groups import Verdict
-from tidemill.learner.buffer.selection import Waits
+from tidemill.learner.buffer.plans import Waits
 from tidemill.learner.data import Filters
 from tidemill.learner.feed.filtering import Filtering, OpenFilter
-from tidemill.learner.filters.buffer_filters import (
+from tidemill.learner.filters import (
     BUFFER_FILTER,
     BufferGroup,
     BufferSample,
+    Decision,
     FilterBuffer,
     buffer_group,
     decisions_in,
     decisions_of,
 )
-from tidemill.learner.filters.filters import Decision
 from tidemill.rewards.errors import RewardFailed
 
 CHOOSING: dict[str, Any] = {"filters": "f", "buffer_filters": True}

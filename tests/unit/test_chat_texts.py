@@ -14,7 +14,7 @@ from tests.examples import examples
 from tests.refusals import refusal
 from tidemill.learner.errors import PromptError
 from tidemill.learner.prompts.responses import RecordedResponse, RecordedRow, Recordings
-from tidemill.rewards.model_text.message_template import MessageTemplate
+from tidemill.rewards.model_text import MessageTemplate
 
 SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>")
 END = 2

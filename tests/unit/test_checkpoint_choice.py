@@ -6,8 +6,8 @@ from itertools import combinations
 
 import pytest
 
+from tidemill.learner.checkpoints.disk import CheckpointChoice, Held, choose, short_of_copies, targets
 from tidemill.learner.checkpoints.manifest import METADATA, FileEntry
-from tidemill.learner.checkpoints.placement import CheckpointChoice, Held, choose, short_of_copies, targets
 
 NEWEST, BEFORE = "step-4-epoch-1", "step-2-epoch-1"
 

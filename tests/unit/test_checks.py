@@ -38,8 +38,7 @@ from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.plans import plan_bytes
 from tidemill.learner.buffer.rules import DataRules
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.prompts.planned_rows import PlannedRows
-from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.prompts.prompt_file import PlannedRows, PromptFile
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = (

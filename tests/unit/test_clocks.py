@@ -21,12 +21,12 @@ READ_FOR = {
     "launch/samples/search.py": (
         "times of samples as a person reads them, and `--since 10:00`: where an onlooker begins, nothing else"
     ),
-    "actors/serving/openai_routes.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
-    "rewards/model_text/message_template.py": "strftime_now of chat templates, as transformers has it",
+    "actors/serving/server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
+    "rewards/model_text.py": "strftime_now of chat templates, as transformers has it",
     "actors/router/token_history.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "actors/serving/builtin/backend.py": "timestamp in the answer to SGLang's /v1/loads, as SGLang gives it",
 }
-ONLOOKERS = ("bus/streams/history.py", "launch/samples/", "launch/cli/")
+ONLOOKERS = ("bus/streams/readers.py", "launch/samples/", "launch/cli/")
 """Modules that show, search and count the server's stamps (its clock alone), for a person; the run does not depend on
 them.
 """

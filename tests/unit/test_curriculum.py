@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tidemill.learner.data import DataConfig
-from tidemill.learner.feed.issuing import next_prompt
-from tidemill.learner.prompts.curriculum import Curriculum
+from tidemill.learner.feed.issuing import Curriculum, next_prompt
 from tidemill.learner.prompts.prompt_file import PromptFile
 
 

@@ -18,8 +18,8 @@ from tidemill.learner.batch.batching import trainable_lags
 from tidemill.learner.buffer.arrivals import Disposition
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import Verdict
+from tidemill.learner.buffer.plans import Waits
 from tidemill.learner.buffer.rules import DataRules
-from tidemill.learner.buffer.selection import Waits
 
 NUM_PROMPTS = 5
 REACHED: Counter[str] = Counter()
@@ -431,11 +431,11 @@ class History(RuleBasedStateMachine):
                 assert isinstance(row, Sample)
                 everything = trainable_lags(row, self.steps, plan.step, None)
                 trained = trainable_lags(row, plan.version_steps, plan.step, plan.oldest_step)
-                if self.rules.gate != "train":
-                    assert trained.max(initial=-1) <= self.rules.max_lag
-                if self.rules.gate == "drop":
-                    assert everything.max(initial=-1) <= self.rules.max_lag
-                if self.rules.gate == "train":
+                if self.rules.staleness.gate != "train":
+                    assert trained.max(initial=-1) <= self.rules.staleness.max_lag
+                if self.rules.staleness.gate == "drop":
+                    assert everything.max(initial=-1) <= self.rules.staleness.max_lag
+                if self.rules.staleness.gate == "train":
                     assert (trained == everything).all()
 
 

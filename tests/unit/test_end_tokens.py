@@ -16,7 +16,7 @@ from tidemill.actors.serving.sglang.server_process import command_line, end_of_t
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.tokens import check_end_tokens
 from tidemill.launch.run.feeder_process import eos_ids
-from tidemill.rewards.model_text.end_tokens import EndTokens
+from tidemill.rewards.model_text import EndTokens
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 LLAMA3 = "{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"

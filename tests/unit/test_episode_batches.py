@@ -33,12 +33,11 @@ from tidemill.learner.algorithms.token_returns import turn_advantages, turn_retu
 from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.batching import build_batches
-from tidemill.learner.batch.frames import decode, encode
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.buffer.plans import GENESIS, chain_of
 from tidemill.learner.errors import FeedError
-from tidemill.learner.feed.feed_messages import unpack
+from tidemill.learner.feed.feed_messages import decode_batch, encode_batch, unpack
 from tidemill.learner.settings.config import LearnerConfig
 
 Turn = tuple[list[int], list[float], int]
@@ -238,8 +237,8 @@ def test_rows_know_their_sequence_and_turn(told: list[list[Turn]], borders: list
 
 
 def _decoded(batch: StepBatch) -> StepBatch:
-    frames = encode(batch)
-    return decode(unpack(bytes(frames[0]), where="a test"), [bytes(memoryview(frame)) for frame in frames[1:]])  # type: ignore[arg-type]
+    frames = encode_batch(batch)
+    return decode_batch(unpack(bytes(frames[0]), where="a test"), [bytes(memoryview(frame)) for frame in frames[1:]])  # type: ignore[arg-type]
 
 
 def test_with_one_sequence_the_arrays_are_those_of_the_release_before() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests import data_kit
 from tests.metric_names import undocumented
+from tidemill.bus.section import ShortNamed
 from tidemill.bus.wire.messages import Kind, Sample, Status, Task
 from tidemill.learner.data import DataConfig
 from tidemill.learner.evaluation.config import EvalConfig, EvalSet
@@ -26,8 +27,10 @@ def size(name: str, rows: int, samples: int) -> SetSize:
 
 
 def made(*sets: SetSize, every: int = 10, **changes: Any) -> Rounds:
-    values: dict[str, Any] = {"at_start": True, "at_end": True, "last_step": 35, "max_open_tasks": 3} | changes
-    return Rounds(sets or (size("a", 4, 2), size("b", 1, 1)), every=every, **values)
+    values: dict[str, Any] = {"last_step": 35, "max_open_tasks": 3} | changes
+    last_step = values.pop("last_step")
+    config = EvalConfig(every=every, sets=ShortNamed({"a": EvalSet(path="a.jsonl")}), **values)
+    return Rounds(sets or (size("a", 4, 2), size("b", 1, 1)), config, last_step=last_step)
 
 
 class Run:

@@ -6,7 +6,7 @@ from contextlib import aclosing
 import aiohttp
 import pytest
 
-from tidemill.actors.events import DONE, END, data_in, data_of, event
+from tidemill.actors.http_api import DONE, END, data_in, data_of, event
 
 WRITTEN = event({"text": "a\n\u00e9"}) + event({}) + DONE
 

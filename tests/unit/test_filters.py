@@ -24,10 +24,9 @@ from tidemill.bus.wire.codec import decode_record, encode_record
 from tidemill.bus.wire.messages import MASKED_SAMPLES, Plan, SequenceSize, Settle, Status
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.groups import Verdict
-from tidemill.learner.buffer.plans import chain_of
-from tidemill.learner.buffer.selection import Waits
+from tidemill.learner.buffer.plans import Waits, chain_of
 from tidemill.learner.data import BUILT_IN, Filters, identity_of
-from tidemill.learner.filters.filters import (
+from tidemill.learner.filters import (
     FILTER,
     TABLE,
     Decision,
@@ -287,9 +286,7 @@ def test_only_filters_that_decide_are_part_of_the_rules() -> None:
         == '[["a", "m:f", {}, "buffer"]]'
         != identity_of(tuple(read(Filters, {"a": "m:f"}, "filters").values()))
     )
-    assert (
-        rules().digest == replace(rules(), filters="", over_sampling=0.0).digest != replace(rules(), filters="x").digest
-    )
+    assert rules().digest == rules(filters="", over_sampling=0.0).digest != replace(rules(), filters="x").digest
 
 
 # ---- groups that are dropped, masked and ordered

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemill.learner.layout.flops import StepFlops
+from tidemill.learner.layout.sizes import StepFlops
 
 QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 SHAPES = {
@@ -65,7 +65,3 @@ def test_sizes_that_a_configuration_leaves_out() -> None:
     given = StepFlops.of(whole | {"num_key_value_heads": 4, "head_dim": 16})
     assert StepFlops.of(whole) == given == StepFlops.of(whole | {"num_key_value_heads": None, "head_dim": None})
     assert given.per_token == 6 * (2 * (64 * 3 * 64 + 64 * 64 + 3 * 64 * 128) + 64 * 100)
-
-
-def test_utilisation_is_a_share_of_the_peak() -> None:
-    assert StepFlops(per_token=100, per_pair=0).utilisation([5, 5], seconds=2.0, peak=1000.0) == pytest.approx(0.5)

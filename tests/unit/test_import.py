@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import data_kit
-from tidemill.bus.streams.history import StoredSample
+from tidemill.bus.streams.readers import StoredSample
 from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Sample, Sampling, SequenceSize, Status
 from tidemill.launch.cli.main import main

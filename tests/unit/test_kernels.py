@@ -19,16 +19,12 @@ from torch.nn.attention import SDPBackend
 from tests.cuda_kernels import RaisingOnCuda
 from tests.refusals import refusal
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.layers import attention as layers
-from tidemill.learner.megatron.layers import kernels
+from tidemill.learner.megatron.layers import kernels, packed_rows
 from tidemill.learner.megatron.layers.attention import (
     CORE_ATTENTION,
     CudnnCoreAttention,
-    PackedRow,
-    Piece,
     SDPACoreAttention,
     attend_varlen,
-    packed_row,
     padded_length,
 )
 from tidemill.learner.megatron.layers.kernels import (
@@ -46,6 +42,7 @@ from tidemill.learner.megatron.layers.kernels import (
     chosen,
     varlen_operator,
 )
+from tidemill.learner.megatron.layers.packed_rows import PackedRow, Piece, packed_row
 from tidemill.learner.settings.config import LearnerConfig
 
 HOPPER = Site(
@@ -328,7 +325,7 @@ def test_long_sequences_apart_equal_the_whole_row(lengths: tuple[int, ...], monk
     """Values and gradients in float64: a row cut into pieces, its long sequences padded, against sequence by
     sequence.
     """
-    monkeypatch.setattr(layers, "LONG_SEQUENCE", 128)
+    monkeypatch.setattr(packed_rows, "LONG_SEQUENCE", 128)
     row = row_of(lengths)
     assert sum(piece.tokens for piece in row.pieces) in (0, sum(lengths))
     assert [piece.tokens for piece in row.pieces if piece.bounds_S is None] == [

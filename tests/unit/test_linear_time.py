@@ -20,9 +20,9 @@ from tests.unit.test_rewards_house import LANGUAGE, OPTIONS
 from tidemill.actors.episodes.programs.multi_turn import MultiTurn
 from tidemill.actors.text import tool_calls
 from tidemill.bus.wire.messages import Status
+from tidemill.rewards.builtin.code import cases_in, program_in, same_output
 from tidemill.rewards.builtin.ifeval import follows
 from tidemill.rewards.builtin.math_answer import find_answer, format_share, last_boxed, same_answer
-from tidemill.rewards.code.tests_passed import cases_in, program_in, same_output
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.registry import bind

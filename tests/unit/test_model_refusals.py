@@ -14,8 +14,7 @@ from tests.tiny_models import DENSE, EXPERTS, tiny_config
 from tidemill.bus.wire.model_values import sparse_layers
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import load
-from tidemill.learner.layout.flops import StepFlops
-from tidemill.learner.layout.sizes import FAMILIES, refusals
+from tidemill.learner.layout.sizes import FAMILIES, StepFlops, refusals
 from tidemill.learner.settings.config import LearnerConfig
 
 YARN = {

@@ -14,7 +14,7 @@ from tidemill.bus.wire.rows import Attempt, NodeRow, Phase, State
 from tidemill.learner.errors import NodeRefused
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.nodes.rendezvous import refuse_public, refuse_unlike
-from tidemill.learner.nodes.view import GRACE_S, Silences, attempt_of, cut, node_of, row_value
+from tidemill.learner.nodes.rows import GRACE_S, Silences, attempt_of, cut, node_of, row_value
 
 KEY = FeedKeys.new().feeder_public
 ROW = NodeRow(

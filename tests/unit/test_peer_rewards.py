@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import RewardFailed, UnknownReward
 from tidemill.rewards.port import RewardRequest

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])

@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.learner_steps import make_batches, make_samples, with_long_prompts
-from tidemill.learner.batch import prefixes
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
-from tidemill.learner.batch.prefixes import SHARED_FROM, num_needed, tree_of
-from tidemill.learner.batch.repacking import packings, repacked
+from tidemill.learner.batch.repacking import SHARED_FROM, num_computed, num_needed, packings, repacked, tree_of
 
 
 def row_of(sequences: list[list[int]], trained: list[int]) -> MicroBatch:
@@ -105,5 +103,5 @@ def test_rows_by_prompt_have_the_sequences_of_the_batch(
     for number, packing in enumerate(packed):
         for row in packing:
             assert {int(batch.minibatches_N[part.sample_T[0]]) for part in row} == {number}
-            assert prefixes.num_computed(row) <= capacity
+            assert num_computed(row) <= capacity
             assert all(num_needed(part) == len(part.tokens_T) - 1 for part in row)

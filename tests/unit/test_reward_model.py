@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from tests.tiny_models import tiny_tokenizer, write_tiny_tokenizer
 from tests.unit.test_rewards_http import answering, asking, request
 from tidemill.rewards.errors import BadRewardOption, RewardFailed
-from tidemill.rewards.http.judge import RewardModel
+from tidemill.rewards.judge import RewardModel
 from tidemill.rewards.registry import bind
 
 

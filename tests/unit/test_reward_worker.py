@@ -4,8 +4,8 @@ import asyncio
 import socket
 from typing import Any
 
-from tidemill.bus.processes.connection import encode_call, encode_frame, read_frame
-from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.system.child_calls import encode_call, encode_frame, read_frame
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.rewards.processes import worker
 from tidemill.rewards.registry import REWARD, Bound
 

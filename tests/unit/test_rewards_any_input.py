@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 from tests.examples import examples, rarely
 from tests.unit.test_rewards_house import IFEVAL, LANGUAGE, OPTIONS
 from tests.unit.test_rewards_ifbench import CASES
-from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards import group
 from tidemill.rewards.builtin import ifbench
+from tidemill.rewards.builtin.code import cases_in, program_in, same_output, same_value
 from tidemill.rewards.builtin.ifeval import INSTRUCTIONS, follows
-from tidemill.rewards.code.tests_passed import cases_in, program_in, same_output, same_value
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.registry import ASKING, TABLE, bind, checked

@@ -19,9 +19,9 @@ from tests.unit.test_rewards_definitions import LEAST
 from tests.unit.test_rewards_http import answering, asking
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import RewardFailed
-from tidemill.rewards.http.judge import Judge, RewardModel
-from tidemill.rewards.http.remote import Remote
+from tidemill.rewards.judge import Judge, RewardModel
 from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.remote import Remote
 
 REQUEST = RewardRequest(prompt="p", response="r", label="l", status=Status.COMPLETED)
 FAILED = "failed"

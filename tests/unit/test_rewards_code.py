@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.rewards.code.tests_passed import Case, cases_in, program_in, same_output, same_value
+from tidemill.rewards.builtin.code import Case, cases_in, program_in, same_output, same_value
 from tidemill.rewards.errors import RewardFailed
 
 

@@ -14,16 +14,16 @@ import pytest
 from aiohttp import ClientSession, web
 
 from tests.waits import until
-from tidemill.actors.body_decoder import decode
+from tidemill.actors.http_api import decode
 from tidemill.actors.scoring.server import RewardServer, ScoreBody, serving
-from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
+from tidemill.rewards import remote as calls
 from tidemill.rewards.errors import BadRewardOption, RewardFailed
-from tidemill.rewards.http import remote as calls
-from tidemill.rewards.http.judge import Judge, fill
-from tidemill.rewards.http.remote import Remote
+from tidemill.rewards.judge import Judge, fill
 from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.registry import bind, load
+from tidemill.rewards.remote import Remote
 from tidemill.rewards.scorers import opened
 
 Answer = Callable[[int, Any], web.StreamResponse]

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.builtin.ifeval import INSTRUCTIONS, follows
 from tidemill.rewards.port import RewardRequest

@@ -9,7 +9,7 @@ import pytest
 
 from tests.refusals import refusal
 from tests.unit.test_rewards_house import DIFFERENT, SAME, pairs
-from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.builtin.math_rewards import math
 from tidemill.rewards.errors import BadRewardOption, RewardFailed

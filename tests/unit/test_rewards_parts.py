@@ -11,8 +11,8 @@ from tests.refusals import refusal
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.errors import NotAllowed
 from tidemill.actors.guarded_settings import refuse_foreign
-from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.section import read
+from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import load

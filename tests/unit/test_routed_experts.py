@@ -28,9 +28,8 @@ from tidemill.bus.wire.invariants import check_sample
 from tidemill.bus.wire.messages import Sample, Sampling, Span
 from tidemill.bus.wire.routed_experts import RoutedShape, check_routed_experts, unknown_rows
 from tidemill.learner.batch.batching import build_batches
-from tidemill.learner.batch.frames import decode, encode
 from tidemill.learner.errors import FeedError
-from tidemill.learner.feed.feed_messages import unpack
+from tidemill.learner.feed.feed_messages import decode_batch, encode_batch, unpack
 
 SHAPE = RoutedShape(num_layers=4, layers=(1, 3), top_k=3, num_experts=7)
 WIDE = replace(SHAPE, num_experts=256)
@@ -350,12 +349,12 @@ def test_experts_of_other_sizes_are_not_replayed() -> None:
 def test_frames_keep_them_and_wrong_ones_are_refused() -> None:
     samples = with_random_experts([made_sample(task(1), index, [(1, 3)]) for index in (0, 1)], WIDE)
     (batch,) = build_batches(plan_of(samples), samples, routed=WIDE)
-    frames = [bytes(memoryview(frame)) for frame in encode(batch)]
+    frames = [bytes(memoryview(frame)) for frame in encode_batch(batch)]
     header = unpack(frames[0], where="batch")
-    again = decode(header, frames[1:])
+    again = decode_batch(header, frames[1:])
     assert (again.routing, again.routing_known) == (batch.routing, batch.routing_known)
     assert all(
         (ours.experts == its.experts).all() for ours, its in zip(again.micro_batches, batch.micro_batches, strict=True)
     )
     with refusal(FeedError, where="batch 3", got=71):
-        decode(header, [*frames[1:-1], frames[-1][:-2]])
+        decode_batch(header, [*frames[1:-1], frames[-1][:-2]])

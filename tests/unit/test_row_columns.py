@@ -16,6 +16,7 @@ from tests.check_kit import write_model, write_prompts, write_run
 from tests.feeder_kit import task_settings
 from tests.refusals import refusal
 from tidemill.bus.config import BusConfig
+from tidemill.bus.section import ShortNamed
 from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Sampling
 from tidemill.launch.checks.rows import row_check
@@ -27,7 +28,7 @@ from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.data import DataConfig
 from tidemill.learner.errors import PromptError
-from tidemill.learner.evaluation.config import EvalConfig
+from tidemill.learner.evaluation.config import EvalConfig, EvalSet
 from tidemill.learner.evaluation.evaluations import EvalPrompts
 from tidemill.learner.evaluation.rounds import Place, Rounds
 from tidemill.learner.feed.issuing import task_of
@@ -55,7 +56,8 @@ def opened(data: DataConfig) -> PromptFile:
 
 
 def rounds_of(held: EvalPrompts) -> Rounds:
-    return Rounds([held.size()], every=1, at_start=True, at_end=True, last_step=1, max_open_tasks=9)
+    config = EvalConfig(every=1, sets=ShortNamed({"a": EvalSet(path="a.jsonl")}), max_open_tasks=9)
+    return Rounds([held.size()], config, last_step=1)
 
 
 def found(file: Path, **settings: Any) -> list[Any]:
@@ -111,7 +113,7 @@ def test_evaluation_rows_have_their_own_limits(tmp_path: Path) -> None:
         samples=1,
         passes_at=1.0,
     )
-    rounds = Rounds([one.size()], every=1, at_start=True, at_end=True, last_step=1, max_open_tasks=9)
+    rounds = rounds_of(one)
     rounds.published(0, 0)
     place = rounds.wanted()
     assert place is not None

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.bus_kit import make_episode, make_sample, make_turns
-from tidemill.bus.streams.history import StoredSample
+from tidemill.bus.streams.readers import StoredSample
 from tidemill.bus.wire.messages import SequenceSize
 from tidemill.launch.cli.show import Vocabulary, shaded, tokens_of
 from tidemill.launch.samples.filters import Headline

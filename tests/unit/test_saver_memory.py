@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tidemill.learner.errors import MemoryReleased
-from tidemill.learner.megatron.memory import PlainMemory, SaverMemory, open_memory, process_saver
+from tidemill.learner.megatron.memory import Memory, SaverMemory, open_memory, process_saver
 
 
 class StrictSaver:
@@ -67,8 +67,8 @@ def test_a_process_can_have_two(saver: StrictSaver) -> None:
 
 
 def test_only_a_colocated_learner_on_a_gpu_has_it(saver: StrictSaver) -> None:
-    assert type(open_memory(colocated=True, device=torch.device("cpu"))) is PlainMemory
-    assert type(open_memory(colocated=False, device=torch.device("cuda", 0))) is PlainMemory
+    assert type(open_memory(colocated=True, device=torch.device("cpu"))) is Memory
+    assert type(open_memory(colocated=False, device=torch.device("cuda", 0))) is Memory
     assert type(open_memory(colocated=True, device=torch.device("cuda", 0))) is SaverMemory
 
 

@@ -11,12 +11,11 @@ from tests.refusals import refusal
 from tidemill.learner.algorithms.alarms import AlarmConfig
 from tidemill.learner.algorithms.choices import PRESETS
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.former_names import flat
 from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.settings.config import CriticConfig, HooksConfig, LearnerConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
-from tidemill.learner.settings.step_settings import StepSettings, record_of, refuse_built_in
+from tidemill.learner.settings.step_settings import StepSettings, flat, record_of, refuse_built_in
 
 CHANGED: dict[str, dict[str, Any]] = {
     "rate": {

@@ -10,8 +10,8 @@ from tests.small_disk import small_disk
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import ServerFailed
 from tidemill.bus.server import store_disk
+from tidemill.bus.server.embedded_bus import FIRST_PAUSE_S, LONGEST_PAUSE_S, StoreKeeper, lacking
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.server.store_disk import FIRST_PAUSE_S, LONGEST_PAUSE_S, StoreKeeper, lacking
 
 NO_END = 1 << 62
 """Bytes that no disk has."""

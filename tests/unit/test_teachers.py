@@ -14,8 +14,8 @@ from tests.bus_kit import make_sample
 from tests.check_kit import write_model, write_run
 from tests.learner_steps import make_batches, make_samples
 from tests.refusals import refusal
+from tidemill.actors.config import Teachers, chosen
 from tidemill.actors.errors import EngineFailed
-from tidemill.actors.teacher_settings import Teachers, chosen
 from tidemill.actors.teachers import request_of, scores_in
 from tidemill.bus.errors import WireError
 from tidemill.bus.section import read
@@ -30,9 +30,9 @@ from tidemill.learner.algorithms.kl import top_k_divergence
 from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import MicroBatch
-from tidemill.learner.batch.frames import decode, encode
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.senders import describe_invalid
+from tidemill.learner.feed.feed_messages import decode_batch, encode_batch
 from tidemill.learner.megatron import logprobs
 
 R = 8
@@ -122,7 +122,7 @@ def test_scores_stand_beside_their_targets_in_every_row(top_k: int) -> None:
         assert batch.teacher_top_k == top_k
         for row in batch.micro_batches:
             rows_of(row, top_k)
-        again = decode_frames(encode(batch))
+        again = decode_frames(encode_batch(batch))
         for row, wanted in zip(again.micro_batches, batch.micro_batches, strict=True):
             for name in ("teacher_log_probs_T", "teacher_top_ids_TK", "teacher_top_log_probs_TK"):
                 np.testing.assert_array_equal(getattr(row, name), getattr(wanted, name))
@@ -131,7 +131,7 @@ def test_scores_stand_beside_their_targets_in_every_row(top_k: int) -> None:
 def decode_frames(frames: list[Any]) -> Any:
     import msgpack
 
-    return decode(msgpack.unpackb(frames[0]), frames[1:])
+    return decode_batch(msgpack.unpackb(frames[0]), frames[1:])
 
 
 def test_scores_of_several_sequences_keep_their_order() -> None:

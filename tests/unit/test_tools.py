@@ -20,8 +20,14 @@ from hypothesis import strategies as st
 
 from tests.refusals import refusal
 from tests.waits import turn, until
-from tidemill.actors.episodes.programs.call_threads import CallThreads, ProcessUnusable
-from tidemill.actors.episodes.programs.tools import MAX_OUTPUT_BYTES, MAX_RESULT, calculator, tools_of
+from tidemill.actors.episodes.programs.tools import (
+    MAX_OUTPUT_BYTES,
+    MAX_RESULT,
+    CallThreads,
+    ProcessUnusable,
+    calculator,
+    tools_of,
+)
 
 HERE = "tests.unit.test_tools"
 

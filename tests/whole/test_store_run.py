@@ -15,8 +15,8 @@ from tests.whole.running import UP_LIMIT_S, Up, assert_books_balance, until_step
 from tests.whole.test_whole_run import retrain, weights
 from tidemill.bus.streams.bus import Bus
 from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY
 from tidemill.learner.checkpoints.object_store import ObjectStore
-from tidemill.learner.checkpoints.placement import CHECKPOINT_KEY
 from tidemill.learner.checkpoints.store_uploads import survey
 
 STEPS = 12

@@ -28,8 +28,8 @@ from tidemill.bus.wire.subjects import natural
 _log = logging.getLogger(__name__)
 
 HEAD, SNAPSHOT, WANT, EVICTED = "head", "snapshot", "want", "evicted"
+# Numbers skipped after the highest known one when rows were lost: an engine may have versions without any record
 UNUSED_AFTER_LOSS = 1000
-"""Numbers skipped after the highest known one when rows were lost: an engine may have versions without any record."""
 
 
 class VersionRegistry:

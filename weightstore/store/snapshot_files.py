@@ -26,15 +26,13 @@ from tidemill.weightstore.format.manifest import ITEM_BYTES, Manifest, TensorSpe
 from tidemill.weightstore.transport.staged_adapter import StagedAdapter
 
 MANIFEST = "manifest.json"
-FORMAT = 1
-"""Version of manifest.json."""
-SHARD_BYTES = 4_000_000_000
-"""Largest weight file, unless a single tensor is larger."""
-ASIDE = ".part"
-"""Suffix of a directory that is being written."""
+FORMAT = 1  # Version of manifest.json
+SHARD_BYTES = 4_000_000_000  # Largest weight file, unless a single tensor is larger
+ASIDE = ".part"  # Suffix of a directory that is being written
 
+# Suffixes of weights in Hugging Face formats, which are not copied: a snapshot has weights of its own
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt"}
-"""Suffixes of weights in Hugging Face formats, which are not copied: a snapshot has weights of its own."""
+# Names of dtypes in safetensors. Source: huggingface.co/docs/safetensors, "Format".
 _CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -49,7 +47,6 @@ _CODES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""Names of dtypes in safetensors. Source: huggingface.co/docs/safetensors, "Format"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +288,6 @@ class HashingFile:
         self.size, self.digest = 0, hashlib.sha256()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write, count and hash the bytes."""
         self._file.write(data)
         self.digest.update(data)
         self.size += len(data)

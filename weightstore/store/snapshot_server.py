@@ -24,10 +24,8 @@ from tidemill.weightstore.transport.staging import StagedModel
 _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"v(\d+)")
-_ADAPTER = "-adapter"
-"""End of the name of a directory with the adapter of a version alone."""
-_SHUTDOWN_S = 1.0
-"""Time that downloads have to end; an engine resumes an interrupted one later."""
+_ADAPTER = "-adapter"  # End of the name of a directory with the adapter of a version alone
+_SHUTDOWN_S = 1.0  # Time that downloads have to end; an engine resumes an interrupted one later
 
 
 class SnapshotServer:
@@ -49,10 +47,10 @@ class SnapshotServer:
         self._keep, self._model_dir = keep, model_dir
         self._listener: Listener | None = None
         self._writing = asyncio.Lock()
+        # Versions with a directory of their adapter, in the order in which they were written
         self._adapters: list[int] = []
-        """Versions with a directory of their adapter, in the order in which they were written."""
+        # Versions of this registry with a complete directory. A directory of another run may have the same name.
         self._present: set[int] = set()
-        """Versions of this registry with a complete directory. A directory of another run may have the same name."""
 
     async def open(self) -> None:
         """Start to serve. The newest snapshot of an earlier process is served again if it is complete; otherwise its

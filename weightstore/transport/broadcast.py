@@ -54,10 +54,8 @@ class DoubleBuffer:
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
-        self._sent = 1
-        """The buffer of the last message."""
-        self._ahead: _Ahead | None = None
-        """The message that has been copied before it is sent."""
+        self._sent = 1  # The buffer of the last message
+        self._ahead: _Ahead | None = None  # The message that has been copied before it is sent
 
     def message(self, flat: Tensor, following: Tensor | None = None) -> Tensor:
         """Return ``flat`` on the device, and queue the copy of ``following``, which may not change until it is sent."""
@@ -81,7 +79,6 @@ class DeviceBuffers:
         self._copied = [torch.cuda.Event() for _ in range(2)]
 
     def copy(self, slot: int, source: Tensor) -> None:
-        """Queue the copy on the stream of copies, and the event behind it."""
         with torch.cuda.stream(self._copies):
             if self._flats[slot].numel() < source.numel():
                 self._flats[slot] = torch.empty(source.numel(), dtype=torch.uint8, device=self._stream.device)
@@ -89,23 +86,20 @@ class DeviceBuffers:
             self._copied[slot].record(self._copies)
 
     def ready(self, slot: int, num_bytes: int) -> Tensor:
-        """Let the stream wait for the copy, and return the bytes."""
         self._stream.wait_event(self._copied[slot])
         return self._flats[slot][:num_bytes]
 
 
+# The device of a backend in torch: its name is part of the store's keys, so all members must agree on it
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
-"""The device of a backend in torch: its name is part of the store's keys, so all members must agree on it."""
+# NCCL's watchdog ends the whole process at its timeout. It must never fire; the deadline here is always earlier.
 _NCCL_OWN_TIMEOUT = timedelta(days=1)
-"""NCCL's watchdog ends the whole process at its timeout. It must never fire; the deadline here is always earlier."""
+# Environment of an engine, unless it is set already: otherwise NCCL's watchdog ends its process where the learner's end
+# of a group dies. Source: torch 2.11, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (NoHandling; the heartbeat
+# monitor).
 QUIET_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Environment of an engine, unless it is set already: otherwise NCCL's watchdog ends its process where the learner's
-end of a group dies. Source: torch 2.11, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (NoHandling; the heartbeat
-monitor)."""
-_POLL_S = 0.001
-"""Interval of asking whether a broadcast by NCCL is complete."""
-_ABORT_S = 5.0
-"""An abort takes less time than this, or never returns."""
+_POLL_S = 0.001  # Interval of asking whether a broadcast by NCCL is complete
+_ABORT_S = 5.0  # An abort takes less time than this, or never returns
 
 T = TypeVar("T")
 
@@ -127,13 +121,11 @@ class BroadcastGroup:
         if backend not in BACKENDS:
             raise ValueError(f"backend: want one of {', '.join(BACKENDS)}, got {backend!r}")
         self.name, self.rank, self.world_size, self.backend = name, rank, world_size, backend
-        self.timeout_s = timeout_s
-        """Deadline of an operation without one of its own."""
-        self.host_address: str = store.host
+        self.timeout_s = timeout_s  # Deadline of an operation without one of its own
         self.port: int = store.port
         self._store: dist.TCPStore | None = store
+        # On rank 0, the server of all members' stores. When it closes, waits in those stores fail at once.
         self._server = server
-        """On rank 0, the server of all members' stores. When it closes, waits in those stores fail at once."""
         self._group: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._copies: DoubleBuffer | None = None

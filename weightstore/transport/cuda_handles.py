@@ -17,8 +17,8 @@ from tidemill.weightstore.errors import BadManifest
 from tidemill.weightstore.format.checksums import beside
 from tidemill.weightstore.format.manifest import count_of
 
+# Items of a share: handle, bytes and offset of the storage; handle and offset of a counter; an event, and its wait
 SHARE = 7
-"""Items of a share: handle, bytes and offset of the storage; handle and offset of a counter; an event, and its wait."""
 Share = list[object]
 
 
@@ -49,7 +49,6 @@ class CudaMemory:
         self._shared = SharedBlocks()
 
     def empty(self, num_bytes: int) -> Tensor:
-        """Return flat uint8 [num_bytes] of zeros on the current GPU."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
 
     def handle(self, flat: Tensor, ranks: int) -> dict[str, object]:

@@ -40,12 +40,11 @@ from tidemill.weightstore.transport.staging import Staging, StagingPool, staging
 
 _log = logging.getLogger(__name__)
 
-START_S = 30.0
-"""Deadline in seconds for the thread to listen, and to end."""
+START_S = 30.0  # Deadline in seconds for the thread to listen, and to end
 _SHUTDOWN_S = 1.0
 _KEY_BYTES = 24
+# Answers a request, with the map in its body; None = an empty map
 _Work = Callable[[web.Request, Mapping[str, Any]], Coroutine[object, None, dict[str, object] | bytes | None]]
-"""Answers a request, with the map in its body; None = an empty map."""
 
 
 class PartServer:
@@ -60,13 +59,10 @@ class PartServer:
         self._pool = StagingPool(manifest, self._bucket_bytes, memory=self._memory)
         self._copies: dict[int, Staging] = {}
         self._sets: dict[str, Mapping[str, Tensor]] = {}
-        self._read: dict[str, threading.Event] = {}
-        """Set name -> set when rank 0 has read it."""
-        self._has_left = threading.Event()
-        """Set when no request of rank 0 will follow."""
+        self._read: dict[str, threading.Event] = {}  # Set name -> set when rank 0 has read it
+        self._has_left = threading.Event()  # Set when no request of rank 0 will follow
         self._groups: dict[str, Sender] = {}
-        self._met: set[str] = set()
-        """Ids of the groups that members have begun to join."""
+        self._met: set[str] = set()  # Ids of the groups that members have begun to join
         self._ids = itertools.count(1)
         self._key = secrets.token_urlsafe(_KEY_BYTES)
         self._thread = LoopThread("weight part", self._serve)

@@ -17,23 +17,22 @@ import msgpack
 from torch import Tensor
 
 from tidemill.bus.client.addresses import Reach, bare
+from tidemill.bus.system.processes import die_with_parent
+from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.weightstore.errors import PeerLost
 from tidemill.weightstore.transport.broadcast import BroadcastGroup
-from tidemill.weightstore.transport.handles import StagingMemory
+from tidemill.weightstore.transport.handles import PINNING, Mapped, Offered, StagingMemory
 
 _log = logging.getLogger(__name__)
 
-CHILD = f"{__package__}.sender_child"
-START_S = 60.0
-"""The process imports torch and makes a CUDA context before its first answer."""
-GRACE_S = 1.0
-"""A call has its own deadline in the process. Past it and this, the process is killed."""
+START_S = 60.0  # The process imports torch and makes a CUDA context before its first answer
+GRACE_S = 1.0  # A call has its own deadline in the process. Past it and this, the process is killed.
 
 
 class SenderProcess:
     """``GroupEnd`` in a child process, which ends with the thread that made it. Calls come from one thread.
 
-        sender's thread                           process (``sender_child``)
+        sender's thread                           process (``main``)
         host, meet     --- msgpack over a pipe -> BroadcastGroup
         send (handles) -------------------------> maps the staging memory, broadcasts
                        <------ done, or lost ----
@@ -70,7 +69,7 @@ class SenderProcess:
         ``memory``: of all tensors to be sent. ``gpu``: UUID of the GPU that it uses.
         """
         ours, theirs = Pipe()
-        command = [sys.executable, "-P", "-m", CHILD, str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid())]
         # No ``preexec_fn``, for which all page tables of this process would be copied: the child itself asks for its
         # end with the parent.
         process = subprocess.Popen(
@@ -100,15 +99,12 @@ class SenderProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the child."""
         return self._process.pid
 
     def meet(self) -> None:
-        """Wait until every rank is connected."""
         self._ask("meet", f"meeting {self.world_size - 1} peers", self.timeout_s, {})
 
     def send(self, flat: Tensor, timeout_s: float | None = None, following: Tensor | None = None) -> None:
-        """Broadcast a part of the staging memory to all; returns when it may be written again."""
         within_s = self.timeout_s if timeout_s is None else timeout_s
         handles = [None if tensor is None else self._memory.handle(tensor, 1) for tensor in (flat, following)]
         request: dict[str, object] = {"handle": handles[0], "following": handles[1], "timeout_s": within_s}
@@ -158,14 +154,14 @@ class SenderProcess:
         return f"signal {-code}" if code < 0 else f"status {code}"
 
 
+# Backends with the learner's end in a process of its own. NCCL may end its process, or wait in it without end, when a
+# peer dies. Gloo does neither, so its groups spare the process.
 APART = ("nccl",)
-"""Backends with the learner's end in a process of its own. NCCL may end its process, or wait in it without end, when a
-peer dies. Gloo does neither, so its groups spare the process."""
 T = TypeVar("T")
 
 
+# Rank 0 of a group. All calls block, and raise PeerLost; ``close`` may be called from any thread, at any time.
 GroupEnd = BroadcastGroup | SenderProcess
-"""Rank 0 of a group. All calls block, and raise PeerLost; ``close`` may be called from any thread, at any time."""
 
 
 def host(
@@ -226,7 +222,6 @@ class Sender:
             raise
 
     async def meet(self) -> None:
-        """Wait until every rank is connected. Raises PeerLost."""
         await self._call("meeting", self._end.meet)
 
     async def send(self, flat: Tensor, following: Tensor | None, timeout_s: float) -> None:
@@ -256,3 +251,69 @@ def _retrieve(future: "asyncio.Future[T]") -> None:
     """Mark the exception as retrieved: the caller may have gone."""
     if not future.cancelled():
         future.exception()
+
+
+# ---- the process: python -m tidemill.weightstore.transport.senders DESCRIPTOR PARENT
+
+
+class _Session:
+    """One process group, which sends the memory that it gets handles of."""
+
+    def __init__(self) -> None:
+        self._group: BroadcastGroup | None = None
+        self._mapped = Mapped()
+        self._verbs = {"host": self._host, "meet": self._meet, "send": self._send}
+
+    def answer(self, request: JsonMapping) -> dict[str, object]:
+        """Run a request and return its answer, in which ``lost`` is the reason of an error."""
+        try:
+            return self._verbs[request["verb"]](request)
+        except PeerLost as error:
+            return {"lost": error.reason}
+        except Exception as error:  # torch, CUDA or the memory: the learner closes the group, and evicts
+            _log.exception("%s failed", request.get("verb"))
+            return {"lost": f"{type(error).__name__}: {error}"}
+
+    def _host(self, request: JsonMapping) -> dict[str, object]:
+        if request["gpu"]:
+            import torch
+
+            from tidemill.weightstore.transport.cuda_handles import ordinal
+
+            torch.cuda.set_device(ordinal(request["gpu"]))
+            self._mapped = Mapped(pinning=PINNING)
+        arguments = [request[name] for name in ("address", "name", "world_size", "backend", "timeout_s")]
+        self._group = BroadcastGroup.host(*arguments)
+        return {"port": self._group.port}
+
+    def _meet(self, request: JsonMapping) -> dict[str, object]:
+        assert self._group is not None
+        self._group.meet()
+        return {}
+
+    def _send(self, request: JsonMapping) -> dict[str, object]:
+        assert self._group is not None
+        following = None if request["following"] is None else self._tensor(request["following"])
+        self._group.send(self._tensor(request["handle"]), request["timeout_s"], following)
+        return {}
+
+    def _tensor(self, handle: JsonMapping) -> Tensor:
+        return Offered(self._mapped, handle).tensor()
+
+
+def main() -> None:
+    """Answer the requests on the pipe until the learner closes it."""
+    descriptor, parent = map(int, sys.argv[1:])
+    die_with_parent(parent)()
+    session = _Session()
+    with Connection(descriptor) as pipe:
+        while True:
+            try:
+                request = msgpack.unpackb(pipe.recv_bytes())
+            except EOFError:
+                return
+            pipe.send_bytes(msgpack.packb(session.answer(request)))
+
+
+if __name__ == "__main__":
+    main()

@@ -37,8 +37,8 @@ class Staging:
         *,
         number: int = 0,
     ) -> None:
+        # ``number``: of the copy in its pool; other ranks have copies of their parts with the same numbers
         self.manifest, self.number = manifest, number
-        """``number``: of the copy in its pool; other ranks have copies of their parts with the same numbers."""
         self.users = 0
         self._changed = changed
         buckets = manifest.buckets(bucket_bytes)
@@ -47,7 +47,6 @@ class Staging:
         self._sums = _FillChecksums(self._views)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield views of the copy, by name."""
         for bucket, flat in self.buckets:
             yield from unflatten(bucket, flat)
 
@@ -169,8 +168,7 @@ class StagedModel:
         """
         self._local, self._parts, self._deadlines = local, tuple(parts), deadlines
         self.step, self.prepare_s = step, prepare_s
-        self.version = -1
-        """Version of the copy; -1 = it has none yet."""
+        self.version = -1  # Version of the copy; -1 = it has none yet
         self.manifest = joined([local.manifest, *(part.manifest for part in parts)]) if parts else local.manifest
 
     @property
@@ -216,12 +214,10 @@ class StagedModel:
         return self.manifest.num_bytes
 
     def hold(self) -> "StagedModel":
-        """Add a user, and return the copy."""
         self._local.hold()
         return self
 
     def release(self) -> None:
-        """Remove a user. Without any, the copies may be filled again."""
         self._local.release()
 
 

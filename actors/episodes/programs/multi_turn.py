@@ -20,22 +20,74 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from tidemill.actors.episodes.programs.call_threads import MAX_HUNG, CallThreads
-from tidemill.actors.episodes.programs.gyms import Gem, SkyRL
-from tidemill.actors.episodes.programs.openenv import OpenEnv
-from tidemill.actors.episodes.programs.policy_client import BudgetSpent, PolicyClient
-from tidemill.actors.episodes.programs.tools import FAILED, Tool, tools_of
+from tidemill.actors.episodes.programs.environments import environment_class
+from tidemill.actors.episodes.programs.tools import FAILED, MAX_HUNG, CallThreads, Tool, tools_of
+from tidemill.bus.http.client import READ_BUFFER_BYTES, open_session
 from tidemill.bus.system.coroutines import to_the_end
-from tidemill.bus.system.functions import find_object
 from tidemill.bus.wire.chat_messages import chat_messages, chat_tools
 from tidemill.bus.wire.json_object import is_integer
 
-ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "skyrl_gym": SkyRL}
-"""Environments that ship, by name."""
 PROTOCOLS = ("chat", "text", "messages")
 CALL = r"<call>((?:[^<]|<(?!/?call>))*+)</call>"
 """A call has no tag of a call in it: each opening tag is searched up to the next tag alone, in linear time."""
 RESULT = "<result>{result}</result>"
+
+
+class BudgetSpent(Exception):
+    """The episode has no tokens, turns or context left; it ends, and is trained as truncated."""
+
+
+class PolicyClient:
+    """The model of one episode. Close it at the end."""
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        self._base_url = base_url
+        # Without a limit of time: the gateway has one, and waits for engines on behalf of its episodes.
+        self._session = open_session(
+            headers={"Authorization": f"Bearer {api_key}"}, read_buffer_bytes=READ_BUFFER_BYTES
+        )
+
+    async def __aenter__(self) -> "PolicyClient":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._session.close()
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **parameters: Any
+    ) -> dict[str, Any]:
+        """Return the answer's choice, with ``id``, the name of the turn. Raises BudgetSpent, RuntimeError."""
+        body = {"model": "policy", "messages": list(messages), **parameters}
+        return await self._choice("/chat/completions", body | ({"tools": list(tools)} if tools else {}))
+
+    async def complete(self, prompt: str, **parameters: Any) -> dict[str, Any]:
+        """Return the completion's choice, with ``id``. Raises BudgetSpent, RuntimeError."""
+        return await self._choice("/completions", {"model": "policy", "prompt": prompt, **parameters})
+
+    async def save(self, state: object) -> None:
+        """Store the episode's state, from which another actor goes on (``again: resume``). Raises RuntimeError."""
+        await self._post("/state", {"state": state})
+
+    async def truncated(self, limit: str) -> None:
+        """Report the limit at which the program ends the episode: its sample is truncated. Raises RuntimeError."""
+        await self._post("/truncated", {"limit": limit})
+
+    async def _post(self, path: str, body: object) -> None:
+        async with self._session.post(self._base_url.removesuffix("/v1") + path, json=body) as response:
+            if response.status != 200:
+                text = (await response.read())[:1000].decode(errors="replace")
+                raise RuntimeError(f"{path}: {response.status}: {text}")
+
+    async def _choice(self, path: str, body: object) -> dict[str, Any]:
+        async with self._session.post(self._base_url + path, json=body) as response:
+            content = await response.read()
+            if response.status != 200:
+                text = content[:1000].decode(errors="replace")
+                if response.status == 400 and "context_length_exceeded" in text:
+                    raise BudgetSpent(text)
+                raise RuntimeError(f"the model answered {response.status}: {text}")
+        answer = json.loads(content)
+        return {**answer["choices"][0], "id": answer["id"]}
 
 
 @dataclass(slots=True)
@@ -129,7 +181,7 @@ class MultiTurn:
         self._parameters: dict[str, Any] = {"stop": list(self.stop)} if self.stop else {}
         self._parameters |= {"max_tokens": self.max_tokens} if self.max_tokens else {}
         """Sampling parameters of every request."""
-        self._environment = _environment_class(self.environment, self.environment_options or {})
+        self._environment = environment_class(self.environment, self.environment_options or {})
         methods = [getattr(self._environment, name, None) for name in ("state", "restore")]
         if self._environment is None or all(map(callable, methods)):
             self.resume = self._resume  # an environment that cannot return its state has none
@@ -348,23 +400,6 @@ def _text(prompt: object) -> str:
     if not isinstance(prompt, str):
         raise TypeError(f"want a text, got {type(prompt).__name__} (protocol: chat takes messages)")
     return prompt
-
-
-def _environment_class(path: str, options: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Return the class of an environment by its name or import path; None = there is none. Raises ValueError."""
-    if not path:
-        return None
-    if path in ENVIRONMENTS:
-        ENVIRONMENTS[path](**options)  # it refuses impossible options
-        return ENVIRONMENTS[path]
-    if ":" not in path:
-        raise ValueError(f"environment: want {', '.join(ENVIRONMENTS)} or module:Class, got {path!r}")
-    environment: Callable[..., Any] = find_object(path, "environment", want="module:Class")
-    for method in ("reset", "step"):
-        if not callable(getattr(environment, method, None)):
-            raise ValueError(f"environment: want a class with {method}, {path} has none")
-    inspect.signature(environment).bind(**options)
-    return environment
 
 
 async def _awaited(value: Any) -> Any:

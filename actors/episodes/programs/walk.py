@@ -38,11 +38,9 @@ class Walk:
         return self._observation(), (before - after) / self._way, after == 0
 
     def state(self) -> list[int]:
-        """Return where the game is."""
         return [self._at, self._goal, self._way]
 
     def restore(self, state: list[int]) -> None:
-        """Go on where a game was."""
         self._at, self._goal, self._way = state
 
     def _observation(self) -> str:

@@ -16,11 +16,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from tidemill.actors.body_decoder import decode
 from tidemill.actors.errors import EngineFailed, EngineUnavailable
-from tidemill.actors.events import DONE, event
 from tidemill.actors.generate_body import Generate, asks_for_scores, parse_generate, parse_scores, seeds
-from tidemill.actors.http_api import body_of, done, error_of
+from tidemill.actors.http_api import DONE, body_of, decode, done, error_of, event
 from tidemill.actors.serving.builtin.input_scores import Scoring, scores_json
 from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
 from tidemill.actors.serving.builtin.scheduler import Scheduler

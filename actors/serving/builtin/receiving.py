@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tidemill.actors.body_decoder import decode
 from tidemill.actors.errors import UpdateRefused
+from tidemill.actors.http_api import decode
 from tidemill.actors.serving.builtin.lora import IncomingAdapter
 from tidemill.actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
 from tidemill.actors.serving.command_bodies import JoinBody

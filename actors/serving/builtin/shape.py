@@ -9,7 +9,7 @@ from tidemill.actors.errors import UnsupportedModel
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.model_values import as_older
 from tidemill.bus.wire.routed_experts import RoutedShape
-from tidemill.rewards.model_text.end_tokens import EndTokens
+from tidemill.rewards.model_text import EndTokens
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "glm4", "qwen3_moe")
 """Values of ``model_type`` that the decoder supports."""

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tidemill.actors.body_decoder import decode
 from tidemill.actors.errors import PeerTransferRefused, UpdateRefused
+from tidemill.actors.http_api import decode
 from tidemill.actors.serving.builtin.lora import Adapter, IncomingAdapter
 from tidemill.actors.serving.builtin.receiving import Incoming, JoinedGroup, Update, bucket_of
 from tidemill.actors.serving.builtin.scheduler import Scheduler

@@ -1,8 +1,12 @@
-"""Arguments of SGLang servers by name (``engine.sglang.arguments``): which are passed on, and why others are not."""
+"""Arguments of SGLang servers by name (``engine.sglang.arguments``): which are passed on, and why others are not; and
+SGLang's releases: which are supported, and how they differ (``docs/sglang.md``). Only here are their numbers.
+"""
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 
+from tidemill.actors.errors import EngineFailed
 from tidemill.bus.wire.json_object import JsonMapping
 
 TRIED: Mapping[str, str] = {
@@ -88,3 +92,35 @@ def refuse_untried(arguments: JsonMapping) -> None:
         cure = f"did you mean {near[0]}?" if near else f"remove it, or {OWN_SERVER}"
         want = f"an argument that has been tried ({', '.join(TRIED)})"
         raise ValueError(f"engine.sglang.arguments.{argument}: want {want}, got {value!r}; {cure}")
+
+
+OLDEST = (0, 5, 21)
+"""First release with ``begin_weight_update``; a paused one flushes its cache with requests in its queue."""
+NEWEST = (0, 5, 23)
+"""Release that the tests run."""
+CPU_CHECKSUMS = (0, 5, 23)
+"""First release with /weights_checker on CPU."""
+
+Release = tuple[int, int, int]
+
+
+def release_of(engine: str, said: object) -> Release:
+    """Return the release that ``version`` of /server_info names. Raises EngineFailed unless it is OLDEST or newer."""
+    match = re.match(r"v?(\d+)\.(\d+)\.(\d+)", str(said))
+    if match is None:
+        raise EngineFailed(
+            engine, f"version in /server_info: want a release of SGLang, like {written(NEWEST)}, got {said!r}"
+        )
+    version = (int(match[1]), int(match[2]), int(match[3]))
+    if version < OLDEST:
+        raise EngineFailed(
+            engine,
+            f"SGLang's release: want >= {written(OLDEST)}, got {said}; install a newer one for engine.sglang.python, "
+            "or start the server at engine.sglang.url with one",
+        )
+    return version
+
+
+def written(version: Release) -> str:
+    """Return a release as text, like ``0.5.21``."""
+    return ".".join(map(str, version))

@@ -17,8 +17,8 @@ from typing import Any
 from tidemill.actors.errors import EngineFailed, EngineUnavailable, UnsupportedModel
 from tidemill.actors.serving.host import PROBE, EngineHost
 from tidemill.actors.serving.sglang.api import Api
+from tidemill.actors.serving.sglang.arguments import CPU_CHECKSUMS, NEWEST, Release, release_of, written
 from tidemill.actors.serving.sglang.proxy import Proxy
-from tidemill.actors.serving.sglang.releases import NEWEST, Release, release_of, written
 from tidemill.actors.serving.sglang.server_process import INFO_S, ServerProcess
 from tidemill.actors.serving.sglang.tensors import layout_of
 from tidemill.actors.serving.sglang.weight_updates import SglangUpdates
@@ -81,14 +81,14 @@ class SglangEngine(EngineHost[SglangUpdates]):
         """Return the updates of a server by its release and its settings. Raises EngineFailed."""
         info = await api.call("GET", "/server_info", timeout_s=INFO_S)
         self.release = release = self._given_release or release_of(api.url, info.get("version"))
-        if release.version > NEWEST:
+        if release > NEWEST:
             log.warning("SGLang %s is newer than the newest tested release, %s", info.get("version"), written(NEWEST))
         self.ranks = int(info.get("tp_size") or 1)
         sizes = {"vocab_size": self.limits.vocab_size, "hidden_size": self._hidden_size}
         updates = SglangUpdates(
             api,
             self._names,
-            layout_of(info, **sizes, on_cpu=release.cpu_checksums),
+            layout_of(info, **sizes, on_cpu=release >= CPU_CHECKSUMS),
             pause="retract" if self.config.colocated else self.config.sglang.pause,
             ranks=self.ranks,
             unfinished=lambda: self.unfinished,

@@ -11,8 +11,7 @@ import aiohttp
 from aiohttp import web
 
 from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
-from tidemill.actors.events import DATA, END, data_in
-from tidemill.actors.http_api import body_of, error_of
+from tidemill.actors.http_api import DATA, END, body_of, data_in, error_of
 from tidemill.actors.serving.host import EngineHost
 from tidemill.actors.serving.port import COMMAND_S, Body
 from tidemill.actors.serving.sglang.aborts import AGAIN_S, Aborts, RequestIds, Watch

@@ -22,8 +22,8 @@ from safetensors.numpy import load_file
 
 from tidemill.actors.config import OF_RANKS, EngineConfig
 from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, UnsupportedModel
+from tidemill.actors.serving.sglang.arguments import release_of
 from tidemill.actors.serving.sglang.inside import tidemill_module_outputs as hooks
-from tidemill.actors.serving.sglang.releases import release_of
 from tidemill.actors.serving.sglang.server_process import INFO_S, ServerProcess, server_arguments
 from tidemill.bus.wire.json_object import JsonMapping
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import EngineError, EngineFailed
 from tidemill.actors.serving.sglang.api import Api
-from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.system.processes import Child
-from tidemill.rewards.model_text.end_tokens import EndTokens
+from tidemill.rewards.model_text import EndTokens
 
 log = logging.getLogger(__name__)
 

@@ -123,7 +123,6 @@ class SharedBucket:
         self._flat = torch.empty(num_bytes, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Free the memory."""
         self._flat = self._flat.new_empty(0)
 
 

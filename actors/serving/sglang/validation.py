@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta, Struct
 
-from tidemill.actors.body_decoder import decode
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.generate_body import (
     Natural,
@@ -27,6 +26,7 @@ from tidemill.actors.generate_body import (
     texts_in,
     token_ids,
 )
+from tidemill.actors.http_api import decode
 from tidemill.bus.wire.json_object import JsonMapping
 
 _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -67,7 +67,6 @@ class ServerParams(Struct, kw_only=True):
     logit_bias: dict[str, Float32] = {}
 
     def __post_init__(self) -> None:
-        """Raise ValueError for numbers by which scores would become infinite, and for patterns that are none."""
         check_temperature(self.temperature)
         floats = [(name, getattr(self, name)) for name in FLOATS]
         for name, value in [*floats, *(("logit_bias", bias) for bias in self.logit_bias.values())]:
@@ -97,7 +96,6 @@ class ServerBody(Struct, kw_only=True):
     positional_embed_overrides: Any = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a field that no request may have."""
         if self.positional_embed_overrides is not None:
             raise ValueError("positional_embed_overrides: not supported by this engine; remove the field")
 

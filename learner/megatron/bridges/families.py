@@ -1,15 +1,18 @@
-"""The bridges of the model families, each with mbridge's layout of the family.
+"""The bridges of the model families, each with mbridge's layout of the family, by ``model_type`` of config.json.
 
 Dense: Llama, Mistral (Llama's layout where its window is off, ``sizes.refusals``), Qwen2, Qwen3, GLM-4. With experts:
 Mixtral, Qwen2-MoE, Qwen3-MoE, GLM-4.5 and 4.6, DeepSeek-V3.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from mbridge.core.llm_bridge import LLMBridge
 from mbridge.models.deepseek_v3 import DeepseekV3Bridge
 from mbridge.models.glm4moe import GLM4MoEBridge
 from mbridge.models.llama import LLaMABridge
@@ -23,12 +26,19 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
+from transformers import AutoConfig
 
-from tidemill.learner.megatron.bridges.experts import Experts
-from tidemill.learner.megatron.bridges.layers import NormedAttention, NormedMLP
-from tidemill.learner.megatron.bridges.local_layers import LocalLayers
-from tidemill.learner.megatron.layers.attention import Group, PackedRotary, PackedRow
-from tidemill.learner.megatron.layers.kernels import Arguments
+from tidemill.bus.system.functions import find_function
+from tidemill.bus.wire.model_values import in_older_keys
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.layout.sizes import FAMILIES, refusals
+from tidemill.learner.megatron.bridges.local_layers import Experts, LocalLayers
+from tidemill.learner.megatron.layers.attention import Group, PackedRotary
+from tidemill.learner.megatron.layers.dense import NormedAttention, NormedMLP
+from tidemill.learner.megatron.layers.experts import Mixture
+from tidemill.learner.megatron.layers.kernels import Arguments, Wanted
+from tidemill.learner.megatron.layers.packed_rows import PackedRow
 
 
 class WholeLinear(torch.nn.Linear):
@@ -40,7 +50,6 @@ class WholeLinear(torch.nn.Linear):
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(self.weight)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Return the product and no bias, as Megatron's linears do."""
         return super().forward(x), None
 
 
@@ -59,9 +68,7 @@ class LatentYarn(YarnRotaryEmbedding):  # type: ignore[misc]
     """Rotary positions of YaRN for latent attention: stretched angles, with a scale for their cosines and sines."""
 
     def get_rotary_seq_len(self, *arguments: Any, **options: Any) -> Any:
-        """Return the argument that Megatron passes to ``forward``: for a packed row the row itself instead of its
-        length.
-        """
+        """Return the argument of ``forward``: for a packed row the row itself instead of its length."""
         if arguments and isinstance(arguments[-1], PackedRow):
             return arguments[-1]
         return super().get_rotary_seq_len(*arguments, **options)
@@ -93,9 +100,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
 
 @contextmanager
 def _without_transformer_engine() -> Iterator[None]:
-    """Let Megatron skip the linears of Transformer Engine inside the context where that is absent: 0.16.1 compares with
-    no class then.
-    """
+    # Megatron 0.16.1 compares with a class that is None where Transformer Engine is absent.
     had = multi_latent_attention.HAVE_TE
     multi_latent_attention.HAVE_TE = had and isinstance(multi_latent_attention.TELinear, type)
     try:
@@ -105,18 +110,14 @@ def _without_transformer_engine() -> Iterator[None]:
 
 
 def grouped_choice(hf_config: Any) -> Arguments:
-    """Return Megatron's arguments for a choice of experts within the best groups (``n_group``, ``topk_group``), which
-    mbridge ignores.
-    """
+    """Return Megatron's arguments for experts within the best groups (``n_group``), which mbridge ignores."""
     if hf_config.n_group == 1:
         return {}
     return {"moe_router_num_groups": hf_config.n_group, "moe_router_group_topk": hf_config.topk_group}
 
 
 class Glm4MoE(Experts, GLM4MoEBridge):
-    """Bridge of ``model_type: glm4_moe``. mbridge takes one shared expert for any number, and biases whether they are
-    there or not.
-    """
+    """``glm4_moe``. mbridge takes one shared expert for any number, and biases whether they are there or not."""
 
     def _arguments(self) -> Arguments:
         config = self.hf_config
@@ -134,9 +135,7 @@ _LAYER = "model.layers.{layer_number}."
 
 
 class Glm4(LocalLayers, Qwen2Bridge):
-    """Bridge of ``model_type: glm4``, which mbridge does not have; gate and up projection are one tensor in the files
-    already.
-    """
+    """``glm4``, which mbridge does not have; gate and up projection are one tensor in the files already."""
 
     _ATTENTION_MAPPING: ClassVar[dict[str, list[str]]] = {
         **Qwen2Bridge._ATTENTION_MAPPING,
@@ -176,9 +175,7 @@ class Qwen3(LocalLayers, Qwen3Bridge):
 
 
 class Qwen2MoE(Experts, Qwen2MoEBridge):
-    """Bridge of ``model_type: qwen2_moe``. mbridge leaves out the gate of the shared expert, and always normalises as
-    Qwen1.5-MoE does.
-    """
+    """``qwen2_moe``. mbridge leaves out the gate of the shared expert, and normalises always."""
 
     def _arguments(self) -> Arguments:
         return super()._arguments() | {
@@ -211,9 +208,7 @@ _LATENT_NORM = re.compile(r"decoder\.layers\.(\d+)\.self_attention\.(q|kv)_layer
 
 
 class DeepSeekV3(Experts, DeepseekV3Bridge):
-    """Bridge of ``model_type: deepseek_v3``. mbridge ignores groups of experts, and needs Transformer Engine and
-    bfloat16.
-    """
+    """``deepseek_v3``. mbridge ignores groups of experts, and needs Transformer Engine and bfloat16."""
 
     _FLASH_HEADS = False
     _SHARED_STATE_DICT_MAPPING: ClassVar[Mapping[str, list[str]]] = {}
@@ -254,3 +249,83 @@ class DeepSeekV3(Experts, DeepseekV3Bridge):
         if norm := _LATENT_NORM.fullmatch(name):
             return [f"model.layers.{norm[1]}.self_attn.{norm[2]}_a_layernorm.weight"]
         return super()._weight_name_mapping_mcore_to_hf(name)
+
+
+_BRIDGES: Mapping[str, type[LocalLayers]] = {
+    "deepseek_v3": DeepSeekV3,
+    "glm4": Glm4,
+    "glm4_moe": Glm4MoE,
+    "llama": Llama,
+    "mistral": Mistral,
+    "mixtral": Mixtral,
+    "qwen2": Qwen2,
+    "qwen2_moe": Qwen2MoE,
+    "qwen3": Qwen3,
+    "qwen3_moe": Qwen3MoE,
+}
+assert sorted(_BRIDGES) == sorted(FAMILIES)  # FAMILIES is for checks that must not import torch
+
+
+def open_bridge(
+    model_dir: Path,
+    *,
+    dtype: torch.dtype,
+    parallel: Parallel,
+    wanted: Wanted | None = None,
+    mixture: Mixture | None = None,
+    own: str = "",
+) -> Any:
+    """Return the bridge for a Hugging Face model directory.
+
+    It has ``build(pre_process, post_process, vp_stage) -> GPTModel``, ``load(chunks, directory)`` and
+    ``export(chunks)``. ``wanted``, ``mixture``: settings about kernels and experts; None = the defaults. ``own``:
+    import path of the bridge's class; empty = that of the model type. Raises ConfigRefused for a model type without a
+    bridge, a value that Megatron would compute differently, sizes that the parallel layout cannot split, or a kernel
+    that cannot work here; ValueError for an import path that leads to no bridge.
+    """
+    bridge_class = None if not own else _own(own)  # its module may tell transformers about the model type
+    hf_config = _config(model_dir)
+    for refused in refusals(
+        hf_config.to_dict(), where=f"{model_dir}/config.json", own_bridge=bridge_class is not None, **parallel.sizes
+    ):
+        raise refused
+    bridge = (bridge_class or _BRIDGES[hf_config.model_type])(
+        hf_config,
+        dtype,
+        wanted or Wanted(),
+        sequence_parallel=parallel.sequence_parallel,
+        edge_layers=parallel.edge_layers,
+        mixture=mixture or Mixture(),
+    )
+    assert isinstance(bridge, LLMBridge)
+    return bridge
+
+
+def _own(path: str) -> type[LocalLayers]:
+    bridge_class = find_function(path, "learner.bridge", want="module:Class")
+    if not (
+        isinstance(bridge_class, type) and issubclass(bridge_class, LocalLayers) and issubclass(bridge_class, LLMBridge)
+    ):
+        want = (
+            "a class with the bases LocalLayers (learner/megatron/bridges/local_layers.py) and one of mbridge's "
+            "bridges, in this order"
+        )
+        got = getattr(bridge_class, "__mro__", type(bridge_class).__name__)
+        raise ValueError(f"learner.bridge: want {want}, got {path!r}: {got}")
+    return bridge_class
+
+
+def _config(model_dir: Path) -> Any:
+    """Return the configuration of a model directory. Raises ConfigRefused for a model type unknown to transformers."""
+    try:
+        values = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        config = AutoConfig.from_pretrained(model_dir)
+        for name, value in in_older_keys(values).items():
+            setattr(config, name, value)
+        return config
+    except ValueError as error:
+        want = (
+            "a model that transformers knows; the module of learner.bridge may register its configuration "
+            "(AutoConfig.register)"
+        )
+        raise ConfigRefused(f"{model_dir}/config.json", want, str(error).splitlines()[0]) from error

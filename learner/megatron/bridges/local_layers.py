@@ -1,8 +1,11 @@
 """Common part of all families: configuration, layers, weights from Hugging Face files and back to Hugging Face names.
 
-``mbridge`` maps names and layouts. Its layer spec needs Transformer Engine, so this mixin uses Megatron's own layers
-with attention and norms of our own, and maps the two norms of a layer that Transformer Engine would fuse into the
-linears. Every rank reads its own part from the files; an export is that of one pipeline stage.
+mbridge maps names and layouts. Its layer spec needs Transformer Engine, so this mixin uses Megatron's own layers with
+our attention and norms, and maps the two norms that Transformer Engine would fuse into the linears.
+
+Experts are spread over the expert-parallel ranks and never split by tensor parallelism. Their gradients are reduced in
+buffers of their own, over the ranks with the same experts: in the dense buffers, tensor-parallel ranks would each keep
+the gradient of their own tokens.
 """
 
 import json
@@ -20,14 +23,14 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tidemill.bus.wire.model_values import sparse_layers
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.sizes import rope_arguments
-from tidemill.learner.megatron.bridges.layers import FusedHeadNorm, GatedSilu, Norm
 from tidemill.learner.megatron.layers.attention import CORE_ATTENTION, FusedRotary, PackedRotary, SDPACoreAttention
+from tidemill.learner.megatron.layers.dense import FusedHeadNorm, GatedSilu, Norm, OutputLayer
+from tidemill.learner.megatron.layers.experts import GroupedExperts, Mixture, Router, ScoreRouter
 from tidemill.learner.megatron.layers.kernels import CUDNN, SDPA, VARLEN, Arguments, Kernels, Wanted, chosen
 from tidemill.learner.megatron.layers.lora import is_adapter
-from tidemill.learner.megatron.layers.mixture import Mixture
-from tidemill.learner.megatron.layers.output_layer import OutputLayer
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +59,6 @@ class ModelFiles:
         return tensor
 
     def _index(self) -> dict[str, str]:
-        """Return the file of each tensor."""
         if (self._directory / INDEX).is_file():
             weight_map: dict[str, str] = json.loads((self._directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
             return weight_map
@@ -132,9 +134,7 @@ class LocalLayers:
         }
 
     def _possible(self, wanted: Wanted) -> Wanted:
-        """Return the settings about kernels without those that the family has no use for. Raises ConfigRefused where
-        one is demanded.
-        """
+        """Return the settings that the family has a use for. Raises ConfigRefused for a demand it cannot meet."""
         if self._FLASH_HEADS:
             return wanted
         if wanted.attention in (VARLEN, CUDNN):
@@ -162,9 +162,8 @@ class LocalLayers:
     def build(self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
         """Return the layers of this rank's pipeline stage, with random weights.
 
-        ``pre_process``: with the embedding; ``post_process``: with the last norm and the output layer. ``vp_stage``:
-        number of the chunk, of a rank with several. The weights are initialised because Megatron marks the split ones
-        while it does that.
+        ``pre_process``: with the embedding; ``post_process``: with the last norm and the output layer; ``vp_stage``:
+        number of the chunk, of a rank with several. Megatron marks split weights while it initialises them.
         """
         model = GPTModel(
             config=self.config,
@@ -185,9 +184,7 @@ class LocalLayers:
         return model
 
     def _turns(self, model: GPTModel) -> bool:
-        """Return whether core attention turns queries and keys in every layer, given their positions; not so in some
-        users' bridges.
-        """
+        """Return whether core attention turns queries and keys in every layer; not so in some users' bridges."""
         cores = [layer.self_attention.core_attention for layer in model.decoder.layers]
         turns = not self.config.no_rope_freq and all(isinstance(core, SDPACoreAttention) for core in cores)
         if not turns:
@@ -196,7 +193,6 @@ class LocalLayers:
         return turns
 
     def _spec(self, vp_stage: int | None) -> Any:
-        """Return Megatron's description of the stage's layers."""
         spec = get_gpt_decoder_block_spec(
             self.config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
         )
@@ -248,9 +244,8 @@ class LocalLayers:
 
     @torch.no_grad()
     def load(self, chunks: Sequence[GPTModel], directory: Path) -> None:
-        """Load this rank's part of the weights in a Hugging Face directory; no collective.
-
-        Raises ConfigRefused when a tensor is missing or has another shape.
+        """Load this rank's part of a directory's weights; no collective. Raises ConfigRefused for a missing tensor or
+        shape.
         """
         files = ModelFiles(directory)
         for chunk in chunks:
@@ -276,8 +271,8 @@ class LocalLayers:
     def export(self, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole weights of this pipeline stage under their Hugging Face names, in a fixed order.
 
-        Collective over the tensor-parallel ranks, and with experts over the expert-parallel ones. Where nothing is
-        split the tensors are views on the live weights: copy those that must outlive the next step.
+        Collective over the tensor-parallel ranks, with experts over the expert-parallel ones. Where nothing is split
+        the tensors are views on the live weights: copy those that must outlive the next step.
         """
         for chunk in chunks:
             parameters = dict(chunk.named_parameters())
@@ -291,10 +286,114 @@ class LocalLayers:
                     yield from zip(names, tensors, strict=True)
 
     def _gathered(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole tensor of a weight that may be split."""
         full_weight = weight.detach()
         if self.mpu.tp_size > 1 and getattr(weight, "tensor_model_parallel", False):
             parts = [torch.empty_like(full_weight) for _ in range(self.mpu.tp_size)]
             dist.all_gather(parts, full_weight.contiguous(), group=self.mpu.tp_group)
             full_weight = self._weight_merge_across_tp(name, parts, weight)  # type: ignore[attr-defined]
         yield name, full_weight
+
+
+EXPERTS = ".mlp.experts."  # part of the name of every weight of a routed expert
+_LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
+_NUMBERED = re.compile(r"weight(\d+)$")
+_DENSE_MLP = re.compile(r"decoder\.layers\.(\d+)\.mlp\.linear_fc([12])\.weight")
+
+
+class Experts(LocalLayers):
+    """Mixin for mbridge's classes of mixtures of experts, to be the first base class."""
+
+    _DENSE: ClassVar[Mapping[str, tuple[str, ...]]] = {"1": ("gate", "up"), "2": ("down",)}
+
+    def _arguments(self) -> Arguments:
+        # The balancing loss is off and the bias fixed unless settings change that: both move the policy beside its
+        # objective.
+        mixture = self.mixture
+        return super()._arguments() | {
+            "moe_grouped_gemm": False,
+            "moe_shared_expert_overlap": False,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "aux_loss" if mixture.aux_loss_coef else "none",
+            "moe_aux_loss_coeff": mixture.aux_loss_coef,
+            "moe_router_bias_update_rate": mixture.bias_update_rate,
+            "moe_enable_routing_replay": mixture.replay,
+            "moe_layer_freq": [int(sparse) for sparse in sparse_layers(self.hf_config.to_dict())],
+            "bias_dropout_fusion": False,
+        }
+
+    def _possible(self, wanted: Wanted) -> Wanted:
+        # For the experts of a rank, each with another number of tokens, the fused activation would be compiled anew
+        # again and again.
+        if wanted.fused_activation == "always":
+            raise ConfigRefused("learner.fused_activation", "auto or never for a model with experts", "always")
+        return replace(super()._possible(wanted), fused_activation="never")
+
+    @property
+    def _expert_sizes(self) -> tuple[int, ...]:
+        return int(self.config.hidden_size), int(self.config.moe_ffn_hidden_size)
+
+    def _kernel_arguments(self) -> Arguments:
+        """Return the fields that the kernels set. With experts, ``selective`` has another name for its part."""
+        # One field for all layers, and the MLP of an expert has no module for its activation.
+        arguments = super()._kernel_arguments() | {"use_te_activation_func": False}
+        if self.kernels.recompute == "selective":
+            arguments["recompute_modules"] = [*arguments["recompute_modules"], "moe"]
+        return arguments
+
+    def build(self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
+        """Return the stage's layers as ``LocalLayers`` does, with the experts marked for buffers of their own."""
+        model = super().build(pre_process, post_process, vp_stage)
+        for name, parameter in model.named_parameters():
+            if EXPERTS in name:
+                parameter.allreduce = False
+        return model
+
+    def _spec(self, vp_stage: int | None) -> Any:
+        spec = super()._spec(vp_stage)
+        for layer in spec.layer_specs:
+            if hasattr(layer.submodules.mlp.submodules, "router"):
+                layer.submodules.mlp.submodules.router = self._router
+                if self.kernels.grouped_experts:
+                    layer.submodules.mlp.submodules.experts.module = GroupedExperts
+        return spec
+
+    @property
+    def _router(self) -> type[Router]:
+        by_score = self.config.moe_router_score_function == "sigmoid" and not self.hf_config.norm_topk_prob
+        return ScoreRouter if by_score else Router
+
+    def _whole_name(self, chunk: GPTModel, name: str) -> str:
+        """Return the name in the whole model; of an expert the one that mbridge has for grouped experts."""
+        first = self._experts_per_rank * self.mpu.ep_rank
+        return _LOCAL_EXPERT.sub(
+            lambda match: f"experts.{match[2]}.weight{int(match[1]) + first}", super()._whole_name(chunk, name)
+        )
+
+    @property
+    def _experts_per_rank(self) -> int:
+        return int(self.config.num_moe_experts) // int(self.mpu.ep_size)
+
+    def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
+        if dense := _DENSE_MLP.fullmatch(name):
+            return [f"model.layers.{dense[1]}.mlp.{part}_proj.weight" for part in self._DENSE[dense[2]]]
+        return super()._weight_name_mapping_mcore_to_hf(name)
+
+    def _split(self, name: str) -> tuple[int, int]:
+        return (1, 0) if EXPERTS in name else super()._split(name)
+
+    def _gathered(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if EXPERTS not in name:
+            yield from super()._gathered(name, weight)
+            return
+        if self.mpu.ep_size == 1:
+            yield name, weight.detach()
+            return
+        # The same expert of each rank, one round at a time: no rank has more than one such round beside its own
+        # weights.
+        parts = [torch.empty_like(weight) for _ in range(self.mpu.ep_size)]
+        dist.all_gather(parts, weight.detach().contiguous(), group=self.mpu.ep_group)
+        match = _NUMBERED.search(name)
+        assert match is not None
+        mine = int(match[1]) % self._experts_per_rank
+        for rank, part in enumerate(parts):
+            yield f"{name[: match.start()]}weight{rank * self._experts_per_rank + mine}", part

@@ -1,195 +1,29 @@
-"""Attention and rotary positions of packed rows, which concatenate many sequences of any length.
+"""Attention and rotary positions of packed rows (``packed_rows.py``), in the place of Megatron's own.
 
-``PackedRow`` is computed once per micro-batch and passes through Megatron as its ``packed_seq_params``. Sequences of
-similar length are scattered into a right-padded batch, so that a row costs one attention call per length bucket and not
-one per sequence. That is
-exact: padding comes after every real query, and attention is causal.
-Shape letters: T = tokens of the row, P = padded positions of all buckets, n = heads, d = head size.
+A ``PackedRow`` passes through Megatron as its ``packed_seq_params``.
+Shape letters: T = tokens of the row, P = padded positions of all buckets, b = sequences, n = heads, s = their padded
+length, c = tokens of a prefix that several sequences share, d = head size.
 """
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tidemill.learner.megatron.layers.context import heads_for_tokens, tokens_for_heads
-from tidemill.learner.megatron.layers.kernels import CUDNN, LONG_SEQUENCE, SDPA, VARLEN, varlen_operator
-from tidemill.learner.megatron.layers.prefixes import Prefix, Runs, attend_behind, cuts_of, prefix_of
+from tidemill.learner.layout.parallel import heads_for_tokens, tokens_for_heads
+from tidemill.learner.megatron.layers.kernels import CUDNN, SDPA, VARLEN, varlen_operator
+from tidemill.learner.megatron.layers.packed_rows import PackedRow, Piece, Prefix, Rotation
 
-Group = dist.ProcessGroup
-"""Ranks of a collective."""
-
-
-class Rotation(NamedTuple):
-    """Rotary positions of tokens, for the kernel that turns queries and keys. F = rotated pairs of a head."""
-
-    cos_TF: Tensor
-    sin_TF: Tensor
-    """Both float32."""
-    interleaved: bool
-    """A pair is two neighbours; else its elements are F apart."""
-
-
-class Piece(NamedTuple):
-    """Neighbouring sequences of a row: one long one, or all between two long ones."""
-
-    tokens: int
-    longest: int
-    """Tokens of the longest sequence."""
-    bounds_S: Tensor | None
-    """Boundaries of the sequences from the first of them on, as in ``PackedRow``; None = a long sequence."""
-
-
-@dataclass
-class PackedRow(PackedSeqParams):
-    """Positions of the sequences in a row, and their layout for attention.
-
-    ``qkv_format`` stays "sbhd": Megatron's own "thd" code for rotary positions loops over the sequences in Python, for
-    q and k in every layer. With one row the two layouts are the same tensor, and ``PackedRotary`` supplies the angle of
-    every token.
-    """
-
-    position_ids_T: Tensor | None = None
-    """Positions of this rank's tokens. Fields without such a note are those of the whole row, which context parallelism
-    cuts into parts.
-    """
-    padding_T: Tensor | None = None
-    """True for padding in this rank's tokens; None = the whole row has none. Routers do not count it."""
-    bounds_S: Tensor | None = None
-    """Boundaries of the sequences, [S + 1], int32 on the device, for flash attention. Megatron's own fields stay empty.
-    """
-    pieces: tuple[Piece, ...] = ()
-    """The row cut before and after each long sequence; empty = it has none."""
-    spans: tuple[tuple[int, int], ...] = ()
-    """(tokens of its prefix, tokens) of each sequence."""
-    buckets: tuple[tuple[int, int], ...] = ()
-    """(sequences, padded length) of each bucket."""
-    prefixes: tuple[Prefix | None, ...] = ()
-    """Tokens that the sequences of each bucket share; None = they have no prefix."""
-    cuts: tuple[int, ...] = ()
-    """Lengths of the pieces of the row that prefixes are made of; empty = there is no prefix."""
-    take_P: Tensor | None = None
-    """Index of the row's token at each padded position (padding repeats its sequence's last token); None = the row is
-    the batch.
-    """
-    give_T: Tensor | None = None
-    """Padded position of each token."""
-    rotation: Rotation | None = None
-    """Positions of this rank's tokens where core attention turns queries and keys, during a pass; None = Megatron does.
-    """
-    experts: tuple[Tensor, ...] = ()
-    """Experts of this rank's tokens in each of its layers that has any, [T, K] int16, where they are recorded or given
-    (``routing``);
-    -1 = not known.
-    """
-    routed: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    """Layer of this stage -> (experts of all tokens, in ascending order, [T, K] int32; their weights, [T, K];
-    affinities to all experts, [T, E]) of the last pass, where routers are observed. In host memory; those of a device
-    are complete after a synchronization.
-    """
-
-
-def packed_row(
-    cu_seqlens: NDArray[np.int32],
-    position_ids_T: Tensor,
-    padding_T: Tensor | None = None,
-    prefixes: Sequence[Runs] = (),
-) -> PackedRow:
-    """Return the layout of a row with sequence boundaries ``cu_seqlens`` ([S + 1], from 0 to T). ``padding_T``: as in
-    ``PackedRow``. ``prefixes``: tokens of the row before each sequence, which it attends to too; empty = none has any.
-    """
-    device = position_ids_T.device
-    starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
-    behind = dict.fromkeys([(), *map(tuple, prefixes)])  # in order, and without a prefix first
-    places = list(behind)
-    prefix_S = np.array([places.index(tuple(runs)) for runs in prefixes] or [0] * len(starts))[lengths > 0]
-    starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-    buckets, of_buckets, take, give = _bucketed(starts, lengths, prefix_S)
-    cuts = cuts_of(places, int(lengths.sum()))
-    in_order = len(take) == len(give) and bool((take == np.arange(len(take))).all())
-    longest = int(lengths.max())
-    return PackedRow(
-        qkv_format="sbhd",
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        position_ids_T=position_ids_T,
-        padding_T=padding_T,
-        bounds_S=_bounds(lengths, device),
-        pieces=_cut(lengths, device),
-        spans=tuple(
-            (sum(length for _, length in places[number]), length)
-            for number, length in zip(prefix_S.tolist(), lengths.tolist(), strict=True)
-        ),
-        buckets=buckets,
-        prefixes=tuple(
-            prefix_of(places[number], cuts, width, device)
-            for number, (_, width) in zip(of_buckets, buckets, strict=True)
-        ),
-        cuts=cuts,
-        take_P=None if in_order else torch.from_numpy(take).to(device),
-        give_T=None if in_order else torch.from_numpy(give).to(device),
-    )
-
-
-def _bounds(lengths: NDArray[np.int64], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)).to(device)
-
-
-def _cut(lengths: NDArray[np.int64], device: torch.device) -> tuple[Piece, ...]:
-    """Return the pieces of a row of these lengths, none of which is 0."""
-    long = lengths >= LONG_SEQUENCE
-    if not long.any():
-        return ()
-    starts = np.flatnonzero(
-        long | np.append(True, long[:-1])
-    )  # each long sequence begins a piece, and so does the one behind it
-    pieces = []
-    for first, after in itertools.pairwise([*starts.tolist(), len(lengths)]):
-        part = lengths[first:after]
-        pieces.append(Piece(int(part.sum()), int(part.max()), None if long[first] else _bounds(part, device)))
-    return tuple(pieces)
-
-
-def _bucketed(
-    starts: NDArray[np.int64], lengths: NDArray[np.int64], prefix_S: NDArray[np.int64]
-) -> tuple[tuple[tuple[int, int], ...], list[int], NDArray[np.int64], NDArray[np.int64]]:
-    """Assign sequences of (2^k, 2^(k+1)] tokens behind one prefix to one bucket, padded to its longest sequence: less
-    than half of it is padding.
-
-    Returns (buckets, number of the prefix of each, ``take_P``, ``give_T``) of ``PackedRow``.
-    """
-    # ceil, so that a length of exactly 2^k closes the bucket of the shorter ones.
-    powers = np.ceil(np.log2(lengths)).astype(np.int64)
-    buckets, of_buckets, take = [], [], []
-    give = np.empty(int(lengths.sum()), np.int64)
-    place = 0
-    for prefix, power in np.unique(np.stack([prefix_S, powers]), axis=1).T.tolist():
-        members = np.flatnonzero((prefix_S == prefix) & (powers == power))
-        width = int(lengths[members].max())
-        offsets = np.arange(width)
-        index = starts[members, None] + np.minimum(offsets, lengths[members, None] - 1)
-        real = offsets < lengths[members, None]
-        places = place + np.arange(index.size).reshape(index.shape)
-        give[index[real]] = places[real]
-        take.append(index.reshape(-1))
-        buckets.append((len(members), width))
-        of_buckets.append(prefix)
-        place += index.size
-    return tuple(buckets), of_buckets, np.concatenate(take), give
+Group = dist.ProcessGroup  # ranks of a collective
 
 
 class PackedRotary(RotaryEmbedding):
@@ -201,9 +35,7 @@ class PackedRotary(RotaryEmbedding):
     def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, transformer_input: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return the argument that Megatron passes to ``forward``: for a packed row the row itself instead of its
-        length.
-        """
+        """Return the argument of ``forward``: for a packed row the row itself instead of its length."""
         packed = args[-1] if args else None
         if isinstance(packed, PackedRow):
             return packed
@@ -242,9 +74,7 @@ class FusedRotary(PackedRotary):
     def forward(  # type: ignore[override]
         self, max_seq_len: PackedRow | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None
     ) -> Tensor | None:
-        """Give a PackedRow its ``rotation``, and return None, with which Megatron turns nothing; other angles as
-        before.
-        """
+        """Give a PackedRow its ``rotation``, and return None, with which Megatron turns nothing."""
         if not isinstance(max_seq_len, PackedRow):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
         angles_TF = self.angles(max_seq_len)
@@ -253,9 +83,7 @@ class FusedRotary(PackedRotary):
 
 
 class SDPACoreAttention(MegatronModule):
-    """Core attention of Megatron's layers by torch's scaled_dot_product_attention; causal, for packed rows and plain
-    batches.
-    """
+    """Causal core attention by torch's scaled_dot_product_attention, for packed rows and plain batches."""
 
     def __init__(
         self,
@@ -281,11 +109,10 @@ class SDPACoreAttention(MegatronModule):
         packed_seq_params: Any = None,
         **unused: Any,
     ) -> Tensor:
-        """Attend: q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d]; with a PackedRow s = T and b = 1, and b
-        may be left out.
+        """Attend: q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d], before the projection.
 
-        Returns the output of all heads before the projection. ``attention_mask`` is ignored: attention is always
-        causal. With context parallelism, which wants a PackedRow, s is this rank's part of the row.
+        With a PackedRow s = T and b = 1, and b may be left out; with context parallelism s is this rank's part of the
+        row.
         """
         if not isinstance(packed_seq_params, PackedRow):
             assert self._context is None, "context parallelism has packed rows only"
@@ -325,6 +152,33 @@ class SDPACoreAttention(MegatronModule):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
 
 
+def attend_behind(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pieces: Sequence[Sequence[Tensor]],
+    prefix: Prefix,
+    *,
+    scale: float | None,
+) -> Tensor:
+    """Attend to the prefix, and causally within each sequence: q [b, n, s, d], k, v [b, groups, s, d] -> [b, n, s, d].
+
+    ``pieces``: of the keys and of the values of the row, [tokens, groups, d] each.
+    """
+    k, v = (
+        torch.cat([_joined(of_row, prefix).expand(len(q), -1, -1, -1), behind], dim=2)
+        for of_row, behind in zip(pieces, (k, v), strict=True)
+    )
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=prefix.mask, scale=scale, enable_gqa=grouped)
+
+
+def _joined(pieces: Sequence[Tensor], prefix: Prefix) -> Tensor:
+    """Return the tokens of the prefix, [1, groups, c, d]."""
+    parts = [pieces[piece] for piece in prefix.pieces]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1)[None]
+
+
 class VarlenCoreAttention(SDPACoreAttention):
     """Core attention by torch's flash attention for sequences of any length: one call a row, without padding. CUDA
     only.
@@ -342,9 +196,7 @@ class VarlenCoreAttention(SDPACoreAttention):
 
 
 class CudnnCoreAttention(VarlenCoreAttention):
-    """The same, but each long sequence goes by itself through cuDNN's attention, which is faster there. For Hopper; not
-    deterministic.
-    """
+    """The same, but long sequences go one by one through cuDNN's attention. For Hopper; not deterministic."""
 
     _backend = SDPBackend.CUDNN_ATTENTION
     """Backend of a long sequence."""
@@ -363,7 +215,7 @@ class CudnnCoreAttention(VarlenCoreAttention):
         """Attend causally within one sequence: q [L, n, d], k and v [L, groups, d] -> [L, n, d].
 
         cuDNN makes a plan for each new length, in 0.2 s, so the sequence is padded to one of a few. Padding comes
-        behind all queries, which attend to nothing after them, so it changes nothing.
+        behind all queries, which attend to nothing after them.
         """
         padding = padded_length(len(q)) - len(q)
         parts = (F.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x for x in (q, k, v))
@@ -383,8 +235,8 @@ def attend_varlen(
 ) -> Tensor:
     """Attend causally within each sequence of a piece: q [T, n, d], k and v [T, groups, d] -> [T, n, d].
 
-    ``operator`` has the signature of ``torch.nn.attention.varlen.varlen_attn``, where a causal mask is the window (-1,
-    0). Where it has no ``enable_gqa`` (torch 2.11), it takes fewer heads of keys and values without being told.
+    ``operator`` has the signature of ``torch.nn.attention.varlen.varlen_attn``, where (-1, 0) is a causal window. Where
+    it has no ``enable_gqa`` (torch 2.11), it takes fewer heads of keys and values as they are.
     """
     groups = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_groups(operator) else {}
     bounds, longest = piece.bounds_S, piece.longest
@@ -398,7 +250,7 @@ def _takes_groups(operator: Callable[..., Any]) -> bool:
 
 
 def _turned(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-    from tidemill.learner.megatron.layers.fused_heads import rotated
+    from tidemill.learner.megatron.layers.triton_kernels import rotated
 
     return rotated(q, k, rotation.cos_TF, rotation.sin_TF, interleaved=rotation.interleaved)
 
@@ -412,19 +264,15 @@ CORE_ATTENTION: Mapping[str, type[SDPACoreAttention]] = {
 
 
 class _Pad(torch.autograd.Function):
-    """Scatters the tokens of a row to padded positions. Padding reaches no real output, so its gradient is 0 and is not
-    accumulated.
-    """
+    """Scatters the tokens of a row to padded positions. Padding reaches no output, so it gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, take_P: Tensor | None, give_T: Tensor | None) -> Tensor:
-        """Return x at the padded positions, [P, ...]."""
         ctx.give_T = give_T
         return x if take_P is None else x.index_select(0, take_P)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradients at the real positions, [T, ...]."""
         return grad if ctx.give_T is None else grad.index_select(0, ctx.give_T), None, None
 
 
@@ -433,13 +281,11 @@ class _Unpad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, give_T: Tensor | None) -> Tensor:
-        """Return x at the positions of the row's tokens, [T, ...]."""
         ctx.give_T, ctx.num_places = give_T, len(x)
         return x if give_T is None else x.index_select(0, give_T)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the gradients at their padded positions, and 0 at the others, [P, ...]."""
         if ctx.give_T is None:
             return grad, None
         return grad.new_zeros(ctx.num_places, *grad.shape[1:]).index_copy_(0, ctx.give_T, grad), None

@@ -1,5 +1,4 @@
 """The choice of kernels for the model on one device: attention, recomputation, activation, experts, log-probs, heads.
-Knows torch alone.
 
 Each choice is a pure function that also gives its reason; ``chosen`` looks at this machine once and logs the result.
 """
@@ -24,20 +23,15 @@ from tidemill.learner.settings.megatron_arguments import refusals
 
 log = logging.getLogger(__name__)
 
-Arguments = dict[str, Any]
-"""Keyword arguments of Megatron's configuration and model."""
+Arguments = dict[str, Any]  # keyword arguments of Megatron's configuration and model
 SDPA, VARLEN, CUDNN = "sdpa", "varlen", "cudnn"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_SIZE, FLASH_MULTIPLE = 256, 8
-"""Largest head size of torch's flash attention, and the number that must divide it: the operator does not pad, as SDPA
-does.
-"""
-FLASH_CAPABILITY = (8, 0)
-"""Oldest compute capability of torch's flash attention: Ampere."""
+"""Largest head size of torch's flash attention, and its divisor: the operator does not pad, as SDPA does."""
+FLASH_CAPABILITY = (8, 0)  # oldest compute capability of torch's flash attention: Ampere
 LONG_SEQUENCE = 4096
-"""Tokens from which ``cudnn`` gives a sequence to cuDNN: forward and backward pass took 0.70 of flash attention's time
-there on an H200, and 0.57 from 8,192 tokens on (16 heads of 128); from 2,048 to 2,752 tokens 0.70 to 1.05, with 1,024
-more than twice as much.
+"""Tokens from which ``cudnn`` gives a sequence to cuDNN: there it took 0.70 of flash attention's time on an H200, from
+8,192 tokens 0.57 (16 heads of 128); from 2,048 to 2,752 tokens 0.70 to 1.05, with 1,024 more than twice as much.
 """
 CUDNN_CAPABILITY, CUDNN_VERSION, CUDNN_HEAD_SIZE = (9, 0), 91900, 128
 """Compute capability and oldest cuDNN (9.19) with which cuDNN's attention has run here, and its largest head size. On
@@ -133,14 +127,12 @@ class Kernels:
 
 
 def choose_attention(setting: str, site: Site) -> Choice:
-    """Return the kernel for ``auto | cudnn | varlen | sdpa``, with the reason. Raises ConfigRefused for one that cannot
-    work.
+    """Return the kernel for ``auto | cudnn | varlen | sdpa``. Raises ConfigRefused for one that cannot work.
 
-    ``varlen`` is torch's flash attention over sequences of any length (``torch.nn.attention.varlen``). Its backward
-    pass is deterministic where torch's switch is on. Sources: ``varlen_attn`` of torch 2.13 (flash attention 2: half
-    precision; causal = window (-1, 0), which came in 2.11; 2.10 had another argument); PyTorch pull requests 172245 and
-    179468; ``attention_backward.cu``. ``cudnn`` is the same, but for long sequences, which cuDNN computes
-    (docs/decisions/049).
+    ``varlen`` is torch's flash attention over sequences of any length, deterministic where torch's switch is on.
+    ``cudnn`` is the same, but cuDNN computes long sequences (docs/decisions/049). Sources: ``varlen_attn`` of torch
+    2.13 (flash attention 2: half precision; causal = window (-1, 0) since 2.11); PyTorch pull requests 172245 and
+    179468.
     """
     if setting == SDPA:
         return Choice(SDPA, "learner.attention: sdpa")
@@ -195,55 +187,48 @@ def _cudnn_obstacle(site: Site) -> str:
 
 
 def choose_fused_activation(setting: str, site: Site) -> Choice:
-    """Return ``fused`` or ``separate`` for ``auto | always | never``, with the reason. Raises ConfigRefused where
-    ``always`` cannot work.
-
-    Megatron's fused SwiGLU is compiled by torch.compile: first for the length of the first row, then for any length.
-    Two kernels for one formula may round differently, so that a resumed run, which begins with another row, need not
-    repeat the same bits.
-    """
-    if setting == "never":
-        return Choice("separate", "learner.fused_activation: never")
-    obstacle = f"the device is {site.device}" if site.device != "cuda" else site.compiler
-    if setting == "always":
-        if obstacle:
-            raise ConfigRefused("learner.fused_activation", "auto or never", f"always: {obstacle}")
-        return Choice("fused", "learner.fused_activation: always")
-    if not obstacle and site.deterministic:
-        obstacle = (
-            "learner.deterministic: a kernel that is compiled for one length may round differently from that for "
-            "any length"
-        )
-    return Choice("separate", obstacle) if obstacle else Choice("fused", "CUDA with torch.compile")
+    """Return ``fused`` or ``separate``, as ``_choose``. Megatron's fused SwiGLU is compiled by torch.compile."""
+    # It is compiled first for the length of the first row, then for any length. A resumed run begins with another row.
+    doubt = "learner.deterministic: a kernel for one length may round differently from that for any length"
+    kernel = Choice("fused", "CUDA with torch.compile")
+    obstacle = _triton_obstacle(site)
+    return _choose(
+        "learner.fused_activation", setting, kernel, "separate", obstacle, doubt if site.deterministic else ""
+    )
 
 
 def choose_grouped_experts(setting: str, site: Site) -> Choice:
-    """Return ``grouped`` or ``sequential`` for ``auto | always | never``, with the reason.
+    """Return ``grouped`` or ``sequential``, as ``_choose``.
 
-    Raises ConfigRefused where ``always`` cannot work. Source: ``torch.nn.functional.grouped_mm`` of torch 2.13: on CUDA
-    it takes bfloat16 from Ampere on, and rows of a multiple of 16 bytes.
+    Source: ``torch.nn.functional.grouped_mm`` of torch 2.13: on CUDA it takes bfloat16 from Ampere on, and rows of a
+    multiple of 16 bytes.
     """
-    if setting == "never":
-        return Choice("sequential", "learner.grouped_experts: never")
-    obstacle = _grouping_obstacle(site)
+    kernel = Choice("grouped", "one product for all experts of a rank")
+    return _choose("learner.grouped_experts", setting, kernel, "sequential", _grouping_obstacle(site))
+
+
+def choose_own_kernels(name: str, setting: str, site: Site) -> Choice:
+    """Return ``fused`` or ``separate``, as ``_choose``, for kernels in ``triton_kernels.py``."""
+    # They give the same bits for a row each time, so deterministic runs take them too.
+    return _choose(name, setting, Choice("fused", "CUDA with triton"), "separate", _triton_obstacle(site))
+
+
+def _choose(name: str, setting: str, kernel: Choice, other: str, obstacle: str, doubt: str = "") -> Choice:
+    """Return ``kernel`` or ``other`` for ``auto | always | never``, with the reason.
+
+    ``doubt``: reason against it with ``auto`` alone. Raises ConfigRefused where ``always`` meets an obstacle.
+    """
     if setting == "always" and obstacle:
-        raise ConfigRefused("learner.grouped_experts", "auto or never", f"always: {obstacle}")
-    return Choice("sequential", obstacle) if obstacle else Choice("grouped", "one product for all experts of a rank")
+        raise ConfigRefused(name, "auto or never", f"always: {obstacle}")
+    if setting == "never":
+        return Choice(other, f"{name}: never")
+    if obstacle := obstacle or (doubt if setting == "auto" else ""):
+        return Choice(other, obstacle)
+    return kernel
 
 
-def choose_own_kernels(setting: str, value: str, site: Site) -> Choice:
-    """Return ``fused`` or ``separate`` for ``auto | always | never``, with the reason. Raises ConfigRefused where
-    ``always`` cannot work.
-
-    ``setting``: that of the kernels, in Triton, of ``fused_log_probs.py`` or ``fused_heads.py``. They give the same
-    bits for a row each time, so deterministic runs take them too.
-    """
-    if value == "never":
-        return Choice("separate", f"{setting}: never")
-    obstacle = f"the device is {site.device}" if site.device != "cuda" else site.compiler
-    if value == "always" and obstacle:
-        raise ConfigRefused(setting, "auto or never", f"always: {obstacle}")
-    return Choice("separate", obstacle) if obstacle else Choice("fused", "CUDA with triton")
+def _triton_obstacle(site: Site) -> str:
+    return f"the device is {site.device}" if site.device != "cuda" else site.compiler
 
 
 def _grouping_obstacle(site: Site) -> str:
@@ -259,9 +244,7 @@ def _grouping_obstacle(site: Site) -> str:
 
 
 def recompute_arguments(recompute: str) -> Arguments:
-    """Return Megatron's arguments for ``none | selective | full``: nothing, the MLP of each layer, or each layer from
-    its input.
-    """
+    """Return Megatron's arguments for ``none | selective | full``: nothing, the MLP of each layer, or each layer."""
     if recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if recompute == "selective":
@@ -270,7 +253,7 @@ def recompute_arguments(recompute: str) -> Arguments:
 
 
 def chosen(config: Wanted, *, dtype: torch.dtype, head_size: int, expert_sizes: tuple[int, ...] = ()) -> Kernels:
-    """Return the kernels for this machine, and log each with its reason. ``expert_sizes``: of a model with experts.
+    """Return the kernels for this machine, and log each with its reason.
 
     Raises ConfigRefused for one that cannot work, and for an argument that Megatron does not have.
     """
@@ -318,9 +301,8 @@ def _this_site(dtype: torch.dtype, head_size: int) -> Site:
 def varlen_operator() -> Callable[..., Any] | None:
     """Return torch's ``varlen_attn``; None if this torch has none.
 
-    Where the operator beneath it is the known one, return that with the same arguments. ``varlen_attn`` wraps it into a
-    custom operator, whose Python takes 0.1 ms of the host for a call and its backward pass: in a small model as long as
-    the kernels.
+    Where the operator beneath it is the known one, return that: ``varlen_attn`` wraps it into a custom operator, whose
+    Python takes 0.1 ms of the host for a call and its backward pass, in a small model as long as the kernels.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -376,9 +358,7 @@ def _flash_attention(
 
 
 def _compile_obstacle() -> str:
-    """Return why torch.compile and Triton cannot make kernels for CUDA here. Triton compiles its launcher with CC, gcc
-    or clang.
-    """
+    """Return why torch.compile and Triton, which compiles its launcher with a C compiler, cannot work here."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     compiler = os.environ.get("CC", "")

@@ -34,9 +34,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.layout import stages
-from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron.layers.frozen import FrozenColumn, FrozenRow
+from tidemill.learner.layout.parallel import Parallel, of_all_stages, values_of_stages
+from tidemill.learner.megatron.layers.dense import FrozenColumn, FrozenRow
 from tidemill.learner.settings.lora import LoraConfig
 from tidemill.weightstore.format.adapters import WEIGHTS, matrices_of, merged
 from tidemill.weightstore.format.checksums import sum64
@@ -227,7 +226,7 @@ class Adapters:
         }
         # A stage may lack a target that others have: the first layers of a model of experts may be the only ones with
         # an MLP.
-        targets_of_stages = stages.values_of_all({adapter.target for adapter in self._adapters.values()}, parallel)
+        targets_of_stages = values_of_stages({adapter.target for adapter in self._adapters.values()}, parallel)
         targets_of_all = set().union(*targets_of_stages)
         if missing := set(config.targets) - targets_of_all:
             want = f"layers of this model that can have adapters ({', '.join(sorted(targets_of_all))})"
@@ -345,8 +344,7 @@ class Adapters:
     def _digest(self) -> str:
         """Return a digest of the frozen weights, which the adapters belong to."""
         if not self._base:
-            stage_weights = self._bridge.export(self._chunks)
-            weights = stage_weights if self._parallel.pp_size == 1 else stages.of_all(stage_weights, self._parallel)
+            weights = of_all_stages(self._bridge.export(self._chunks), self._parallel)
             sums = sorted((name, sum64([tensor])) for name, tensor in weights)
             self._base = hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
         return self._base

@@ -1,1 +1,0 @@
-"""Child processes that run code of users: they can be killed, and have no credential of the bus."""

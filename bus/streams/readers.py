@@ -1,0 +1,234 @@
+"""Readers of SAMPLES other than the learner: its history from any time or version on, and readers registered by name.
+
+Trimming waits for a registered reader or not, by its policy. A row ``cursor.<name>`` of the bucket ``run`` holds its
+floor: all samples up to there are processed. The learner's own row is in its checkpoint, and in no row.
+"""
+
+import dataclasses
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tidemill.bus.client.jetstream import JetStream, Message, StreamState, unix_time
+from tidemill.bus.client.pull import follow, present
+from tidemill.bus.client.rows import Rows, Value
+from tidemill.bus.errors import BusError, DetailedError, NotFound, StreamReplaced, WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.samples import Received, payload_of
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.messages import Cursor, Kind
+from tidemill.bus.wire.rows import ReaderRow, row_of
+from tidemill.bus.wire.subjects import nonce, token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSample:
+    """A stored sample. One that was published in parts is one, at the sequence of its manifest."""
+
+    seq: int
+    subject: str
+    headers: dict[str, str]
+    data: bytes | WireError
+    """The payload, joined from parts where there are any, or the reason it cannot be read."""
+    stored_s: float
+    """Unix time by the server's clock."""
+
+
+class History:
+    """The stored and the coming messages of SAMPLES. Every read has a consumer in the server's memory."""
+
+    def __init__(self, jet: JetStream) -> None:
+        self._jet = jet
+        self._stream = subjects.stream(jet.run, subjects.SAMPLES)
+        self._filters = [subjects.samples(jet.run)]
+
+    async def state(self) -> StreamState:
+        return await self._jet.state(self._stream)
+
+    async def now_s(self) -> float:
+        """Return the Unix time of the server's clock, by which ``stored_s`` is measured, too."""
+        return unix_time((await self._jet.call(f"STREAM.INFO.{self._stream}"))["ts"])
+
+    def glimpses(self, first: int, last: int | None = None) -> AsyncIterator[Message]:
+        """Yield the headers of the samples from ``first`` to ``last``; for ever without a last one."""
+        return self._read(first, last, headers_only=True)
+
+    async def payloads(self, first: int, last: int | None = None) -> AsyncIterator[StoredSample]:
+        """Yield the samples from ``first`` to ``last``; for ever without a last one."""
+        async for delivered in self._read(first, last, headers_only=False):
+            yield await self._stored(delivered)
+
+    async def payload(self, seq: int) -> StoredSample:
+        """Return one sample. Raises NotFound; ValueError for the sequence of another kind of message."""
+        message = await self._jet.retry_for_ever(partial(self._jet.message, self._stream, seq))
+        if not subjects.is_sample(self._jet.run, message.subject):
+            raise ValueError(f"sequence {seq}: want a sample, got a message on {message.subject}")
+        return await self._stored(message)
+
+    async def at_time(self, unix_s: float, *, name: str = subjects.SAMPLES) -> int:
+        """Return the sequence of the first message of stream ``name`` stored then or later, or the next sequence."""
+        stream = subjects.stream(self._jet.run, name)
+        state = await self._jet.state(stream)
+        low, high = max(1, state.first_seq), state.last_seq + 1
+        # A binary search: the times of a stream rise with its sequences.
+        while low < high:
+            middle = (low + high) // 2
+            message = await self._jet.next(stream, middle)
+            if message is not None and message.stored_s < unix_s:
+                low = message.seq + 1
+            else:
+                high = middle
+        return low
+
+    async def at_task(self, task: int, *, name: str = subjects.SAMPLES) -> int:
+        """Return ``at_time`` of the issue of a task: no earlier message refers to it. 1 when the task is gone."""
+        try:
+            issued = await self._jet.message(subjects.stream(self._jet.run, subjects.TASKS), task)
+        except NotFound:
+            return 1
+        return await self.at_time(issued.stored_s, name=name)
+
+    async def at_version(self, version: int) -> int:
+        """Return the sequence of the first sample whose oldest token is of this version, or of the next one."""
+        for candidate in sorted(v for v in await self._versions() if v >= version):
+            filters = [subjects.samples(self._jet.run, kind, candidate) for kind in Kind]
+            firsts = [await self._jet.next(self._stream, 1, subject) for subject in filters]
+            if seqs := [first.seq for first in firsts if first is not None]:
+                return min(seqs)
+        return (await self.state()).last_seq + 1
+
+    async def _versions(self) -> set[int]:
+        counts = await self._jet.subjects(self._stream, subjects.samples(self._jet.run))
+        return {version for subject in counts if (version := subjects.version_of_sample(subject)) is not None}
+
+    async def _read(self, first: int, last: int | None, *, headers_only: bool) -> AsyncIterator[Message]:
+        read = follow if last is None else present
+        async for delivered in read(self._jet, self._stream, first, filters=self._filters, headers_only=headers_only):
+            if last is not None and delivered.seq > last:
+                return
+            yield delivered
+
+    async def _stored(self, message: Message) -> StoredSample:
+        data: bytes | WireError
+        try:
+            data = await payload_of(self._jet, message)
+        except WireError as error:
+            data = error
+        seq, subject, headers = message.seq, message.subject, message.headers
+        return StoredSample(seq=seq, subject=subject, headers=headers, data=data, stored_s=message.stored_s)
+
+
+# Policies: trimming waits for the reader (until the stream is too full), or goes on without it
+WAIT, LEAVE = "wait", "leave"
+_PREFIX = "cursor"
+
+
+class CursorTaken(DetailedError, BusError):
+    """Another process has taken over this name."""
+
+    name: str
+    template = "cursor {name}: taken over by another reader of this name; this one ends"
+
+
+class Cursors:
+    """The registered readers of a run, for trimming and for display."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._rows = bus.rows("run")
+
+    async def all(self) -> dict[str, ReaderRow]:
+        """Return the readers by name. Raises BusUnavailable."""
+        rows = await self._rows.all(_PREFIX)
+        return {key.removeprefix(f"{_PREFIX}."): row_of(ReaderRow, value) for key, (value, _) in rows.items()}
+
+    async def first_needed(self, created: str) -> int | None:
+        """Return the smallest sequence that a waiting reader of the stream needs; None for none."""
+        waiting = [row.floor + 1 for row in (await self.all()).values() if _waits(row, created)]
+        return min(waiting, default=None)
+
+    async def give_up(self, below: int, created: str) -> list[str]:
+        """Stop waiting for readers that need a message before ``below``. Returns their names."""
+        late = [name for name, row in (await self.all()).items() if _waits(row, created) and row.floor + 1 < below]
+        for name in late:
+            await _change(self._rows, name, given_up=True)
+        return late
+
+    async def drop(self, name: str) -> None:
+        """Remove a reader. Raises NotFound."""
+        if not (await self._rows.read(_key(name)))[1]:
+            raise NotFound("cursor", name)
+        await self._rows.delete(_key(name))
+
+
+class Reader:
+    """A registered reader of SAMPLES: reads from its position on, and moves it."""
+
+    def __init__(self, bus: Bus, name: str, row: ReaderRow, *, is_new: bool) -> None:
+        self._bus, self._rows, self.name, self.row = bus, bus.rows("run"), name, row
+        self._is_new = is_new
+
+    @classmethod
+    async def open(cls, bus: Bus, name: str, *, policy: str = WAIT) -> "Reader":
+        """Register under ``name``, or continue from the last reader of this name, which is refused from now on.
+
+        A new one begins at the first sample there is. Raises StreamReplaced when the row is of another stream,
+        ValueError for an unknown policy, BusUnavailable.
+        """
+        if policy not in (WAIT, LEAVE):
+            raise ValueError(f"policy: want {WAIT} or {LEAVE}, got {policy!r}")
+        start, mine = await bus.samples.cursor(), f"{bus.name} {nonce()}"
+
+        def taken_over(value: Value | None) -> Value:
+            before = None if value is None else row_of(ReaderRow, value)
+            if before is not None and before.created != start.created:
+                raise StreamReplaced(f"cursor {name}", before.created, start.created)
+            floor = start.floor if before is None else before.floor
+            return dataclasses.asdict(ReaderRow(created=start.created, floor=floor, policy=policy, owner=mine))
+
+        before, after = await bus.rows("run").change(_key(name), taken_over, replace_unreadable=True)
+        return cls(bus, name, row_of(ReaderRow, after), is_new=before is None)
+
+    async def read(self, *, vocab_size: int | None = None, check: bool = True) -> AsyncIterator[Received]:
+        """Yield every sample after its position, in stream order, for ever. Raises StreamTrimmed, StreamReplaced."""
+        # A new reader begins at the first sample there is when it reads, even if those at its position have been
+        # trimmed meanwhile.
+        cursor = None if self._is_new else Cursor(created=self.row.created, floor=self.row.floor)
+        async for received in self._bus.samples.read(cursor, vocab_size=vocab_size, check=check):
+            yield received
+
+    async def advance(self, floor: int) -> None:
+        """Record that samples up to ``floor``, which never falls, are processed. Raises CursorTaken, BusUnavailable."""
+        if floor > self.row.floor:
+            self._is_new = False
+            self.row = await _change(self._rows, self.name, owner=self.row.owner, floor=floor)
+
+    async def leave(self) -> None:
+        """Remove the registration. Raises CursorTaken."""
+        value, _ = await self._rows.read(_key(self.name))
+        if value is not None and value.get("owner") != self.row.owner:
+            raise CursorTaken(self.name)
+        await self._rows.delete(_key(self.name))
+
+
+def _waits(row: ReaderRow, created: str) -> bool:
+    return row.policy == WAIT and not row.given_up and row.created == created
+
+
+async def _change(rows: Rows, name: str, *, owner: str | None = None, **changes: Any) -> ReaderRow:
+    """Change a row by compare-and-set; with ``owner``, only while the row names it. Raises NotFound, CursorTaken."""
+
+    def changed(value: Value | None) -> Value:
+        if value is None:
+            raise NotFound("cursor", name)
+        row = row_of(ReaderRow, value)
+        if owner is not None and row.owner != owner:
+            raise CursorTaken(name)
+        new = dataclasses.replace(row, **changes)
+        return dataclasses.asdict(dataclasses.replace(new, floor=max(row.floor, new.floor)))
+
+    return row_of(ReaderRow, (await rows.change(_key(name), changed, replace_unreadable=True)).after)
+
+
+def _key(name: str) -> str:
+    return f"{_PREFIX}.{token(name)}"

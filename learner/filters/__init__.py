@@ -1,1 +1,0 @@
-"""Filters of groups and of the buffer."""

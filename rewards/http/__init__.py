@@ -1,1 +1,0 @@
-"""Rewards over HTTP: the client of a reward server, and a language model as a judge."""
