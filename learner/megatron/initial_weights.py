@@ -40,10 +40,10 @@ def load_initial(bridge: Any, chunks: Sequence[GPTModel], model_dir: Path, check
         bridge.load(chunks, model_dir)
     else:
         iteration = torch_dist.find(checkpoint)
-        errors: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(errors, torch_dist.described(iteration))
-        if len(set(errors)) > 1:  # nodes with disks of their own
-            raise ConfigRefused(torch_dist.SETTING, "one checkpoint on all nodes", sorted(set(errors)))
+        seen: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(seen, torch_dist.described(iteration))
+        if len(set(seen)) > 1:  # nodes with disks of their own
+            raise ConfigRefused(torch_dist.SETTING, "one checkpoint on all nodes", sorted(set(seen)))
         load_megatron(iteration, chunks, setting=torch_dist.SETTING)
 
 

@@ -180,7 +180,7 @@ def build_policy(
     ``megatron_checkpoint``: Megatron's own, with the weights; loading it is collective. ``value_head``: for a critic.
     ``bridge_class``: import path; empty = by model type. Raises ConfigRefused.
     """
-    memory, mixture = memory or Memory(), mixture or Mixture()
+    memory, mixture, replicas = memory or Memory(), mixture or Mixture(), replicas or Replicas()
     with megatron_device():
         with _refusals_of_megatron():
             bridge = open_bridge(
@@ -195,7 +195,6 @@ def build_policy(
                 _give_value_head(chunks, bridge.config, parallel)
             adapters = tune(chunks, bridge, parallel, tuning or Tuning())
             inner = [_in_float16(bridge.config, chunk) for chunk in chunks]
-        replicas = replicas or Replicas()
         ddps = tuple(
             _data_parallel(bridge.config, chunk, replicas, memory, is_first=number == 0)
             for number, chunk in enumerate(inner)

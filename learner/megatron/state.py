@@ -62,6 +62,7 @@ def stage(
             "optimizer": optimizer.kind,
             "numbers": dict(numbers or {}),
         }
+        # Rank 0 writes the common part here already; the strategy writes no tensors.
         with _torch_reason(directory):
             dist_checkpointing.save(content, str(directory), strategy)
     assert strategy.staged is not None
