@@ -35,7 +35,7 @@ BOUND = re.compile(r"\s*(-?\d{1,18})?\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Rows of one file or directory, and how often a pass has them."""
+    """Rows of one file or directory, with the settings of ``data`` for them."""
 
     path: Path
     start: int | None = None
@@ -43,25 +43,17 @@ class Source:
     stop: int | None = None
     """Row behind the slice, as in Python; None = to the end."""
     weight: float = 1.0
-    """Times that a pass has each row: 2 = every row twice, 0.5 = half of the rows, the other half in the next pass."""
     keys: tuple[str, str, str] = ("prompt", "label", "")
     """Columns of prompt, label and metadata (``formats.value_at``); an empty label or metadata key is not read."""
     template: str = ""
     system_prompt: str = ""
     reward: str = ""
-    """Name of the reward of rows that name none, in their metadata; empty = none."""
     reward_key: str = ""
-    """Column with that name; empty = none."""
     sampling_key: str = ""
-    """Column with limits of sampling; empty = none."""
     tools_key: str = ""
-    """Column with tools for the chat template; empty = none."""
     rollout: str = ""
-    """Rollout of rows that name none; empty = single turns."""
     rollout_key: str = ""
-    """Column with the name of a row's rollout; empty = none."""
     responses_key: str = ""
-    """Column with recorded responses, for rollouts of them; empty = they are in the prompt's chat messages."""
 
     @classmethod
     def at(cls, path: str, **values: typing.Any) -> "Source":

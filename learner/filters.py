@@ -98,6 +98,11 @@ class Decision:
     """Complete groups of the highest priority are trained first; priorities of several filters are added."""
 
 
+def lag_of(sample: Sample, steps: Mapping[int, int], step: int) -> int:
+    """Return the lag of the oldest token of a sample in ``step``; 0 for one without tokens."""
+    return step - 1 - min((steps[span.version] for span in sample.spans), default=step - 1)
+
+
 def group_of(task: Task, samples: Sequence[Sample], steps: Mapping[int, int], step: int) -> FilterGroup:
     """Return the argument of filters for a complete group. ``steps``: step by version; ``step``: the next one."""
     return FilterGroup(
@@ -115,7 +120,7 @@ def group_of(task: Task, samples: Sequence[Sample], steps: Mapping[int, int], st
                 loss_mask=sample.loss_mask,
                 status=sample.status,
                 metadata=sample.metadata,
-                lag=step - 1 - min(steps[span.version] for span in sample.spans) if sample.spans else 0,
+                lag=lag_of(sample, steps, step),
                 sequences=sample.sizes,
                 num_turns=1 if sample.turns is None else len(sample.turns.tokens),
                 transcript=sample.transcript,
@@ -335,7 +340,7 @@ def buffer_group(
                 parts=sample.reward if isinstance(sample.reward, dict) else {},
                 num_tokens=int(sample.loss_mask.sum()),
                 status=sample.status,
-                lag=step - 1 - min(steps[span.version] for span in sample.spans) if sample.spans else 0,
+                lag=lag_of(sample, steps, step),
                 metadata=sample.metadata,
             )
             for sample in samples

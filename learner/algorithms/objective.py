@@ -86,6 +86,7 @@ class Objective:
             self._advantages = find_function(config.advantage, "advantage")
             arguments = OWN_ARGUMENTS["advantage"]
             self.asks = check_call(self._advantages, arguments, OFFERED, path=config.advantage, setting="advantage")
+        # With a critic, ``with_token_advantages`` decides: its default is another one.
         self._whiten = config.advantage in WHITENED if config.whiten is None else config.whiten
         self.by_token = config.kl.reward_by == "token" or (config.gamma < 1 and not config.by_critic)
         """True: ``with_token_returns`` makes the advantages of tokens, whitened, from those of samples."""
@@ -141,6 +142,7 @@ class Objective:
         """
         name, estimator = self.config.advantage, self._advantages
         assert estimator is not None, f"{name} has functions of its own"
+        # Without parts, the reward is the only part of gdpo: then it is among the others below.
         if name == "gdpo" and (self.config.gdpo.weights or (parts and parts.names)):
             advantages_N = self._of_parts(parts, groups_N)
         elif name == "opo":  # by the length of the score: tokens of tools do not count

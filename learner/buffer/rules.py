@@ -92,6 +92,7 @@ class DataRules:
     @property
     def admitted(self) -> int:
         """Largest number of tasks that are open, or trained and not yet published."""
+        # AReaL's rule: the groups of the next step, and of each further step for which samples may be old.
         return (self.staleness.max_lag + 1) * self.groups_per_step + round(
             self.staleness.over_sampling * self.groups_per_step
         )

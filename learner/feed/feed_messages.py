@@ -184,6 +184,7 @@ def _metadata(where: str, frame: Any, num_samples: int) -> tuple[JsonMapping, ..
 
 
 def _raw(owner: StepBatch | MicroBatch, name: str, dtype: str) -> Array:
+    # ZMQ sends the memory as it lies, and the reader takes it as little-endian values in one piece.
     return np.ascontiguousarray(getattr(owner, name), np.dtype(dtype))
 
 

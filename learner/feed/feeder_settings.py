@@ -124,6 +124,7 @@ class FeederSettings:
     @property
     def ahead(self) -> int:
         """Steps planned before a rank requests them: 0 or 1."""
+        # At max_lag 0 the samples of a step planned ahead would be of weights that are too old for it.
         return int(self.learner.prefetch and self.staleness.max_lag >= 1)
 
     @property

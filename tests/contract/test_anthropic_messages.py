@@ -13,6 +13,7 @@ import pytest
 from tests.engine_serving import serving
 from tests.episode_kit import Client, stage, task
 from tests.reciting_model import write_reciting_model
+from tests.refusals import refusal
 from tests.router_kit import routing
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.openai.anthropic_messages import chat_of
@@ -154,7 +155,7 @@ def test_thinking_of_the_model_is_its_reasoning() -> None:
     ]
     chat = chat_of({**MORE, "messages": [*ASKED, {"role": "assistant", "content": content}]})
     assert chat["messages"][-1] == {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}
-    with pytest.raises(BadRequest, match="want a block"):
+    with refusal(BadRequest, place="messages[0].content[0]"):
         chat_of({**MORE, "messages": [{"role": "user", "content": content}]})
 
 

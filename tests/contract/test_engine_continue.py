@@ -1,6 +1,7 @@
 """A response that is begun in one request and continued in another equals the response of one undisturbed request."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.engine_serving import Served, serving
+from tests.refusals import refusal
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.engines.port import Generation
@@ -139,7 +141,7 @@ async def test_tokens_of_another_version_are_a_span_of_their_own(directories: li
 async def test_what_cannot_be_continued_is_refused(directories: list[Path]) -> None:
     async with served(directories) as one:
         whole = await one.client.generate(PROMPT, SEEDED)
-        with pytest.raises(BadRequest, match="max_new_tokens: want an integer >= 1, got 0"):
+        with refusal(BadRequest, place=re.compile(r"sampling_params\.max_new_tokens$"), got="0"):
             await one.client.generate(PROMPT, replace(SEEDED, max_new_tokens=5), begun=cut(whole, 5))
         for count in (4, -1, True):
             status, answer = await one.post("/generate", {"input_ids": list(PROMPT), "continued_tokens": count})

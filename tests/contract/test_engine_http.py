@@ -4,6 +4,7 @@ draining.
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.engine_serving import LIMIT_S, Served, greedy, prompts, serving
+from tests.refusals import refusal
 from tests.tiny_models import tiny_model, write_tiny_model
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.errors import BadRequest, EngineFailed, EngineUnavailable, VersionUnavailable
@@ -282,9 +284,9 @@ async def test_the_client_gives_what_the_engine_made(model_dir: Path, monkeypatc
         states = [state async for state in served.client.stream([5, 6], sampling)]
         np.testing.assert_array_equal(states[-1].tokens, whole.tokens)
         assert [state.finish for state in states[:-1]] == [None] * (len(states) - 1)
-        with pytest.raises(BadRequest, match=r"0 \.\. 298"):
+        with refusal(BadRequest, reason=re.compile(r"\b298\b")):
             await served.client.generate([300], sampling)
-        with pytest.raises(BadRequest, match=r"0 \.\. 298"):
+        with refusal(BadRequest, reason=re.compile(r"\b298\b")):
             await anext(served.client.stream([300], sampling))
         asked, serve_version = list[tuple[int, float]](), served.engine.serve_version
 
@@ -293,7 +295,7 @@ async def test_the_client_gives_what_the_engine_made(model_dir: Path, monkeypatc
             await serve_version(version, 0.05)
 
         monkeypatch.setattr(served.engine, "serve_version", soon)
-        with pytest.raises(VersionUnavailable, match="version 3 is not served"):
+        with refusal(VersionUnavailable, reason=re.compile(r"\b3\b")):
             await served.client.generate([5], sampling, min_version=3, timeout_s=30.0)
         assert asked == [(3, pytest.approx(27.0))], "the engine gives up before its client"
         monkeypatch.undo()
@@ -359,7 +361,7 @@ async def test_a_model_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> N
 async def test_an_engine_that_is_no_engine_is_unavailable() -> None:
     client = HttpEngine("http://127.0.0.1:9")
     try:
-        with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:9"):
+        with refusal(EngineUnavailable, engine=re.compile(r"127\.0\.0\.1:9$")):
             await client.version()
     finally:
         await client.close()

@@ -15,6 +15,7 @@ from tests.contract import test_anthropic_messages as messages_api
 from tests.contract import test_responses_api as responses_api
 from tests.episode_kit import Client, stage, task
 from tests.reciting_model import write_chains
+from tests.refusals import refusal
 from tests.tiny_models import EOS, OF_RENDERERS
 from tidemill.actors.config import GatewayConfig
 from tidemill.actors.episodes.rollouts import open_rollouts
@@ -434,8 +435,8 @@ async def test_an_actor_refuses_a_renderer_that_does_not_fit(models: dict[str, P
 
     directory = models["qwen3"]
     async with stage(directory, none) as scene:
-        with pytest.raises(
-            BadRow, match=r"actor\.gateway\.renderer: want a tokenizer with the special tokens of glm-4\.5, got "
+        with refusal(
+            BadRow, place="actor.gateway.renderer", got="Special token '[gMASK]' not found in tokenizer vocabulary"
         ):
             programs = RolloutPrograms(rollouts={}, model=str(directory))
             async with open_rollouts(programs, scene.responses, gateway_config=GatewayConfig(renderer="glm-4.5")):

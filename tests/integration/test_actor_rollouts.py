@@ -26,6 +26,7 @@ from tests.actor_kit import (
     take_over,
 )
 from tests.bus_fixtures import BusOpener
+from tests.refusals import refusal
 from tests.waits import until
 from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig, GatewayConfig
@@ -299,12 +300,12 @@ async def test_an_actor_whose_program_cannot_be_loaded_ends_with_the_reason(
                     rollouts=programs(a={"use": use}),
                 )
         wrong = RolloutPrograms(rollouts=programs(a=TRIES).rollouts, model="/nowhere")
-        with pytest.raises(BadRow, match=r"model\.path"):
+        with refusal(BadRow, place="model.path"):
             await run_actor(
                 nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, asyncio.Event(), "a", rollouts=wrong
             )
         config = ActorConfig(reward="digits", gateway=GatewayConfig(renderer="no-such"))
-        with pytest.raises(BadRow, match=r"actor\.gateway\.renderer"):
+        with refusal(BadRow, place="actor.gateway.renderer", got="'no-such'"):
             await run_actor(
                 nats_server.url, bus.run, config, bus.config, asyncio.Event(), "a", rollouts=programs(a=TRIES)
             )
@@ -344,7 +345,7 @@ async def test_an_actor_serves_the_rollouts_that_it_names_alone(
         assert await bus.tasks.waiting() == {"broken": 1}
         with pytest.raises(BadRow, match=r"tests\.nowhere"):
             await actor("c", "tries", "broken")
-        with pytest.raises(BadRow, match=r"actor\.rollouts: want names .* got 'trys', did you mean 'tries'\?"):
+        with refusal(BadRow, place="actor.rollouts", got="'trys', did you mean 'tries'?"):
             await actor("d", "trys")
         draining.set()
         await asyncio.gather(work, plainly)

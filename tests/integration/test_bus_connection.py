@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -284,5 +285,5 @@ async def test_a_client_library_that_swallows_a_cancellation_does_not_connect_fo
     opening = asyncio.create_task(opened())
     done, _ = await asyncio.wait({opening}, timeout=30)
     assert done and len(cancelled) == 3
-    with pytest.raises(BusUnavailable, match=r"connecting a to .*: waited"):
+    with refusal(BusUnavailable, where=re.compile("^connecting a to ")):
         await opening

@@ -27,10 +27,11 @@ from tests.integration import debug_ranks
 from tests.integration.debug_ranks import DENSE, DUMPED, DUMPED_OF_FOUR, EXPERTS, LATENT, PROMPTS
 from tests.integration.expert_ranks import VOCAB
 from tests.learner_steps import run_ranks
+from tests.refusals import refusal
 from tests.tiny_models import SERVED, write_tiny_model
 from tidemill.actors.serving.builtin.scoring import score_directory
-from tidemill.launch.cli.debug_weights import between_tensors, tensors_of
 from tidemill.launch.cli.main import main
+from tidemill.launch.cli.weights import between_tensors, tensors_of
 from tidemill.learner.debug.comparison import Comparison, compare_modules
 from tidemill.learner.debug.train_file import ModuleDump, read_modules, write_modules
 from tidemill.learner.layout import parallel
@@ -256,7 +257,7 @@ def test_names_choose_modules_and_long_prompts_are_refused(here: parallel.Parall
     }
     for outputs in (module_outputs(policy, PROMPTS, "layers.1*"), score_directory(model, PROMPTS, "layers.1*")):
         assert outputs.keys() == want
-    with pytest.raises(ValueError, match="prompt 0: want at most 256 tokens"):
+    with refusal(ValueError, got="300 tokens, the largest 1"):
         score_directory(model, [[1] * 300])
     for module in policy.module.modules():
         assert not module._forward_hooks  # none stays in the model

@@ -16,6 +16,7 @@ from tests.data_kit import sample
 from tests.feeder_kit import World
 from tests.integration.test_evaluation import plan
 from tests.integration.test_feeder import OpenWorld, check_history, finish, open_world
+from tests.refusals import refusal
 from tidemill.bus.wire.messages import Evaluated, Kind, Plan, Sample, Task
 from tidemill.bus.wire.subjects import BEST_KEY, END_KEY
 from tidemill.learner.buffer.ledger import read_state
@@ -105,7 +106,7 @@ async def test_passes_without_a_group_to_train_are_an_error(open_world: OpenWorl
             world.actors(lambda task, index: replace(world._respond(task, index), reward=1.0)),
             world.feeder() as (url, feeding),
         ):
-            with pytest.raises(FeederFailed, match="7 filtered"):
+            with refusal(FeederFailed, place="learner.num_epochs", got="none (tasks: 7 filtered)"):
                 await world.train(url)
             with pytest.raises(NothingTrained):
                 await feeding

@@ -190,7 +190,7 @@ async def test_a_second_rank_of_the_same_number_is_refused_and_the_first_goes_on
     async with serving() as (server, running):
         with FeedClient(server.url, keys=KEYS, rank=0, dp_rank=0, dp_size=1, silence_s=20) as first:
             await asyncio.to_thread(first.hello)
-            with pytest.raises(FeederFailed, match="each rank once"):
+            with refusal(FeederFailed, place="hello of rank 0", got="'a second hello'"):
                 await asyncio.to_thread(ask, server.url)
             first.published(3, 2)
             outcome = await asyncio.wait_for(server.outcomes.get(), 20)

@@ -638,7 +638,7 @@ async def test_passes_in_which_every_task_fails_end_with_the_reason(open_world: 
         failing_actor(world, good_every=0),
         world.feeder() as fed,
     ):
-        with pytest.raises(FeederFailed, match=r"got none \(tasks: 7 dead; the last that failed: no judge\)") as failed:
+        with refusal(FeederFailed, place="learner.num_epochs", got="none (tasks: 7 dead") as failed:
             await world.train(fed[0])
         assert failed.value.exit_code == 78
         with pytest.raises(NothingTrained):
@@ -678,7 +678,7 @@ async def test_a_failed_rank_ends_the_feeder_and_the_other_ranks(open_world: Ope
 async def test_a_rank_of_another_layout_is_refused(open_world: OpenWorld) -> None:
     async with open_world(data_parallel=2) as world, world.feeder() as (url, _):
         with FeedClient(url, keys=KEYS, rank=0, dp_rank=0, dp_size=1) as client:
-            with pytest.raises(FeederFailed, match="want dp_rank of dp_size 2, got"):
+            with refusal(FeederFailed, place="hello of rank 0", got="(0, 1)"):
                 await asyncio.to_thread(client.hello)
 
 
@@ -919,7 +919,7 @@ async def test_missing_checkpoints_are_named_with_a_cure(open_world: OpenWorld) 
         for one in disk.listed(world.root):
             one.path.rename(world.root.parent / one.path.name)
         async with world.feeder() as (_, feeding):
-            with pytest.raises(NoCheckpoint, match=r"step-2-epoch-1.*no such file.*put .* back.*--fresh"):
+            with refusal(NoCheckpoint, got="no such file"):
                 await feeding
 
 

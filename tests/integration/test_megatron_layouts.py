@@ -118,6 +118,7 @@ SLOW = {name for name, layout in LAYOUTS.items() if layout.world == 4 or "every 
     "cp2, recompute",
     "4 layers, several rows",
     "bfloat16, pp2",
+    "bfloat16, pp2 vpp2",
 }
 """Layouts of four processes, those with every case, and those that repeat parts of other layouts. Each case is divided
 anyway: over two replicas, or into micro-batches.

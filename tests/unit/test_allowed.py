@@ -1,5 +1,6 @@
 """The machine settings that the run's row may change, and those that it may not."""
 
+import re
 import typing
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_rewards_that_ask_servers_or_run_programs_are_taken_only_where_they_are_
     values: dict[str, Any] = {
         "actor": {"reward_parts": {"a": name}} if "parts" in setting else {setting.partition(".")[2]: name}
     }
-    with pytest.raises(NotAllowed, match=f"{setting}={name} names code"):
+    with refusal(NotAllowed, named=re.compile(rf"^{setting}={name}\b")):
         refuse_foreign(values, "actor", (), where="the row")
     refuse_foreign(values, "actor", checked([f"{setting}={name}"]), where="the row")
     refuse_foreign(values, "engine", (), where="the row")
@@ -172,8 +173,11 @@ def test_what_names_a_program_or_a_file_is_refused_with_the_way_to_allow_it(
 
 def test_an_import_path_is_code() -> None:
     values = {"actor": {"reward": "os:system"}, "engine": {"sglang": {"python": "/tmp/x"}}}
-    with pytest.raises(
-        NotAllowed, match=r"^run r: actor\.reward=os:system names code; .* --allow actor\.reward=os:system \(or"
+    with refusal(
+        NotAllowed,
+        where="run r",
+        named=re.compile(r"^actor\.reward=os:system\b"),
+        cure=re.compile(r"--allow actor\.reward=os:system$"),
     ):
         refuse_foreign(values, "actor", ("actor.reward=myreward:*",), where="run r")
     refuse_foreign(values, "actor", ("actor.reward=os:*",), where="run r")
@@ -183,14 +187,14 @@ def test_an_import_path_is_code() -> None:
 def test_without_scorers_an_actor_wants_permission_for_the_reward(scorers: object) -> None:
     """So it does where the row has a value that is neither true nor false."""
     values = {"actor": {"reward": "mine:f", "scorers": scorers}}
-    with pytest.raises(NotAllowed, match=r"actor\.reward=mine:f names code"):
+    with refusal(NotAllowed, named=re.compile(r"^actor\.reward=mine:f\b")):
         refuse_foreign(values, "actor", (), where="the row")
 
 
 @pytest.mark.parametrize("scorers", [{"enabled": True}, {"enabled": 1}, {"enabled": False}, {}, None])
 def test_a_scorer_always_wants_permission_for_the_reward(scorers: object) -> None:
     values = {"actor": {"reward": "mine:f", "scorers": scorers}}
-    with pytest.raises(NotAllowed, match=r"actor\.reward=mine:f names code"):
+    with refusal(NotAllowed, named=re.compile(r"^actor\.reward=mine:f\b")):
         refuse_foreign(values, "scorer", (), where="the row")
     refuse_foreign(values, "scorer", ("actor.reward=mine:*",), where="the row")
 
@@ -229,7 +233,7 @@ def test_what_this_machine_sets_itself_is_not_refused_and_counts() -> None:
         {**row, "actor": {"reward": "exact"}, "model": {"path": "m"}, "data": {"path": "d"}, "run": "r"}, "row", mine
     ).engine.sglang
     assert (sglang.python, sglang.environment) == ("/mine", {"B": "mine"})
-    with pytest.raises(NotAllowed, match=r"environment\.A=row"):
+    with refusal(NotAllowed, named=re.compile(r"environment\.A=row\b")):
         refuse_foreign(
             row,
             "engine",

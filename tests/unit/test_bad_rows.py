@@ -447,10 +447,10 @@ def test_a_task_behind_the_checkpoint_is_compared_with_its_row(tmp_path: Path) -
 def test_a_second_pass_is_compared_like_the_first(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     state = begun(opened(write(file, GOOD), shuffle=False), 13).dump()
-    with pytest.raises(ConfigRefused, match="11 rows in another order"):
+    with refusal(ConfigRefused, field="data.path", got=re.compile("^11 rows")):
         PlannedRows(opened(write(file, [*GOOD, row("new")]), shuffle=True)).load(state)
     assert "1 rows more" in PlannedRows(opened(file, shuffle=False)).load(state)
-    with pytest.raises(ConfigRefused, match="9 rows in another order"):
+    with refusal(ConfigRefused, field="data.path", got=re.compile("^9 rows")):
         PlannedRows(opened(write(file, GOOD[:-1]), shuffle=False)).load(state)
 
 

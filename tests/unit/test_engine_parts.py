@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.refusals import refusal
 from tests.tiny_models import SERVED, tiny_config, tiny_model, write_tiny_tokenizer
 from tidemill.actors.engines.engine_answers import read_generation
 from tidemill.actors.errors import EngineFailed
@@ -166,5 +167,5 @@ def test_an_answer_of_sglang_is_parsed_and_a_broken_one_refused() -> None:
     ):
         with pytest.raises(EngineFailed):
             read_generation("http://x", told | {"meta_info": meta | wrong})
-    with pytest.raises(EngineFailed, match="broken"):
+    with refusal(EngineFailed, reason="broken"):
         read_generation("http://x", {"error": {"message": "broken"}})

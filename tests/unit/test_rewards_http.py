@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession, web
 
+from tests.refusals import refusal
 from tests.waits import until
 from tidemill.actors.http_api import decode
 from tidemill.actors.scoring.server import RewardServer, ScoreBody, serving
@@ -111,7 +113,7 @@ async def test_what_may_be_better_the_next_time_is_asked_again(first: object, mo
 async def test_attempts_are_bounded_and_the_last_reason_is_told() -> None:
     async with answering(lambda number, asked: web.Response(status=502, text=f"no {number}")) as (url, asked):
         async with asking(Remote(url, retries=2)) as remote:
-            with pytest.raises(RewardFailed, match=r"status 502: b'no 3' \(3 attempts\)"):
+            with refusal(RewardFailed, reason=re.compile(r"\b502\b.*b'no 3' \(3 ")):
                 await remote(request())
     assert len(asked) == 3
 
@@ -119,7 +121,7 @@ async def test_attempts_are_bounded_and_the_last_reason_is_told() -> None:
 async def test_a_server_that_does_not_answer_is_a_reason_in_words() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections wait in its queue
         async with asking(Remote(f"http://127.0.0.1:{silent.getsockname()[1]}", retries=0, timeout_s=0.05)) as remote:
-            with pytest.raises(RewardFailed, match=r"no answer within 0.05 s \(1 attempts\)"):
+            with refusal(RewardFailed, reason=re.compile(r"\b0\.05 s \(1 ")):
                 await remote(request())
 
 
@@ -129,7 +131,7 @@ async def test_a_call_that_is_wrong_is_not_repeated(status: int) -> None:
         answering(lambda number, asked: web.Response(status=status, text="no")) as (url, asked),
         asking(Remote(url)) as remote,
     ):
-        with pytest.raises(RewardFailed, match=f"status {status}"):
+        with refusal(RewardFailed, reason=re.compile(rf"\b{status}\b")):
             await remote(request())
     assert len(asked) == 1
 
@@ -139,7 +141,7 @@ async def test_a_failure_there_is_a_failure_here() -> None:
         answering(lambda number, asked: web.json_response({"failed": "no label"})) as (url, asked),
         asking(Remote(url)) as remote,
     ):
-        with pytest.raises(RewardFailed, match="failed there: no label"):
+        with refusal(RewardFailed, reason=re.compile("no label$")):
             await remote(request())
     assert len(asked) == 1
 
@@ -152,7 +154,7 @@ async def test_a_server_that_does_not_answer_is_left_alone_for_a_while(monkeypat
         asked,
     ):
         async with asking(Remote(url, retries=calls.OPEN_AFTER - 1)) as remote:
-            with pytest.raises(RewardFailed, match="status 500"):
+            with refusal(RewardFailed, reason=re.compile(r"\b500\b")):
                 await remote(request())
             begin = time.monotonic()
             many = [asyncio.ensure_future(remote(request())) for _ in range(20)]
@@ -167,7 +169,7 @@ async def test_a_server_that_does_not_answer_is_left_alone_for_a_while(monkeypat
 
 async def test_a_server_that_is_not_there_fails_in_time() -> None:
     async with asking(Remote("http://127.0.0.1:9/score", retries=1, timeout_s=60.0)) as remote:
-        with pytest.raises(RewardFailed, match=r"127.0.0.1:9.*\(2 attempts\)"):
+        with refusal(RewardFailed, reason=re.compile(r"127\.0\.0\.1:9\b.*\(2 ")):
             await remote(request())
 
 
@@ -284,7 +286,7 @@ async def test_client_and_server_in_their_own_processes(monkeypatch: pytest.Monk
                     "label": 4.0,
                     "truncated": 0.0,
                 }
-                with pytest.raises(RewardFailed, match=r"failed there: .*KeyError"):
+                with refusal(RewardFailed, reason=re.compile("KeyError")):
                     await score(request("abc", label={"gold": 4}))
 
 

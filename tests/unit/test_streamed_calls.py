@@ -3,8 +3,8 @@
 import asyncio
 
 import numpy as np
-import pytest
 
+from tests.refusals import refusal
 from tests.waits import turn
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.responses import EngineResponse, GenerationFailed
@@ -95,7 +95,7 @@ async def test_nothing_is_recorded_where_no_token_was_sent_and_errors_are_raised
     await anext(states)
     calls.sent()  # the empty state
     engine.whole.set_exception(GenerationFailed("broken"))
-    with pytest.raises(GenerationFailed, match="broken"):
+    with refusal(GenerationFailed, reason="broken"):
         while True:
             await anext(states)
     await calls.end()

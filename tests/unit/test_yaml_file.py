@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.refusals import refusal
 from tidemill.launch.cli.inputs import given_options
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import SettingsError, load
@@ -118,7 +119,7 @@ def test_a_defect_is_one_line_with_file_and_line(tmp_path: Path, text: str, wher
 def test_a_byte_that_is_no_text_is_named_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_bytes(b"seed: 3\nrun: caf\xe9\n")
-    with pytest.raises(SettingsError, match=re.escape(f"{file}:2: want text in UTF-8, got the byte 0xe9")):
+    with refusal(SettingsError, place=f"{file}:2", got="the byte 0xe9"):
         load(file)
 
 
@@ -193,22 +194,20 @@ def test_scalars_are_those_of_yaml_1_2_in_files_and_arguments_alike(tmp_path: Pa
 def test_what_is_no_whole_number_in_yaml_1_2_is_refused_for_one(tmp_path: Path, text: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"learner: {{steps: {text}}}\n")
-    with pytest.raises(
-        SettingsError, match=re.escape("run.yaml:1: learner.steps: want a whole number, such as 3, got ")
-    ):
+    with refusal(SettingsError, place=f"{file}:1: learner.steps"):
         load(file)
     file.write_text("")
-    with pytest.raises(SettingsError, match=re.escape("--set: learner.steps: want a whole number, such as 3, got ")):
+    with refusal(SettingsError, place="--set: learner.steps"):
         load(file, [f"learner.steps={text}"])
     if text != "1e3":
-        with pytest.raises(SettingsError, match=re.escape("--set: learner.optimizer.lr: want a number")):
+        with refusal(SettingsError, place="--set: learner.optimizer.lr"):
             load(file, [f"learner.optimizer.lr={text}"])
 
 
 @pytest.mark.parametrize("text", ["no", "yes", "on", "off", "1", "'true'"])
 def test_a_switch_is_true_or_false(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(f"data: {{shuffle: {text}}}\n")
-    with pytest.raises(SettingsError, match=re.escape("data.shuffle: want true or false, got ")):
+    with refusal(SettingsError, place=re.compile(r"data\.shuffle$")):
         load(tmp_path / "run.yaml")
 
 
