@@ -80,7 +80,7 @@ class EngineConfig:
     """The inference engine."""
 
     kind: Annotated[Literal["builtin", "sglang"], BASIC] = "builtin"
-    """Adapter by name (see launch/settings/wiring.py): builtin | sglang."""
+    """Adapter by name (see launch/run/workers.py): builtin | sglang."""
     host: str = "auto"
     """Address to listen on; auto = the address of the interface that leads to the bus (127.0.0.1 for a bus on this
     machine). Engines that are started without ``--config`` take ``--host`` instead: an address belongs to a machine,

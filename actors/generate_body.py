@@ -89,6 +89,8 @@ class GenerateBody(Struct, kw_only=True):
     min_version: Natural = 0
     """Minimum version of the served weights; the request waits for it."""
     min_version_timeout_s: TimeLimit = 60.0
+    lora_path: Text | None = None
+    """Name of a loaded adapter, in SGLang's field; absent = the run's own weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +266,7 @@ class _ScoreBody(Struct, kw_only=True):
     stream: bool = False
     top_logprobs_num: Natural = 0
     min_version: Any = None
+    lora_path: Text | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +281,8 @@ class ScoreRequest:
     """Tokens listed at each position; 0 = none."""
     many: bool
     """True when the answer is a list."""
+    adapter: str = ""
+    """Name of a loaded adapter; "" = the run's own weights."""
 
 
 def asks_for_scores(body: Mapping[str, object]) -> bool:
@@ -311,7 +316,14 @@ def parse_scores(body: Mapping[str, object], limits: RequestLimits) -> ScoreRequ
     if top_k > (limit := min(MAX_LISTED, limits.vocab_size)):
         raise BadRequest(f"top_logprobs_num: want at most {limit}, got {top_k}")
     temperature = checked.sampling_params.temperature
-    return ScoreRequest(sequences=sequences, starts=starts, temperature=temperature, top_k=top_k, many=many)
+    return ScoreRequest(
+        sequences=sequences,
+        starts=starts,
+        temperature=temperature,
+        top_k=top_k,
+        many=many,
+        adapter=checked.lora_path or "",
+    )
 
 
 SAMPLING_FIELDS = SamplingParams.__struct_fields__
@@ -328,7 +340,7 @@ NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
 NEUTRAL_GENERATE: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("return_text_in_logprobs", "return_hidden_states", "return_entropy"), (None, False)),
     **dict.fromkeys(("top_logprobs_num", "routed_experts_start_len", "priority"), (None, 0)),
-    **dict.fromkeys(("lora_path", "session_params", "custom_logit_processor", "input_embeds"), (None,)),
+    **dict.fromkeys(("session_params", "custom_logit_processor", "input_embeds"), (None,)),
     **dict.fromkeys(("image_data", "extra_key"), (None,)),
     "logprob_start_len": (None, -1),
     "token_ids_logprob": (None, []),

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from tidemill.bus.public_names import public_names
 
 if TYPE_CHECKING:
-    from tidemill.launch.metrics.port import StepMetrics
+    from tidemill.launch.metrics.sinks import StepMetrics
 
-_MODULES = {"StepMetrics": "metrics.port"}
+_MODULES = {"StepMetrics": "metrics.sinks"}
 __all__ = ["StepMetrics"]
 __getattr__ = public_names(__name__, _MODULES)

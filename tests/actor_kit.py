@@ -28,8 +28,7 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus, raise_epoch
 from tidemill.bus.wire.messages import Sample, Sampling, Status, Task
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.settings.prepare import prepare
-from tidemill.launch.settings.prepare_config import PrepareConfig
+from tidemill.launch.settings.prepare import PrepareConfig, prepare
 
 PROMPT = "482="
 LABEL = "284"

@@ -88,7 +88,7 @@ async def engine(model_dir: Path) -> AsyncIterator[Place]:
 
 @asynccontextmanager
 async def teacher(model_dir: Path) -> AsyncIterator[Place]:
-    """As ``tidemill.launch.run.teacher`` opens it: without keys."""
+    """As ``tidemill.launch.run.servers`` opens it: without keys."""
     async with _engine(
         lambda config, authority: BuiltinEngine(model_dir, config, authority=authority), Authority()
     ) as place:

@@ -43,7 +43,7 @@ PRELOADED = [
     "tests.integration.megatron_ranks",
     "tidemill.launch.cli.status",
     "tidemill.launch.cli.dead",
-    "tidemill.launch.cli.bus",
+    "tidemill.launch.cli.servers",
     "tidemill.launch.cli.learner",
     "tidemill.launch.cli.up",
     "tidemill.launch.cli.worker",

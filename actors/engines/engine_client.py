@@ -7,15 +7,14 @@ costs as much as its tokens do.
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tidemill.actors.engines.engine_answers import decode_event, read_answer, read_version
-from tidemill.actors.engines.port import Generation
+from tidemill.actors.engines.port import GENERATE_S, GenerateOptions, Generation, Prompt
 from tidemill.actors.errors import (
     BadRequest,
     EngineError,
@@ -134,19 +133,10 @@ class HttpEngine:
         """Sizes of the routing of the engine's model, from the first request on that needs them."""
         self._api = ApiClient(url, error_of_call, headers=no_headers if keys is None else keys.headers)
 
-    async def generate(
-        self,
-        prompt: Sequence[int] | NDArray[np.int32],
-        sampling: Sampling,
-        *,
-        request_id: str = "",
-        min_version: int = 0,
-        timeout_s: float = 300.0,
-        begun: Generation | None = None,
-    ) -> Generation:
+    async def generate(self, prompt: Prompt, sampling: Sampling, **options: Unpack[GenerateOptions]) -> Generation:
         """Send /generate; with ``join`` as one request with others of this turn of the loop, unless continued."""
         routed = await self._routing()
-        body = self._body(prompt, sampling, request_id, min_version, timeout_s, begun)
+        body, begun, timeout_s = self._body(prompt, sampling, options), options.get("begun"), _timeout_s(options)
         # A batch has one value of ``continued_tokens`` for all of its requests.
         batcher = None if begun is not None else self._batcher
 
@@ -157,22 +147,15 @@ class HttpEngine:
         return read_answer(self.url, answer, sampling, begun, prompt_tokens=len(prompt), routed=routed)
 
     async def stream(
-        self,
-        prompt: Sequence[int] | NDArray[np.int32],
-        sampling: Sampling,
-        *,
-        request_id: str = "",
-        min_version: int = 0,
-        timeout_s: float = 300.0,
-        begun: Generation | None = None,
+        self, prompt: Prompt, sampling: Sampling, **options: Unpack[GenerateOptions]
     ) -> AsyncIterator[Generation]:
         """Send /generate and yield a response per event.
 
         Raises EngineFailed also for a stream that ends without [DONE].
         """
         routed = await self._routing()
-        body = self._body(prompt, sampling, request_id, min_version, timeout_s, begun) | {"stream": True}
-        async with self._api.open("POST", "/generate", body, timeout_s=timeout_s) as response:
+        body, begun = self._body(prompt, sampling, options) | {"stream": True}, options.get("begun")
+        async with self._api.open("POST", "/generate", body, timeout_s=_timeout_s(options)) as response:
             async for data in data_in(response.content.iter_any()):
                 if data == END:
                     return
@@ -225,15 +208,8 @@ class HttpEngine:
             raise EngineFailed(self.url, f"/server_info, routed_experts: {error}") from None
         return self._routed
 
-    def _body(
-        self,
-        prompt: Sequence[int] | NDArray[np.int32],
-        sampling: Sampling,
-        request_id: str,
-        min_version: int,
-        timeout_s: float,
-        begun: Generation | None,
-    ) -> JsonObject:
+    def _body(self, prompt: Prompt, sampling: Sampling, options: GenerateOptions) -> JsonObject:
+        begun, min_version = options.get("begun"), options.get("min_version", 0)
         params: JsonObject = {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -245,7 +221,7 @@ class HttpEngine:
         if sampling.seed is not None:
             params["sampling_seed"] = sampling.seed
         body: JsonObject = {
-            "rid": request_id or secrets.token_hex(16),
+            "rid": options.get("request_id") or secrets.token_hex(16),
             "input_ids": np.asarray(prompt).tolist(),
             "sampling_params": params,
             "return_logprob": True,
@@ -258,13 +234,17 @@ class HttpEngine:
             params["max_new_tokens"] -= len(begun.tokens)
         if min_version > 0:
             # A little earlier than our own time limit, so that the engine's reason arrives.
-            body |= {"min_version": min_version, "min_version_timeout_s": 0.9 * timeout_s}
+            body |= {"min_version": min_version, "min_version_timeout_s": 0.9 * _timeout_s(options)}
         return body
 
     async def _call(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None
     ) -> Any:
         return await self._api.call(method, path, body, timeout_s=timeout_s or self._command_timeout_s)
+
+
+def _timeout_s(options: GenerateOptions) -> float:
+    return options.get("timeout_s", GENERATE_S)
 
 
 def error_of_call(failed: CallFailed) -> EngineError:

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,26 @@ class Generation:
         return self.spans[-1].version if self.spans else -1
 
 
+Prompt = Sequence[int] | NDArray[np.int32]
+"""Token ids."""
+GENERATE_S = 300.0
+"""Time limit of a response, in seconds, where none is given."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Further arguments of a request for a response."""
+
+    request_id: str
+    """Unique among unfinished requests; absent or empty = the adapter chooses."""
+    min_version: int
+    timeout_s: float
+    begun: Generation | None
+    """An unfinished response to the same prompt, of any engine; it is continued, and the result includes it. With the
+    seed and the weights it was begun with, the built-in engine samples the tokens that it would have sampled without
+    the interruption.
+    """
+
+
 class Engine(Protocol):
     """One engine. Safe for many concurrent calls in one event loop.
 
@@ -61,36 +81,17 @@ class Engine(Protocol):
     retries.
     """
 
-    async def generate(
-        self,
-        prompt: Sequence[int] | NDArray[np.int32],
-        sampling: Sampling,
-        *,
-        request_id: str = "",
-        min_version: int = 0,
-        timeout_s: float = 300.0,
-        begun: Generation | None = None,
-    ) -> Generation:
+    async def generate(self, prompt: Prompt, sampling: Sampling, **options: Unpack[GenerateOptions]) -> Generation:
         """Return one complete response. Requests with the same prompt that are sent together may share its computation.
 
         A weight update meanwhile neither ends nor delays it; its tokens then have several spans. ``finish`` is "abort"
-        when the request was aborted: an unfinished response, no error. ``request_id`` must be unique among unfinished
-        requests; empty = the adapter chooses. ``begun``: an unfinished response to the same prompt, of any engine; it
-        is continued, and the result includes it. With the seed and the weights it was begun with, the built-in engine
-        samples the tokens that it would have sampled without the interruption. Raises VersionUnavailable when no
-        version >= ``min_version`` is served within ``timeout_s``.
+        when the request was aborted: an unfinished response, no error. Raises VersionUnavailable when no version >=
+        ``min_version`` is served within ``timeout_s``.
         """
         ...
 
     def stream(
-        self,
-        prompt: Sequence[int] | NDArray[np.int32],
-        sampling: Sampling,
-        *,
-        request_id: str = "",
-        min_version: int = 0,
-        timeout_s: float = 300.0,
-        begun: Generation | None = None,
+        self, prompt: Prompt, sampling: Sampling, **options: Unpack[GenerateOptions]
     ) -> AsyncIterator[Generation]:
         """Yield the same response as it grows; every item has all tokens so far, the last one has ``finish``.
 

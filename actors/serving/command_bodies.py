@@ -98,6 +98,14 @@ class DirectoryBody(UpdateBody, kw_only=True):
     model_path: str
 
 
+class AdapterBody(UpdateBody, kw_only=True):
+    """Body of /load_lora_adapter and /unload_lora_adapter."""
+
+    lora_name: Annotated[str, Meta(min_length=1)]
+    lora_path: str = ""
+    """Directory of an adapter in PEFT's format."""
+
+
 class PauseBody(Struct, kw_only=True):
     """Body of /pause_generation."""
 

@@ -1,20 +1,19 @@
-"""Checks of the prompts: rows, the keys that settings name, lengths; the evaluation sets; the files of the debugging
-modes.
+"""Checks of the prompts (rows, keys, lengths), of the evaluation sets, and of the files of the debugging modes.
 
 Reads for a second at most, and at least some hundred rows.
 """
 
 import random
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
-from tidemill.launch.checks.rows import row_check
-from tidemill.launch.settings.datasets import prompts
+from tidemill.launch.checks.rows import recordings_of, row_check
+from tidemill.launch.settings.prepare import prompts
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.data import REFUSE, DataConfig, Source
 from tidemill.learner.debug.config import read_prompts
@@ -22,7 +21,6 @@ from tidemill.learner.debug.rollout_file import read_header
 from tidemill.learner.errors import DebugFileRefused, PromptError, TemplateLacks
 from tidemill.learner.prompts.formats import count_rows
 from tidemill.learner.prompts.prompt_file import Share
-from tidemill.learner.prompts.responses import Recordings
 from tidemill.learner.prompts.rows import (
     PromptRow,
     RowRules,
@@ -34,20 +32,15 @@ from tidemill.learner.prompts.rows import (
     with_responses,
 )
 from tidemill.learner.prompts.tokenizer import PromptTokenizer
-from tidemill.rewards.model_text import EndTokens
 from tidemill.rewards.part_settings import fits
 
 SETTING = "data.path"
 CURE = "fix the file, or data.prompt_key, data.label_key, data.metadata_key"
-EVALUATION = "eval"
-"""Topic of the findings on evaluation sets."""
+EVALUATION = "eval"  # Topic of the findings on evaluation sets
 
-READ_S = 0.5
-"""Seconds after which no further row is read, or tokenized, once ``SURE_ROWS`` rows are."""
-SURE_ROWS = 500
-"""Rows that are read and tokenized, however long it takes."""
-MOST_CAUSES = 5
-"""Maximum number of causes of bad rows that are reported for a source."""
+READ_S = 0.5  # Seconds after which no further row is read, or tokenized, once `SURE_ROWS` rows are
+SURE_ROWS = 500  # Rows that are read and tokenized, however long it takes
+MOST_CAUSES = 5  # Maximum number of causes of bad rows that are reported for a source
 ROOM = "a larger context or data.max_prompt_tokens, or a smaller sampling.max_new_tokens makes room"
 
 
@@ -56,20 +49,14 @@ class SourceReading:
     """The rows of a source that were read."""
 
     source: Source
-    rows: list[PromptRow] = field(default_factory=list)
-    """Those that can be used."""
-    bad: list[PromptError] = field(default_factory=list)
-    """Errors of rows that were read."""
-    rejected: list[PromptError] = field(default_factory=list)
-    """Errors of rows that were tokenized."""
+    rows: list[PromptRow] = field(default_factory=list)  # Those that can be used
+    bad: list[PromptError] = field(default_factory=list)  # Errors of rows that were read
+    rejected: list[PromptError] = field(default_factory=list)  # Errors of rows that were tokenized
     read: int = 0
-    total: int | None = None
-    """Rows of the source; None = not known."""
-    readable: int = 0
-    """Rows that had no error before they were tokenized."""
+    total: int | None = None  # Rows of the source; None = not known
+    readable: int = 0  # Rows that had no error before they were tokenized
     tokenized: int = 0
-    longest: int = 0
-    """Tokens of the longest prompt that is used."""
+    longest: int = 0  # Tokens of the longest prompt that is used
 
     @classmethod
     def of(cls, source: Source, rules: RowRules, recorded: Collection[str]) -> "SourceReading":
@@ -111,9 +98,8 @@ class SourceReading:
             except PromptError as error:
                 bad[number] = error
             else:
-                self.longest = max(
-                    self.longest, max((len(response.tokens) for response in recorded), default=len(prompt))
-                )
+                sizes = [len(response.tokens) for response in recorded] or [len(prompt)]
+                self.longest = max(self.longest, *sizes)
             self.tokenized += 1
             if self.tokenized >= SURE_ROWS and time.monotonic() > until:
                 break
@@ -145,16 +131,10 @@ class SourceReading:
             if refused:
                 report.error(topic, first.where, want=first.want, got=got, cure=remedy)
             else:
-                report.warning(
-                    topic,
-                    first.where,
-                    want=first.want,
-                    got=got,
-                    cure=f"they are skipped (data.bad_rows: skip); {remedy}",
-                )
-        if num_hidden := len(causes) - MOST_CAUSES if len(causes) > MOST_CAUSES else 0:
-            got = f"bad rows of {num_hidden} further causes"
-            want = "rows that can be used"
+                cure = f"they are skipped (data.bad_rows: skip); {remedy}"
+                report.warning(topic, first.where, want=first.want, got=got, cure=cure)
+        if len(causes) > MOST_CAUSES:
+            want, got = "rows that can be used", f"bad rows of {len(causes) - MOST_CAUSES} further causes"
             report.warning(topic, str(self.source), want=want, got=got, cure="tidemill data check names all of them")
 
 
@@ -162,12 +142,9 @@ class SourceReading:
 class Prompts:
     """Facts about the prompts that the other checks use."""
 
-    rows: Sequence[PromptRow]
-    """The rows read, at least one."""
-    longest: int = 0
-    """Tokens of the longest prompt that is used; 0 = not all of them were counted."""
-    warm: PromptRow | None = None
-    """The first row read with a temperature of its own other than 1."""
+    rows: Sequence[PromptRow]  # The rows read, at least one
+    longest: int = 0  # Tokens of the longest prompt that is used; 0 = not all of them were counted
+    warm: PromptRow | None = None  # The first row read with a temperature of its own other than 1
 
     @property
     def first(self) -> PromptRow:
@@ -185,12 +162,11 @@ def check_data(
             return _check_prepared(report, config)
         if not config.data.used:
             cure = "set one, or have a small one made: prepare: {kind: digits}"
-            report.error("data", report.at(SETTING), want="a .jsonl or .parquet file of prompts", got="none", cure=cure)
+            report.error("data", SETTING, want="a .jsonl or .parquet file of prompts", got="none", cure=cure)
             return None
         readings = read_sources(config, config.data, model, tokenize, max_new_tokens=config.sampling.max_new_tokens)
     except PromptError as error:
-        where = report.at(error.where) if error.where.startswith("data.") else error.where
-        report.error("data", where, want=error.want, got=error.got, cure=f"{CURE} ({report.at(SETTING)})")
+        report.error("data", error.where, want=error.want, got=error.got, cure=f"{CURE} ({report.at(SETTING)})")
         return None
     except TemplateLacks as error:
         _report_lack(report, "data", config.data, error)
@@ -200,13 +176,15 @@ def check_data(
         reading.report(report, "data", config.data.bad_rows, cure=f"{CURE} ({report.at(SETTING)})")
     if len(report.errors) > before:
         return None
-    rows, complete = list(all_rows(readings)), all(reading.complete for reading in readings)
+    rows, complete = (
+        [row for reading in readings for row in reading.rows],
+        all(reading.complete for reading in readings),
+    )
     _check_grouped(report, config, rows, complete=complete)
     longest = max(reading.longest for reading in readings)
     for reading in readings:
-        report.good(
-            "data", f"{reading.source}: {reading}" + (f", of up to {reading.longest} tokens" if reading.longest else "")
-        )
+        tokens = f", of up to {reading.longest} tokens" if reading.longest else ""
+        report.good("data", f"{reading.source}: {reading}{tokens}")
     if complete and config.learner.num_epochs:
         _check_passes(report, config, _in_pass(readings))
     warm = next((row for row in rows if row.sampling.temperature not in (None, 1)), None)
@@ -226,14 +204,12 @@ def check_evaluation(
         if model is not None and tokenize is not None and model.context <= new:
             want = f"< {model.context}, the model's context"
             cure = "lower it"
-            report.error(
-                EVALUATION, report.at(f"{setting}.max_new_tokens"), want=want, got=eval_set.max_new_tokens, cure=cure
-            )
+            report.error(EVALUATION, f"{setting}.max_new_tokens", want=want, got=eval_set.max_new_tokens, cure=cure)
             continue
         try:
             (reading,) = read_sources(config, data, model, tokenize, max_new_tokens=new)
         except PromptError as error:
-            where = report.at(setting) if error.where == data.path else error.where
+            where = setting if error.where == data.path else error.where
             report.error(EVALUATION, where, want=error.want, got=error.got, cure=cure)
             continue
         except TemplateLacks as error:
@@ -256,18 +232,14 @@ def read_sources(
     max_new_tokens: int,
 ) -> list[SourceReading]:
     """Read and tokenize rows of each source. Raises PromptError for a source that cannot be read, TemplateLacks."""
-    rules = RowRules(
-        unfit=row_check(config, max_new_tokens=max_new_tokens, vocab_size=None if model is None else model.vocab_size)
-    )
+    vocab_size = None if model is None else model.vocab_size
+    rules = RowRules(unfit=row_check(config, max_new_tokens=max_new_tokens, vocab_size=vocab_size))
     readings = [SourceReading.of(source, rules, config.recorded_rollouts) for source in data.used]
-    tokens = (
-        None
-        if model is None or tokenize is None
-        else tokens_of(config, data, model, tokenize, max_new_tokens=max_new_tokens)
-    )
-    if tokens is not None:
+    if model is not None and tokenize is not None:
+        tokens = tokens_of(config, data, model, tokenize, max_new_tokens=max_new_tokens)
         for reading in readings:
-            reading.tokenize(tokens)
+            if tokens is not None:
+                reading.tokenize(tokens)
     return readings
 
 
@@ -278,21 +250,14 @@ def tokens_of(
     limit = data.max_prompt_tokens or model.context - max_new_tokens
     recordings = None
     if config.recorded_rollouts and model.directory is not None:
-        recordings = Recordings(
-            tokenize.bounded(model.context),
-            rollouts=config.recorded_rollouts,
-            end_ids=EndTokens.read(model.directory).ids,
-            max_tokens=model.context,
-            chat=config.data.apply_chat_template,
-            texts=tokenize,
-        )
+        recordings = recordings_of(config, model.directory, tokenize, model.context)
     return RowTokens(tokenize.bounded(limit), max_tokens=limit, recordings=recordings) if limit > 0 else None
 
 
 def _report_lack(report: Report, topic: str, data: DataConfig, error: TemplateLacks) -> None:
     cure = "fix the rows, data.template or the model's chat template"
     want = "a prompt that tokenizer and chat template accept"
-    report.error(topic, _place(data), want=want, got=str(error), cure=cure)
+    report.error(topic, " + ".join(map(str, data.used)), want=want, got=str(error), cure=cure)
 
 
 def _check_grouped(report: Report, config: RunConfig, rows: Sequence[PromptRow], *, complete: bool) -> None:
@@ -301,7 +266,7 @@ def _check_grouped(report: Report, config: RunConfig, rows: Sequence[PromptRow],
     if when and complete and not any(fits(when, row.metadata) for row in rows):
         want = f"rows with metadata {when!r:.200}"
         cure = "fix it, or data.metadata_key: their samples are scored one by one"
-        report.warning("data", report.at("actor.group_reward_when"), want=want, got=f"none of {len(rows)}", cure=cure)
+        report.warning("data", "actor.group_reward_when", want=want, got=f"none of {len(rows)}", cure=cure)
 
 
 def _check_passes(report: Report, config: RunConfig, in_pass: int) -> None:
@@ -309,32 +274,19 @@ def _check_passes(report: Report, config: RunConfig, in_pass: int) -> None:
     learner = config.learner
     steps = -(-learner.num_epochs * in_pass // learner.groups_per_step)
     if steps >= learner.steps:
-        report.good(
-            "data", f"learner.steps ends the run before learner.num_epochs, whose passes have prompts for {steps} steps"
-        )
+        text = f"learner.steps ends the run before learner.num_epochs, whose passes have prompts for {steps} steps"
+        report.good("data", text)
         return
-    report.good(
-        "data",
-        (
-            f"{learner.num_epochs} pass{'es' * (learner.num_epochs > 1)} of {in_pass} prompts: the run ends after "
-            f"at most {steps} steps"
-        ),
-    )
-    if learner.optimizer.lr_decay != "constant":
-        want = (
-            f"learner.steps: {steps} with learner.optimizer.lr_decay: {learner.optimizer.lr_decay}, which "
-            "ends at learner.steps"
-        )
+    passes = f"{learner.num_epochs} pass{'es' * (learner.num_epochs > 1)} of {in_pass} prompts"
+    report.good("data", f"{passes}: the run ends after at most {steps} steps")
+    if (decay := learner.optimizer.lr_decay) != "constant":
+        want = f"learner.steps: {steps} with learner.optimizer.lr_decay: {decay}, which ends at learner.steps"
         cure = "lower learner.steps, or the rate is still high when the run ends"
-        report.warning("data", report.at("learner.num_epochs"), want=want, got=learner.steps, cure=cure)
+        report.warning("data", "learner.num_epochs", want=want, got=learner.steps, cure=cure)
 
 
 def _in_pass(readings: Sequence[SourceReading]) -> int:
     return sum(Share(first=0, size=reading.read, weight=reading.source.weight, name="").in_pass for reading in readings)
-
-
-def _place(data: DataConfig) -> str:
-    return " + ".join(map(str, data.used))
 
 
 def _check_prepared(report: Report, config: RunConfig) -> Prompts:
@@ -349,11 +301,9 @@ def _check_prepared(report: Report, config: RunConfig) -> Prompts:
         tokens = len(config.data.template.replace("{prompt}", longest) or longest)
         room = config.prepare.values["max_position_embeddings"] - config.sampling.max_new_tokens
         if tokens > room > 0:
-            want = (
-                f"<= {room} for the longest prompt: prepare.model.max_position_embeddings less sampling.max_new_tokens"
-            )
-            cure = "raise prepare.model.max_position_embeddings"
-            report.error("data", report.at("prepare.max_digits"), want=want, got=f"{tokens} tokens", cure=cure)
+            context, cure = "prepare.model.max_position_embeddings", "raise prepare.model.max_position_embeddings"
+            want = f"<= {room} for the longest prompt: {context} less sampling.max_new_tokens"
+            report.error("data", "prepare.max_digits", want=want, got=f"{tokens} tokens", cure=cure)
     _check_grouped(report, config, [row], complete=True)
     report.good("data", f"made at the start: {config.prepare.kind}")
     return Prompts(rows=[row], longest=tokens)
@@ -366,12 +316,11 @@ def check_debug(report: Report, config: RunConfig) -> None:
         try:
             read_prompts(Path(debug.dump_modules.prompts))
         except DebugFileRefused as error:
-            where = report.at("debug.dump_modules.prompts")
+            where = "debug.dump_modules.prompts"
             report.error("debug", where, want=error.want, got=f"{error.where}: {error.got}", cure="fix the file")
         if debug.dump_modules.step > config.learner.steps:
-            where, steps = report.at("debug.dump_modules.step"), config.learner.steps
-            want = f"<= learner.steps = {steps}"
-            report.error("debug", where, want=want, got=debug.dump_modules.step, cure="lower it")
+            want, got = f"<= learner.steps = {config.learner.steps}", debug.dump_modules.step
+            report.error("debug", "debug.dump_modules.step", want=want, got=got, cure="lower it")
     if debug.load_rollout:
         _check_files(report, config)
 
@@ -380,13 +329,11 @@ def _check_files(report: Report, config: RunConfig) -> None:
     steps, template = config.learner.steps, config.debug.load_rollout
     files = [Path(template.format(step=step)) for step in range(1, steps + 1)]
     missing = next((step for step, file in enumerate(files, 1) if not file.is_file()), None)
-    where = report.at("debug.load_rollout")
+    where = "debug.load_rollout"
     if missing is not None:
-        cure = (
-            f"set learner.steps: {missing - 1}, or save more steps"
-            if missing > 1
-            else "fix the path, or save them with debug.save_rollout"
-        )
+        cure = f"set learner.steps: {missing - 1}, or save more steps"
+        if missing == 1:
+            cure = "fix the path, or save them with debug.save_rollout"
         want = f"a file for each of learner.steps = {steps}"
         report.error("debug", where, want=want, got=f"none for step {missing}: {files[missing - 1]}", cure=cure)
         return
@@ -396,18 +343,11 @@ def _check_files(report: Report, config: RunConfig) -> None:
         cure = "save it again with debug.save_rollout"
         report.error("debug", where, want=error.want, got=f"{error.where}: {error.got}", cure=cure)
         return
-    report.good(
-        "debug", f"{len(headers)} files of recorded batches, {sum(header['samples'] for header in headers)} samples"
-    )
+    num_samples = sum(header["samples"] for header in headers)
+    report.good("debug", f"{len(headers)} files of recorded batches, {num_samples} samples")
 
 
 def _size(source: Source) -> int | None:
     """Return the rows of a source, where counting takes no time; None = not known."""
     count = count_rows(source.path)
     return None if count is None else len(range(count)[source.start : source.stop])
-
-
-def all_rows(readings: Collection[SourceReading]) -> Iterator[PromptRow]:
-    """Yield the rows of all sources that can be used."""
-    for reading in readings:
-        yield from reading.rows

@@ -12,8 +12,7 @@ from tidemill.launch.devices.shapes import Node, Placed, PlacementRefused, descr
 from tidemill.launch.devices.visible import this_node
 from tidemill.launch.settings.run_config import RunConfig
 
-PLACEMENT = "placement"
-"""Topic of the findings on a machine with devices."""
+PLACEMENT = "placement"  # Topic of the findings on a machine with devices
 
 
 def check_devices(
@@ -26,7 +25,7 @@ def check_devices(
         placed = place([node], want_of(config, node, learner=learner, engines=engines, size=size))
         _refuse_allocator(config, node, placed)
     except PlacementRefused as refused:
-        report.error("devices", report.at(refused.where), want=refused.want, got=refused.got, cure=refused.cure)
+        report.error("devices", refused.where, want=refused.want, got=refused.got, cure=refused.cure)
         return
     if not node.devices:
         _want_cuda(report, config, engines=engines, learner=learner)
@@ -51,13 +50,14 @@ def _want_cuda(report: Report, config: RunConfig, *, engines: int, learner: bool
     if GPU.exists():
         return
     is_builtin = engines and config.engine.kind == "builtin"
-    for setting, device in (
-        ("learner.device", learner and config.learner.device),
-        ("engine.device", is_builtin and config.engine.device),
-    ):
+    devices = {
+        "learner.device": learner and config.learner.device,
+        "engine.device": is_builtin and config.engine.device,
+    }
+    for setting, device in devices.items():
         if device == "cuda":
             want = "auto or cpu: this machine has no GPU"
-            report.error("devices", report.at(setting), want=want, got="cuda", cure="change it")
+            report.error("devices", setting, want=want, got="cuda", cure="change it")
 
 
 def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *, ranks: int) -> None:
@@ -68,36 +68,26 @@ def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *
     rows = [row for row in rank_rows(model, config, cuda=True) if row.on_host]
     needed = sum(row.bytes * (ranks if row.process == "rank" else 1) for row in rows)
     total = host_memory()
+    kept = f"what {ranks} rank(s) keep outside their devices"
     if needed <= total:
-        report.good(
-            "host memory",
-            f"{total / 1e9:.1f} GB, {needed / 1e9:.1f} GB needed for what {ranks} rank(s) keep outside their devices",
-        )
+        report.good("host memory", f"{total / 1e9:.1f} GB, {needed / 1e9:.1f} GB needed for {kept}")
         return
     parts = ", ".join(row.part for row in sorted(rows, key=lambda row: -row.bytes))
-    want = (
-        f"{needed / 1e9:.1f} GB of the machine's memory for what {ranks} rank(s) keep outside their devices ({parts})"
-    )
-    settings = [name for name, used in _kept_outside(config).items() if used]
+    want = f"{needed / 1e9:.1f} GB of the machine's memory for {kept} ({parts})"
+    used = {
+        "learner.offload_optimizer": config.learner.offload_optimizer,
+        "learner.checkpoint.background": config.learner.checkpoint.background,
+    }
+    settings = [name for name, is_used in used.items() if is_used]
     cure = " or ".join(["use a larger machine", *(f"{name}: false" for name in settings)])
     got = f"{total / 1e9:.1f} GB"
-    report.error("host memory", report.at(settings[0] if settings else "learner"), want=want, got=got, cure=cure)
+    report.error("host memory", settings[0] if settings else "learner", want=want, got=got, cure=cure)
 
 
 def _report_unchecked(report: Report, node: Node, placed: Placed, size: ModelSize) -> None:
-    used = {uuid for rank in placed.ranks for uuid in rank.uuids} | {
-        uuid for engine in placed.engines for uuid in engine.uuids
-    }
+    used = {uuid for process in placed.processes for uuid in process.uuids}
     unknown = [device.name for device in node.devices if device.uuid in used and not device.memory_bytes]
     if unknown:
         report.good(PLACEMENT, f"memory of device {', '.join(unknown)} not checked: nvidia-smi does not report it")
     if used and not size.tensors:
         report.good(PLACEMENT, "memory not checked: the tensors of the model are not known")
-
-
-def _kept_outside(config: RunConfig) -> dict[str, bool]:
-    learner = config.learner
-    return {
-        "learner.offload_optimizer": learner.offload_optimizer,
-        "learner.checkpoint.background": learner.checkpoint.background,
-    }

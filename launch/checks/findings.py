@@ -12,12 +12,9 @@ OK, WARNING, ERROR = "ok", "warning", "error"
 class Finding:
     """One line of the report."""
 
-    level: str
-    """ok | warning | error."""
-    topic: str
-    """model | tokenizer | data | reward | ..."""
-    text: str
-    """Location, expected value, actual value and cure."""
+    level: str  # ok | warning | error
+    topic: str  # model | tokenizer | data | reward | ..
+    text: str  # Location, expected value, actual value and cure
 
     def __str__(self) -> str:
         return f"{self.level:<8}{self.topic:<10}{self.text}"
@@ -53,12 +50,17 @@ class Report:
         self.findings.append(Finding(level=OK, topic=topic, text=text))
 
     def error(self, topic: str, where: str, *, want: str, got: object, cure: str) -> None:
-        """Add an error, as ``where: want ..., got ...; cure``."""
-        self.findings.append(Finding(level=ERROR, topic=topic, text=_line(where, want, got, cure)))
+        """Add an error, as ``where: want ..., got ...; cure``. ``where``: a setting, or another place."""
+        self._refusal(ERROR, topic, where, want, got, cure)
 
     def warning(self, topic: str, where: str, *, want: str, got: object, cure: str) -> None:
-        """Add a warning, as ``where: want ..., got ...; cure``."""
-        self.findings.append(Finding(level=WARNING, topic=topic, text=_line(where, want, got, cure)))
+        """Add a warning, as ``error``."""
+        self._refusal(WARNING, topic, where, want, got, cure)
+
+    def _refusal(self, level: str, topic: str, where: str, want: str, got: object, cure: str) -> None:
+        shown = got if isinstance(got, str) else repr(got)
+        text = f"{self.at(where)}: want {want}, got {shown}; {cure}"
+        self.findings.append(Finding(level=level, topic=topic, text=text))
 
     def refuse(self) -> None:
         """Raise CheckFailed with all errors, if there are any."""
@@ -77,7 +79,3 @@ class CheckFailed(ValueError):
 
     def __str__(self) -> str:
         return "\n  ".join(self.reasons)
-
-
-def _line(where: str, want: str, got: object, cure: str) -> str:
-    return f"{where}: want {want}, got {got if isinstance(got, str) else repr(got)}; {cure}"

@@ -9,7 +9,9 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 
 from tidemill.actors.rollout_settings import MULTI_TURN, OF_SLIME, RolloutConfig, served
@@ -29,8 +31,8 @@ from tidemill.rewards.port import RewardRequest, Scorer
 from tidemill.rewards.registry import ASKING, COMPARING, SANDBOXED, SEVERAL, TABLE, bind, load
 from tidemill.rewards.scorers import opened
 
+# Seconds in which a module is imported; with torch it takes several, and twenty times as long beside other work.
 LOAD_S = 300.0
-"""Seconds in which a module is imported; with torch it takes several, and twenty times as long beside other work."""
 
 
 def defect(path: str, arguments: Sequence[str] = (), offered: Sequence[str] = (), *, kind: str = "function") -> str:
@@ -75,16 +77,12 @@ if __name__ == "__main__":
 
 
 FIX_MODULE = "fix the name or the module; modules are searched in this directory and in PYTHONPATH"
-CALL_S = 10.0
-"""Time limit in seconds of the one call of a reward by import path, with --check-reward."""
-PROGRAMS = ("agent:", "slime:")
-"""Beginnings of ``use`` with a module and a name in it."""
-GSPO_WIDE = 0.01
-"""A clip range of GSPO's ratio that is wider than this belongs to another loss."""
+CALL_S = 10.0  # Time limit in seconds of the one call of a reward by import path, with --check-reward
+PROGRAMS = ("agent:", "slime:")  # Beginnings of `use` with a module and a name in it
+GSPO_WIDE = 0.01  # A clip range of GSPO's ratio that is wider than this belongs to another loss
+# Settings of the algorithm that name one function, with the same arguments for every choice.
 OWN_SETTINGS = ("loss", "weight.level", "aggregation")
-"""Settings of the algorithm that name one function, with the same arguments for every choice."""
-HOOK_ARGUMENTS = ("moment",)
-"""Arguments of a hook (``learner/megatron/hooks.py``)."""
+HOOK_ARGUMENTS = ("moment",)  # Arguments of a hook (`learner/megatron/hooks.py`)
 
 
 def check_reward(
@@ -100,43 +98,44 @@ def check_reward(
     if config.actor.scorers.enabled and not config.up.scorers:
         want = "scorers"
         cure = "start some: tidemill scorer --bus URL, or tidemill host ... scorers=N; or set up.scorers"
-        report.warning("reward", report.at("actor.scorers.enabled"), want=want, got="up.scorers: 0", cure=cure)
+        report.warning("reward", "actor.scorers.enabled", want=want, got="up.scorers: 0", cure=cure)
     scored = [row for row in rows if row.rollout not in config.recorded_rollouts]
     if config.actor.group_reward:
         _check_group(report, config, on_this_machine=on_this_machine)
+    check_one = partial(_check_one, report, on_this_machine=on_this_machine, call=call)
     for part in config.actor.reward_parts.values():
         row = next((row for row in scored if part.applies(row.metadata)), None)
         settings = (f"actor.reward_parts.{part.name}", f"actor.reward_parts.{part.name}.options")
-        _check_one(
-            report, part.reward, dict(part.options), row, settings=settings, on_this_machine=on_this_machine, call=call
-        )
+        check_one(part.reward, dict(part.options), row, settings=settings)
     if config.actor.reward_parts or (config.actor.group_reward and not config.actor.reward):
         return
     settings, row = ("actor.reward", "actor.reward_options"), next(iter(scored), None)
-    _check_one(
-        report,
-        config.actor.reward,
-        config.actor.reward_options,
-        row,
-        settings=settings,
-        on_this_machine=on_this_machine,
-        call=call,
-    )
+    check_one(config.actor.reward, config.actor.reward_options, row, settings=settings)
 
 
 def _check_group(report: Report, config: RunConfig, *, on_this_machine: bool) -> None:
-    name = config.actor.group_reward
-    try:
-        bind(name, config.actor.group_reward_options, GROUP)
-    except BadRewardOption as error:
-        where = report.at(f"actor.group_reward_options.{error.option}")
-        report.error("reward", where, want=f"an option of {name}", got=error.reason, cure="fix it, or remove it")
-    except UnknownReward as error:
-        severity = report.error if on_this_machine or ":" not in name else report.warning
-        want = "a reward of groups that can be loaded"
-        severity("reward", report.at("actor.group_reward"), want=want, got=f"{name!r}: {error.reason}", cure=FIX_MODULE)
-    else:
+    name, options = config.actor.group_reward, config.actor.group_reward_options
+    severity = report.error if on_this_machine or ":" not in name else report.warning
+    settings = ("actor.group_reward", "actor.group_reward_options")
+    with _refusals(report, "reward", name, settings, "a reward of groups that can be loaded", severity):
+        bind(name, options, GROUP)
         report.good("reward", f"{name} loaded, not called")
+
+
+@contextmanager
+def _refusals(
+    report: Report, topic: str, name: str, settings: tuple[str, str], want: str, severity: Callable[..., None]
+) -> Iterator[None]:
+    """Report a function that cannot be loaded with its options. ``settings``: of its name, and of its options."""
+    try:
+        yield
+    except RewardNotImported as error:
+        report.error(topic, settings[0], want=f"{name} imported", got=error.reason, cure="fix the module")
+    except UnknownReward as error:
+        severity(topic, settings[0], want=want, got=f"{name!r}: {error.reason}", cure=FIX_MODULE)
+    except BadRewardOption as error:
+        where = f"{settings[1]}.{error.option}"
+        report.error(topic, where, want=f"an option of {name}", got=error.reason, cure="fix it, or remove it")
 
 
 def check_rollouts(report: Report, config: RunConfig, *, on_this_machine: bool) -> None:
@@ -149,16 +148,16 @@ def check_rollouts(report: Report, config: RunConfig, *, on_this_machine: bool) 
             continue
         if rollout.python:
             if shutil.which(rollout.python) is None:
-                where = report.at(f"rollouts.{name}.python")
+                where = f"rollouts.{name}.python"
                 cure = "give the path of the interpreter that has the program's packages"
                 got = f"{rollout.python!r}: no such program"
                 severity("rollouts", where, want="a Python interpreter", got=got, cure=cure)
             continue
         for setting, path in _imports(rollout):
             if reason := _absent(path, kind="slime" if rollout.use.startswith(OF_SLIME) else "any"):
-                where = report.at(f"rollouts.{name}.{setting}")
-                cure = "fix the name; modules are searched in this directory and in PYTHONPATH"
-                severity("rollouts", where, want="a program that can be imported", got=f"{path!r}: {reason}", cure=cure)
+                where = f"rollouts.{name}.{setting}"
+                got = f"{path!r}: {reason}"
+                severity("rollouts", where, want="a program that can be imported", got=got, cure=FIX_MODULE)
 
 
 def _imports(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
@@ -168,10 +167,8 @@ def _imports(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
         return
     tools = rollout.options.get("tools")
     uses = [tool.get("use") if isinstance(tool, dict) else tool for tool in (tools if isinstance(tools, list) else ())]
-    named = [
-        *((f"options.tools[{place}]", use) for place, use in enumerate(uses)),
-        ("options.environment", rollout.options.get("environment")),
-    ]
+    named = [(f"options.tools[{place}]", use) for place, use in enumerate(uses)]
+    named.append(("options.environment", rollout.options.get("environment")))
     yield from ((setting, use) for setting, use in named if isinstance(use, str) and ":" in use)
 
 
@@ -188,17 +185,9 @@ def _absent(path: str, *, kind: str) -> str:
 def check_filters(report: Report, config: RunConfig) -> None:
     """Load every filter with its options, as the feeder does."""
     for chosen in config.data.filters.values():
-        setting = f"data.filters.{chosen.name}"
-        try:
+        settings = (f"data.filters.{chosen.name}.use", f"data.filters.{chosen.name}.options")
+        with _refusals(report, "filters", chosen.use, settings, "a filter that can be loaded", report.error):
             bind(chosen.use, chosen.options, contract_of(chosen))
-        except BadRewardOption as error:
-            where = report.at(f"{setting}.options.{error.option}")
-            want = f"an option of {chosen.use}"
-            report.error("filters", where, want=want, got=error.reason, cure="fix it, or remove it")
-        except UnknownReward as error:
-            want, got = "a filter that can be loaded", f"{chosen.use!r}: {error.reason}"
-            report.error("filters", report.at(f"{setting}.use"), want=want, got=got, cure=FIX_MODULE)
-        else:
             report.good("filters", f"{chosen.name}: {chosen.use} loaded")
 
 
@@ -212,31 +201,21 @@ def _check_one(
     on_this_machine: bool,
     call: bool,
 ) -> None:
-    where = report.at(settings[0])
     if name == BY_ROLLOUT:
         report.good("reward", "none needed: every episode gets its reward from its rollout, or fails")
         return
     if not name:
         want = f"a reward: one of {', '.join(sorted(TABLE))}, or an import path module:function"
-        report.error("reward", where, want=want, got="none", cure="set, for example, actor: {reward: exact}")
+        report.error("reward", settings[0], want=want, got="none", cure="set, for example, actor: {reward: exact}")
         return
-    try:
+    severity = report.error if on_this_machine or (":" not in name and name not in SANDBOXED) else report.warning
+    score = None
+    with _refusals(report, "reward", name, settings, "a reward that can be loaded", severity):
         score = load(name, options)
-    except RewardNotImported as error:
-        report.error("reward", where, want=f"{name} imported", got=error.reason, cure="fix the module")
-        return
-    except UnknownReward as error:
-        severity = report.error if on_this_machine or (":" not in name and name not in SANDBOXED) else report.warning
-        cure = "fix the name; modules are searched in this directory and in PYTHONPATH"
-        severity("reward", where, want="a reward that can be loaded", got=f"{name!r}: {error.reason}", cure=cure)
-        return
-    except BadRewardOption as error:
-        option = f"{settings[1]}.{error.option}"
-        want = f"an option of {name}"
-        report.error("reward", report.at(option), want=want, got=error.reason, cure="fix it, or remove it")
+    if score is None:
         return
     if row is not None and (call or (name in TABLE and name not in ASKING)):
-        _call(report, name, options, score, row, where=where)
+        _call(report, name, options, score, row, where=settings[0])
     else:
         reason = "--check-reward calls it once" if row is not None else "none of the rows read is for it"
         report.good("reward", f"{name} loaded, not called ({reason})")
@@ -245,9 +224,8 @@ def _check_one(
 def _call(report: Report, name: str, options: JsonObject, score: Scorer, row: PromptRow, *, where: str) -> None:
     """Score the label as the response; a reward by import path in a child, as in an actor: it may end its process."""
     if name in COMPARING and not _is_answer(row.label, many=name in SEVERAL):
-        kind = (
-            "list" if isinstance(row.label, list) else "map" if isinstance(row.label, dict) else json.dumps(row.label)
-        )
+        kinds = ((list, "list"), (dict, "map"))
+        kind = next((word for kind, word in kinds if isinstance(row.label, kind)), None) or json.dumps(row.label)
         want = f"a text or a number under {report.at('data.label_key')}, which {name} compares responses with"
         cure = "name the key that holds the answer, or use a reward of your own"
         report.error("reward", f"row {row.number + 1} of data.path", want=want, got=f"a {kind}", cure=cure)
@@ -288,9 +266,8 @@ def check_algorithm(report: Report, config: RunConfig) -> None:
     functions: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]]
     functions = [(f"algorithm.{name}", attrgetter(name)(algorithm), OWN_ARGUMENTS[name], ()) for name in OWN_SETTINGS]
     functions.append(("algorithm.advantage", algorithm.advantage, OWN_ARGUMENTS["advantage"], OFFERED))
-    functions += [
-        ("algorithm.reject.rules", path, OWN_ARGUMENTS["reject.rules"], ()) for path in algorithm.reject.functions
-    ]
+    rules = algorithm.reject.functions
+    functions += [("algorithm.reject.rules", path, OWN_ARGUMENTS["reject.rules"], ()) for path in rules]
     functions += [(f"hooks.{name}", path, HOOK_ARGUMENTS, ()) for name, path in hooks.items()]
     for name, path, arguments, offered in functions:
         if ":" in path:
@@ -310,7 +287,7 @@ def check_bridge(report: Report, config: RunConfig) -> None:
 def _report_code(report: Report, topic: str, setting: str, path: str, reason: str, want: str, page: str) -> None:
     if reason:
         cure = f"fix it; modules are searched in this directory and in PYTHONPATH ({page} has the contract)"
-        report.error(topic, report.at(setting), want=want, got=f"{path!r}: {reason}", cure=cure)
+        report.error(topic, setting, want=want, got=f"{path!r}: {reason}", cure=cure)
     else:
         report.good(topic, f"{setting}: {path} is there")
 
@@ -325,14 +302,14 @@ def _doubt_gspo(report: Report, config: RunConfig) -> None:
         cure = f"use anchor: proximal, as in correction: {algorithm.loss}"
         got = f"clip.high {algorithm.clip.high} at anchor: rollout"
         want = "gspo anchored at the proximal policy: against mu, noise alone is larger than this range"
-        report.warning("algorithm", report.at(f"{name}.anchor"), want=want, got=got, cure=cure)
+        report.warning("algorithm", f"{name}.anchor", want=want, got=got, cure=cure)
     elif algorithm.anchor == "proximal" and algorithm.clip.high > GSPO_WIDE:
         want = "about 3e-4 and 4e-4: the ratio of a response moves far less than that of a token"
         got = f"{algorithm.clip.low} and {algorithm.clip.high}"
         cure = f"use correction: {algorithm.loss}, or set clip.low and clip.high"
-        report.warning("algorithm", report.at(f"{name}.clip.high"), want=want, got=got, cure=cure)
+        report.warning("algorithm", f"{name}.clip.high", want=want, got=got, cure=cure)
     if algorithm.aggregation != "seq_mean_token_mean" and algorithm.correction != "luspo":
         want = "seq_mean_token_mean with gspo: every response counts the same"
         cure = f"use correction: {algorithm.loss}, or set it"
         got = str(algorithm.aggregation)
-        report.warning("algorithm", report.at(f"{name}.aggregation"), want=want, got=got, cure=cure)
+        report.warning("algorithm", f"{name}.aggregation", want=want, got=got, cure=cure)

@@ -23,58 +23,49 @@ from tidemill.bus.wire.episode_limits import Budget
 from tidemill.launch.checks.data import Prompts
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
-from tidemill.launch.devices.memory_table import ITEM_BYTES, dtype_on, kv_budget, training_bytes
+from tidemill.launch.devices.activations import ITEM_BYTES
+from tidemill.launch.devices.memory_table import dtype_on, kv_budget, training_bytes
 from tidemill.launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
 from tidemill.learner.buffer.plans import plan_bytes
 from tidemill.learner.checkpoints.object_store import ObjectStore, missing_package
 from tidemill.learner.errors import StoreFailed
 from tidemill.learner.settings.checkpoint_store import MOST_PENDING, OF_THIS_MACHINE, protocol_of
 
-ANSWER_S = 0.5
-"""Seconds for a server to accept the connection and send its INFO line."""
-"""Share of the free disk that nats-server takes for its streams. Measured with 2.15.1: it logs
-"Max Storage" 1.50 GB on a disk of 2 GB."""
-MORE_FOR_BEST = 3
-"""Checkpoints that ``eval.best`` keeps: the best, that of the version under evaluation and the next."""
-MODEL_BYTES = 4
-"""Bytes on disk per parameter of a model, float32."""
+ANSWER_S = 0.5  # Seconds for a server to accept the connection and send its INFO line
+MORE_FOR_BEST = 3  # Checkpoints that `eval.best` keeps: the best, that of the version under evaluation and the next
+MODEL_BYTES = 4  # Bytes on disk per parameter of a model, float32
+# Bytes on disk per parameter of a checkpoint: weight, master copy and Adam's two moments, float32.
 CHECKPOINT_BYTES = 16
-"""Bytes on disk per parameter of a checkpoint: weight, master copy and Adam's two moments, float32."""
-MEGATRON_LOGS = "config_logger_dir"
-"""Megatron's argument that names a directory."""
-GPU = Path("/dev/nvidiactl")
-"""A file that exists where CUDA does: weights are then not in the memory that is checked."""
+MEGATRON_LOGS = "config_logger_dir"  # Megatron's argument that names a directory
+GPU = Path("/dev/nvidiactl")  # A file that exists where CUDA does: weights are then not in the memory that is checked
 
 STORE_SETTING = "learner.checkpoint.store"
-STORE_ANSWER_S = 20.0
-"""Longest time in which the store takes a small object, returns and removes it."""
+STORE_ANSWER_S = 20.0  # Longest time in which the store takes a small object, returns and removes it
 
 
 def check_engine(report: Report, config: RunConfig, *, on_this_machine: bool) -> None:
     """Check the engine's program and the release of SGLang; ``on_this_machine``: engines are started here."""
     engine = config.engine
     if engine.kind != "sglang" or engine.sglang.url:
-        user = (
-            "a server that is running (engine.sglang.url)" if engine.kind == "sglang" else f"engine.kind: {engine.kind}"
-        )
+        is_running = "a server that is running (engine.sglang.url)"
+        user = is_running if engine.kind == "sglang" else f"engine.kind: {engine.kind}"
         for name in ("arguments", "environment"):
             if values := getattr(engine.sglang, name):
                 cure = "remove them, or give them to the server where it is started"
                 want = f"none with {user}"
-                report.warning("engine", report.at(f"engine.sglang.{name}"), want=want, got=values, cure=cure)
+                report.warning("engine", f"engine.sglang.{name}", want=want, got=values, cure=cure)
         return
     severity = report.error if on_this_machine else report.warning
-    where, program = report.at("engine.sglang.python"), shutil.which(engine.sglang.python)
+    where, program = "engine.sglang.python", shutil.which(engine.sglang.python)
+    want = "the Python interpreter of an environment with SGLang"
     if program is None:
-        want, got = "the Python interpreter of an environment with SGLang", f"{engine.sglang.python!r}: no such program"
         cure = "make that environment (docs/sglang.md), or set engine.kind: builtin"
-        severity("engine", where, want=want, got=got, cure=cure)
+        severity("engine", where, want=want, got=f"{engine.sglang.python!r}: no such program", cure=cure)
         return
     releases = _installed(program, "sglang")
     if releases is not None and not releases:
-        want = "the Python interpreter of an environment with SGLang"
-        got = f"{engine.sglang.python!r}, whose packages have no sglang"
         cure = "install it there (docs/sglang.md), or give another one"
+        got = f"{engine.sglang.python!r}, whose packages have no sglang"
         report.warning("engine", where, want=want, got=got, cure=cure)
     for release in releases or ():
         try:
@@ -88,10 +79,8 @@ def check_engine(report: Report, config: RunConfig, *, on_this_machine: bool) ->
 def _installed(program: str, package: str) -> list[str] | None:
     """Return the releases of a package in an interpreter's environment; None where it has another layout."""
     places = list(Path(program).parent.parent.glob("lib/python3*/site-packages"))
-    folders = [folder for place in places for folder in place.glob(f"{package}-*.dist-info")]
-    return (
-        [folder.name.removeprefix(f"{package}-").removesuffix(".dist-info") for folder in folders] if places else None
-    )
+    names = [folder.name for place in places for folder in place.glob(f"{package}-*.dist-info")]
+    return [name.removeprefix(f"{package}-").removesuffix(".dist-info") for name in names] if places else None
 
 
 def check_bus(
@@ -103,11 +92,11 @@ def check_bus(
         file = getattr(config.bus, name)
         if file and not Path(file).is_file():
             got = f"{file!r}: no such file"
-            report.error("bus", report.at(f"bus.{name}"), want="a PEM file", got=got, cure="fix the path")
+            report.error("bus", f"bus.{name}", want="a PEM file", got=got, cure="fix the path")
     if not config.bus.url:
-        _check_plan(report, config, config.bus.max_payload_bytes, report.at("bus.max_payload_bytes"))
+        _check_plan(report, config, config.bus.max_payload_bytes, "bus.max_payload_bytes")
         return
-    where = report.at("bus.url")
+    where = "bus.url"
     wrong = _wrong_servers(config.bus.url)
     if wrong:
         want = "nats://host:port (or tls://), several with commas"
@@ -137,18 +126,16 @@ def _check_stream(report: Report, config: RunConfig, model: CheckedModel | None,
     routed = model.routed_bytes if model is not None else 0
     needed, severity = config.stream_bytes(longest, routed), report.error if known_longest else report.warning
     if config.bus.samples_max_bytes < needed:
-        want = (
-            f">= {needed} for what lies between the kept checkpoints, the lag and the history, in samples of "
-            f"{longest} prompt tokens"
-        )
+        parts = "what lies between the kept checkpoints, the lag and the history"
+        want = f">= {needed} for {parts}, in samples of {longest} prompt tokens"
         cure = "raise it, or lower data.max_prompt_tokens, learner.checkpoint_every or bus.history_samples"
-        severity("bus", report.at("bus.samples_max_bytes"), want=want, got=config.bus.samples_max_bytes, cure=cure)
+        severity("bus", "bus.samples_max_bytes", want=want, got=config.bus.samples_max_bytes, cure=cure)
     sample_bytes = (SAMPLE_BYTES_PER_TOKEN + routed) * (longest + config.sampling.max_new_tokens)
     if routed and sample_bytes > MAX_SAMPLE_BYTES:
         per_token = f"{routed} bytes of experts and {SAMPLE_BYTES_PER_TOKEN} more"
         want = f"samples of at most {MAX_SAMPLE_BYTES} bytes, in which a token has {per_token}"
         cure = "use learner.routing_replay: old, or lower data.max_prompt_tokens or sampling.max_new_tokens"
-        severity("bus", report.at("learner.routing_replay"), want=want, got=f"{sample_bytes} bytes", cure=cure)
+        severity("bus", "learner.routing_replay", want=want, got=f"{sample_bytes} bytes", cure=cure)
 
 
 def _check_plan(report: Report, config: RunConfig, max_payload: int, where: str) -> None:
@@ -165,14 +152,10 @@ def _check_plan(report: Report, config: RunConfig, max_payload: int, where: str)
         num_sequences = _most_sequences(rollout.limits)
         largest = plan_bytes(groups=groups, samples=samples, sequences=samples * num_sequences, versions=versions)
         if largest > room:
-            got = (
-                f"{max_payload}, for up to {largest} bytes with the {num_sequences} sequences that "
-                f"rollouts.{name}.budget allows an episode"
-            )
-            cure = (
-                f"such a step runs with fewer groups; raise it to {largest + HEADER_RESERVE_BYTES}, or lower "
-                f"rollouts.{name}.budget.turns"
-            )
+            budget, needed = f"rollouts.{name}.budget", largest + HEADER_RESERVE_BYTES
+            why = f"with the {num_sequences} sequences that {budget} allows an episode"
+            got = f"{max_payload}, for up to {largest} bytes {why}"
+            cure = f"such a step runs with fewer groups; raise it to {needed}, or lower {budget}.turns"
             report.warning("bus", where, want=want, got=got, cure=cure)
 
 
@@ -234,7 +217,7 @@ def _writable(report: Report, setting: str, directory: Path) -> Path | None:
         return existing
     want = "a directory that can be made and written to"
     got = f"{existing} cannot be written to"
-    report.error("disk", report.at(setting), want=want, got=got, cure="set another directory")
+    report.error("disk", setting, want=want, got=got, cure="set another directory")
     return None
 
 
@@ -250,40 +233,31 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None, 
     pending = MOST_PENDING if config.learner.checkpoint.url else 0  # while the store does not answer
     checkpoints = config.learner.keep_checkpoints + (MORE_FOR_BEST if config.eval.best else 0) + pending
     models = _models_kept(config)
-    kept = (
-        (checkpoints + 1) * _checkpoint_bytes(config, model) + models * MODEL_BYTES * model.num_parameters
-        if trains and model
-        else 0
-    )
+    kept = 0
+    if trains and model is not None:
+        kept = (checkpoints + 1) * _checkpoint_bytes(config, model) + models * MODEL_BYTES * model.num_parameters
     turns = config.bus.turns_max_bytes if config.bus.rollouts else 0
     stored = 0 if config.bus.url else config.bus.samples_max_bytes + turns
     got = f"{_gb(free)} free on {existing}"
     if kept > free:
-        want = (
-            f"{_gb(kept)} for {checkpoints} checkpoints, one being written, and "
-            f"{'the model' if models == 1 else f'{models} models'}"
+        files = (
+            f"{checkpoints} checkpoints, one being written, and {'the model' if models == 1 else f'{models} models'}"
         )
-        cure = "set directory to a larger disk, or lower learner.keep_checkpoints" + (
-            " or learner.keep_hf" if models > 1 else ""
-        )
-        report.error("disk", report.at("directory"), want=want, got=got, cure=cure)
-    elif (
-        stored > STORE_SHARE * free and not (config.root / "bus").exists()
-    ):  # a stream that exists has its room already
-        want = (
-            "<= three quarters of what is free on the disk of the directory, which nats-server takes for its "
-            f"store: {got}"
-        )
-        cure = "lower it, or set directory to a larger disk"
-        report.error("disk", report.at("bus.samples_max_bytes"), want=want, got=_gb(stored), cure=cure)
+        want, cure = f"{_gb(kept)} for {files}", "set directory to a larger disk, or lower learner.keep_checkpoints"
+        cure += " or learner.keep_hf" if models > 1 else ""
+        report.error("disk", "directory", want=want, got=got, cure=cure)
+    elif stored > STORE_SHARE * free and not (config.root / "bus").exists():  # streams that exist have their room
+        share = "three quarters of what is free on the disk of the directory, which nats-server takes for its store"
+        want, cure = f"<= {share}: {got}", "lower it, or set directory to a larger disk"
+        report.error("disk", "bus.samples_max_bytes", want=want, got=_gb(stored), cure=cure)
     elif not config.bus.url and (lack := lacking(config.root / "bus", needed_bytes(config.bus))):
         # No error: a learner that starts beside a bus on a full disk waits for it, as all processes do.
         want = "room for the bus, which waits for it"
-        report.warning("disk", report.at("directory"), want=want, got=lack, cure="or set another directory")
+        report.warning("disk", "directory", want=want, got=lack, cure="or set another directory")
     elif kept + stored > free:
         want = f"room for {_gb(kept)} of checkpoints beside {_gb(stored)} of samples (bus.samples_max_bytes)"
         cure = "lower bus.samples_max_bytes or learner.keep_checkpoints, or set directory to a larger disk"
-        report.warning("disk", report.at("directory"), want=want, got=got, cure=cure)
+        report.warning("disk", "directory", want=want, got=got, cure=cure)
     else:
         report.good("disk", f"{got}; checkpoints need {_gb(kept)}, the bus's samples up to {_gb(stored)}")
 
@@ -330,7 +304,7 @@ def check_memory(
             blocks, cure = ", keys and values", f"lower engine.kv_tokens, or set it to 0; {cure}"
         want = f"{_gb(needed)} of memory for the weights{blocks} of {ranks} rank(s) and {engines} engine(s)"
         where = "engine.kv_tokens" if blocks else "model.path"
-        report.error("memory", report.at(where), want=want, got=f"{_gb(total)}", cure=cure)
+        report.error("memory", where, want=want, got=_gb(total), cure=cure)
     else:
         report.good("memory", f"{_gb(total)}, {_gb(needed)} needed for weights{room}")
 
@@ -341,7 +315,7 @@ def _gb(size: int) -> str:
 
 def check_store(report: Report, config: RunConfig, *, reach: bool, answer_s: float = STORE_ANSWER_S) -> None:
     """Check the URL of the store, if there is one. ``reach``: write, read and remove a small object there, too."""
-    url, where = config.learner.checkpoint.url, report.at(STORE_SETTING)
+    url, where = config.learner.checkpoint.url, STORE_SETTING
     if not url:
         return
     if protocol_of(url) == "memory":
@@ -364,7 +338,6 @@ def _reach_store(report: Report, where: str, store: ObjectStore, answer_s: float
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def probe() -> None:
-        """Report the error of the probe, or nothing."""
         try:
             store.probe()
         except StoreFailed as error:

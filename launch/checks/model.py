@@ -25,47 +25,32 @@ from tidemill.learner.settings.megatron_arguments import refusals as argument_re
 
 SETTING = "model.path"
 INDEX = "model.safetensors.index.json"
+# Sizes that the checks use for every family.
 NEEDED = ("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size")
-"""Sizes that the checks use for every family."""
+# Settings of the learner that divide a model.
 SPLITS = (
-    *(
-        "tensor_parallel",
-        "sequence_parallel",
-        "pipeline_parallel",
-        "virtual_pipeline",
-        "first_stage_layers",
-        "last_stage_layers",
-    ),
-    *("context_parallel", "expert_parallel"),
+    *("tensor_parallel", "sequence_parallel", "context_parallel", "expert_parallel"),
+    *("pipeline_parallel", "virtual_pipeline", "first_stage_layers", "last_stage_layers"),
 )
-"""Settings of the learner that divide a model."""
+# Errors of files of any content.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error)
-"""Errors of files of any content."""
-HEADER_MOST = 100_000_000
-"""Largest header, in bytes. Source: the safetensors library's own limit."""
+HEADER_MOST = 100_000_000  # Largest header, in bytes. Source: the safetensors library's own limit.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedModel:
     """Facts about the model that the other checks use."""
 
-    directory: Path | None
-    """None = ``prepare`` makes it when the run starts."""
+    directory: Path | None  # None = `prepare` makes it when the run starts
     vocab_size: int
-    context: int
-    """Tokens of prompt and response together that the model takes, or the engine if it takes fewer."""
-    num_parameters: int
-    """0 = not known."""
-    shape: ModelShape | None
-    """None for a family that only SGLang serves."""
-    tensors: Shapes = field(default_factory=dict, repr=False)
-    """Shapes of the weights by name."""
+    context: int  # Tokens of prompt and response together that the model takes, or the engine if it takes fewer
+    num_parameters: int  # 0 = not known
+    shape: ModelShape | None  # None for a family that only SGLang serves
+    tensors: Shapes = field(default_factory=dict, repr=False)  # Shapes of the weights by name
+    # The model in `learner.critic.path`; None = none, or of a family that the built-in engine lacks.
     critic: ModelShape | None = None
-    """The model in ``learner.critic.path``; None = none, or of a family that the built-in engine lacks."""
-    routed_bytes: int = 0
-    """Bytes of the experts of one token in a sample, where they are replayed; else 0."""
-    num_trained: int | None = None
-    """Parameters that the learner trains; None = all."""
+    routed_bytes: int = 0  # Bytes of the experts of one token in a sample, where they are replayed; else 0
+    num_trained: int | None = None  # Parameters that the learner trains; None = all
 
     @property
     def critic_tensors(self) -> Shapes | None:
@@ -106,9 +91,9 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
     if len(report.errors) > before:
         return None
     tensors = shape.tensors() if shape is not None else in_files
-    vocabulary, positions = (
-        (shape.vocab_size, shape.max_positions) if shape is not None else (values[name] for name in NEEDED[:2])
-    )
+    vocabulary, positions = (values.get(name) for name in NEEDED[:2])
+    if shape is not None:
+        vocabulary, positions = shape.vocab_size, shape.max_positions
     assert isinstance(vocabulary, int) and isinstance(positions, int)
     model = CheckedModel(
         directory=None if prepare is not None else path,
@@ -147,13 +132,13 @@ def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:
     path, want = Path(model.path), "a directory with a Hugging Face model (config.json, *.safetensors, tokenizer.json)"
     if not model.path:
         cure = "set one, or have a small one made: prepare: {kind: digits}"
-        report.error("model", report.at(SETTING), want=want, got="none", cure=cure)
+        report.error("model", SETTING, want=want, got="none", cure=cure)
         return None
     file = path / "config.json"
     if not file.is_file():
         got = "no such directory" if not path.is_dir() else "a directory without config.json"
         cure = "give the directory it was saved to"
-        report.error("model", report.at(SETTING), want=want, got=f"{model.path!r}: {got}", cure=cure)
+        report.error("model", SETTING, want=want, got=f"{model.path!r}: {got}", cure=cure)
         return None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -188,11 +173,10 @@ def _check_settings(report: Report, config: RunConfig, values: Mapping[str, obje
         "offload_optimizer": learner.offload_optimizer and experts,
         "optimizer.name": learner.optimizer.name == "sgd" and experts,
     }
+    has = {"moe_bias_update_rate": "no bias per expert"}
     for name in (name for name, wrong in refused.items() if wrong):
-        have = "experts" if experts else "no experts"
-        want = f"its default for {family}, which has {'no bias per expert' if name == 'moe_bias_update_rate' else have}"
-        got = getattr(learner, name)
-        report.error("model", report.at(f"learner.{name}"), want=want, got=got, cure="remove the setting")
+        want = f"its default for {family}, which has {has.get(name, 'experts' if experts else 'no experts')}"
+        report.error("model", f"learner.{name}", want=want, got=getattr(learner, name), cure="remove the setting")
 
 
 def _shape(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> ModelShape | None:
@@ -209,8 +193,7 @@ def _shape(report: Report, config: RunConfig, values: Mapping[str, object], wher
     return None
 
 
-Tensors = Mapping[str, tuple[int, ...]]
-"""Shapes by name."""
+Tensors = Mapping[str, tuple[int, ...]]  # Shapes by name
 
 
 def _tensors(report: Report, path: Path) -> Tensors:
@@ -239,9 +222,7 @@ def size_here(config: RunConfig, model: Path | None = None) -> ModelSize:
     if model is None and not config.model.path:
         return ModelSize()
     try:
-        return ModelSize(
-            tensors_in(path), _critic_tensors(Path(config.learner.critic.path) if config.learner.critic.path else path)
-        )
+        return ModelSize(tensors_in(path), _critic_tensors(Path(config.learner.critic.path or path)))
     except UNREADABLE:
         return ModelSize()
 
@@ -285,29 +266,25 @@ def _check_context(report: Report, config: RunConfig, model: CheckedModel, posit
     _check_stops(report, config, model.vocab_size)
     new, longest = config.sampling.max_new_tokens, config.data.max_prompt_tokens
     if config.engine.max_context > positions:
-        want, where = f"<= {positions} (max_position_embeddings of the model)", report.at("engine.max_context")
+        want, where = f"<= {positions} (max_position_embeddings of the model)", "engine.max_context"
         report.error("context", where, want=want, got=config.engine.max_context, cure="lower it, or 0 for all of it")
     if new >= model.context:
         want = f"< {model.context}, the context of prompt and response together"
         cure = f"set sampling.max_new_tokens to {max(1, model.context // 2)}, say"
-        report.error("context", report.at("sampling.max_new_tokens"), want=want, got=new, cure=cure)
+        report.error("context", "sampling.max_new_tokens", want=want, got=new, cure=cure)
     elif longest + new > model.context:
         want = f"<= {model.context - new}: a context of {model.context} less sampling.max_new_tokens = {new}"
         cure = "lower one of the two"
-        report.error("context", report.at("data.max_prompt_tokens"), want=want, got=longest, cure=cure)
+        report.error("context", "data.max_prompt_tokens", want=want, got=longest, cure=cure)
 
 
 def _check_stops(report: Report, config: RunConfig, vocab_size: int) -> None:
-    settings = {
-        "sampling": config.sampling.stop_token_ids,
-        **{f"eval.sets.{name}": eval_set.stop_token_ids for name, eval_set in config.eval.sets.items()},
-    }
-    for setting, ids in settings.items():
-        if outside := [token for token in ids or () if token >= vocab_size]:
+    sections = {"sampling": config.sampling} | {f"eval.sets.{name}": own for name, own in config.eval.sets.items()}
+    for name, section in sections.items():
+        if outside := [token for token in section.stop_token_ids or () if token >= vocab_size]:
             want = f"ids below {vocab_size}, the size of the model's vocabulary"
-            where = report.at(f"{setting}.stop_token_ids")
             cure = "ids of tokens are in the model's tokenizer.json"
-            report.error("model", where, want=want, got=outside[0], cure=cure)
+            report.error("model", f"{name}.stop_token_ids", want=want, got=outside[0], cure=cure)
 
 
 def _check_reference(report: Report, config: RunConfig, values: Mapping[str, object], tensors: Tensors) -> None:
@@ -315,16 +292,13 @@ def _check_reference(report: Report, config: RunConfig, values: Mapping[str, obj
     reference = config.learner.algorithm.kl.reference
     if not reference:
         return
-    where = report.at("learner.algorithm.kl.reference")
+    where = "learner.algorithm.kl.reference"
     want = "the directory of a model with the sizes of the trained one"
     try:
         its = json.loads((Path(reference) / "config.json").read_text(encoding="utf-8"))
         family = its["model_type"]
-        reference_tensors = (
-            ModelShape.of(its, where=reference).tensors()
-            if its["model_type"] in DECODED
-            else tensors_in(Path(reference))
-        )
+        shape = ModelShape.of(its, where=reference) if family in DECODED else None
+        reference_tensors = tensors_in(Path(reference)) if shape is None else shape.tensors()
         configs = as_older(values), as_older(its)
     except UNREADABLE as error:
         cure = "fix the path, or leave it empty: the model at the start of the run"
@@ -366,7 +340,7 @@ def _check_critic(report: Report, config: RunConfig, vocab_size: int, max_positi
     if learner.offload_optimizer and values.get("model_type") in EXPERTS_OF:
         want = f"false with a critic that has experts ({values['model_type']} in {path})"
         cure = "remove the setting, or use another critic"
-        report.error("critic", report.at("learner.offload_optimizer"), want=want, got=True, cure=cure)
+        report.error("critic", "learner.offload_optimizer", want=want, got=True, cure=cure)
     try:
         return ModelShape.of(values, where=str(path))
     except UnsupportedModel:  # no engine will serve it

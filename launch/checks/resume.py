@@ -20,6 +20,7 @@ from tidemill.learner.prompts.prompt_file import PlannedRows, PromptFile, prompt
 
 log = logging.getLogger(__name__)
 
+# Entry of `tidemill.learner.buffer.rules.DataRules.identity`, or `lora` -> the setting it comes from.
 SETTINGS = {
     "run": "run",
     "seed": "data.seed",
@@ -30,11 +31,10 @@ SETTINGS = {
     "top_k": "sampling.top_k",
     "lora": "learner.lora",
 }
-"""Entry of ``tidemill.learner.buffer.rules.DataRules.identity``, or ``lora`` -> the setting it comes from."""
+# Families identified by their shape (others by all integers of config.json), fixed for runs of older versions.
 BY_SHAPE = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
-"""Families identified by their shape (others by all integers of config.json), fixed for runs of older versions."""
+# Bytes of the largest prompt file that is compared here; a larger one is compared by the feeder.
 HASHED_MOST = 256_000_000
-"""Bytes of the largest prompt file that is compared here; a larger one is compared by the feeder."""
 
 
 def check_resume(report: Report, config: RunConfig) -> None:
@@ -52,7 +52,7 @@ def check_resume(report: Report, config: RunConfig) -> None:
                 continue
             want = f"{_shown(name, then[name], began)}, with which the run in {config.root} began"
             cure = "undo this change, or start another run: set directory"
-            report.error("resume", report.at(setting), want=want, got=_shown(name, now[name], config), cure=cure)
+            report.error("resume", setting, want=want, got=_shown(name, now[name], config), cure=cure)
     if then and len(report.findings) == before:
         report.good("resume", f"{config.root}: the same model, prompts and sampling as at its start")
 
@@ -68,11 +68,11 @@ def _compare_rows(report: Report, config: RunConfig, rows: JsonMapping) -> None:
         log.debug("prompts not compared error=%s", error)
     except ConfigRefused as error:
         cure = "or start another run: set directory"
-        report.error("resume", report.at(error.field), want=error.want, got=error.got, cure=cure)
+        report.error("resume", error.field, want=error.want, got=error.got, cure=cure)
     else:
         want = f"the files with which the run in {config.root} began"
         cure = "the run goes on with these, because it has planned none of them"
-        report.warning("resume", report.at("data.path"), want=want, got=f"others: {differences}", cure=cure)
+        report.warning("resume", "data.path", want=want, got=f"others: {differences}", cure=cure)
 
 
 def identity(config: RunConfig) -> dict[str, object]:
@@ -82,19 +82,14 @@ def identity(config: RunConfig) -> dict[str, object]:
     entries |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     sources = data.used
     try:
-        if (
-            sources
-            and sum(file.stat().st_size for source in sources for file in data_files(source.path)) <= HASHED_MOST
-        ):
+        sizes = [file.stat().st_size for source in sources for file in data_files(source.path)]
+        if sources and sum(sizes) <= HASHED_MOST:
             entries["prompts_digest"] = prompts_digest(sources, shuffle=data.shuffle, seed=data.seed)
     except (PromptError, OSError) as error:  # the check of the data names it
         log.debug("prompts not compared error=%s", error)
     lora = config.learner.lora
-    entries["lora"] = (
-        {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "targets": sorted(lora.targets)}
-        if lora.rank
-        else "none"
-    )
+    adapters = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "targets": sorted(lora.targets)}
+    entries["lora"] = adapters if lora.rank else "none"
     if model := model_identity(Path(config.model.path), config.model.megatron_checkpoint):
         entries["model"] = model
     return entries
@@ -153,17 +148,7 @@ def _recorded(root: Path) -> JsonObject:
 
 def _shown(name: str, value: object, config: RunConfig | None) -> str:
     """Return a value for a message, behind the file that it describes if that is known."""
-    place = (
-        ""
-        if config is None
-        else config.model.path
-        if name == "model"
-        else _prompts(config)
-        if name == "prompts_digest"
-        else ""
-    )
+    place = ""
+    if config is not None and name in ("model", "prompts_digest"):
+        place = config.model.path if name == "model" else " + ".join(map(str, config.data.used))
     return f"{place}: {value}" if place else repr(value)
-
-
-def _prompts(config: RunConfig) -> str:
-    return " + ".join(map(str, config.data.used))

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
+from pathlib import Path
 
 from tidemill.actors.rollout_settings import OF_VERIFIERS
 from tidemill.bus.config import SINGLE_TURN
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.responses import Recordings
 from tidemill.learner.prompts.rows import PromptRow
+from tidemill.learner.prompts.tokenizer import PromptTokenizer
+from tidemill.rewards.model_text import EndTokens
 
 
 def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None) -> Callable[[PromptRow], None]:
@@ -31,9 +35,8 @@ def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None)
         if (sampling.max_new_tokens or 0) > max_new_tokens:
             want = f"max_new_tokens <= {max_new_tokens}, which is set for all rows"
             raise PromptError(row.where, want, sampling.max_new_tokens)
-        if vocab_size is not None and (
-            outside := [token for token in sampling.stop_token_ids or () if token >= vocab_size]
-        ):
+        stops = sampling.stop_token_ids or ()
+        if vocab_size is not None and (outside := [token for token in stops if token >= vocab_size]):
             want = f"stop_token_ids below {vocab_size}, the size of the model's vocabulary"
             raise PromptError(row.where, want, outside[0])
         if parts and not any(part.applies(row.metadata) for part in parts):
@@ -55,11 +58,9 @@ def _refuse_other_task(row: PromptRow, taskset: str) -> None:
 
 def _refuse_responses(row: PromptRow, config: RunConfig, vocab_size: int | None) -> None:
     algorithm, own_temperature = config.learner.algorithm, row.sampling.temperature
-    temperature, place_of = (
-        (config.sampling.temperature, "sampling.temperature")
-        if own_temperature is None
-        else (own_temperature, "its own temperature")
-    )
+    temperature, place_of = own_temperature, "its own temperature"
+    if temperature is None:
+        temperature, place_of = config.sampling.temperature, "sampling.temperature"
     for number, response in enumerate(row.responses):
         place = f"response {number + 1}"
         if vocab_size is not None and max((*response.tokens, *response.prompt_tokens), default=0) >= vocab_size:
@@ -71,11 +72,8 @@ def _refuse_responses(row: PromptRow, config: RunConfig, vocab_size: int | None)
                 raise PromptError(row.where, want, response.temperature)
             continue
         if not algorithm.demonstration_coef:
-            want = (
-                f"tokens and log_probs in {place} with learner.algorithm.loss: {algorithm.loss}, which needs "
-                "the policy that wrote it; "
-                "or loss: sft, or sft_coef > 0"
-            )
+            why = f"learner.algorithm.loss: {algorithm.loss}, which needs the policy that wrote it"
+            want = f"tokens and log_probs in {place} with {why}; or loss: sft, or sft_coef > 0"
             raise PromptError(row.where, want, "none")
         if temperature != 1:
             want = f"{place_of}: 1 with {place}, which has no log_probs: cross-entropy is that of the model itself"
@@ -83,8 +81,18 @@ def _refuse_responses(row: PromptRow, config: RunConfig, vocab_size: int | None)
         terms = ("kl.coef", "entropy.coef", "entropy.target")
         term = next((path for path in terms if attrgetter(path)(algorithm)), "")
         if algorithm.loss == "sft" and term:
-            want = (
-                f"learner.algorithm.{term}: 0 with {place}, which has no log_probs: it is trained by its "
-                "cross-entropy alone"
-            )
+            why = f"{place}, which has no log_probs: it is trained by its cross-entropy alone"
+            want = f"learner.algorithm.{term}: 0 with {why}"
             raise PromptError(row.where, want, attrgetter(term)(algorithm))
+
+
+def recordings_of(config: RunConfig, model: Path, tokenize: PromptTokenizer, max_context: int) -> Recordings:
+    """Return the reader of the rows' recorded responses, as the feeder has it."""
+    return Recordings(
+        tokenize.bounded(max_context),
+        rollouts=config.recorded_rollouts,
+        end_ids=EndTokens.read(model).ids,
+        max_tokens=max_context,
+        chat=config.data.apply_chat_template,
+        texts=tokenize,
+    )

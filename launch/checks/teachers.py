@@ -12,8 +12,7 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
 from tidemill.launch.settings.run_config import RunConfig
 
-ANSWER_S = 2.0
-"""Seconds for a teacher to answer."""
+ANSWER_S = 2.0  # Seconds for a teacher to answer
 TOKENIZER = "tokenizer.json"
 
 
@@ -23,7 +22,7 @@ def check_teachers(
     """Report teachers that cannot score the run's samples. ``data``: None = not known; ``reach``: ask their servers."""
     teachers = [*config.actor.teachers.values()]
     for teacher in teachers:
-        where = report.at("actor.teachers")
+        where = "actor.teachers"
         if teacher.model:
             _check_directory(report, config, teacher, where, model)
         for url in teacher.servers if reach and not teacher.model else ():
@@ -32,7 +31,7 @@ def check_teachers(
     if row is not None and teachers and chosen(teachers, row.metadata) is None:
         want, got = "a teacher that applies to every row", f"none for {row.where} with metadata {row.metadata!r:.200}"
         cure = "fix when, or add a teacher without it"
-        report.error("teachers", report.at("actor.teachers"), want=want, got=got, cure=cure)
+        report.error("teachers", "actor.teachers", want=want, got=got, cure=cure)
 
 
 def _check_directory(
@@ -47,15 +46,9 @@ def _check_directory(
         return
     if not _same_vocabulary(report, teacher.name, shape.vocab_size, where, model):
         return
-    ours = Path(config.model.path) / TOKENIZER
-    theirs = path / TOKENIZER
-    if (
-        model is not None
-        and model.directory is not None
-        and ours.is_file()
-        and theirs.is_file()
-        and _tokens(ours) != _tokens(theirs)
-    ):
+    ours, theirs = Path(config.model.path) / TOKENIZER, path / TOKENIZER
+    is_there = model is not None and model.directory is not None and ours.is_file() and theirs.is_file()
+    if is_there and _tokens(ours) != _tokens(theirs):
         want, got = f"the tokens of {ours}", f"{teacher.name}: others in {theirs}"
         cure = "use a teacher of the same family: ids must mean the same tokens"
         report.error("teachers", where, want=want, got=got, cure=cure)
@@ -65,10 +58,8 @@ def _check_directory(
         got = f"{teacher.name}: {shape.max_positions}"
         report.error("teachers", where, want=want, got=got, cure="use another teacher, or set engine.max_context")
         return
-    report.good(
-        "teachers",
-        f"{teacher.name}: {teacher.model}, {shape.num_layers} layers of {shape.hidden}, started beside the run",
-    )
+    size = f"{shape.num_layers} layers of {shape.hidden}"
+    report.good("teachers", f"{teacher.name}: {teacher.model}, {size}, started beside the run")
 
 
 def _same_vocabulary(report: Report, name: str, num_ids: int, where: str, model: CheckedModel | None) -> bool:
@@ -116,10 +107,8 @@ def _check_server(
         got, cure = f"{teacher.name}: {url}, which scores at 1, as SGLang does", "temperature 1, or `tidemill teacher`"
         report.error("teachers", where, want=want, got=got, cure=cure)
         return
-    report.good(
-        "teachers",
-        f"{teacher.name}: {url}, {info.get('model_path', 'a model')}, {vocabulary or 'an unknown number of'} ids",
-    )
+    served = f"{info.get('model_path', 'a model')}, {vocabulary or 'an unknown number of'} ids"
+    report.good("teachers", f"{teacher.name}: {url}, {served}")
 
 
 def _get(url: str) -> dict[str, object]:

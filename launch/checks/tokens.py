@@ -1,11 +1,9 @@
-"""Checks of the tokenizer, the chat template, the end tokens and the gateway's renderer, with prompts as the learner
-tokenizes them.
-
-Loads neither torch nor transformers.
-"""
+"""Checks of tokenizer, chat template, end tokens and the gateway's renderer. Loads neither torch nor transformers."""
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 from tidemill.actors.episodes.children import Children
@@ -22,18 +20,15 @@ from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.prompts.tokenizer import PromptTokenizer
 from tidemill.rewards.model_text import EndTokens, MessageTemplate, ToolsLeftOut
 
-CHAT = "chat"
-"""Protocol of ``multi_turn`` in which the chat template writes the tools, which it has by default."""
+CHAT = "chat"  # Protocol of `multi_turn` in which the chat template writes the tools, which it has by default
+# Chat that chat templates and renderers are tried with.
 QUESTION = ({"role": "user", "content": "What is three plus four?"},)
-"""Chat that chat templates and renderers are tried with."""
 TOOL = {
     "type": "function",
     "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
 }
-LOAD_S = 30.0
-"""Seconds in which a program by import path is loaded."""
-WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")
-"""Files of tokenizers that only transformers reads."""
+LOAD_S = 30.0  # Seconds in which a program by import path is loaded
+WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")  # Files of tokenizers that only transformers reads
 
 TOPIC = "ends"
 
@@ -72,11 +67,8 @@ def _read(report: Report, config: RunConfig, model: CheckedModel, file: Path) ->
     except ValueError as error:
         report.error("tokenizer", str(file), want="a tokenizer", got=str(error), cure=cure)
         return None
-    if (
-        text is None
-        and config.engine.kind != "builtin"
-        and any((model.directory / name).exists() for name in WITHOUT_JSON)
-    ):
+    is_slow = text is None and any((model.directory / name).exists() for name in WITHOUT_JSON)
+    if is_slow and config.engine.kind != "builtin":
         report.warning("tokenizer", str(file), want="one, to check prompts with", got="only a slow one", cure=cure)
     elif text is None:
         report.error("tokenizer", str(file), want="a tokenizer", got="no such file", cure=cure)
@@ -94,7 +86,7 @@ def _template(report: Report, config: RunConfig, model: CheckedModel) -> Message
     if template is None and config.data.apply_chat_template:
         want = f"a tokenizer with a chat template in {model.directory}"
         cure = "add chat_template.jinja to the model, or set it to false and write data.template"
-        report.error("tokenizer", report.at("data.apply_chat_template"), want=want, got="none", cure=cure)
+        report.error("tokenizer", "data.apply_chat_template", want=want, got="none", cure=cure)
     return template
 
 
@@ -121,7 +113,7 @@ def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -
         want = "a chat template that writes tools, or the option protocol: text or messages"
         cure = f"change chat_template.jinja in {model.directory}"
         offered = f" for {', '.join(tools)}" if setting == "use" else ""
-        report.error("rollouts", report.at(f"rollouts.{name}.{setting}"), want=want, got=got + offered, cure=cure)
+        report.error("rollouts", f"rollouts.{name}.{setting}", want=want, got=got + offered, cure=cure)
 
 
 async def _tools_of_program(rollout: RolloutConfig) -> Sequence[str]:
@@ -159,28 +151,21 @@ def check_end_tokens(report: Report, model: Path) -> None:
         return
     before = len(report.warnings)
     if not tokens.ids:
-        want = (
-            "a token that ends a response: eos_token_id in config.json or generation_config.json, or eos_token "
-            "of the tokenizer"
-        )
+        files = "eos_token_id in config.json or generation_config.json, or eos_token of the tokenizer"
+        want = f"a token that ends a response: {files}"
         cure = "set eos_token_id in generation_config.json; every response goes on to sampling.max_new_tokens"
         report.warning(TOPIC, str(model), want=want, got="none", cure=cure)
     if tokens.tokenizer is not None and tokens.configured and tokens.tokenizer not in tokens.configured:
-        want = (
-            "the tokenizer's eos_token among eos_token_id of config.json and generation_config.json, "
-            f"{_shown(tokens.configured)}"
-        )
-        cure = (
-            "correct the file that is wrong, often tokenizer_config.json behind a conversion; here both end a response"
-        )
+        configured = f"eos_token_id of config.json and generation_config.json, {_shown(tokens.configured)}"
+        want = f"the tokenizer's eos_token among {configured}"
+        wrong = "the file that is wrong, often tokenizer_config.json behind a conversion"
+        cure = f"correct {wrong}; here both end a response"
         report.warning(TOPIC, str(model / "tokenizer_config.json"), want=want, got=tokens.tokenizer, cure=cure)
     if tokens.turn is not None and tokens.turn not in tokens.named:
-        want = (
-            f"the token behind an answer in the chat template among the end tokens of the files, {_shown(tokens.named)}"
-        )
-        cure = (
-            "add it to eos_token_id in generation_config.json; here it ends a response, other programs do not know it"
-        )
+        named = f"the end tokens of the files, {_shown(tokens.named)}"
+        want = f"the token behind an answer in the chat template among {named}"
+        why = "here it ends a response, other programs do not know it"
+        cure = f"add it to eos_token_id in generation_config.json; {why}"
         report.warning(TOPIC, str(model), want=want, got=tokens.turn, cure=cure)
     if len(report.warnings) == before:
         report.good(TOPIC, f"a response ends with {_shown(tokens.ids)}")
@@ -203,33 +188,26 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
             return
         renderer = Renderer.read(gateway.renderer, gateway.renderer_options, directory, text)
     except NoRenderer as error:
-        where = report.at(f"actor.gateway.{error.setting}")
+        where = f"actor.gateway.{error.setting}"
         severity = report.warning if isinstance(error, RendererMissing) and not on_this_machine else report.error
         severity("rollouts", where, want=error.want, got=error.got, cure=error.cure)
         return
-    template_arguments = {
-        f"eval.sets.{name}.chat_template_args": eval_set.chat_template_args or {}
-        for name, eval_set in config.eval.sets.items()
-    }
-    for setting, template_args in {
-        "data.chat_template_args": config.data.chat_template_args,
-        **template_arguments,
-    }.items():
-        if rejected := _rejects(renderer, template_args):
+    sections = {"data": config.data} | {f"eval.sets.{name}": own for name, own in config.eval.sets.items()}
+    for name, section in sections.items():
+        if rejected := _rejects(renderer, section.chat_template_args or {}):
             cure = "leave it out, and set actor.gateway.renderer_options in its place"
             want = f"arguments that the renderer {renderer.name} has"
-            report.error("rollouts", report.at(setting), want=want, got=rejected, cure=cure)
+            report.error("rollouts", f"{name}.chat_template_args", want=want, got=rejected, cure=cure)
     ends = " ".join(text.decode([token], skip_special=False) for token in renderer.stop_token_ids)
     report.good("rollouts", f"renderer: {renderer.name}, its responses end with {ends}")
+    doubt = partial(report.warning, "rollouts", "actor.gateway.renderer")
     if not _tells_of_tools(renderer):
         want = "a renderer that writes the tools of a request into its prompt"
         got = f"{renderer.name}, which writes calls and results alone"
-        cure = "describe the tools in the system prompt"
-        report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=got, cure=cure)
+        doubt(want=want, got=got, cure="describe the tools in the system prompt")
     if difference := _difference(renderer, text, directory, config.data.chat_template_args):
-        want = "the token ids of the model's chat template"
         cure = "name the renderer of this model's family, if it is another one"
-        report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=difference, cure=cure)
+        doubt(want="the token ids of the model's chat template", got=difference, cure=cure)
 
 
 def _tokenizer(directory: Path) -> Text | None:
@@ -267,11 +245,7 @@ def _difference(renderer: Renderer, text: Text, directory: Path, template_args: 
         return ""
     if ours == theirs:
         return ""
-    num_equal = next(
-        (place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
-        min(len(ours), len(theirs)),
-    )
-    before, ours_text, theirs_text = (
-        text.decode(ids, skip_special=False) for ids in (ours[:num_equal], ours[num_equal:][:8], theirs[num_equal:][:8])
-    )
+    same = list(takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
+    parts = (ours[: len(same)], ours[len(same) :][:8], theirs[len(same) :][:8])
+    before, ours_text, theirs_text = (text.decode(ids, skip_special=False) for ids in parts)
     return f"{ours_text!r} instead of {theirs_text!r} behind {before!r}"

@@ -1,5 +1,4 @@
-"""Checks of the weights that a run begins with and trains: checkpoints (Megatron's, too), frozen names, adapters. Loads
-no torch.
+"""Checks of the weights that a run begins with and trains: checkpoints (Megatron's, too), frozen names, adapters.
 
 A checkpoint of Megatron is compared with the model by the names and shapes in its index; no tensor is read.
 """
@@ -26,6 +25,8 @@ _DIRECT = {
 _NORM_OF_ATTENTION = ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
 _NORM_OF_MLP = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
 _QUERY_NORM = ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight")
+# Ends of Hugging Face names in a layer, after `_alike`, and of Megatron's: several where layers of Transformer Engine
+# have another. Source: mbridge 0.15.1 and `sharded_state_dict` of megatron-core 0.16.1.
 _IN_LAYER: Mapping[str, tuple[str, ...]] = {
     **{f"self_attn.{name}_proj.weight": ("self_attention.linear_qkv.weight",) for name in "qkv"},
     **{f"self_attn.{name}_proj.bias": ("self_attention.linear_qkv.bias",) for name in "qkv"},
@@ -52,10 +53,6 @@ _IN_LAYER: Mapping[str, tuple[str, ...]] = {
     "mlp.shared_experts.down_proj.weight": ("mlp.shared_experts.linear_fc2.weight",),
     "mlp.shared_expert_gate.weight": ("mlp.shared_experts.gate_weight",),
 }
-"""Ends of Hugging Face names in a layer, after ``_alike``, and of Megatron's: several where layers of Transformer
-Engine have another.
-Source: mbridge 0.15.1 and ``sharded_state_dict`` of megatron-core 0.16.1.
-"""
 _MIXTRALS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
@@ -74,7 +71,7 @@ def check_megatron(report: Report, config: RunConfig, tensors: Shapes, *, num_la
     """
     if not config.model.megatron_checkpoint:
         return
-    where, directory = report.at(SETTING), Path(config.model.megatron_checkpoint)
+    where, directory = SETTING, Path(config.model.megatron_checkpoint)
     try:
         iteration = torch_dist.find(directory)
         index = torch_dist.read_index(iteration).shapes
@@ -84,18 +81,15 @@ def check_megatron(report: Report, config: RunConfig, tensors: Shapes, *, num_la
         cure = "give a complete checkpoint, or remove the setting for the weights of model.path"
         report.error("model", where, want=refused.want, got=got, cure=cure)
         return
-    model_tensors = {
-        name: shape
-        for name, shape in tensors.items()
-        if not (layer := _LAYER.fullmatch(name)) or int(layer[1]) < num_layers
-    }
+    layers = {name: _LAYER.fullmatch(name) for name in tensors}
+    names = [name for name, layer in layers.items() if not layer or int(layer[1]) < num_layers]
+    model_tensors = {name: tensors[name] for name in names}
     if difference := None if config.learner.bridge else differing(index, model_tensors):
         cure = "give a checkpoint of the model in model.path, or that model's directory"
         report.error("model", where, want=difference[0], got=f"{difference[1]} in {iteration}", cure=cure)
     else:
-        report.good(
-            "model", f"{SETTING}: {iteration}, {len(index)} tensors in its index; the run begins with the model's"
-        )
+        text = f"{iteration}, {len(index)} tensors in its index; the run begins with the model's"
+        report.good("model", f"{SETTING}: {text}")
 
 
 def differing(index: Shapes, tensors: Shapes) -> tuple[str, str] | None:
@@ -129,10 +123,9 @@ def expected(tensors: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]
             end = _alike(layer[2])
             if expert := _EXPERT.fullmatch(end):
                 end = f"mlp.experts.{expert[2]}"
-            latent = (
-                end == "self_attn.q_proj.weight" and f"model.layers.{layer[1]}.self_attn.kv_b_proj.weight" in tensors
-            )
-            ends = ("self_attention.linear_q_proj.weight",) if latent else _IN_LAYER.get(end, ())
+            ends = _IN_LAYER.get(end, ())
+            if end == "self_attn.q_proj.weight" and f"model.layers.{layer[1]}.self_attn.kv_b_proj.weight" in tensors:
+                ends = ("self_attention.linear_q_proj.weight",)  # of latent attention
             names = tuple(f"decoder.layers.{layer[1]}.{ending}" for ending in ends)
             if expert:
                 experts[names] = max(experts.get(names, 0), int(expert[1]) + 1)
@@ -189,30 +182,27 @@ def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
     for pattern in unmatched(learner.optimizer.freeze, names):
         cure = "use the names of the model's safetensors, such as ^model.embed_tokens or layers.[0-3][.]"
         want = "patterns that are found in names of the model's weights"
-        report.error("model", report.at(FREEZE), want=want, got=repr(pattern), cure=cure)
+        report.error("model", FREEZE, want=want, got=repr(pattern), cure=cure)
     if learner.lora.rank:
         adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in trained_tensors(tensors, learner)}
         if missing := sorted(set(learner.lora.targets) - adapted):
-            want = (
-                f"layers of this model that can have adapters ({', '.join(sorted(adapted)) or 'none'}); experts "
-                "have none"
-            )
-            got = ", ".join(missing)
-            report.error("model", report.at("learner.lora.targets"), want=want, got=got, cure="leave them out")
-    setting, choice = (
-        ("learner.lora.targets", learner.lora.targets) if learner.lora.rank else (FREEZE, learner.optimizer.freeze)
-    )
+            layers = f"layers of this model that can have adapters ({', '.join(sorted(adapted)) or 'none'})"
+            want, got = f"{layers}; experts have none", ", ".join(missing)
+            report.error("model", "learner.lora.targets", want=want, got=got, cure="leave them out")
+    setting, choice = FREEZE, learner.optimizer.freeze
+    if learner.lora.rank:
+        setting, choice = "learner.lora.targets", learner.lora.targets
     stages = stages_of(tensors, learner.pipeline_parallel, learner.virtual_pipeline, edge_layers=learner.edge_layers)
     idle = [number for number, stage in enumerate(stages) if not trained_tensors(stage, learner)]
     if len(idle) == len(stages):
         cure = "leave weights to train"
         got = repr(list(learner.optimizer.freeze))
-        report.error("model", report.at(FREEZE), want="weights that are trained", got=got, cure=cure)
+        report.error("model", FREEZE, want="weights that are trained", got=got, cure=cure)
     elif idle:
         got = f"{list(choice)}: stage {idle[0]} would train nothing"
         want = "weights that are trained in every stage of the pipeline"
         cure = "lower learner.pipeline_parallel, or choose other layers"
-        report.error("model", report.at(setting), want=want, got=got, cure=cure)
+        report.error("model", setting, want=want, got=got, cure=cure)
     if learner.from_checkpoint:
         _check_beginning(report, Path(learner.from_checkpoint))
     for refused in adapter_refusals(learner.lora):
@@ -233,4 +223,4 @@ def _check_beginning(report: Report, directory: Path) -> None:
     elif (directory / "common.pt").is_file() or (directory / TRACKER).is_file():
         got += ", as in checkpoints of Megatron itself"
         cure = "make it model.megatron_checkpoint"
-    report.error("model", report.at(BEGINS), want="a checkpoint of Tidemill", got=got, cure=cure)
+    report.error("model", BEGINS, want="a checkpoint of Tidemill", got=got, cure=cure)

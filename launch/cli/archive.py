@@ -1,4 +1,5 @@
-"""``tidemill archive``: writes every sample of a run to recordings, as a registered reader, for which trimming waits.
+"""``tidemill archive``: writes every sample of a run to recordings, as a registered reader, for which trimming waits;
+``tidemill cursors``: lists the registered readers, and removes one that will not return.
 
     stream SAMPLES --read--> recording in DIR --fsync--> the reader's position moves --> the learner may trim
 
@@ -16,12 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
+from rich.console import Console
+
 from tidemill.bus.errors import StreamTrimmed, WireError
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.streams.readers import LEAVE, History, Reader, StoredSample
+from tidemill.bus.streams.readers import LEAVE, WAIT, Cursors, History, Reader, StoredSample
 from tidemill.bus.wire.rows import ReaderRow
 from tidemill.launch.cli.arguments import add_run
-from tidemill.launch.cli.find_run import read_until_drained
+from tidemill.launch.cli.find_run import change, look, read_until_drained
 from tidemill.launch.run.access import OPERATOR
 from tidemill.launch.samples.filters import positive
 from tidemill.launch.samples.recording import Origin, RecordingWriter, repair
@@ -30,12 +33,11 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".tide"
 CONNECT_S = 60.0
+# Longest time in seconds between reading a sample and its fsync, after which the reader's position advances.
 SYNC_EVERY_S = 1.0
-"""Longest time in seconds between reading a sample and its fsync, after which the reader's position advances."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     add_run(parser)
     parser.add_argument("-o", "--out", required=True, metavar="DIRECTORY", help="directory of the recordings")
     parser.add_argument("--name", default="archive", help="name under which it is registered (default: archive)")
@@ -57,23 +59,17 @@ async def archive(url: str, run: str, args: argparse.Namespace, draining: asynci
     positive("--rotate", args.rotate)
     async with connect(url, run, name=f"archive {args.name}", wait_s=CONNECT_S) as bus:
         state = await bus.samples.info()
-        recordings = ArchiveDirectory(
-            Path(args.out), Origin(run=run, created=state.created), rotate_bytes=int(args.rotate * 1e6)
-        )
+        origin = Origin(run=run, created=state.created)
+        recordings = ArchiveDirectory(Path(args.out), origin, rotate_bytes=int(args.rotate * 1e6))
         reader: Reader | UnregisteredReader
         if args.ended:
-            reader = UnregisteredReader(
-                name=args.name, row=ReaderRow(created=state.created, floor=state.first_seq - 1, policy=args.policy)
-            )
+            row = ReaderRow(created=state.created, floor=state.first_seq - 1, policy=args.policy)
+            reader = UnregisteredReader(name=args.name, row=row)
         else:
             reader = await Reader.open(bus, args.name, policy=args.policy)
-        if reader.row.floor > recordings.last_seq > 0:
-            log.warning(
-                "samples %d to %d were archived elsewhere: %s has none",
-                recordings.last_seq + 1,
-                reader.row.floor,
-                args.out,
-            )
+        first, last = recordings.last_seq + 1, reader.row.floor
+        if last >= first > 1:
+            log.warning("samples %d to %d were archived elsewhere: %s has none", first, last, args.out)
         try:
             await _fill(bus, recordings, reader, draining, state.last_seq if args.until_end or args.ended else None)
         finally:
@@ -117,15 +113,16 @@ async def _fill(
                 recordings.add(stored)
             if time.monotonic() - synced_s >= SYNC_EVERY_S or draining.is_set():
                 synced_s = time.monotonic()
+                # In this order: a sample behind the position may be trimmed, so it must be on the disk.
                 await asyncio.to_thread(recordings.sync)
                 await reader.advance(newest_seq)
         await asyncio.to_thread(recordings.sync)
         await reader.advance(newest_seq)
     finally:
-        for task in (upcoming, drained):
-            if task is not None:
-                task.cancel()
-        await asyncio.gather(*(task for task in (upcoming, drained) if task is not None), return_exceptions=True)
+        tasks = [task for task in (upcoming, drained) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await samples.aclose()  # type: ignore[attr-defined]
 
 
@@ -164,11 +161,9 @@ class ArchiveDirectory:
         self._file: IO[bytes] | None = None
         self._recorder: RecordingWriter | None = None
         self.written = 0
-        self.dirty = False
-        """True if samples are written that ``sync`` has not fsynced."""
+        self.dirty = False  # True if samples are written that `sync` has not fsynced
         directory.mkdir(parents=True, exist_ok=True)
-        self.last_seq = 0
-        """Sequence of the last sample in a recording."""
+        self.last_seq = 0  # Sequence of the last sample in a recording
         for path in sorted(directory.glob(f"*{SUFFIX}")):
             recorded_origin, last = repair(path)
             if recorded_origin is not None and recorded_origin != origin:
@@ -212,3 +207,35 @@ class ArchiveDirectory:
         self._file.close()
         self._file = self._recorder = None
         self.dirty = False
+
+
+def add_cursors(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--forget", default="", metavar="NAME", help="remove this reader: trimming waits no longer")
+
+
+def run_cursors(args: argparse.Namespace) -> int:
+    """List the registered readers of a run, after --forget removed one. Returns 0. Raises ValueError."""
+    return change(args, show_cursors) if args.forget else look(args, show_cursors)
+
+
+async def show_cursors(bus: Bus, args: argparse.Namespace) -> int:
+    """List the registered readers, after removing the reader of --forget; return 0."""
+    console = Console(highlight=False, soft_wrap=True)
+    if args.forget:
+        await Cursors(bus).drop(args.forget)
+        console.print(f"{args.forget}: forgotten")
+    state, places = await bus.samples.info(), await Cursors(bus).all()
+    for name, place in places.items():
+        if place.created != state.created:
+            kept = "of an earlier stream, which is gone"
+        elif place.given_up:
+            kept = "given up: the stream was too full to wait for it"
+        else:
+            kept = "trimming waits for it" if place.policy == WAIT else "trimming does not wait for it"
+        behind = max(0, state.last_seq - place.floor)
+        text = f"{name}: at {place.floor}, {behind} messages behind; {kept}; read by {place.owner}"
+        console.print(text, markup=False)
+    if not places:
+        console.print("no reader is registered; the learner's own position is in its checkpoint")
+    return 0

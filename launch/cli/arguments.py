@@ -1,6 +1,4 @@
-"""Arguments that several commands have, and the parser that refuses unknown options with the usage of their command.
-Light.
-"""
+"""Arguments that several commands have, and the parser that refuses unknown options with the usage of their command."""
 
 import argparse
 import difflib
@@ -8,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bus.client.addresses import parse
-from tidemill.launch.settings.shipped import config_file
+from tidemill.launch.settings.run_paths import config_file
 
 STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
 _CONFIG = "YAML file, or a shipped one by name, such as digits; later ones win"
@@ -23,12 +21,10 @@ class CommandParser(argparse.ArgumentParser):
         parsed, unknown_words = super().parse_known_args(args, namespace)
         if unknown_words:
             names = [word for word in unknown_words if word.startswith("-")]
-            nearest = (
-                difflib.get_close_matches(names[0].partition("=")[0], self._option_string_actions, n=1) if names else []
-            )
-            self.error(
-                f"unrecognized arguments: {' '.join(unknown_words)}" + (f" (nearest: {nearest[0]})" if nearest else "")
-            )
+            name = names[0].partition("=")[0] if names else ""
+            near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            nearest = f" (nearest: {near[0]})" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown_words)}{nearest}")
         return parsed, unknown_words
 
 
@@ -60,15 +56,21 @@ def bus_url(text: str) -> str:
     return text
 
 
+def refuse_no_model(where: str, directory: Path) -> None:
+    """Raise ValueError for a directory without a Hugging Face model. ``where``: the argument that names it."""
+    if not (directory / "config.json").is_file():
+        want = "a directory with a Hugging Face model (config.json in it)"
+        raise ValueError(f"{where}: want {want}, got {str(directory)!r}")
+
+
 def add_config(parser: argparse.ArgumentParser, *, positional: bool = False, required: bool = True) -> None:
     """Add the configuration, the settings that change it, and --print-config."""
     if positional:
         nargs = "+" if required else "*"
         parser.add_argument("config", type=config_file, nargs=nargs, metavar="CONFIG", help=_CONFIG)
     else:
-        parser.add_argument(
-            "--config", type=config_file, nargs="+", required=required, default=[], help="the run's YAML files"
-        )
+        text = "the run's YAML files"
+        parser.add_argument("--config", type=config_file, nargs="+", required=required, default=[], help=text)
     parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting")
     parser.add_argument("--print-config", action="store_true", help="print every setting and its origin, and end")
 
@@ -100,13 +102,8 @@ def add_bus(parser: argparse.ArgumentParser) -> None:
 
 def add_allow(parser: argparse.ArgumentParser) -> None:
     """Add --allow, for settings that come from the bus."""
-    parser.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        metavar="SETTING=VALUE",
-        help="accept a setting with code, a program or a file here from the run; * for any value; repeatable",
-    )
+    text = "accept a setting with code, a program or a file here from the run; * for any value; repeatable"
+    parser.add_argument("--allow", action="append", default=[], metavar="SETTING=VALUE", help=text)
 
 
 def add_listening(parser: argparse.ArgumentParser) -> None:

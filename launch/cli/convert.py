@@ -1,5 +1,5 @@
 """``tidemill convert``: a learner's checkpoint as a Hugging Face directory, or a Hugging Face directory as a
-checkpoint.
+checkpoint; ``tidemill push``: the model of a finished run into a repository of the Hugging Face Hub.
 """
 
 import argparse
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.launch.checks.resume import began_with
+from tidemill.launch.cli.inputs import read_secrets
+from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 from tidemill.learner.checkpoints.disk import TORCH_DIST, has_weights
 from tidemill.learner.checkpoints.torch_dist import TRACKER, find
@@ -21,14 +23,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tidemill.learner.layout.parallel import Parallel
-from tidemill.launch.settings.extras import require
 
-GGUF = ".gguf"
-"""End of the name of a file in llama.cpp's format."""
+
+GGUF = ".gguf"  # end of the name of a file in llama.cpp's format
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     parser.add_argument("source", type=Path, metavar="FROM", help="a checkpoint, a model directory or a GGUF file")
     parser.add_argument("out", type=Path, metavar="TO", help="a directory that does not exist yet")
     parser.add_argument("--model", type=Path, metavar="DIR", help="the checkpoint's model (default: of the run)")
@@ -117,13 +117,25 @@ def _of_run(checkpoint: Path, model: Path | None) -> tuple[Path, str]:
     run: RunConfig | None = began_with(file) if file.is_file() else None
     path = "" if run is None else run.model.path
     if model is None and not path:
-        raise ValueError(
-            f"--model: want the model directory of {checkpoint}, which lies in no run's directory (no "
-            f"{file}); give --model DIR"
-        )
+        why = f"which lies in no run's directory (no {file})"
+        raise ValueError(f"--model: want the model directory of {checkpoint}, {why}; give --model DIR")
     if model is None and not Path(path).is_dir():
-        raise ValueError(
-            f"--model: want the model directory of {checkpoint}, got none at {path!r} (model.path of {file}); "
-            "give --model DIR"
-        )
+        got = f"none at {path!r} (model.path of {file})"
+        raise ValueError(f"--model: want the model directory of {checkpoint}, got {got}; give --model DIR")
     return model or Path(path), "" if run is None else run.learner.bridge
+
+
+def add_push(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="directory of a finished run: runs/digits")
+    parser.add_argument("--to-hub", required=True, metavar="NAME", help="org/name; made if there is none")
+    parser.add_argument("--public", action="store_true", help="make it public; default: private")
+
+
+def run_push(args: argparse.Namespace) -> int:
+    """Upload the model in ``final/`` with its card. Returns 0. Raises HubRefused."""
+    require("hub")
+    read_secrets(args, [Path()])
+    from tidemill.launch.hub.publication import push
+
+    print(push(args.run, args.to_hub, public=args.public))
+    return 0

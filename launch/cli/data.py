@@ -1,6 +1,4 @@
-"""``tidemill data``: checks files of prompts row by row, writes the tasks of a taskset as prompts, and imports
-responses.
-"""
+"""``tidemill data``: checks prompts row by row, writes a taskset's tasks as prompts, and imports responses."""
 
 import argparse
 import json
@@ -25,7 +23,7 @@ from tidemill.launch.checks.tokens import check_tokenizer
 from tidemill.launch.cli.inputs import loaded_config, path_here, with_fetched
 from tidemill.launch.samples.recording import import_files
 from tidemill.launch.settings.config_loader import Loaded
-from tidemill.launch.settings.shipped import config_file
+from tidemill.launch.settings.run_paths import config_file
 from tidemill.learner.data import DataConfig, Source
 from tidemill.learner.errors import PromptError, TemplateLacks
 from tidemill.learner.prompts.rows import PromptRow, RowRules, RowTokens, refuse_template, scan_rows
@@ -34,10 +32,9 @@ if TYPE_CHECKING:
     Words = argparse._SubParsersAction[argparse.ArgumentParser]
 
 Rendering = Callable[[PromptRow], str]
+# Program that prints the tasks, run by the interpreter that has verifiers.
 VERIFIERS_PROGRAM = VERIFIERS.rpartition(":")[0]
-"""Program that prints the tasks, run by the interpreter that has verifiers."""
-SHOWN = 400
-"""Characters of a prompt that are shown."""
+SHOWN = 400  # Characters of a prompt that are shown
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -55,9 +52,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_taskset(words: "Words") -> None:
-    taskset = words.add_parser(
-        "verifiers", help="write the tasks of a taskset of verifiers as prompts (docs/rollouts.md)"
-    )
+    about = "write the tasks of a taskset of verifiers as prompts (docs/rollouts.md)"
+    taskset = words.add_parser("verifiers", help=about)
     taskset.add_argument("taskset", metavar="TASKSET", help="id of the taskset, as in use: verifiers:TASKSET")
     taskset.add_argument("out", metavar="FILE", help="the prompt file, JSONL")
     taskset.add_argument("--python", default="", metavar="PATH", help="interpreter with verifiers (default: this one)")
@@ -80,12 +76,9 @@ class RowReader:
     """How rows are read, beyond their columns."""
 
     rules: RowRules = field(default_factory=RowRules)
-    recorded: Collection[str] = ()
-    """Rollouts with recorded responses."""
-    tokens: RowTokens | None = None
-    """None without a model."""
-    render: Rendering | None = None
-    """Shows the tokens of a row; None without a model."""
+    recorded: Collection[str] = ()  # Rollouts with recorded responses
+    tokens: RowTokens | None = None  # None without a model
+    render: Rendering | None = None  # Shows the tokens of a row; None without a model
 
     def row(self, row: PromptRow | PromptError) -> PromptRow | PromptError:
         """Return the row as it is used, or its error."""
@@ -152,9 +145,8 @@ def _rendered(tokens: RowTokens, text: Text, row: PromptRow) -> str:
     for response in recorded:
         all_ids, trained_ids = response.tokens, response.tokens[-len(response.loss_mask) :][response.loss_mask == 1]
         whole, trained = (text.decode(ids.tolist(), skip_special=False) for ids in (all_ids, trained_ids))
-        texts.append(
-            f"{len(all_ids)} tokens {whole!a:.{SHOWN}}, {len(trained_ids)} of them trained: {trained!a:.{SHOWN}}"
-        )
+        trained = f"{len(trained_ids)} of them trained: {trained!a:.{SHOWN}}"
+        texts.append(f"{len(all_ids)} tokens {whole!a:.{SHOWN}}, {trained}")
     return "; ".join(texts)
 
 
@@ -221,10 +213,8 @@ def write_tasks(args: argparse.Namespace) -> int:
     finally:
         part.unlink(missing_ok=True)
     settings = f"data.path={out}, data.metadata_key=metadata"
-    print(
-        f"{out}: {count} prompts of {args.taskset}; train on them with {settings} and a rollout with use: "
-        f"{OF_VERIFIERS}{args.taskset}"
-    )
+    rollout = f"a rollout with use: {OF_VERIFIERS}{args.taskset}"
+    print(f"{out}: {count} prompts of {args.taskset}; train on them with {settings} and {rollout}")
     return 0
 
 

@@ -15,14 +15,11 @@ from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import change, look
 from tidemill.launch.samples.text import plain, to_json
 
-ANSWER_S = 5.0
-"""Seconds to wait for the learner's records of a decision."""
-PROMPT_SHOWN = 72
-"""Maximum number of characters shown of a prompt."""
+ANSWER_S = 5.0  # Seconds to wait for the learner's records of a decision
+PROMPT_SHOWN = 72  # Maximum number of characters shown of a prompt
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     add_run(parser)
     parser.add_argument("word", nargs="?", choices=("list", "requeue", "drop"), default="list")
     parser.add_argument("tasks", nargs="*", type=int, metavar="TASK", help="these tasks; or --all, or --reason")
@@ -44,28 +41,20 @@ async def show_dead(bus: Bus, args: argparse.Namespace) -> int:
     """List dead tasks, newest last; without --all only tasks without a decision; return 0."""
     console = Console(highlight=False, soft_wrap=True)
     letters, decisions = await _read(bus)
-    chosen = [
-        letter
-        for letter in letters.values()
-        if args.reason in letter.reason and (args.all or letter.task not in decisions)
-    ]
+    with_reason = [letter for letter in letters.values() if args.reason in letter.reason]
+    chosen = [letter for letter in with_reason if args.all or letter.task not in decisions]
     for letter in chosen:
         word = decisions[letter.task].word if letter.task in decisions else ""
         if args.json:
             print(to_json(_as_map(letter, word)))
         else:
             shown = f" [{word}]" if word else ""
-            last_actor = plain(letter.actor or "unknown")
-            console.print(
-                f"task {letter.task}{shown}: {letter.attempts} attempts, last by {last_actor}: {plain(letter.reason)}",
-                markup=False,
-            )
+            attempts = f"{letter.attempts} attempts, last by {plain(letter.actor or 'unknown')}"
+            console.print(f"task {letter.task}{shown}: {attempts}: {plain(letter.reason)}", markup=False)
             console.print(f"    {plain(_short(letter.prompt))}", style="dim", markup=False)
     if not chosen and not args.json:
-        console.print(
-            f"no dead task{f' with {args.reason!r} in its reason' if args.reason else ''} ({len(letters)} in "
-            "all; --all shows them)"
-        )
+        reason = f" with {args.reason!r} in its reason" if args.reason else ""
+        console.print(f"no dead task{reason} ({len(letters)} in all; --all shows them)")
     return 0
 
 
@@ -77,11 +66,8 @@ async def decide_dead_letters(bus: Bus, args: argparse.Namespace) -> int:
     """
     console = Console(highlight=False, soft_wrap=True)
     letters, decisions = await _read(bus)
-    chosen = args.tasks or [
-        letter.task
-        for letter in letters.values()
-        if (args.all or args.reason) and args.reason in letter.reason and letter.task not in decisions
-    ]
+    with_reason = [letter.task for letter in letters.values() if args.reason in letter.reason]
+    chosen = args.tasks or [task for task in with_reason if task not in decisions]  # ``run`` wants one of the three
     for task in chosen:
         _check(letters, task, args.word)
     decided = [task for task in chosen if await _decide(bus, console, decisions, task, args.word)]
@@ -103,13 +89,8 @@ async def _decide(bus: Bus, console: Console, decisions: dict[int, DeadLetterDec
         console.print(f"task {task}: {word}")
         return True
     before = decisions.get(task) or (await bus.dead.decisions())[task]
-    console.print(
-        (
-            f"task {task}: already decided: {plain(before.word)}, by {plain(before.by) or 'unknown'}; the first "
-            "decision counts"
-        ),
-        markup=False,
-    )
+    decision = f"{plain(before.word)}, by {plain(before.by) or 'unknown'}"
+    console.print(f"task {task}: already decided: {decision}; the first decision counts", markup=False)
     return False
 
 
@@ -126,12 +107,8 @@ async def _wait_recorded(bus: Bus, console: Console, tasks: list[int]) -> int:
     except TimeoutError:
         pass
     feeders = await LiveView(bus).alive("feeder")
-    reason = (
-        "the learner is busy, or needs no more prompts"
-        if feeders
-        else "no learner is running; it reads the decision when it starts"
-    )
-    console.print(f"not recorded yet: {reason}")
+    away = "no learner is running; it reads the decision when it starts"
+    console.print(f"not recorded yet: {'the learner is busy, or needs no more prompts' if feeders else away}")
     return 1
 
 

@@ -1,34 +1,38 @@
 """``tidemill debug``: comparisons of dumps, scores of prompts, and requests for a profile."""
 
 import argparse
+import itertools
 import json
 import logging
 import os
 import sys
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.bus.client.addresses import KeptPort
+from tidemill.bus.system.processes import direct_opener
+from tidemill.launch.cli.arguments import refuse_no_model
 from tidemill.launch.settings.extras import require
-from tidemill.launch.settings.shipped import config_file
+from tidemill.launch.settings.run_paths import config_file
 from tidemill.learner.debug.config import read_prompts
+from tidemill.rewards.remote import bearer
 
 if TYPE_CHECKING:
-    from tidemill.launch.cli.debug_engine import RunningEngine
     from tidemill.learner.debug.comparison import Comparison
     from tidemill.learner.debug.train_file import Array
 
 
-SHOWN = 5
-"""Maximum number of differences that are printed, after the first one."""
-DEFAULT_ENGINE_DTYPE = "bfloat16"
-"""Dtype of an engine that reports none: engines on accelerators have it."""
+SHOWN = 5  # Maximum number of differences that are printed, after the first one
+DEFAULT_ENGINE_DTYPE = "bfloat16"  # Dtype of an engine that reports none: engines on accelerators have it
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +88,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run one word. Returns 0, or 1 when something differs. Raises ValueError for wrong files and arguments."""
     if args.word == "weights":
-        from tidemill.launch.cli.debug_weights import compare_weights
+        from tidemill.launch.cli.weights import compare_weights
 
         return compare_weights(args)
     return {"compare": _compare, "score": _score, "profile": _profile}[args.word](args)
@@ -115,18 +119,14 @@ def _print(comparison: "Comparison", *, as_json: bool) -> None:
     if comparison.first is None:
         print(f"equal: {', '.join(comparison.compared)}")
         return
-    before = (
-        comparison.compared[: comparison.compared.index(comparison.first.name)]
-        if comparison.first.name in comparison.compared
-        else comparison.compared
-    )
+    first = comparison.first.name
+    before = list(itertools.takewhile(lambda name: name != first, comparison.compared))
     if before:
         print(f"equal: {', '.join(before)}")
     print(f"DIFFERS first in {comparison.first}")
     for difference in comparison.differences[1 : 1 + SHOWN]:
-        print(
-            f"  then {difference.name}: largest difference {difference.largest:.3g}, relative {difference.relative:.3g}"
-        )
+        sizes = f"largest difference {difference.largest:.3g}, relative {difference.relative:.3g}"
+        print(f"  then {difference.name}: {sizes}")
     if (num_hidden := len(comparison.differences) - 1 - SHOWN) > 0:
         print(f"  and {num_hidden} more")
 
@@ -136,23 +136,15 @@ def _score(args: argparse.Namespace) -> int:
     if args.config and (args.engine or args.by != "sglang"):
         raise ValueError(f"--config: want it with --by sglang, got {'--engine' if args.engine else '--by ' + args.by}")
     if args.engine:
-        from tidemill.launch.cli.debug_engine import RunningEngine
-
         engine = RunningEngine(args.engine, args.key_env)
         outputs, source = engine.log_probs(prompts), args.engine
         dtype = _dtype_of_engine(engine, args.dtype) if args.out is not None else ""
     else:
-        if not (args.model / "config.json").exists():
-            raise ValueError(
-                f"--model: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}"
-            )
+        refuse_no_model("--model", args.model)
         require("learner" if args.by == "learner" else "engine")
         source = f"{args.by} {args.model}"
-        outputs, dtype = (
-            _of_sglang(args, prompts)
-            if args.by == "sglang"
-            else _of_this_process(args, prompts, args.dtype or "float32")
-        )
+        score = _score_by_sglang if args.by == "sglang" else _score_here
+        outputs, dtype = score(args, prompts)
     if args.out is not None:
         from tidemill.learner.debug.train_file import write_modules
 
@@ -178,9 +170,8 @@ def _print_scores(outputs: "Mapping[str, Array]", prompts: Sequence[Sequence[int
             )
 
 
-def _of_this_process(
-    args: argparse.Namespace, prompts: Sequence[Sequence[int]], dtype: str
-) -> "tuple[dict[str, Array], str]":
+def _score_here(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "tuple[dict[str, Array], str]":
+    dtype = args.dtype or "float32"
     if args.by == "engine":
         from tidemill.actors.serving.builtin.scoring import score_directory
 
@@ -190,21 +181,17 @@ def _of_this_process(
     return score_by_learner(args.model, prompts, args.names, dtype=dtype), dtype
 
 
-def _of_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "tuple[dict[str, Array], str]":
+def _score_by_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "tuple[dict[str, Array], str]":
     from tidemill.actors.errors import EngineError
     from tidemill.actors.serving.sglang.scoring import score_directory
     from tidemill.launch.settings.config_loader import load
 
     engine = load(args.config, environment=os.environ).config.engine
-    settings = engine.sglang
-    settings = replace(
-        settings, log=settings.log or str(Path(tempfile.gettempdir()) / f"tidemill-score-{os.getpid()}.log")
-    )
-    if args.dtype:
-        settings = replace(
-            settings, arguments={name: value for name, value in settings.arguments.items() if name != "dtype"}
-        )
-        engine = replace(engine, dtype=args.dtype)
+    log_file = engine.sglang.log or str(Path(tempfile.gettempdir()) / f"tidemill-score-{os.getpid()}.log")
+    settings = replace(engine.sglang, log=log_file)
+    if args.dtype:  # an argument of the server would win over engine.dtype
+        arguments = {name: value for name, value in settings.arguments.items() if name != "dtype"}
+        settings, engine = replace(settings, arguments=arguments), replace(engine, dtype=args.dtype)
     print(f"starting SGLang with {settings.python}; its output: {settings.log}", file=sys.stderr)
     try:
         return score_directory(args.model, prompts, args.names, replace(engine, sglang=settings))
@@ -255,17 +242,70 @@ def score_by_learner(
     from tidemill.learner.megatron.model import build_policy
 
     with KeptPort() as port:
-        place = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port.number),
-        }
-        os.environ.update(place)
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number)}
         torch.use_deterministic_algorithms(True)
         world = parallel.join(tensor_parallel_size=1, device=parallel.choose_device("auto"), seed=0)
     try:
         return module_outputs(build_policy(directory, dtype=dtype, parallel=world), prompts, names)
     finally:
         parallel.leave()
+
+
+ANSWER_S = 120.0  # seconds for an engine to score a prompt
+MAX_ANSWER_BYTES = 256 << 20
+# Dtypes by their names in an engine's answer. SGLang's `auto` depends on the model and the device.
+DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
+
+
+class RunningEngine:
+    """The address of an engine, and the key for it."""
+
+    def __init__(self, url: str, key_env: str) -> None:
+        """``key_env``: variable with the key; empty = none. Raises ValueError for a variable that is not set."""
+        self._url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json", **bearer(key_env, "--key-env")}
+        self._opener = direct_opener(_NotFollowed())
+
+    def log_probs(self, prompts: Sequence[Sequence[int]]) -> "dict[str, Array]":
+        """Return the log-probs of the prompts' own tokens but the first: ``<prompt>.log_probs`` -> [T - 1, 1], float32.
+
+        Raises ValueError for an engine that does not return them.
+        """
+        outputs: dict[str, Array] = {}
+        for number, tokens in enumerate(prompts):
+            body = {"input_ids": list(tokens), "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
+            try:
+                answer = self._json("/generate", body | {"return_logprob": True, "logprob_start_len": 0})
+                values = [float(pair[0]) for pair in answer["meta_info"]["input_token_logprobs"][1:]]
+            except (HTTPException, OSError, ValueError, LookupError, TypeError) as error:
+                got = repr(error)
+                if isinstance(error, urllib.error.HTTPError):
+                    got = f"HTTP {error.code}: {error.read()[:200].decode(errors='replace')}"
+                raise ValueError(f"--engine: want an engine that scores prompts at {self._url}, got {got}") from None
+            if len(values) != len(tokens) - 1:
+                got = f"{len(values)}; score its weights with --model DIR"
+                raise ValueError(f"--engine: want {len(tokens) - 1} log-probs of prompt {number}, got {got}")
+            outputs[f"{number}.log_probs"] = np.array(values, np.float32)[:, None]
+        return outputs
+
+    def dtype(self) -> str:
+        """Return the dtype in the engine's answer to GET /server_info; empty if there is none."""
+        try:
+            answer = self._json("/server_info")
+        except (HTTPException, OSError, ValueError):
+            return ""
+        return DTYPES.get(str(answer.get("dtype")).removeprefix("torch."), "") if isinstance(answer, Mapping) else ""
+
+    def _json(self, path: str, body: Mapping[str, object] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, self._headers)
+        with self._opener.open(request, timeout=ANSWER_S) as response:
+            return json.loads(response.read(MAX_ANSWER_BYTES))  # a longer one is cut off, and no JSON
+
+
+class _NotFollowed(urllib.request.HTTPRedirectHandler):
+    """Follows no redirection: it would take the key to another server."""
+
+    def redirect_request(self, *_: object) -> None:
+        """Return no request; the answer is an error then."""

@@ -1,37 +1,44 @@
-"""``tidemill eval``: its arguments as settings, and its result on the terminal."""
+"""``tidemill eval``: its arguments as settings, and its result on the terminal; ``tidemill texts``: responses of the
+first and the last evaluated version to held-out prompts, side by side.
+"""
 
 import argparse
 import asyncio
 import json
 import logging
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tidemill.launch.checks.findings import Report
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Kind, Sample
 from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.cli.arguments import add_run, refuse_no_model
+from tidemill.launch.cli.find_run import look
 from tidemill.launch.cli.inputs import loaded_config, with_fetched
-from tidemill.launch.run.scores import in_words, line_of
+from tidemill.launch.run.summary import scores_in_words, scores_line
+from tidemill.launch.samples.filters import Filter, prompt_text
+from tidemill.launch.samples.search import SampleSearch
+from tidemill.launch.samples.text import plain, reward_colour, shortened, to_json
 from tidemill.launch.settings.config_loader import Loaded, render
 from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.hub_names import DATASET, MODEL, parse
-from tidemill.launch.settings.shipped import config_file
+from tidemill.launch.settings.run_paths import config_file
+from tidemill.learner.evaluation.rounds import MARK
 
-OPEN_TASKS = 256
-"""Prompts that are out at a time, where no training needs the engines."""
+OPEN_TASKS = 256  # Prompts that are out at a time, where no training needs the engines
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     parser.add_argument("model", type=Path, metavar="MODEL", help="runs/<run>/final, another directory, or org/name")
-    parser.add_argument(
-        "data",
-        type=Path,
-        nargs="?",
-        metavar="DATA",
-        help="prompt file or org/name; default: eval.sets",
-    )
+    data = "prompt file or org/name; default: eval.sets"
+    parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help=data)
     parser.add_argument("--config", type=config_file, nargs="+", default=[], help="a run's YAML file, with eval.sets")
     parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting")
     parser.add_argument("--reward", default="", metavar="NAME", help="actor.reward: a name, or package.module:function")
@@ -53,54 +60,33 @@ def run(args: argparse.Namespace) -> int:
             return 0
         require("engine")
         loaded, _ = with_fetched(args, loaded)
-        _checked(loaded).refuse()
+        check(loaded, Purpose(trains=False)).refuse()
         return _evaluated(loaded, as_json=args.json)
 
 
 def settings(args: argparse.Namespace, directory: Path) -> list[str]:
     """Return the settings that the arguments stand for. Raises ValueError for options of DATA without DATA."""
     model = args.model if parse(MODEL, str(args.model)) else args.model.resolve()
-    if model.is_absolute() and not (model / "config.json").exists():
-        raise ValueError(
-            f"MODEL: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}"
-        )
-    options = {
-        name: getattr(args, name) for name in ("samples", "temperature", "limit") if getattr(args, name) is not None
-    }
+    if model.is_absolute():
+        refuse_no_model("MODEL", args.model)
+    given = {name: getattr(args, name) for name in ("samples", "temperature", "limit")}
+    options = {name: value for name, value in given.items() if value is not None}
     if args.data is None and options:
         raise ValueError(f"--{next(iter(options))}: want it with DATA; without, change eval.sets of --config")
     if args.data is None and not args.config:
         raise ValueError("want DATA, a file of prompts, or --config with eval.sets")
     words = [
-        "run=eval",
-        f"directory={directory}",
-        "prepare=null",
-        f"model.path={model}",
-        "eval.every=1",
+        *("run=eval", f"directory={directory}", "prepare=null", f"model.path={model}", "learner.colocated=false"),
+        *("eval.every=1", "eval.stop_after=0", f"eval.max_open_tasks={OPEN_TASKS}"),
         'eval.best=""',  # one version has no other to be compared with, and DATA replaces the sets
-        "eval.stop_after=0",
-        f"eval.max_open_tasks={OPEN_TASKS}",
-        "learner.colocated=false",
-        "actor.scorers.enabled=false",
-        "up.scorers=0",
-        'bus.url=""',
-        "bus.cluster=1",
-        "bus.auth=false",
+        *("actor.scorers.enabled=false", "up.scorers=0", 'bus.url=""', "bus.cluster=1", "bus.auth=false"),
     ]
     if args.data is not None:
         data = args.data if parse(DATASET, str(args.data)) else args.data.resolve()
-        sets = {_name(args.data): {"path": str(data), **options}}
+        name = re.sub("[^A-Za-z0-9_-]", "-", args.data.stem)[:40] or "data"
+        sets = {name: {"path": str(data), **options}}
         words += [f"eval.sets={json.dumps(sets)}"]
     return words + ([f"actor.reward={args.reward}"] if args.reward else [])
-
-
-def _name(data: Path) -> str:
-    return (
-        "".join(letter if letter.isascii() and (letter.isalnum() or letter in "_-") else "-" for letter in data.stem)[
-            :40
-        ]
-        or "data"
-    )
 
 
 @contextmanager
@@ -116,10 +102,6 @@ def _directory(directory: Path | None) -> Iterator[Path]:
     yield directory.resolve()
 
 
-def _checked(loaded: Loaded) -> Report:
-    return check(loaded, Purpose(trains=False))
-
-
 def _evaluated(loaded: Loaded, *, as_json: bool) -> int:
     from tidemill.bus.wire.messages import Evaluated
     from tidemill.launch.run import process
@@ -128,13 +110,12 @@ def _evaluated(loaded: Loaded, *, as_json: bool) -> int:
     records: list[Evaluated] = []
 
     async def body(draining: asyncio.Event) -> None:
-        """Evaluate."""
         records.extend(await evaluate(loaded.config, draining))
 
     process.set_up_logging("eval", level=logging.WARNING)
     code = process.run(body, drain_s=loaded.config.up.drain_s * 3)
     for record in records:
-        line = line_of(record)
+        line = scores_line(record)
         print(json.dumps(line) if as_json else _block(line))
     if code or not records:
         return code or process.NOT_IN_TIME
@@ -142,13 +123,102 @@ def _evaluated(loaded: Loaded, *, as_json: bool) -> int:
 
 
 def _block(line: dict[str, object]) -> str:
-    shown = {
-        name: value
-        for name, value in line.items()
-        if name not in ("version", "step", "set", "versions_later", "versions_later_min")
-    }
-    rows = [
-        f"  {name:<18} {value:.6g}" if isinstance(value, float) else f"  {name:<18} {value}"
-        for name, value in shown.items()
+    hidden = ("version", "step", "set", "versions_later", "versions_later_min")
+    shown = {name: value for name, value in line.items() if name not in hidden}
+    rows = [f"  {name:<18} {f'{value:.6g}' if isinstance(value, float) else value}" for name, value in shown.items()]
+    return "\n".join([scores_in_words(line).removesuffix(" (version 0)"), *rows])
+
+
+_SIZE = (6, 300)  # Lines and characters of a text that is shortened
+Pair = tuple[Sample, Sample]  # Responses of two versions to one prompt
+
+
+def add_texts(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--set", default="", metavar="NAME", help="evaluation set; default: the first one by name")
+    parser.add_argument(
+        "--count", type=int, default=10, metavar="N", help="prompts, evenly spaced (default 10; 0 = all)"
+    )
+    parser.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per prompt")
+
+
+def run_texts(args: argparse.Namespace) -> int:
+    """Print the responses of both versions. Returns 0, or 1 where fewer than two versions have responses."""
+    return look(args, show_texts)
+
+
+async def show_texts(bus: Bus, args: argparse.Namespace) -> int:
+    """Print pairs of responses, and the means of the reward and its parts. Raises ValueError for an unknown set."""
+    responses = await responses_by_version(bus)
+    name = args.set or min(responses, default="")
+    if name not in responses:
+        names = ", ".join(responses) or "none"
+        raise ValueError(f"--set: want an evaluated set with responses ({names}), got {name!r}")
+    versions = sorted(responses[name])
+    first, last = (responses[name][version] for version in (versions[0], versions[-1]))
+    pairs = [(first[row], last[row]) for row in sorted(first.keys() & last.keys())]
+    shown = evenly_spaced(pairs, args.count) if args.count else pairs
+    if args.json:
+        for before, after in shown:
+            print(to_json(_as_map(before, after)))
+    else:
+        console = Console(highlight=False)
+        console.print(_table(shown, f"version {versions[0]}", f"version {versions[-1]}"))
+        console.print(_means(pairs), markup=False)
+    return int(len(versions) < 2)
+
+
+def evenly_spaced(pairs: Sequence[Pair], count: int) -> list[Pair]:
+    """Return ``count`` pairs, the first and the last among them.
+
+    A constant step would show only some kinds of prompts where kinds take turns: every sixth of four kinds, two.
+    """
+    last = len(pairs) - 1
+    return [pairs[number * last // max(1, count - 1)] for number in range(count)] if count <= last else list(pairs)
+
+
+async def responses_by_version(bus: Bus) -> dict[str, dict[int, dict[int, Sample]]]:
+    """Return the first response to each row, by set and version."""
+    search = SampleSearch(bus, Filter(kind=Kind.EVAL))
+    responses: dict[str, dict[int, dict[int, Sample]]] = {}
+    async for stored in search.forward(1, (await search.history.state()).last_seq):
+        if not isinstance(sample := stored.sample, Sample):
+            continue
+        match sample.metadata.get(MARK):
+            case {"set": str(name), "version": int(version), "row": int(row)}:
+                responses.setdefault(name, {}).setdefault(version, {}).setdefault(row, sample)
+    return responses
+
+
+def _table(pairs: Sequence[Pair], *headers: str) -> Table:
+    table = Table(show_lines=True, header_style="dim")
+    for header in ("prompt", *headers):
+        table.add_column(header, ratio=1)
+    for before, after in pairs:
+        prompt = before.prompt if isinstance(before.prompt, str) else str(before.prompt[-1].get("content", ""))
+        table.add_row(Text(plain(shortened(prompt, *_SIZE)), style="dim"), _response(before), _response(after))
+    return table
+
+
+def _response(sample: Sample) -> Text:
+    text = Text(plain(shortened(sample.response, *_SIZE)))
+    return text.append(f"  {sample.score:.2f}", style=reward_colour(sample.score))
+
+
+def _means(pairs: Sequence[Pair]) -> str:
+    """Return the means of the reward and its parts, before and after, over all prompts."""
+    columns = [[_parts(sample) for sample in side] for side in zip(*pairs, strict=True)]
+    means = [
+        f"{name} {' -> '.join(f'{sum(parts.get(name, 0.0) for parts in side) / len(side):.3f}' for side in columns)}"
+        for name in (columns[0][0] if columns else ())
     ]
-    return "\n".join([in_words(line).removesuffix(" (version 0)"), *rows])
+    return f"{len(pairs)} prompts: {', '.join(means)}"
+
+
+def _parts(sample: Sample) -> Mapping[str, float]:
+    return sample.reward if isinstance(sample.reward, dict) else {"score": sample.score}
+
+
+def _as_map(before: Sample, after: Sample) -> dict[str, object]:
+    rewards = {"reward_before": dict(_parts(before)), "reward_after": dict(_parts(after))}
+    return {"prompt": prompt_text(before), "before": before.response, "after": after.response, **rewards}

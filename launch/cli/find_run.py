@@ -1,6 +1,4 @@
-"""Which run a command is for, from any machine that reaches its bus; and a connection to it for the time of the
-command.
-"""
+"""Which run a command is for, and a connection to its bus for the time of the command."""
 
 import argparse
 import asyncio
@@ -36,26 +34,25 @@ def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[s
         url = bus or config["bus"]["url"] or (address.read_text().strip() if address.exists() else "")
         if not url:
             over = root / "summary.json"
-            raise ValueError(
-                f"{run_dir}: no bus is running here; "
-                + (f"the run is over, see {over}" if over.exists() else _RESUME.format(root))
-            )
+            cure = f"the run is over, see {over}" if over.exists() else _RESUME.format(root)
+            raise ValueError(f"{run_dir}: no bus is running here; {cure}")
         return viewer_line(url, os.environ, root, config["bus"], user=user), run or config["run"]
     if not bus:
         raise ValueError("want --run-dir DIRECTORY, or --bus URL (and --run RUN where it carries several)")
     line = viewer_line(bus, os.environ)
-    return line, run or _only_run(line)
+    try:
+        return line, run or asyncio.run(find_only_run(line, name="look", wait_s=CONNECT_S))
+    except BusError as error:
+        raise ValueError(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLocation:
     """The bus at which a run can be read."""
 
-    url: str
-    """Address with the password in it: not to be shown."""
+    url: str  # Address with the password in it: not to be shown
     run: str
-    ended: bool = False
-    """True if the run is over: no more messages will follow."""
+    ended: bool = False  # True if the run is over: no more messages will follow
 
 
 @contextmanager
@@ -68,18 +65,10 @@ def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[RunLocat
         url, run = find_run(args.run_dir, args.bus, args.run, user=user)
         yield RunLocation(url=url, run=run)
         return
-    print(
-        f"tidemill {args.command}: {root}: the run is not running; its bus is started for this command", file=sys.stderr
-    )
+    note = "the run is not running; its bus is started for this command"
+    print(f"tidemill {args.command}: {root}: {note}", file=sys.stderr)
     with started(ended_bus) as line:
         yield RunLocation(url=line, run=args.run or ended_bus.run, ended=True)
-
-
-def _only_run(bus: str) -> str:
-    try:
-        return asyncio.run(find_only_run(bus, name="look", wait_s=CONNECT_S))
-    except BusError as error:
-        raise ValueError(str(error)) from None
 
 
 async def on_bus(

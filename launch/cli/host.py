@@ -1,13 +1,19 @@
 """``tidemill host``: the engines, scorers and actors of one machine, and a node of the learner
-(``tidemill.launch.run.host``).
+(``tidemill.launch.run.host``); ``tidemill scale``: sets the desired numbers, and shows the share of each host.
 """
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tidemill.launch.cli.arguments import add_allow, add_bus, add_listening
+from rich.console import Console
+
+from tidemill.actors.engines.membership import CONFIG_KEY, host_name
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.streams.bus import Bus
+from tidemill.launch.cli.arguments import add_allow, add_bus, add_listening, add_run
+from tidemill.launch.cli.find_run import change
 from tidemill.launch.cli.inputs import (
     check_loaded,
     children_arguments,
@@ -16,16 +22,17 @@ from tidemill.launch.cli.inputs import (
     user_name,
     with_commits_of_run,
 )
+from tidemill.launch.run import desired, process
 from tidemill.launch.run.access import allowed
+from tidemill.launch.run.desired import ROLES, LiveHost
+from tidemill.launch.run.directory import HostExists, only_one
+from tidemill.launch.run.host import ROLE, HostLearner, Machine, run_host, users_in
+from tidemill.launch.run.learner_process import node_place
 from tidemill.launch.settings.extras import require
-from tidemill.launch.settings.shipped import config_file
-
-if TYPE_CHECKING:
-    from tidemill.launch.run.host import HostLearner
+from tidemill.launch.settings.run_paths import config_file
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     add_bus(parser)
     parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     parser.add_argument("--name", default="", help="its name on the bus (default: this machine's)")
@@ -46,14 +53,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run this machine's engines and actors until drained. Returns the exit code. Raises HostExists."""
-    from tidemill.actors.engines.membership import host_name
-    from tidemill.launch.run import process
-    from tidemill.launch.run.desired import parse
-    from tidemill.launch.run.directory import HostExists, only_one
-    from tidemill.launch.run.host import Machine, run_host, users_in
-
     name = args.name or user_name() or host_name()
-    counts = parse(args.wanted)
+    counts = desired.parse(args.wanted)
     if counts.get("engine"):
         require("engine")
     machine = Machine(
@@ -78,21 +79,16 @@ def run(args: argparse.Namespace) -> int:
         )
 
 
-def _learner_node(args: argparse.Namespace) -> "HostLearner | None":
+def _learner_node(args: argparse.Namespace) -> HostLearner | None:
     """Return the learner's node of a host, checked. Raises ValueError, SettingsError, CheckFailed."""
     if args.learner_node is None:
         if args.config or args.set:
-            raise ValueError(
-                "--config, --set: want --learner-node R with them, got none: engines and actors read theirs "
-                "from the bus"
-            )
+            why = "engines and actors read theirs from the bus"
+            raise ValueError(f"--config, --set: want --learner-node R with them, got none: {why}")
         return None
     if not args.config:
         raise ValueError("--learner-node: want --config FILE, the configuration of the run, got none")
     require("learner")
-    from tidemill.launch.run.host import HostLearner
-    from tidemill.launch.run.learner_process import node_place
-
     loaded = loaded_config(args)
     place = node_place(loaded.config.learner.nodes, args.learner_node, os.environ)
     if place.nodes == 1:
@@ -104,3 +100,50 @@ def _learner_node(args: argparse.Namespace) -> "HostLearner | None":
     check_loaded(args, loaded, starts_workers=False, resumes=True)
     words = ["learner", *children_arguments(args), "--node-rank", str(place.rank), *reached_at(args)]
     return HostLearner(config=loaded_config(args).config, rank=place.rank, arguments=words, users=args.users)
+
+
+def add_scale(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--host", default="", help="on this host, independent of the others")
+    where.add_argument("--pool", default="", help="on all hosts of this pool together")
+    parser.add_argument("wanted", nargs="*", metavar="actors=N|engines=N|scorers=N", help="default: of all hosts")
+
+
+def run_scale(args: argparse.Namespace) -> int:
+    """Set the desired numbers of engines and actors, if any are given, and print them. Returns 0. Raises ValueError."""
+    args.counts = desired.parse(args.wanted)
+    return change(args, show_scale)
+
+
+async def _asks_scorers(bus: Bus) -> bool:
+    value: object = (await bus.rows("run").read(CONFIG_KEY))[0]
+    for name in ("actor", "scorers", "enabled"):  # a row of any form: a client without a user may write it
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value is True
+
+
+async def show_scale(bus: Bus, args: argparse.Namespace) -> int:
+    """Set the numbers ``args.counts`` in the row of a host, a pool or all; print every live host's share; return 0."""
+    counts, host, pool = args.counts, args.host, args.pool
+    key = desired.host_key(host) if host else desired.pool_key(pool) if pool else desired.ALL
+    console = Console(highlight=False, soft_wrap=True)
+    if counts:
+        before, after = await desired.change(bus, key, counts)
+        for role in counts:
+            console.print(f"{key}: {role}s {before.get(role, '-')} -> {after[role]}")
+    if counts.get("scorer") and not await _asks_scorers(bus):
+        console.print("no actor asks a scorer of this run: it was started without actor.scorers.enabled")
+    rows, live = await desired.read(bus), await LiveView(bus).alive(ROLE)
+    hosts = [LiveHost(row.id, row.pool) for row in live]
+    for place, row in zip(hosts, live, strict=True):
+        shares = rows.of(place, hosts)
+        numbers = ", ".join(f"{role}s {row.load.get(f'{role}s', 0):g} of {shares[role]}" for role in ROLES)
+        belongs = f" (pool {place.pool})" if place.pool else ""
+        console.print(f"host {place.name}{belongs}: {numbers}{row.waits_for and f'; {row.waits_for}'}", markup=False)
+    live_names = [place.name if host else place.pool for place in hosts if host or place.pool]
+    if not hosts:
+        console.print("no host is running: start `tidemill host` on the machines that should run them")
+    elif (host or pool) and (host or pool) not in live_names:
+        console.print(f"{key}: no live host of that name; live: {', '.join(live_names) or 'none'}")
+    return 0

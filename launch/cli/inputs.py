@@ -1,6 +1,4 @@
-"""Inputs of a command: the configuration in its arguments, checked or printed, its name, the bus, and arguments for its
-children.
-"""
+"""Inputs of a command: its configuration, checked or printed, its name, the bus, and arguments for its children."""
 
 import argparse
 import asyncio
@@ -25,7 +23,7 @@ from tidemill.launch.settings.config_loader import (
 )
 from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.launch.settings.shipped import CONFIGS
+from tidemill.launch.settings.run_paths import CONFIGS
 
 if TYPE_CHECKING:
     from tidemill.launch.checks.findings import Report

@@ -1,8 +1,7 @@
-"""``tidemill learner``, and the commands with which it starts its feeder and its ranks
-(``tidemill.launch.run.learner_process``).
-"""
+"""``tidemill learner``, and the inner commands with which it starts its feeder and its ranks."""
 
 import argparse
+import asyncio
 import os
 
 from tidemill.launch.cli.arguments import add_bus, add_config, add_from_checkpoint, add_listening, command_of
@@ -81,21 +80,18 @@ def _run_learner(args: argparse.Namespace) -> int:
     from tidemill.launch.run import learner_process, process
 
     process.set_up_logging("learner", args.id or (f"node {place.rank}" if place.nodes > 1 else ""))
-    address = bus_address(args, config, LEARNER)
-    if place.nodes > 1:
+    address, words = bus_address(args, config, LEARNER), children_arguments(args)
+
+    async def body(draining: asyncio.Event) -> None:
+        if place.nodes == 1:
+            await learner_process.run_learner(config, address, args.id, words, draining)
+            return
         from tidemill.launch.run import learner_nodes
 
         node = learner_nodes.Given(place=place, host=args.host, advertise=args.advertise, id=args.id)
-        return process.run(
-            lambda draining: learner_nodes.run_agent(config, address, node, children_arguments(args), draining),
-            drain_s=config.up.drain_s + 5,
-            uvloop=False,
-        )
-    return process.run(
-        lambda draining: learner_process.run_learner(config, address, args.id, children_arguments(args), draining),
-        drain_s=config.up.drain_s + 5,
-        uvloop=False,
-    )
+        await learner_nodes.run_agent(config, address, node, words, draining)
+
+    return process.run(body, drain_s=config.up.drain_s + 5, uvloop=False)
 
 
 def _run_feeder(args: argparse.Namespace) -> int:
@@ -122,10 +118,5 @@ def _run_rank(args: argparse.Namespace) -> int:
     from tidemill.learner.feed.feed_keys import FeedKeys
 
     process.set_up_logging("rank", os.environ.get("RANK", "0"))
-    return feeder_process.run_rank(
-        config,
-        bus_address(args, config, LEARNER),
-        args.feeder_url,
-        FeedKeys.read(args.feeder_keys),
-        progress=args.progress,
-    )
+    address, keys = bus_address(args, config, LEARNER), FeedKeys.read(args.feeder_keys)
+    return feeder_process.run_rank(config, address, args.feeder_url, keys, progress=args.progress)

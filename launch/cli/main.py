@@ -1,5 +1,5 @@
-"""The command line: the table of commands, and the run of one. Each command is a module beside this one, with ``add``
-and ``run``.
+"""The command line: the table of commands, and the run of one. Each command is in a module beside this one, with
+``add`` and ``run`` (or ``add_<command>`` and ``run_<command>``).
 
 Only the module of the given command is imported, so ``--help`` and errors take a fraction of a second.
 """
@@ -16,6 +16,7 @@ from tidemill.launch.cli.arguments import CommandParser, PrintVersion
 from tidemill.launch.settings.extras import explain
 
 DESCRIPTION = "Asynchronous off-policy reinforcement learning for language models."
+# Help of each command.
 COMMANDS: Mapping[str, str] = {
     "init": "write the files of a new run here: its configuration, with comments, and examples of its data",
     "up": "run everything on this machine, with a live view",
@@ -48,11 +49,18 @@ COMMANDS: Mapping[str, str] = {
     "cursors": "registered readers of the samples and their positions; remove one",
     "debug": "find where numbers go wrong: compare dumps and weights, score prompts (docs/debugging.md)",
 }
-"""Help of each command."""
-INNER = ("feeder", "rank")
-"""Commands with which the learner starts its processes; no help lists them."""
+INNER = ("feeder", "rank")  # Commands with which the learner starts its processes; no help lists them
+# Modules of commands that share ``add`` and ``run``; each other command has a module of its name, or is in ``_WITH``.
 _MODULES = {**dict.fromkeys(("engine", "actor", "scorer"), "worker"), **dict.fromkeys(INNER, "learner")}
-"""Modules of commands that share one; each other command has a module of its name."""
+# Modules of commands that are in one with others, and have functions of their own there: ``add_check``, ``run_check``.
+_WITH = {
+    **dict.fromkeys(("bus", "router", "reward-server", "teacher"), "servers"),
+    **dict.fromkeys(("check", "prepare"), "config"),
+    "push": "convert",
+    "cursors": "archive",
+    "scale": "host",
+    "texts": "eval",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,9 +124,11 @@ def _inner_parser() -> argparse.ArgumentParser:
 
 
 def _declare(parser: argparse.ArgumentParser, command: str) -> None:
-    module = import_module(f".{_MODULES.get(command, command.replace('-', '_'))}", __package__)
-    module.add(parser)
-    parser.set_defaults(run_command=module.run)
+    name = command.replace("-", "_")
+    module = import_module(f".{_WITH.get(command) or _MODULES.get(command, name)}", __package__)
+    suffix = f"_{name}" if command in _WITH else ""
+    getattr(module, f"add{suffix}")(parser)
+    parser.set_defaults(run_command=getattr(module, f"run{suffix}"))
 
 
 def _find_modules_here() -> None:

@@ -12,7 +12,6 @@ from tidemill.launch.run.access import VIEWER
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     add_run(parser)
     parser.add_argument("to", metavar="SINK", help="tensorboard, wandb, jsonl, or module:function (docs/looking.md)")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the sink")
@@ -26,7 +25,6 @@ def run(args: argparse.Namespace) -> int:
     sink = open_sink(args.to, given_options(args.option))
 
     async def exported(url: str, run: str, draining: asyncio.Event) -> None:
-        """Export, and print the counts of steps and evaluations given to the sink."""
         done = await export(url, run, sink, args, draining)
         had = f", which had {done.had} from before" if done.had else ""
         print(

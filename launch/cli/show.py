@@ -17,22 +17,17 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Sample
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import look
-from tidemill.launch.samples.block import facts
 from tidemill.launch.samples.filters import Filter, prompt_text, task_of
 from tidemill.launch.samples.search import FoundSample, SampleHistory, SampleSearch, as_map, history_of, opened
-from tidemill.launch.samples.text import conversation, plain, to_json, turns_table
+from tidemill.launch.samples.text import conversation, facts, plain, plain_table, to_json, turns_table
 
+# (lowest probability, style) of a token, in descending order.
 _SHADES = (
-    (0.9, ""),
-    (0.5, "black on green"),
-    (0.1, "black on yellow"),
-    (0.01, "white on magenta"),
-    (0.0, "white on red"),
+    *((0.9, ""), (0.5, "black on green"), (0.1, "black on yellow")),
+    *((0.01, "white on magenta"), (0.0, "white on red")),
 )
-"""(lowest probability, style) of a token, in descending order."""
 
-_CONTEXT = 8
-"""Tokens before a token that affect its text: a space at its beginning, the rest of a character."""
+_CONTEXT = 8  # Tokens before a token that affect its text: a space at its beginning, the rest of a character
 
 
 class Vocabulary:
@@ -61,7 +56,6 @@ class Vocabulary:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     parser.add_argument("sample", metavar="SAMPLE", help="a sequence (#123 or 123) or TASK.INDEX (57.3)")
     add_run(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -74,21 +68,17 @@ def run(args: argparse.Namespace) -> int:
     return look(args, show_sample)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Token:
     """One token of a response."""
 
     id: int
     text: str
-    logprob: float
-    """Log-prob in nats, under the distribution it was sampled from; 0 if it was not sampled."""
+    logprob: float  # Log-prob in nats, under the distribution it was sampled from; 0 if it was not sampled
     version: int
-    span: int
-    """Number of its span, from 0."""
-    sampled: bool
-    """False if the environment inserted it (``loss_mask`` 0)."""
-    sequence: int = 0
-    """Number of its token sequence, from 0."""
+    span: int  # Number of its span, from 0
+    sampled: bool  # False if the environment inserted it (`loss_mask` 0)
+    sequence: int = 0  # Number of its token sequence, from 0
 
     @property
     def probability(self) -> float:
@@ -118,29 +108,19 @@ def tokens_of(sample: Sample, vocabulary: Vocabulary) -> list[Token]:
     right = 0
     for number, size in enumerate(sample.sizes):
         right += size.num_tokens
-        ids += sample.tokens[
-            max(0, right - size.response_length) : max(0, right)
-        ].tolist()  # sizes of an invalid sample may be anything
+        # Sizes of an invalid sample may be anything.
+        ids += sample.tokens[max(0, right - size.response_length) : max(0, right)].tolist()
         sequences += [number] * (len(ids) - len(sequences))
-    spans = [
-        (number, span.version)
-        for number, span in enumerate(sample.spans)
-        for _ in range(min(span.num_tokens, len(ids)))
-    ]
+    spans: list[tuple[int, int]] = []
+    for number, span in enumerate(sample.spans):
+        spans += [(number, span.version)] * min(span.num_tokens, len(ids))
     spans += [(len(sample.spans), -1)] * (len(ids) - len(spans))  # the spans of an invalid sample may not cover it
+    columns = zip(
+        ids, vocabulary.pieces(ids), sample.rollout_log_probs, spans, sample.loss_mask, sequences, strict=False
+    )
     return [
-        Token(
-            id=id,
-            text=text,
-            logprob=float(logprob),
-            version=version,
-            span=span,
-            sampled=bool(sampled),
-            sequence=sequence,
-        )
-        for id, text, logprob, (span, version), sampled, sequence in zip(
-            ids, vocabulary.pieces(ids), sample.rollout_log_probs, spans, sample.loss_mask, sequences, strict=False
-        )
+        Token(id, text, float(logprob), version, span, bool(sampled), sequence)
+        for id, text, logprob, (span, version), sampled, sequence in columns
     ]
 
 
@@ -180,22 +160,13 @@ async def _vocabulary(bus: Bus, args: argparse.Namespace) -> Vocabulary:
 def _json(
     match: FoundSample, sample: Sample, tokens: Sequence[Token], history: SampleHistory, duplicates: list[int]
 ) -> dict[str, object]:
+    names = ["id", "text", "logprob", "probability", "version", "sampled"]
+    names += ["sequence"] if len(sample.sequences) > 1 else []
     return {
         **as_map(match.line.seq, sample),
         "lag": match.line.lag,
         "stored_s": match.line.stored_s,
-        "token_table": [
-            {
-                "id": token.id,
-                "text": token.text,
-                "logprob": token.logprob,
-                "probability": token.probability,
-                "version": token.version,
-                "sampled": token.sampled,
-                **({"sequence": token.sequence} if len(sample.sequences) > 1 else {}),
-            }
-            for token in tokens
-        ],
+        "token_table": [{name: getattr(token, name) for name in names} for token in tokens],
         "fate": history.as_map(),
         "others": duplicates,
     }
@@ -214,19 +185,12 @@ def _print(
     console.print(facts(match.line, sample))
     times, sampling = sample.timings, sample.sampling
     console.print(f"outcome   {plain(str(history))}", style="bold", markup=False)
-    console.print(
-        f"timings   queued {times.queued_s:.3f} s, generated in {times.generating_s:.3f} s, tools "
-        f"{times.tools_s:.3f} s, "
-        f"reward {times.reward_s:.3f} s"
-    )
-    console.print(
-        f"sampling  temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, at most "
-        f"{sampling.max_new_tokens} tokens, seed {sampling.seed}"
-    )
-    made_by = (
-        f"made by   {plain(sample.actor) or '?'} with {plain(sample.engine) or '?'}, attempt {plain(sample.attempt)}"
-    )
-    console.print(made_by, markup=False)
+    spent = f"generated in {times.generating_s:.3f} s, tools {times.tools_s:.3f} s, reward {times.reward_s:.3f} s"
+    console.print(f"timings   queued {times.queued_s:.3f} s, {spent}")
+    drawn = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
+    console.print(f"sampling  {drawn}, at most {sampling.max_new_tokens} tokens, seed {sampling.seed}")
+    made_by = f"{plain(sample.actor) or '?'} with {plain(sample.engine) or '?'}, attempt {plain(sample.attempt)}"
+    console.print(f"made by   {made_by}", markup=False)
     if sample.label is not None:
         console.print(Text(f"label     {plain(str(sample.label))}"))
     if sample.metadata:
@@ -235,9 +199,8 @@ def _print(
         console.print(f"others    of the same place: {', '.join(f'#{seq}' for seq in duplicates)}")
     if sample.turns is not None:
         console.print(turns_table(sample.turns))
-    console.print(
-        conversation(sample.transcript) if sample.transcript else Text(plain(prompt_text(sample)), style="dim")
-    )
+    prompt = Text(plain(prompt_text(sample)), style="dim")
+    console.print(conversation(sample.transcript) if sample.transcript else prompt)
     console.print(shaded(tokens))
     console.print(_legend(sample, tokens))
     if table:
@@ -266,31 +229,22 @@ def _legend(sample: Sample, tokens: Sequence[Token]) -> Text:
     text = Text("\nprobability ")
     for low, style in _SHADES:
         text.append(f" ≥ {low:g} " if low else " less ", style=style)
-    text.append(
-        "  versions " + ", ".join(f"v{span.version}: {span.num_tokens} tokens" for span in sample.spans), style="dim"
-    )
+    spans = ", ".join(f"v{span.version}: {span.num_tokens} tokens" for span in sample.spans)
+    text.append(f"  versions {spans}", style="dim")
     text.append(" (every second one underlined)" if len(sample.spans) > 1 else "", style="dim")
     sampled = [token.logprob for token in tokens if token.sampled]
     if sampled:
         mean = sum(sampled) / len(sampled)
-        text.append(
-            f"\nmean log-prob {mean:.3f} (perplexity {math.exp(-mean):.3f}), least probable token "
-            f"{math.exp(min(sampled)):.3g}"
-        )
+        least = f"least probable token {math.exp(min(sampled)):.3g}"
+        text.append(f"\nmean log-prob {mean:.3f} (perplexity {math.exp(-mean):.3f}), {least}")
     return text
 
 
 def _table(tokens: Sequence[Token]) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("place", "id", "token", "probability", "log-prob", "version"):
-        table.add_column(name, justify="left" if name == "token" else "right")
+    numbers = ("place", "id", "probability", "log-prob", "version")
+    table = plain_table("place", "id", "token", "probability", "log-prob", "version", right=numbers)
     for place, token in enumerate(tokens):
         odds = (f"{token.probability:.4f}", f"{token.logprob:.4f}") if token.sampled else ("not sampled", "")
-        table.add_row(
-            str(place),
-            str(token.id),
-            Text(repr(token.text), style=shade(token.probability)),
-            *odds,
-            f"v{token.version}",
-        )
+        text = Text(repr(token.text), style=shade(token.probability))
+        table.add_row(str(place), str(token.id), text, *odds, f"v{token.version}")
     return table

@@ -6,44 +6,38 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TypedDict
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from tidemill.actors.engines.address_checks import CURE, unreachable, verified
 from tidemill.bus.client.jetstream import StreamState
-from tidemill.bus.client.rows import Value
 from tidemill.bus.config import SINGLE_TURN
 from tidemill.bus.liveness.heartbeats import processes
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.streams.readers import Cursors
+from tidemill.bus.streams.readers import WAIT, Cursors
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Done, Evaluated, Plan, Settle
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import look
-from tidemill.launch.run import scores
+from tidemill.launch.run import summary
 from tidemill.launch.run.summary import SKIPPED
-from tidemill.launch.samples.text import plain
+from tidemill.launch.samples.text import plain, plain_table
 from tidemill.learner.debug.report import LOOKS
 
-_FULL_READ_S = 10.0
-"""Seconds for the reads while the bus stores nothing."""
-_MOST_NAMES = 6
-"""Largest number of fields, and of actors, of invalid samples that are named."""
+_FULL_READ_S = 10.0  # Seconds for the reads while the bus stores nothing
+_MOST_NAMES = 6  # Largest number of fields, and of actors, of invalid samples that are named
+# Beginnings of the names of metrics about episodes.
 _OF_EPISODES = (
     *("data/episode", "data/turns_", "data/sequences_", "data/context_share", "data/budget_share/"),
     *("data/cut_", "data/overridden_", "data/malformed_"),
 )
-"""Beginnings of the names of metrics about episodes."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     add_run(parser)
     parser.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per line")
 
@@ -53,109 +47,12 @@ def run(args: argparse.Namespace) -> int:
     return look(args, show_status)
 
 
-class TaskCounts(TypedDict):
-    """Training tasks of a run."""
-
-    issued: int
-    settled: int
-    open: int
-    waiting: int
-    leased: int
-    last_id: int
-    given_up: dict[str, int]
-    """Number of tasks by reason."""
-    unserved: dict[str, int]
-    """Tasks that wait and that no live actor serves, by rollout (``single_turn`` for those without one)."""
-
-
-class SampleCounts(TypedDict):
-    """Samples of a run; None while no feeder reports."""
-
-    first_seq: int
-    last_seq: int
-    messages: int
-    bytes: int
-    trained: int
-    dropped: dict[str, int]
-    """Number of samples by reason."""
-    failed: int | None
-    buffered: int | None
-    invalid: int | None
-    invalid_by_field: dict[str, int]
-    invalid_by_actor: dict[str, int]
-    refused: list[str]
-    """Actors that send only invalid samples."""
-
-
-class CursorStatus(TypedDict):
-    """Place of one reader of SAMPLES."""
-
-    floor: int
-    behind: int
-    policy: str
-    given_up: bool
-
-
-class ProcessStatus(TypedDict):
-    """One live row."""
-
-    role: str
-    id: str
-    host: str
-    pid: int
-    phase: str
-    waits_for: str
-    trouble: str
-    version: int
-    silent_s: float
-    address: str
-    load: dict[str, float]
-    capabilities: Value
-    unreadable: str
-    nonce: str
-    verified: bool
-    """A learner or router has reached it at its address. Of engines alone."""
-    unreachable: list[str]
-    """The processes that do not reach it at its address, each with its error."""
-
-
-class RunStatus(TypedDict):
-    """All values of ``status``, as ``--json`` prints them."""
-
-    run: str
-    step: int
-    planned: int
-    minibatches_skipped: int
-    report_look: dict[int, int]
-    """Lines of the report on the first steps that want a look, by step; without ``debug.report`` empty."""
-    reward: float | None
-    evaluations: list[JsonObject]
-    """Newest scores of each evaluation set."""
-    best: Value | None
-    """Best version with a checkpoint, by ``eval.best``."""
-    end: Value | None
-    """End before ``learner.steps``: step and reason."""
-    lag_mean: float | None
-    lag_max: float | None
-    episodes: dict[str, float]
-    """Metrics of the newest step's episodes; empty if it had none."""
-    head: Value | None
-    tasks: TaskCounts
-    samples: SampleCounts
-    cursors: dict[str, CursorStatus]
-    processes: list[ProcessStatus]
-    full: str
-    """Reason for which the bus stores nothing; empty while it does."""
-    unreadable: str
-
-
 async def show_status(bus: Bus, args: argparse.Namespace) -> int:
     """Print the processes of a run and the state of its tasks and samples; return 0, or 1 when they cannot be read."""
     console, reason = Console(highlight=False), await bus.full()
     if reason and not args.json:
-        console.print(
-            f"the bus stores nothing, the run waits: {reason}", style="bold red", markup=False, soft_wrap=True
-        )
+        text = f"the bus stores nothing, the run waits: {reason}"
+        console.print(text, style="bold red", markup=False, soft_wrap=True)
     try:
         async with asyncio.timeout(_FULL_READ_S if reason else None):
             status = await read_status(bus)
@@ -169,12 +66,12 @@ async def show_status(bus: Bus, args: argparse.Namespace) -> int:
     return 0
 
 
-async def read_status(bus: Bus) -> RunStatus:
-    """Return all values of ``status`` as plain maps, lists and numbers."""
+async def read_status(bus: Bus) -> JsonObject:
+    """Return all values of ``status`` as plain maps, lists and numbers, as ``--json`` prints them."""
     rows = await processes(bus, look_s=1.5)
-    state, backlog = await bus.samples.info(), await bus.tasks.backlog()
+    state, (waiting, leased) = await bus.samples.info(), await bus.tasks.backlog()
     head, _ = await bus.rows("weights").read("head")
-    plans = await _read_plans(bus)
+    plans, run_rows = await _read_plans(bus), bus.rows("run")
     metrics = plans.newest.metrics if plans.newest is not None else {}
     feeder = next((row.load for row, age in rows if row.role == "feeder" and not age), {})
     issued, alive = await _issued(bus, plans.tasks), [row for row, age in rows if not age]
@@ -185,9 +82,9 @@ async def read_status(bus: Bus) -> RunStatus:
         "minibatches_skipped": int(sum(plans.skipped.values())),
         "report_look": plans.report_look,
         "reward": metrics.get("data/reward_mean"),
-        "evaluations": [scores.line_of(record) for record in plans.evaluated.values()],
-        "best": (await bus.rows("run").read(subjects.BEST_KEY))[0],
-        "end": (await bus.rows("run").read(subjects.END_KEY))[0],
+        "evaluations": [summary.scores_line(record) for record in plans.evaluated.values()],
+        "best": (await run_rows.read(subjects.BEST_KEY))[0],  # best version with a checkpoint, by `eval.best`
+        "end": (await run_rows.read(subjects.END_KEY))[0],  # end before `learner.steps`: step and reason
         "lag_mean": metrics.get("offpolicy/lag_mean"),
         "lag_max": metrics.get("offpolicy/lag_max"),
         "episodes": {name: value for name, value in metrics.items() if name.startswith(_OF_EPISODES)},
@@ -196,25 +93,21 @@ async def read_status(bus: Bus) -> RunStatus:
             "issued": issued,
             "settled": len(plans.tasks),
             "open": issued - len(plans.tasks),
-            "waiting": backlog[0],
-            "leased": backlog[1],
+            "waiting": waiting,
+            "leased": leased,
             "last_id": await bus.tasks.last_id(),
             "given_up": dict(sorted(plans.given_up.items())),
             "unserved": unserved(await bus.tasks.waiting(), alive),
         },
         "samples": _samples(state, plans, feeder),
         "cursors": {
-            name: {
-                "floor": place.floor,
-                "behind": state.last_seq - place.floor,
-                "policy": place.policy,
-                "given_up": place.given_up,
-            }
+            name: {"floor": place.floor, "behind": state.last_seq - place.floor, "policy": place.policy}
+            | {"given_up": place.given_up}
             for name, place in (await Cursors(bus).all()).items()
             if place.created == state.created
         },
         "processes": [_process(row, age, alive) for row, age in rows],
-        "full": await bus.full(),
+        "full": await bus.full(),  # why the bus stores nothing; empty while it does
         "unreadable": str(bus.refusals),
     }
 
@@ -232,7 +125,9 @@ def unserved(waiting: Mapping[str, int], alive: Sequence[LiveRow]) -> dict[str, 
     }
 
 
-def _samples(state: StreamState, plans: "_Plans", feeder: Mapping[str, float]) -> SampleCounts:
+def _samples(state: StreamState, plans: "_Plans", feeder: Mapping[str, float]) -> JsonObject:
+    """Return the counts of samples. Those of a feeder are None while none reports."""
+    of_feeder = {name: int(feeder[name]) if name in feeder else None for name in ("failed", "buffered", "invalid")}
     return {
         "first_seq": state.first_seq,
         "last_seq": state.last_seq,
@@ -240,25 +135,22 @@ def _samples(state: StreamState, plans: "_Plans", feeder: Mapping[str, float]) -
         "bytes": state.bytes,
         "trained": plans.trained,
         "dropped": dict(sorted(plans.dropped.items())),
-        "failed": int(feeder["failed"]) if "failed" in feeder else None,
-        "buffered": int(feeder["buffered"]) if "buffered" in feeder else None,
-        "invalid": int(feeder["invalid"]) if "invalid" in feeder else None,
+        **of_feeder,
         "invalid_by_field": counts_under(feeder, "invalid"),
         "invalid_by_actor": counts_under(feeder, "invalid_of"),
-        "refused": sorted(counts_under(feeder, "refused")),
+        "refused": sorted(counts_under(feeder, "refused")),  # actors that send only invalid samples
     }
 
 
-def _process(row: LiveRow, age_s: float, alive: Sequence[LiveRow]) -> ProcessStatus:
+def _process(row: LiveRow, age_s: float, alive: Sequence[LiveRow]) -> JsonObject:
+    """Return a live row as a map.
+
+    ``verified``: a learner or router has reached it at its address (of engines alone). ``unreachable``: the processes
+    that do not reach it there, each with its error.
+    """
+    names = ("role", "id", "host", "pid", "phase", "waits_for", "trouble", "version")
     return {
-        "role": row.role,
-        "id": row.id,
-        "host": row.host,
-        "pid": row.pid,
-        "phase": row.phase,
-        "waits_for": row.waits_for,
-        "trouble": row.trouble,
-        "version": row.version,
+        **{name: getattr(row, name) for name in names},
         "silent_s": round(age_s, 1),
         "address": row.address,
         "load": row.load,
@@ -276,19 +168,15 @@ class _Plans:
 
     planned: int = 0
     newest: Done | None = None
-    tasks: set[int] = field(default_factory=set)
-    """Settled tasks: trained or given up."""
-    trained: int = 0
-    """Number of trained samples."""
+    tasks: set[int] = field(default_factory=set)  # Settled tasks: trained or given up
+    trained: int = 0  # Number of trained samples
+    # Number of samples given up with their tasks, by reason; FAILED ones are in no record.
     dropped: Counter[str] = field(default_factory=Counter)
-    """Number of samples given up with their tasks, by reason; FAILED ones are in no record."""
-    given_up: Counter[str] = field(default_factory=Counter)
-    """Number of tasks given up, by reason."""
+    given_up: Counter[str] = field(default_factory=Counter)  # Number of tasks given up, by reason
+    # Number of minibatches with a loss or gradients that were not finite, by step.
     skipped: dict[int, float] = field(default_factory=dict)
-    """Number of minibatches with a loss or gradients that were not finite, by step."""
     report_look: dict[int, int] = field(default_factory=dict)
-    evaluated: dict[str, Evaluated] = field(default_factory=dict)
-    """Newest scores of each evaluation set."""
+    evaluated: dict[str, Evaluated] = field(default_factory=dict)  # Newest scores of each evaluation set
 
 
 async def _read_plans(bus: Bus) -> _Plans:
@@ -310,7 +198,7 @@ async def _read_plans(bus: Bus) -> _Plans:
             if plans.newest is None or record.step >= plans.newest.step:
                 plans.newest = record
         elif isinstance(record, Evaluated):
-            plans.evaluated = scores.newest([*plans.evaluated.values(), record])
+            plans.evaluated = summary.newest_scores([*plans.evaluated.values(), record])
     return plans
 
 
@@ -320,12 +208,12 @@ def counts_under(load: Mapping[str, float], name: str) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
-def _invalid_words(samples: SampleCounts) -> str:
+def _invalid_words(samples: JsonObject) -> str:
     if not samples["invalid"]:
         return ""
     fields, actors = (
-        ", ".join(f"{escape(name)} {count}" for name, count in list(counts.items())[:_MOST_NAMES])
-        for counts in (samples["invalid_by_field"], samples["invalid_by_actor"])
+        ", ".join(f"{escape(name)} {count}" for name, count in list(samples[counts].items())[:_MOST_NAMES])
+        for counts in ("invalid_by_field", "invalid_by_actor")
     )
     return f", {samples['invalid']} invalid ({fields}; by actor {actors})"
 
@@ -342,15 +230,12 @@ def episodes_in_words(metrics: Mapping[str, float]) -> str:
     seconds = ", ".join(
         f"{part} {metrics.get(f'data/episode_{part}_seconds', 0):.1f} s" for part in ("generating", "tools", "reward")
     )
+    budgets = ", ".join(f"{limit} {100 * share:.0f} %" for limit, share in spent.items())
     return (
         f"{metrics['data/episodes']:.0f} in the newest step, {metrics.get('data/turns_mean', 0):.1f} turns, "
         f"{metrics.get('data/sequences_mean', 0):.1f} sequences, "
         f"{100 * metrics.get('data/context_share', 0):.0f} % context; {seconds}"
-    ) + (
-        f"; budget spent: {', '.join(f'{limit} {100 * share:.0f} %' for limit, share in spent.items())}"
-        if spent
-        else ""
-    )
+    ) + (f"; budget spent: {budgets}" if spent else "")
 
 
 async def _issued(bus: Bus, settled: set[int]) -> int:
@@ -371,14 +256,12 @@ def _report_in_words(look: Mapping[int, int]) -> str:
     return steps + ("; the lines are in the learner's log (docs/debugging.md)" if any(look.values()) else "")
 
 
-def print_status(console: Console, status: RunStatus) -> None:
+def print_status(console: Console, status: JsonObject) -> None:
     """Print the result of ``read_status`` as text and a table."""
     head = status["head"]
     version = f"version {head['version']} (of step {head['step']})" if head else "no version yet"
-    console.print(
-        f"[bold]{status['run']}[/]  step {status['step']} done, batches planned up to step "
-        f"{status['planned']}; weights: {version}"
-    )
+    steps = f"step {status['step']} done, batches planned up to step {status['planned']}"
+    console.print(f"[bold]{status['run']}[/]  {steps}; weights: {version}")
     if status["reward"] is not None:
         console.print(
             f"reward {status['reward']:.3f}, lag {status['lag_mean'] or 0:.2f} mean, {status['lag_max'] or 0:.0f} max"
@@ -386,9 +269,9 @@ def print_status(console: Console, status: RunStatus) -> None:
     if words := episodes_in_words(status["episodes"]):
         console.print(f"episodes {words}", markup=False)
     for line in status["evaluations"]:
-        console.print(f"evaluation {scores.in_words(line)}", markup=False)
+        console.print(f"evaluation {summary.scores_in_words(line)}", markup=False)
     if status["best"]:
-        console.print(f"best checkpoint {scores.best_in_words(status['best'])}", markup=False)
+        console.print(f"best checkpoint {summary.best_in_words(status['best'])}", markup=False)
     if status["end"]:
         console.print(f"ends after step {status['end']['step']}: {status['end']['reason']}", markup=False)
     if skipped := status["minibatches_skipped"]:
@@ -407,34 +290,28 @@ def print_status(console: Console, status: RunStatus) -> None:
             console.print(f"trouble {row['id']}: {row['trouble']}", style="red", markup=False)
     console.print(f"stream  sequences {samples['first_seq']} to {samples['last_seq']}, {samples['bytes'] / 1e6:.1f} MB")
     for name, cursor in status["cursors"].items():
-        kept = (
-            "given up"
-            if cursor["given_up"]
-            else f"trimming {'waits' if cursor['policy'] == 'wait' else 'does not wait'} for it"
-        )
+        kept = f"trimming {'waits' if cursor['policy'] == WAIT else 'does not wait'} for it"
+        kept = "given up" if cursor["given_up"] else kept
         console.print(f"cursor  {name} at {cursor['floor']}, {cursor['behind']} messages behind; {kept}", markup=False)
     _print_processes(console, status)
-    passed_over = {f"by {row['role']} {row['id']}": row["unreadable"] for row in status["processes"]} | {
-        "here": status["unreadable"]
-    }
-    for where, text in passed_over.items():
+    passed_over = {f"by {row['role']} {row['id']}": row["unreadable"] for row in status["processes"]}
+    for where, text in (*passed_over.items(), ("here", status["unreadable"])):
         if text:
             console.print(f"passed over {where}: {text}", style="yellow", markup=False)
 
 
-def _print_counts(console: Console, status: RunStatus) -> None:
+def _print_counts(console: Console, status: JsonObject) -> None:
     tasks, samples = status["tasks"], status["samples"]
     given_up = ", ".join(f"{count} {reason}" for reason, count in tasks["given_up"].items())
     console.print(
         f"tasks   {tasks['issued']} issued: {tasks['settled']} settled, {tasks['open']} open; of these "
-        f"{tasks['leased']} leased by "
-        f"actors, {tasks['waiting']} waiting for one" + (f"; given up: {given_up}" if given_up else "")
+        f"{tasks['leased']} leased by actors, {tasks['waiting']} waiting for one"
+        + (f"; given up: {given_up}" if given_up else "")
     )
     for rollout, count in tasks["unserved"].items():
         cure = f"start an actor that does: tidemill actor --rollouts {rollout}"
-        console.print(
-            f"{count} tasks of rollout {rollout} wait, and no actor serves it; {cure}", style="red", markup=False
-        )
+        text = f"{count} tasks of rollout {rollout} wait, and no actor serves it; {cure}"
+        console.print(text, style="red", markup=False)
     failed = {"failed": samples["failed"]} if samples["failed"] else {}
     dropped = ", ".join(f"{count} {reason}" for reason, count in (samples["dropped"] | failed).items()) or "none"
     buffered = "" if samples["buffered"] is None else f", {samples['buffered']} buffered"
@@ -442,38 +319,25 @@ def _print_counts(console: Console, status: RunStatus) -> None:
         f"samples {samples['trained']} trained, dropped: {escape(dropped)}{buffered}{_invalid_words(samples)}"
     )
     for actor in samples["refused"]:
-        console.print(
-            f"[bold red]actor {actor} sends only invalid samples and is refused[/]: stop it, or fix it "
-            "(docs/recovery.md)"
-        )
+        cure = "stop it, or fix it (docs/recovery.md)"
+        console.print(f"[bold red]actor {actor} sends only invalid samples and is refused[/]: {cure}")
 
 
-def _print_processes(console: Console, status: RunStatus) -> None:
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("process", "host", "pid", "phase", "version", "waits for"):
-        table.add_column(name)
+def _print_processes(console: Console, status: JsonObject) -> None:
+    table = plain_table("process", "host", "pid", "phase", "version", "waits for")
     for row in status["processes"]:
         phase = Text(f"silent for {row['silent_s']} s or more", style="red") if row["silent_s"] else _cell(row["phase"])
         version = str(row["version"]) if row["version"] >= 0 else ""
         name = f"{row['role']} {row['id']}"
-        table.add_row(
-            *map(_cell, (name, row["host"], str(row["pid"]))),
-            phase,
-            version,
-            _cell(row["waits_for"] or _unverified(row)),
-        )
+        waits_for = _cell(row["waits_for"] or _unverified(row))
+        table.add_row(*map(_cell, (name, row["host"], str(row["pid"]))), phase, version, waits_for)
     console.print(table)
 
 
-def _unverified(row: ProcessStatus) -> str:
+def _unverified(row: JsonObject) -> str:
     """Return the wait of an engine that serves, and that no process has reached yet; empty for all others."""
-    waits = (
-        row["role"] == "engine"
-        and row["phase"] == "serving"
-        and row["nonce"]
-        and not row["verified"]
-        and not row["unreachable"]
-    )
+    serves = (row["role"], row["phase"]) == ("engine", "serving") and row["nonce"]
+    waits = serves and not row["verified"] and not row["unreachable"]
     return f"a learner or router to reach it at {row['address']}" if waits else ""
 
 

@@ -9,16 +9,14 @@ from rich.console import Console
 from tidemill.bus.streams.bus import Bus
 from tidemill.launch.cli.arguments import add_filter, add_run, add_since
 from tidemill.launch.cli.find_run import look
-from tidemill.launch.samples.block import block
 from tidemill.launch.samples.filters import filter_of, positive
 from tidemill.launch.samples.search import FoundSample, SampleSearch, as_map
-from tidemill.launch.samples.text import to_json
+from tidemill.launch.samples.text import block, to_json
 
 DEFAULT_LAST = 10
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     add_run(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="follow new samples")
     parser.add_argument("--last", type=int, metavar="N", help="start with the N newest (default 10; all, with --since)")
@@ -58,10 +56,8 @@ async def tail(search: SampleSearch, args: argparse.Namespace) -> AsyncIterator[
     for match in newest:
         yield match
     if len(newest) < count and looked >= args.search:
-        print(
-            f"tidemill: {len(newest)} of {count} found among the newest {looked} messages; --search N looks further",
-            file=sys.stderr,
-        )
+        found = f"{len(newest)} of {count} found among the newest {looked} messages"
+        print(f"tidemill: {found}; --search N looks further", file=sys.stderr)
     if _follows(args):
         async for match in search.forward(last_seq + 1):
             yield match

@@ -11,7 +11,6 @@ from tidemill.launch.settings.run_config import CONFIG_FILE
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add its arguments."""
     add_config(parser, positional=True)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="resume the run in its directory")

@@ -45,16 +45,13 @@ def run(args: argparse.Namespace) -> int:
     """Run a process until drained. Returns the exit code of ``process.run``; 1 if no bus is reached in --wait."""
     role = args.command
     if args.print_config and not args.config:
-        raise ValueError(
-            "--print-config: want --config FILE; without it the configuration is read from the bus, at the start"
-        )
+        why = "without it the configuration is read from the bus, at the start"
+        raise ValueError(f"--print-config: want --config FILE; {why}")
     config, changed = None, changes(args.set, os.environ)
-    if args.config:
-        config = unprinted_config(args)
-        if config is None:
-            return 0
-    else:
+    if not args.config:
         read_secrets(args, [Path()])
+    elif (config := unprinted_config(args)) is None:
+        return 0
     require("actor" if role == "scorer" else role)
     from tidemill.bus.errors import BusUnavailable
     from tidemill.launch.run import process, workers
@@ -65,17 +62,12 @@ def run(args: argparse.Namespace) -> int:
     run_name = args.run or (config.run if config is not None else "")
     drain_s = config.up.drain_s if config is not None else 60.0
     work = {"engine": workers.run_engine, "actor": workers.run_actor, "scorer": workers.run_scorer}[role]
-    local = workers.LocalSettings(
-        allowed=allowed(args.allow, os.environ, replaced=changed),
-        changed=changed,
-        host=getattr(args, "host", ""),
-        advertise=getattr(args, "advertise", ""),
-        port=getattr(args, "port", 0),
-    )
+    listen = {name: value for name, value in vars(args).items() if name in ("host", "advertise", "port")}
+    accepted = allowed(args.allow, os.environ, replaced=changed)
+    local = workers.LocalSettings(allowed=accepted, changed=changed, **listen)
     unreachable: list[BusUnavailable] = []
 
     async def body(draining: asyncio.Event) -> None:
-        """Wait for the bus and do the work of the role. An unreachable bus is recorded for the caller."""
         try:
             await workers.reach_bus(address, role, draining, wait_s=args.wait)
         except BusUnavailable as error:

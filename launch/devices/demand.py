@@ -7,33 +7,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tidemill.actors.config import OF_RANKS, EngineConfig
-from tidemill.launch.devices.memory_table import ITEM_BYTES, dtype_on, group_bytes, staged_bytes, training_bytes
+from tidemill.launch.devices.activations import ITEM_BYTES
+from tidemill.launch.devices.memory_table import dtype_on, group_bytes, staged_bytes, training_bytes
 from tidemill.launch.devices.placement import engine_place
 from tidemill.launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, PlacementRefused, RankPlace, Shapes, Want
 from tidemill.launch.devices.visible import VARIABLE, nccl_of
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.layout.sizes import num_senders
 
+# Variable of the setting `engine.devices`: a host names each engine's devices in it.
 ENGINE_DEVICES = "TIDEMILL_ENGINE__DEVICES"
-"""Variable of the setting ``engine.devices``: a host names each engine's devices in it."""
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
+# Variables of torch's allocator; where the user has set one, it is left alone.
 OWN_ALLOCATOR = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables of torch's allocator; where the user has set one, it is left alone."""
 EXPANDABLE = "expandable_segments:True"
+# The rows of a step have all lengths: with fixed segments the memory would be torn into pieces. torch-memory-saver
+# refuses it, so not for colocated ranks; memory that other processes open is not tried with it.
 EXPANDS = re.compile(r"expandable_segments\s*:\s*True")
-"""The rows of a step have all lengths: with fixed segments the memory would be torn into pieces. torch-memory-saver
-refuses it, so not for colocated ranks; memory that other processes open is not tried with it.
-"""
+# NCCL's variables that SGLang sets to 0 in its processes (0.5.23, `entrypoints/engine.py`). Both ends of a push group
+# should have the same; a built-in engine has the defaults of the NCCL that the ranks have.
 AS_SGLANG = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
-"""NCCL's variables that SGLang sets to 0 in its processes (0.5.23, ``entrypoints/engine.py``). Both ends of a push
-group should have the same; a built-in engine has the defaults of the NCCL that the ranks have.
-"""
+# Variable that keeps NCCL to one algorithm, and its value: else NCCL chooses by size and machine, and with the
+# algorithm the order of a sum. Every release has rings for all its collectives, and no other algorithm has a broadcast
+# or a reduction to one rank; without `Ring` in the list releases from 2.24 on fail there. Sources: NVIDIA/nccl,
+# docs/userguide/source/env.rst, "NCCL_ALGO"; src/graph/tuning.cc, `ncclTopoTuneModel`.
 RING = ("NCCL_ALGO", "Ring")
-"""Variable that keeps NCCL to one algorithm, and its value: else NCCL chooses by size and machine, and with the
-algorithm the order of a sum. Every release has rings for all its collectives, and no other algorithm has a broadcast or
-a reduction to one rank; without ``Ring`` in the list releases from 2.24 on fail there. Sources: NVIDIA/nccl,
-docs/userguide/source/env.rst, "NCCL_ALGO"; src/graph/tuning.cc, ``ncclTopoTuneModel``.
-"""
 BY_HAND = ("base_gpu_id", "gpu_id_step")
 
 
@@ -42,8 +40,7 @@ class ModelSize:
     """The tensors of a model; none = not known."""
 
     tensors: Shapes = field(default_factory=dict)
-    critic: Shapes | None = None
-    """The tensors of the critic's model; None = as large as the policy."""
+    critic: Shapes | None = None  # The tensors of the critic's model; None = as large as the policy
 
     @property
     def parameters(self) -> int:
@@ -63,7 +60,8 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
     if node.devices and num_devices and engines:
         _refuse_by_hand(engine)
     has_devices = bool(node.devices)
-    dtype = dtype_on(ours.dtype, cuda=has_devices and ours.device != "cpu")
+    cuda = has_devices and ours.device != "cpu"
+    dtype = dtype_on(ours.dtype, cuda=cuda)
     weights = ITEM_BYTES[dtype_on(engine.dtype, cuda=has_devices and num_devices > 0)] * size.parameters
     return Want(
         ranks=ours.num_ranks // max(1, ours.nodes) if learner else 0,
@@ -83,19 +81,14 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
         backend=config.weights.backend,
         nccl_learner=nccl_of() if has_devices and learner else "",
         nccl_engine=nccl_of_engine(engine) if has_devices and engines else "",
-        memory_rank=training_bytes(
-            size.tensors, dtype, ours, cuda=has_devices and ours.device != "cpu", critic=size.critic
-        ),
+        memory_rank=training_bytes(size.tensors, dtype, ours, cuda=cuda, critic=size.critic),
         senders=num_senders(ours.tensor_parallel, ours.expert_parallel, config.weights.senders_per_stage),
         memory_sender=staged_bytes(size.tensors, config, dtype) if config.weights.staging == CUDA else 0,
         memory_group=group_bytes(size.largest_tensor, config, dtype),
         engines_together=config.weights.engines_together,
         memory_engine=weights // max(1, num_devices) if engine.kind == SGLANG else 2 * weights,
         memory_fraction=_fraction(engine),
-        bucket_bytes=max(
-            config.weights.bucket_size(on_gpu=has_devices and ours.device != "cpu"),
-            ITEM_BYTES[dtype] * size.largest_tensor,
-        ),
+        bucket_bytes=max(config.weights.bucket_size(on_gpu=cuda), ITEM_BYTES[dtype] * size.largest_tensor),
     )
 
 
@@ -131,14 +124,13 @@ def _fraction(engine: EngineConfig) -> float | None:
 def _refuse_by_hand(engine: EngineConfig) -> None:
     if engine.kind != SGLANG:
         return
-    for name in BY_HAND:
-        if (value := engine.sglang.argument(name)) is not None:
-            where, cure = f"engine.sglang.arguments.{name}", "remove it; engine.devices names the devices"
-            raise PlacementRefused(where, "no device: it would be the same for all engines", repr(value), cure)
-    if VARIABLE in engine.sglang.environment:
-        where, cure = f"engine.sglang.environment.{VARIABLE}", "remove it; engine.devices names the devices"
-        want_text = "no device: it would be the same for all engines"
-        raise PlacementRefused(where, want_text, repr(engine.sglang.environment[VARIABLE]), cure)
+    by_hand = {f"arguments.{name}": engine.sglang.argument(name) for name in BY_HAND}
+    by_hand[f"environment.{VARIABLE}"] = engine.sglang.environment.get(VARIABLE)
+    for name, value in by_hand.items():
+        if value is not None:
+            want_text = "no device: it would be the same for all engines"
+            cure = "remove it; engine.devices names the devices"
+            raise PlacementRefused(f"engine.sglang.{name}", want_text, repr(value), cure)
 
 
 # ---- places as environment
@@ -152,11 +144,8 @@ def rank_variables(node: Node, place: RankPlace, config: RunConfig, environment:
     """
     if config.learner.colocated and config.learner.device != "cpu" and (place.uuids or config.learner.device == CUDA):
         refuse_expandable(environment)
-    ring = (
-        dict([RING])
-        if config.learner.deterministic and config.learner.num_ranks > 1 and RING[0] not in environment
-        else {}
-    )
+    is_ring = config.learner.deterministic and config.learner.num_ranks > 1 and RING[0] not in environment
+    ring = dict([RING]) if is_ring else {}
     if not node.devices:  # without nvidia-smi torch may find some
         return ring if config.learner.device == CUDA else {}
     if not place.uuids:
@@ -179,10 +168,8 @@ def refuse_expandable(environment: Mapping[str, str], where: str = "") -> None:
     """
     for name in OWN_ALLOCATOR:
         if EXPANDS.search(environment.get(name, "")):
-            want_text = (
-                "no expandable_segments with learner.colocated: memory of such segments cannot be released for "
-                "the other side"
-            )
+            why = "memory of such segments cannot be released for the other side"
+            want_text = f"no expandable_segments with learner.colocated: {why}"
             cure = f"unset {name}, or take expandable_segments out of it"
             raise PlacementRefused(f"{where}.{name}" if where else name, want_text, repr(environment[name]), cure)
 

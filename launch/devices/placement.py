@@ -1,5 +1,4 @@
-"""Placement: which rank and which engine gets which accelerator. Pure: reads no environment, no bus and no device,
-loads no torch.
+"""Placement: which rank and which engine gets which accelerator. Pure: it reads no device.
 
     nodes (machines with their visible devices) + Want (sizes and settings)  ->  Placed | PlacementRefused
 
@@ -37,8 +36,8 @@ from tidemill.weightstore.transport.nccl import nccl_differs
 
 ALONE = Others()
 
+# Share of a device's memory that processes may plan with; the rest is for the CUDA contexts of ranks and engines.
 USABLE = 0.95
-"""Share of a device's memory that processes may plan with; the rest is for the CUDA contexts of ranks and engines."""
 
 
 def place(nodes: Sequence[Node], want: Want) -> Placed:
@@ -64,13 +63,10 @@ def engine_place(nodes: Sequence[Node], want: Want, *, others: Others = ALONE) -
     ranks = _ranks(nodes, want, [])
     chosen = _engine(nodes, want, ranks, others.taken)
     uuids_here = {device.uuid for node in nodes for device in node.devices}
-    neighbours = [
-        EnginePlace(number=0, node=chosen.node, uuids=uuids) for uuids in others.engines if uuids_here & set(uuids)
-    ]
-    running = [
-        RankPlace(rank=local, node=chosen.node, local_rank=local, uuids=others.ranks)
-        for local in range(len(others.ranks))
-    ]
+    here = [uuids for uuids in others.engines if uuids_here & set(uuids)]
+    neighbours = [EnginePlace(number=0, node=chosen.node, uuids=uuids) for uuids in here]
+    numbers, uuids = range(len(others.ranks)), others.ranks
+    running = [RankPlace(rank=rank, node=chosen.node, local_rank=rank, uuids=uuids) for rank in numbers]
     groups = _groups(want, len(others.engines) + 1, transport_of(nodes, want, ranks, [chosen], [])) if ranks else 0
     refuse_memory(nodes, want, ranks or running, [*neighbours, chosen], groups=groups)
     if ranks or others.learner_is_here:  # engines elsewhere get the weights by broadcast
@@ -128,13 +124,10 @@ def _refuse_shortage(nodes: Sequence[Node], want: Want) -> None:
     engines = 0 if want.colocated else want.engines * want.devices_per_engine
     if have <= 1 or by_hand or ranks + engines <= have:
         return
-    parts = ([f"{ranks} for ranks"] if ranks else []) + (
-        [f"{want.engines} x {want.devices_per_engine} for engines"] if want.engines and engines else []
-    )
-    cure = (
-        "lower up.engines or the engines' tp_size, learner.data_parallel or learner.tensor_parallel, or let more "
-        "devices be visible"
-    )
+    parts = [f"{ranks} for ranks"] * bool(ranks)
+    parts += [f"{want.engines} x {want.devices_per_engine} for engines"] * bool(engines)
+    sizes = "up.engines or the engines' tp_size, learner.data_parallel or learner.tensor_parallel"
+    cure = f"lower {sizes}, or let more devices be visible"
     raise PlacementRefused("devices", f"{ranks + engines} devices ({', '.join(parts)})", listed(nodes), cure)
 
 
@@ -147,30 +140,22 @@ def _ranks(nodes: Sequence[Node], want: Want, why: list[str]) -> tuple[RankPlace
         raise PlacementRefused("ranks", want_text, str(total), "change the number of ranks or the sizes")
     on_cpu = want.learner_on_cpu or not every_device(nodes)
     if want.learner_devices and not every_device(nodes):
-        cure = "remove it to train on the CPU"
-        raise PlacementRefused("learner.devices", "visible devices", "none on this machine", cure)
+        got, cure = "none on this machine", "remove it to train on the CPU"
+        raise PlacementRefused("learner.devices", "visible devices", got, cure)
     named = want.learner_devices
-    pools = [
-        () if on_cpu else _selected(node, named, "learner.devices", nodes) if named else node.devices for node in nodes
-    ]
+    pools: list[tuple[Device, ...]] = [() if on_cpu else node.devices for node in nodes]
+    if named and not on_cpu:
+        pools = [_selected(node, named, "learner.devices", nodes) for node in nodes]
     counts = _ranks_of_a_node(nodes, want, [want.ranks if on_cpu else len(pool) for pool in pools])
     used = want.ranks // counts
     if used < len(nodes):
-        why.append(
-            f"ranks on {used} of {len(nodes)} nodes (equal parts, tensor-parallel groups inside a node); the "
-            "others are hosts of engines: "
-            f"--nodes {used}"
-        )
-    places = [
-        RankPlace(
-            rank=position * counts + local,
-            node=node.rank,
-            local_rank=local,
-            uuids=tuple(device.uuid for device in pool[:counts]),
-        )
-        for position, (node, pool) in enumerate(zip(nodes[:used], pools, strict=False))
-        for local in range(counts)
-    ]
+        rule = "equal parts, tensor-parallel groups inside a node"
+        others = f"the others are hosts of engines: --nodes {used}"
+        why.append(f"ranks on {used} of {len(nodes)} nodes ({rule}); {others}")
+    places: list[RankPlace] = []
+    for node, pool in zip(nodes[:used], pools, strict=False):
+        uuids, first = tuple(device.uuid for device in pool[:counts]), len(places)
+        places += [RankPlace(rank=first + at, node=node.rank, local_rank=at, uuids=uuids) for at in range(counts)]
     slices = [device for pool in pools[:used] for device in pool[:counts] if device.slice >= 0]
     if slices and want.ranks > 1:
         got = f"{want.ranks} ranks, with MIG slice {slices[0].name}"
@@ -188,21 +173,16 @@ def _ranks_of_a_node(nodes: Sequence[Node], want: Want, have: Sequence[int]) -> 
     by_hand = bool(want.learner_devices)
     for used in range(len(nodes), 0, -1):
         per_node, remainder = divmod(want.ranks, used)
-        if (
-            not remainder
-            and per_node % want.tp == 0
-            and all(count == per_node if by_hand else count >= per_node for count in have[:used])
-        ):
+        fits = all(count == per_node if by_hand else count >= per_node for count in have[:used])
+        if fits and not remainder and per_node % want.tp == 0:
             return per_node
     if by_hand:
         got = f"{' | '.join(map(str, have))} for {want.ranks} ranks"
         raise PlacementRefused("learner.devices", "one device for each rank", got, "name as many as there are ranks")
     if want.ranks > sum(have):
         want_text = f"a device for each of {want.ranks} ranks: NCCL refuses two ranks on one GPU"
-        cure = (
-            "lower learner.data_parallel, tensor_parallel, pipeline_parallel or context_parallel, or let more "
-            "devices be visible"
-        )
+        sizes = "learner.data_parallel, tensor_parallel, pipeline_parallel or context_parallel"
+        cure = f"lower {sizes}, or let more devices be visible"
         raise PlacementRefused("devices", want_text, listed(nodes), cure)
     want_text = f"{want.ranks} ranks in equal parts on the machines, tensor-parallel groups of {want.tp} inside one"
     cure = "change learner.data_parallel or the number of machines"
@@ -228,11 +208,8 @@ def _engine(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], used_
 
 def _shares(nodes: Sequence[Node], want: Want) -> bool:
     """Return whether engines share the only device: built-in ones, and servers that leave memory to others."""
-    return (
-        len(every_device(nodes)) == 1
-        and not want.colocated
-        and (want.kind != SGLANG or want.memory_fraction is not None)
-    )
+    leaves_memory = want.kind != SGLANG or want.memory_fraction is not None
+    return len(every_device(nodes)) == 1 and not want.colocated and leaves_memory
 
 
 def _blocks(node: Node, nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace]) -> list[tuple[Device, ...]]:
@@ -293,13 +270,10 @@ def _no_block(
 ) -> PlacementRefused:
     size = want.devices_per_engine
     if want.colocated:
-        want_text = (
-            f"at most one engine for each {size} devices of the ranks of a machine: learner.colocated has none "
-            "elsewhere"
-        )
+        most = f"at most one engine for each {size} devices of the ranks of a machine"
+        want_text = f"{most}: learner.colocated has none elsewhere"
         got = f"{want.engines} engines of {size} devices, {len(ranks)} ranks"
-        cure = "lower up.engines, or the engines' tp_size"
-        return PlacementRefused("up.engines", want_text, got, cure)
+        return PlacementRefused("up.engines", want_text, got, "lower up.engines, or the engines' tp_size")
     if want.engine_devices:
         want_text = f"{size} devices for each engine"
         got = f"{len(want.engine_devices)} for {want.engines or 'one more'}"
@@ -399,9 +373,8 @@ def refuse_memory(
     sending = want.memory_sender + groups * want.memory_group
     for device in every_device(nodes):
         own_ranks = [rank for rank in ranks if rank.uuid == device.uuid]
-        learner = want.memory_rank * len(own_ranks) + sending * len(
-            [rank for rank in senders(want, ranks) if rank in own_ranks]
-        )
+        own_senders = [rank for rank in senders(want, ranks) if rank in own_ranks]
+        learner = want.memory_rank * len(own_ranks) + sending * len(own_senders)
         engines_here = [engine for engine in engines if device.uuid in engine.uuids]
         engine_bytes = want.memory_engine
         if want.kind == SGLANG and want.memory_fraction is not None and not want.colocated:
@@ -409,20 +382,14 @@ def refuse_memory(
         generating = engine_bytes * len(engines_here)
         needed = max(learner, generating) if want.colocated else learner + generating
         if device.memory_bytes and needed > USABLE * device.memory_bytes:
-            parts = [f"{_gb(learner)} for the learner"] * bool(learner) + [
-                f"{_gb(generating)} for {len(engines_here)} engine(s)"
-            ] * bool(engines_here)
-            over = (
-                f", {_gb(groups * want.memory_group)} of it for {groups} group(s) over NCCL"
-                if groups and want.memory_group and own_ranks
-                else ""
-            )
+            parts = [f"{_gb(learner)} for the learner"] * bool(learner)
+            parts += [f"{_gb(generating)} for {len(engines_here)} engine(s)"] * bool(engines_here)
+            over = f", {_gb(groups * want.memory_group)} of it for {groups} group(s) over NCCL"
+            over = over if groups and want.memory_group and own_ranks else ""
             want_text = f"{_gb(needed)} ({', '.join(parts)}{over}; activations not counted)"
             got = f"{_gb(USABLE * device.memory_bytes)}, {USABLE:.0%} of it"
-            cure = (
-                "use bfloat16, a smaller model, more devices (learner.tensor_parallel, pipeline_parallel, "
-                "tp_size), or learner.colocated"
-            )
+            sizes = "learner.tensor_parallel, pipeline_parallel, tp_size"
+            cure = f"use bfloat16, a smaller model, more devices ({sizes}), or learner.colocated"
             raise PlacementRefused(f"memory of device {device.name}", want_text, got, cure)
 
 

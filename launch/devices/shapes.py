@@ -18,13 +18,10 @@ HANDLES, BROADCAST, CUDA, NCCL, GLOO, AUTO, SGLANG = "handles", "broadcast", "cu
 class Device:
     """One visible accelerator: a GPU, or a MIG slice of one."""
 
-    index: int
-    """Number of the GPU, as nvidia-smi counts."""
+    index: int  # Number of the GPU, as nvidia-smi counts
     uuid: str
-    memory_bytes: int = 0
-    """0 = not known."""
-    slice: int = -1
-    """Number of the MIG slice on its GPU; -1 = the whole GPU."""
+    memory_bytes: int = 0  # 0 = not known
+    slice: int = -1  # Number of the MIG slice on its GPU; -1 = the whole GPU
 
     @property
     def name(self) -> str:
@@ -38,63 +35,43 @@ class Node:
 
     rank: int = 0
     host: str = ""
-    devices: tuple[Device, ...] = ()
-    """In any order; empty = everything runs on the CPU."""
-    hidden_by: str = ""
-    """Reason why further devices of the machine are not visible; empty = all are."""
-    shm_bytes: int = 0
-    """Free bytes in /dev/shm; 0 = not known."""
+    devices: tuple[Device, ...] = ()  # In any order; empty = everything runs on the CPU
+    hidden_by: str = ""  # Reason why further devices of the machine are not visible; empty = all are
+    shm_bytes: int = 0  # Free bytes in /dev/shm; 0 = not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Want:
     """Sizes and settings of a run that decide on the placement."""
 
-    ranks: int = 0
-    """Ranks to place."""
-    nodes: int = 1
-    """Nodes of the learner, each with as many ranks, of which these are placed."""
+    ranks: int = 0  # Ranks to place
+    nodes: int = 1  # Nodes of the learner, each with as many ranks, of which these are placed
     tp: int = 1
     pp: int = 1
     cp: int = 1
-    engines: int = 0
-    """Engines to place; 0 = engines are placed by their hosts."""
-    devices_per_engine: int = 1
-    """0 = engines take no device."""
-    kind: str = "builtin"
-    """builtin | sglang."""
-    colocated: bool = False
-    """Engines share the ranks' devices, in turns."""
+    engines: int = 0  # Engines to place; 0 = engines are placed by their hosts
+    devices_per_engine: int = 1  # 0 = engines take no device
+    kind: str = "builtin"  # builtin | sglang
+    colocated: bool = False  # Engines share the ranks' devices, in turns
     learner_on_cpu: bool = False
+    # Devices of the ranks by hand, in the order of the ranks: indices (of each node) or UUIDs; empty = chosen.
     learner_devices: tuple[str, ...] = ()
-    """Devices of the ranks by hand, in the order of the ranks: indices (of each node) or UUIDs; empty = chosen."""
-    engine_devices: tuple[str, ...] = ()
-    """Devices of the engines by hand, cut into blocks; empty = chosen."""
-    transport: str = ""
-    """broadcast | handles; empty = the better one."""
-    staging: str = "host"
-    """host | cuda."""
-    backend: str = AUTO
-    """auto | gloo | nccl."""
-    nccl_learner: str = ""
-    """Version of NCCL; empty = not known."""
+    engine_devices: tuple[str, ...] = ()  # Devices of the engines by hand, cut into blocks; empty = chosen
+    transport: str = ""  # broadcast | handles; empty = the better one
+    staging: str = "host"  # host | cuda
+    backend: str = AUTO  # auto | gloo | nccl
+    nccl_learner: str = ""  # Version of NCCL; empty = not known
     nccl_engine: str = ""
-    memory_rank: int = 0
-    """Least bytes of device memory of a rank; 0 = not known."""
-    senders: int = 1
-    """Ranks of each stage that send weights."""
-    memory_sender: int = 0
-    """Bytes that each of them needs besides, for staging on its device."""
+    memory_rank: int = 0  # Least bytes of device memory of a rank; 0 = not known
+    senders: int = 1  # Ranks of each stage that send weights
+    memory_sender: int = 0  # Bytes that each of them needs besides, for staging on its device
+    # Bytes that each needs besides for a process that sends over NCCL, one for each group of engines.
     memory_group: int = 0
-    """Bytes that each needs besides for a process that sends over NCCL, one for each group of engines."""
-    engines_together: int = 1
-    """Maximum number of engines in one group."""
-    memory_engine: int = 0
-    """Least bytes of device memory of an engine, on each of its devices."""
+    engines_together: int = 1  # Maximum number of engines in one group
+    memory_engine: int = 0  # Least bytes of device memory of an engine, on each of its devices
+    # Share of a device's memory that an SGLang server takes (mem_fraction_static); None = nearly all that is free.
     memory_fraction: float | None = None
-    """Share of a device's memory that an SGLang server takes (mem_fraction_static); None = nearly all that is free."""
-    bucket_bytes: int = 0
-    """Bytes of the largest bucket of weights."""
+    bucket_bytes: int = 0  # Bytes of the largest bucket of weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +80,9 @@ class RankPlace:
 
     rank: int
     node: int
-    local_rank: int
-    """Number of the rank on its node, and the ordinal of its device among ``uuids``."""
+    local_rank: int  # Number of the rank on its node, and the ordinal of its device among `uuids`
+    # Devices that it sees: the devices of all ranks of its node; empty = it runs on the CPU.
     uuids: tuple[str, ...] = ()
-    """Devices that it sees: the devices of all ranks of its node; empty = it runs on the CPU."""
 
     @property
     def uuid(self) -> str:
@@ -120,24 +96,18 @@ class EnginePlace:
 
     number: int
     node: int
-    uuids: tuple[str, ...] = ()
-    """The engine's own devices; empty = it runs on the CPU."""
-    visible: tuple[str, ...] = ()
-    """Devices that it sees, its own among them."""
-    base_index: int = 0
-    """Ordinal of its first device among ``visible``."""
+    uuids: tuple[str, ...] = ()  # The engine's own devices; empty = it runs on the CPU
+    visible: tuple[str, ...] = ()  # Devices that it sees, its own among them
+    base_index: int = 0  # Ordinal of its first device among `visible`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Others:
     """Processes of a run that have their places already, when one more engine gets its own."""
 
-    engines: tuple[tuple[str, ...], ...] = ()
-    """Devices of each engine (UUIDs), also on other machines."""
-    ranks: tuple[str, ...] = ()
-    """Devices of the ranks that are not placed with the engine, one for each."""
-    learner_is_here: bool = False
-    """Such ranks are on the machine."""
+    engines: tuple[tuple[str, ...], ...] = ()  # Devices of each engine (UUIDs), also on other machines
+    ranks: tuple[str, ...] = ()  # Devices of the ranks that are not placed with the engine, one for each
+    learner_is_here: bool = False  # Such ranks are on the machine
 
     @property
     def taken(self) -> frozenset[str]:
@@ -151,10 +121,13 @@ class Placed:
 
     ranks: tuple[RankPlace, ...] = ()
     engines: tuple[EnginePlace, ...] = ()
-    transport: str = ""
-    """Way of the weights: nccl | gloo | handles; empty = no engine is placed."""
-    why: tuple[str, ...] = field(default=())
-    """Remarks on choices that a user may not expect."""
+    transport: str = ""  # Way of the weights: nccl | gloo | handles; empty = no engine is placed
+    why: tuple[str, ...] = field(default=())  # Remarks on choices that a user may not expect
+
+    @property
+    def processes(self) -> "list[RankPlace | EnginePlace]":
+        """All ranks, then all engines."""
+        return [*self.ranks, *self.engines]
 
 
 def every_device(nodes: Sequence[Node]) -> list[Device]:
@@ -175,24 +148,17 @@ def described(nodes: Iterable[Node], placed: Placed) -> list[str]:
     names = {device.uuid: device.name for node in nodes for device in node.devices}
 
     def on(uuids: Sequence[str]) -> str:
-        """Return the devices of a process by name."""
-        return (
-            "the CPU"
-            if not uuids
-            else f"device{'s' if len(uuids) > 1 else ''} {', '.join(names[uuid] for uuid in uuids)}"
-        )
+        numbers = ", ".join(names[uuid] for uuid in uuids)
+        return f"device{'s' * (len(uuids) > 1)} {numbers}" if uuids else "the CPU"
 
-    several = len({process.node for process in placed.ranks} | {process.node for process in placed.engines}) > 1
+    numbers = {process.node for process in placed.processes}
+    of = {number: f" of node {number}" if len(numbers) > 1 else "" for number in numbers}
     lines = []
     for node in sorted({rank.node for rank in placed.ranks}):
-        ranks_here = [rank for rank in placed.ranks if rank.node == node]
-        which = (
-            f"rank {ranks_here[0].rank}"
-            if len(ranks_here) == 1
-            else f"ranks {ranks_here[0].rank} to {ranks_here[-1].rank}"
-        )
-        lines.append(f"{which} on {on(ranks_here[0].uuids)}" + (f" of node {node}" if several else ""))
-    lines += [f"engine {e.number} on {on(e.uuids)}" + (f" of node {e.node}" if several else "") for e in placed.engines]
+        first, *others = [rank for rank in placed.ranks if rank.node == node]
+        which = f"ranks {first.rank} to {others[-1].rank}" if others else f"rank {first.rank}"
+        lines.append(f"{which} on {on(first.uuids)}{of[node]}")
+    lines += [f"engine {engine.number} on {on(engine.uuids)}{of[engine.node]}" for engine in placed.engines]
     if placed.transport:
         lines.append(f"weights over {placed.transport}")
     return lines + list(placed.why)
@@ -218,8 +184,8 @@ class DevicesUnreadable(PlacementRefused):
     """The devices of this machine are not known: nvidia-smi failed, or CUDA_VISIBLE_DEVICES names none of them."""
 
 
+# Layers with their input split over tensor-parallel ranks; of the others the output is.
 ROW_SPLIT = ("o_proj", "down_proj")
-"""Layers with their input split over tensor-parallel ranks; of the others the output is."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 

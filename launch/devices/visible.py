@@ -1,5 +1,4 @@
-"""The devices of this machine, read with nvidia-smi, as CUDA_VISIBLE_DEVICES leaves them. Loads no torch and
-initialises no CUDA.
+"""The devices of this machine, read with nvidia-smi, as CUDA_VISIBLE_DEVICES leaves them. No CUDA is initialised.
 
 A CUDA context of a parent would take memory of a device, and its children could not use CUDA after a fork. The numbers
 are nvidia-smi's: those of the PCI bus, which are CUDA's own only with CUDA_DEVICE_ORDER=PCI_BUS_ID, or where all GPUs
@@ -23,21 +22,16 @@ from tidemill.launch.devices.shapes import Device, DevicesUnreadable, Node
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 PROGRAM = "nvidia-smi"
-ANSWER_S = 30.0
-"""Seconds for nvidia-smi to answer; without a persistent driver it takes several on a large machine."""
-KILL_S = 1.0
-"""Seconds for a killed nvidia-smi to end: one that hangs in the driver cannot, and is left behind."""
-NO_DEVICES = (6, 9)
-"""Exit codes of nvidia-smi: no device was found; the driver is not loaded."""
+ANSWER_S = 30.0  # Seconds for nvidia-smi to answer; without a persistent driver it takes several on a large machine
+KILL_S = 1.0  # Seconds for a killed nvidia-smi to end: one that hangs in the driver cannot, and is left behind
+NO_DEVICES = (6, 9)  # Exit codes of nvidia-smi: no device was found; the driver is not loaded
 QUERY = ("--query-gpu=index,uuid,memory.total,mig.mode.current", "--format=csv,noheader")
-DETAILS = ("-q", "-x")
-"""Arguments for everything, as XML."""
+DETAILS = ("-q", "-x")  # Arguments for everything, as XML
 SHARED_MEMORY = Path("/dev/shm")
 CURE = f"fix the driver, or hide the devices ({VARIABLE}=) to run on the CPU"
+# Entries of CUDA_VISIBLE_DEVICES that end the list: a number below 0, as for CUDA, and the values of container runtimes
+# and Slurm.
 NONE = re.compile(r"-\d+|none|void|NoDevFiles|", re.IGNORECASE)
-"""Entries of CUDA_VISIBLE_DEVICES that end the list: a number below 0, as for CUDA, and the values of container
-runtimes and Slurm.
-"""
 
 FOLDERS = ("lib/python3*/site-packages", "lib/python3*/dist-packages", "local/lib/python3*/dist-packages")
 

@@ -74,11 +74,8 @@ def card(config: JsonMapping, summary: JsonMapping) -> str:
         "versions": ", ".join(_versions()),
     }
     table = "\n".join(f"| {what} | {value} |" for what, value in rows.items())
-    parts = [
-        f"# {config['run']}",
-        "Trained with Tidemill, by asynchronous reinforcement learning.",
-        f"| | |\n|---|---|\n{table}",
-    ]
+    parts = [f"# {config['run']}", "Trained with Tidemill, by asynchronous reinforcement learning."]
+    parts.append(f"| | |\n|---|---|\n{table}")
     if scores := [line for line in summary.get("evaluations", ()) if "mean" in line]:
         lines = (f"| {line['set']} | {line['step']} | {_number(line['mean'])} | {_interval(line)} |" for line in scores)
         parts += ["## Held-out scores", "| set | step | mean | interval |\n|---|---|---|---|\n" + "\n".join(lines)]

@@ -6,6 +6,7 @@ commit, and a branch counts as cached only when all its files are there.
 
 import glob
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -24,14 +25,10 @@ from tidemill.launch.settings.hub_names import COMMIT, DATASET, MODEL_PATH, HubN
 
 log = logging.getLogger(__name__)
 
-RECORD = "hub.json"
-"""File in a run's directory with the names it uses, and their files with bytes and digests."""
-ANSWER_S = 30.0
-"""Seconds for the list of a repository's files."""
-TRIES = 6
-"""Number of downloads in a row that may end without a further file or byte."""
-PAUSE_S = 0.5
-"""Seconds before the second try; each further pause is twice as long."""
+RECORD = "hub.json"  # File in a run's directory with the names it uses, and their files with bytes and digests
+ANSWER_S = 30.0  # Seconds for the list of a repository's files
+TRIES = 6  # Number of downloads in a row that may end without a further file or byte
+PAUSE_S = 0.5  # Seconds before the second try; each further pause is twice as long
 BLOCK = 1 << 22
 _WRONG = "fewer, or some with another digest than the hub lists"
 
@@ -40,10 +37,8 @@ _WRONG = "fewer, or some with another digest than the hub lists"
 class Fetched:
     """A repository in the cache, as a setting names it."""
 
-    name: HubName
-    """Pinned; of a data set with the file or pattern inside."""
-    written: HubName
-    """As it stands in the settings."""
+    name: HubName  # Pinned; of a data set with the file or pattern inside
+    written: HubName  # As it stands in the settings
     num_files: int
     size_bytes: int
     is_offline: bool
@@ -86,13 +81,8 @@ def fetch(
     _download(pinned, where, listing, chosen, say)
     if not name.is_pinned and not listing.is_offline and weights:
         write_whole(name.storage / "refs" / (name.revision or "main"), listing.commit)
-    return Fetched(
-        name=pinned,
-        written=name,
-        num_files=len(chosen),
-        size_bytes=sum(listing.files[file][0] for file in chosen),
-        is_offline=listing.is_offline,
-    )
+    counts = {"num_files": len(chosen), "size_bytes": sum(listing.files[file][0] for file in chosen)}
+    return Fetched(name=pinned, written=name, is_offline=listing.is_offline, **counts)
 
 
 def fetch_all(
@@ -127,14 +117,9 @@ def write_record(root: Path, values: JsonObject) -> None:
 
     The cache names a file's content by its digest: SHA-256 of large files, git's of small ones.
     """
-    record = {
-        setting: {"name": str(name), "files": {file: facts for file, facts in _files_of(name).items()}}
-        for setting, name in names_in(values).items()
-        if name.is_pinned
-    }
+    names = {setting: name for setting, name in names_in(values).items() if name.is_pinned}
+    record = {setting: {"name": str(name), "files": _files_of(name)} for setting, name in names.items()}
     if record:
-        import json
-
         write_whole(root / RECORD, json.dumps(record, indent=2) + "\n")
 
 

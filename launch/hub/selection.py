@@ -1,5 +1,4 @@
-"""Which files of a repository are fetched: safetensors, JSON, tokenizer and templates of a model; the rows of one split
-of a data set. Pure.
+"""Which files of a repository are fetched: of a model, or of one split of a data set. Pure.
 
 Never pickles, and no code: a repository that has nothing else is refused.
 """
@@ -15,10 +14,10 @@ from tidemill.learner.prompts.formats import NUMBERED, SUFFIXES
 
 CARD = "README.md"
 WEIGHTS = ".safetensors"
+# Ends of a model's other files: sizes, tokenizer (`tokenizer.model`, `merges.txt`), chat template.
 _TEXTS = (".json", ".jinja", ".model", ".txt")
-"""Ends of a model's other files: sizes, tokenizer (``tokenizer.model``, ``merges.txt``), chat template."""
+# Names of the weights as transformers saves them; a repository may have other copies beside them.
 _COMPLETE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-"""Names of the weights as transformers saves them; a repository may have other copies beside them."""
 _GLOB = re.compile(r"\*\*/|\*\*|\*|\?|[^*?]+")
 _REGEX = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 MOST_SHOWN = 20

@@ -1,5 +1,4 @@
-"""``tidemill metrics``: gives the metrics of a run to a sink, from the first step that the bus has, and then as steps
-are done.
+"""``tidemill metrics``: gives the metrics of a run to a sink, from the first step that the bus has.
 
     PLAN (outcomes, scores) --read--> sink
 
@@ -11,22 +10,23 @@ CLOSE_S. Nothing waits for it: an outage of the sink reaches neither learner nor
 
 import argparse
 import asyncio
+import concurrent.futures
 import inspect
 import logging
 import queue
 import re
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.functions import errors_as
 from tidemill.bus.system.output import FailureLog
-from tidemill.bus.wire.messages import Done, Evaluated, PlanRecord
-from tidemill.launch.metrics.port import SINK, StepMetrics
+from tidemill.bus.wire.messages import Done, Evaluated
+from tidemill.launch.metrics.sinks import SINK, StepMetrics
 from tidemill.rewards.errors import BadRewardOption, UnknownReward
 from tidemill.rewards.registry import Bound, bind
 
@@ -38,10 +38,8 @@ class _SinkFailed(Exception):
 
 
 CONNECT_S = 60.0
-CLOSE_S = 30.0
-"""Longest wait in seconds for a call of the sink that is under way, and for its ``close``."""
-LONGEST_PAUSE_S = 60.0
-"""Longest pause in seconds before a sink that has raised is called again."""
+CLOSE_S = 30.0  # Longest wait in seconds for a call of the sink that is under way, and for its `close`
+LONGEST_PAUSE_S = 60.0  # Longest pause in seconds before a sink that has raised is called again
 
 
 @dataclass(slots=True)
@@ -50,10 +48,8 @@ class Exported:
 
     steps: int = 0
     evaluations: int = 0
-    failures: int = 0
-    """Calls of the sink that raised."""
-    had: int = 0
-    """Steps and evaluations that the sink had from an earlier command."""
+    failures: int = 0  # Calls of the sink that raised
+    had: int = 0  # Steps and evaluations that the sink had from an earlier command
 
 
 def open_sink(name: str, options: Mapping[str, object]) -> Bound:
@@ -79,16 +75,9 @@ async def export(
     call = partial(_call, sink, thread, first_pause_s=first_pause_s)
     counts = Exported()
     async with connect(url, run, name="metrics", wait_s=CONNECT_S) as bus:
-        feeding = asyncio.create_task(_feed(bus, call, args, counts), name="metrics")
-        drained = asyncio.create_task(draining.wait(), name="draining")
         try:
-            await asyncio.wait({feeding, drained}, return_when=asyncio.FIRST_COMPLETED)
-            if feeding.done():
-                feeding.result()
+            await first_of(_feed(bus, call, args, counts), draining.wait())
         finally:
-            for task in (feeding, drained):
-                task.cancel()
-            await asyncio.gather(feeding, drained, return_exceptions=True)
             await _close(sink, thread, close_s)
     return counts
 
@@ -96,31 +85,19 @@ async def export(
 async def _feed(
     bus: Bus, call: Callable[[StepMetrics, Exported], Awaitable[bool]], args: argparse.Namespace, counts: Exported
 ) -> None:
-    done, run_id = args.from_step - 1, f"{bus.run}-{_time_in_name(await bus.plans.created())}"
-    async for record in _records(bus, until_end=args.until_end or args.ended):
-        # A step that is executed again after a restart has the same numbers
+    # The digits of the time at which the run was created, to the microsecond: 20261128153000123456
+    done, created = args.from_step - 1, re.sub(r"\D", "", await bus.plans.created())[:20]
+    of_run = partial(StepMetrics, run=bus.run, run_id=f"{bus.run}-{created}")
+    async for _, record in bus.plans.scan() if args.until_end or args.ended else bus.plans.follow():
+        # A step that is executed again after a restart has the same numbers.
         if isinstance(record, Done) and record.step > done:
             done = record.step
-            metrics = StepMetrics(
-                run=bus.run, run_id=run_id, step=record.step, epoch=record.epoch, metrics=record.metrics
-            )
+            metrics = of_run(step=record.step, epoch=record.epoch, metrics=record.metrics)
             counts.steps += await call(metrics, counts)
         elif isinstance(record, Evaluated) and record.step >= args.from_step:
             scores = {f"eval/{record.dataset}/{name}": value for name, value in record.metrics.items()}
-            metrics = StepMetrics(
-                run=bus.run, run_id=run_id, step=record.step, epoch=record.epoch, metrics=scores, evaluation=True
-            )
+            metrics = of_run(step=record.step, epoch=record.epoch, metrics=scores, evaluation=True)
             counts.evaluations += await call(metrics, counts)
-
-
-def _time_in_name(created: str) -> str:
-    """Return the digits of a time of the server, to the microsecond: 20261128153000123456."""
-    return re.sub(r"\D", "", created)[:20]
-
-
-async def _records(bus: Bus, *, until_end: bool) -> AsyncIterator[PlanRecord]:
-    async for _, record in bus.plans.scan() if until_end else bus.plans.follow():
-        yield record
 
 
 async def _call(
@@ -162,43 +139,25 @@ async def _close(sink: Bound, thread: "_Thread", wait_s: float) -> None:
 
 
 class _Thread:
-    """Runs calls one after the other in a daemon thread, which the exit does not wait for."""
+    """Runs calls one after the other in a daemon thread, which the exit does not wait for (of a pool it would)."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="sink", daemon=True).start()
 
     async def run(self, call: Callable[[], Any]) -> Any:
         """Return the result of ``call``, or raise its exception. Cancelled, it no longer waits for it."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-
-        def finish(result: Any, error: BaseException | None) -> None:
-            """Set the result or the error, in the loop's thread."""
-            if future.done():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        def work() -> None:
-            """Call, in the thread."""
-            result, error = None, None
-            try:
-                result = call()
-            except BaseException as raised:  # SystemExit and StopIteration, too: the caller would wait without end
-                error = (
-                    raised
-                    if isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-                    else RuntimeError(repr(raised))
-                )
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(finish, result, error)
-
-        self._calls.put(work)
-        return await future
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._calls.put((future, call))
+        return await asyncio.wrap_future(future)
 
     def _work(self) -> None:
         while True:
-            self._calls.get()()
+            future, call = self._calls.get()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as raised:  # SystemExit and StopIteration, too: the caller would wait without end
+                is_plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+                future.set_exception(raised if is_plain else RuntimeError(repr(raised)))

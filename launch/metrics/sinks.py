@@ -1,14 +1,66 @@
-"""The sinks of ``tidemill metrics``: lines of a file, event files of TensorBoard, a run of Weights & Biases."""
+"""Metric sinks: the contract of a function that is given the metrics of one step after the other, and the shipped
+sinks: lines of a file, event files of TensorBoard, a run of Weights & Biases. Knows no bus.
+"""
 
 import errno
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tidemill.launch.metrics.port import StepMetrics
+from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.launch.settings import extras
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.port import Contract
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """Metrics of one step, or the scores of one evaluation set."""
+
+    run: str
+    run_id: str = ""
+    """Name and creation time of the run: another run of the same name, after its removal, has another one."""
+    step: int
+    """The step, or the step of the weights that were evaluated. Steps rise; scores come when they are there, mostly of
+    earlier steps.
+    """
+    epoch: int
+    """Epoch of the learner that reported them."""
+    metrics: Mapping[str, float]
+    """Values by name (``docs/metrics.md``); values of an evaluation are ``eval/SET/METRIC``. All are finite."""
+    evaluation: bool = False
+
+
+def _decoded(values: JsonMapping) -> StepMetrics:
+    return StepMetrics(**values)
+
+
+def _nothing(name: str, result: object) -> None:
+    if result is not None:
+        raise RewardFailed(name, f"want nothing returned, got {result!r}")
+
+
+# A function `(StepMetrics, **options) -> None`, plain or async, or a class: one instance of it is made with the options
+# and called. A `close()` of the instance is called at the end. One that raises is called again with the same metrics,
+# until it returns. An instance may have `has(StepMetrics) -> bool`: what it has from an earlier command is not given to
+# it again.
+SINK = Contract(
+    word="metric sink",
+    options="--option",
+    argument="StepMetrics",
+    path="tidemill.launch.metrics.sinks:SINK",
+    table={
+        "jsonl": "tidemill.launch.metrics.sinks:Jsonl",
+        "tensorboard": "tidemill.launch.metrics.sinks:TensorBoard",
+        "wandb": "tidemill.launch.metrics.sinks:WeightsAndBiases",
+    },
+    encode=lambda one: json.dumps(asdict(one)).encode(),
+    decode=_decoded,
+    checked=_nothing,
+)
 
 
 class Jsonl:
@@ -18,9 +70,8 @@ class Jsonl:
         try:
             self._file = Path(path).open("a+b", buffering=0)  # noqa: SIM115 - closed by ``close``
         except OSError as error:
-            raise ValueError(
-                f"path: want a file in a directory that is there and can be written, got {path!r}: {error.strerror}"
-            ) from None
+            want = "a file in a directory that is there and can be written"
+            raise ValueError(f"path: want {want}, got {path!r}: {error.strerror}") from None
         self._has = _lines_of(self._file)
 
     def has(self, record: StepMetrics) -> bool:

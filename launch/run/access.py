@@ -1,5 +1,4 @@
-"""Credentials of a process on the bus: user, password and certificates, put into its address; and the settings it
-accepts from there.
+"""Credentials of a process on the bus: put into its address; and the settings that it accepts from there.
 
 A password comes from the environment, or from a file of the run; never from a command line, which all users of the
 machine can read.
@@ -8,7 +7,6 @@ machine can read.
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +19,11 @@ if TYPE_CHECKING:
 
 VIEWER, OPERATOR, LEARNER = "viewer", "operator", "learner"
 AUTH_DIR = "auth"
-ALLOW_VARIABLE = "TIDEMILL_ALLOW"
-"""Variable with patterns, as --allow, separated by blanks."""
+ALLOW_VARIABLE = "TIDEMILL_ALLOW"  # Variable with patterns, as --allow, separated by blanks
+# Files in the same directory with the keys that HTTP requests to engines and routers of the run must have.
 API_KEY_FILE, ADMIN_KEY_FILE = "api-key", "admin-key"
-"""Files in the same directory with the keys that HTTP requests to engines and routers of the run must have."""
 
-BUS_URL_FILE = "bus.url"
-"""File in the run's directory with the address of its embedded bus."""
+BUS_URL_FILE = "bus.url"  # File in the run's directory with the address of its embedded bus
 
 
 def auth_dir(config: RunConfig) -> Path:
@@ -54,27 +50,12 @@ def address_line(url: str, config: RunConfig | None, user: str, environment: Map
     """Return the address with user, password and certificates, for ``client.addresses``; not to be shown.
 
     The user is that of the environment; else, if the run's bus has users, ``user`` with the password in the run's
-    files; else none.
-    Raises ValueError for a ``url`` with a password in it.
+    files; else none. Raises ValueError for a ``url`` with a password in it.
     """
-    address = parse(url)
-    if address.password:
-        raise ValueError(
-            "--bus: want no password on the command line, where others on this machine can read it; "
-            "set TIDEMILL_BUS_CREDENTIALS=FILE, or TIDEMILL_BUS_USER and TIDEMILL_BUS_PASSWORD"
-        )
-    name, password = user_of_environment(environment)
-    if not name and config is not None and config.bus.auth and user:
-        name, password = _user_of_run(auth_dir(config), user)
-    tls = config.bus if config is not None else None
-    return Address(
-        servers=address.servers,
-        user=name or address.user,
-        password=password,
-        ca=address.ca or (tls.tls_ca if tls else ""),
-        cert=address.cert or (tls.tls_cert if tls and tls.tls_verify else ""),
-        key=address.key or (tls.tls_key if tls and tls.tls_verify else ""),
-    ).line()
+    settings, directory = {}, None
+    if config is not None:
+        settings, directory = vars(config.bus), auth_dir(config)
+    return _line(url, settings, directory, user, environment)
 
 
 def viewer_line(
@@ -87,16 +68,29 @@ def viewer_line(
 ) -> str:
     """Return the address for viewer or operator, as ``address_line``. ``bus``: that section of the configuration."""
     settings = bus or {}
-    if root is not None and settings.get("auth") and not user_of_environment(environment)[0]:
-        name, password = _user_of_run(Path(settings.get("auth_dir") or root / AUTH_DIR), user)
-        environment = {"TIDEMILL_BUS_USER": name, "TIDEMILL_BUS_PASSWORD": password}
-    line = parse(address_line(url, None, user, environment))
-    shown = settings if settings.get("tls_verify") else {}
-    return replace(
-        line,
-        ca=line.ca or settings.get("tls_ca", ""),
-        cert=line.cert or shown.get("tls_cert", ""),
-        key=line.key or shown.get("tls_key", ""),
+    directory = None if root is None else Path(settings.get("auth_dir") or root / AUTH_DIR)
+    return _line(url, settings, directory, user, environment)
+
+
+def _line(url: str, bus: JsonMapping, directory: Path | None, user: str, environment: Mapping[str, str]) -> str:
+    """Return the address. ``bus``: that section of the configuration; ``directory``: the run's users, if known."""
+    address = parse(url)
+    if address.password:
+        raise ValueError(
+            "--bus: want no password on the command line, where others on this machine can read it; "
+            "set TIDEMILL_BUS_CREDENTIALS=FILE, or TIDEMILL_BUS_USER and TIDEMILL_BUS_PASSWORD"
+        )
+    name, password = user_of_environment(environment)
+    if not name and directory is not None and bus.get("auth") and user:
+        name, password = _user_of_run(directory, user)
+    own = bus if bus.get("tls_verify") else {}  # a client needs a certificate only where the server asks for one
+    return Address(
+        servers=address.servers,
+        user=name or address.user,
+        password=password,
+        ca=address.ca or bus.get("tls_ca", ""),
+        cert=address.cert or own.get("tls_cert", ""),
+        key=address.key or own.get("tls_key", ""),
     ).line()
 
 

@@ -1,5 +1,4 @@
-"""The accounting of a run's samples, from the streams, the registry and the last checkpoint. Uses no process and no
-counter.
+"""The accounting of a run's samples, from the streams, the registry and the last checkpoint.
 
 SAMPLES  published samples             TASKS  issued tasks                registry            step of each version
 PLAN     trained or dropped samples    checkpoint's cursor  samples settled before the checkpoint
@@ -21,77 +20,54 @@ from tidemill.bus.wire.messages import Done, Kind, Plan, Sample, Settle, Status,
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.buffer.ledger import count_of, field_of
 
-EVERYTHING = 1 << 62
-"""Number of newest samples to read; more than any stream has."""
-_MAX_PROBLEMS = 20
-"""Most descriptions of problems that are kept."""
+EVERYTHING = 1 << 62  # Number of newest samples to read; more than any stream has
+_MAX_PROBLEMS = 20  # Most descriptions of problems that are kept
 
-Place = tuple[int, int]
-"""(task, index): at most one of the samples of a place is trained."""
+Place = tuple[int, int]  # (task, index): at most one of the samples of a place is trained
 
 
 @dataclass(slots=True)
 class RunAccounting:
     """The count of every sample of a run, and the problems found."""
 
+    # Logical training samples, the trimmed ones that PLAN names or that were invalid included; parts of large ones
+    # count once.
     published: int = 0
-    """Logical training samples, the trimmed ones that PLAN names or that were invalid included; parts of large ones
-    count once.
-    """
-    trained: int = 0
-    """Samples named by plans."""
+    trained: int = 0  # Samples named by plans
+    # Samples or places that are trained twice, trained and given up, or trained and not behind the checkpoint's cursor.
     trained_twice: int = 0
-    """Samples or places that are trained twice, trained and given up, or trained and not behind the checkpoint's
-    cursor.
-    """
+    # Samples that are gone, or behind the cursor, or of a trained task, and without any record of their place.
     lost: int = 0
-    """Samples that are gone, or behind the cursor, or of a trained task, and without any record of their place."""
+    # Samples by drop reason: stale, filtered (or filtered:NAME), empty, dead, lost, failed, aborted. A late sample of a
+    # task given up has its reason.
     dropped: Counter[str] = field(default_factory=Counter)
-    """Samples by drop reason: stale, filtered (or filtered:NAME), empty, dead, lost, failed, aborted.
-    A late sample of a task given up has its reason."""
-    duplicates: int = 0
-    """Samples of a place in a group, where another sample of the place was trained."""
+    duplicates: int = 0  # Samples of a place in a group, where another sample of the place was trained
+    # Samples that are undecodable, violate the invariants, or have no task or version of this run; trimmed ones as the
+    # learner counted.
     invalid: int = 0
-    """Samples that are undecodable, violate the invariants, or have no task or version of this run; trimmed ones as the
-    learner counted.
-    """
     invalid_by_field: Counter[str] = field(default_factory=Counter)
     invalid_by_actor: Counter[str] = field(default_factory=Counter)
-    buffered: int = 0
-    """Samples neither trained nor given up yet, and not behind the cursor."""
+    buffered: int = 0  # Samples neither trained nor given up yet, and not behind the cursor
     eval: int = 0
-    trimmed: int = 0
-    """Sequences before the first one in the stream; counts of tokens do not include trimmed samples."""
+    trimmed: int = 0  # Sequences before the first one in the stream; counts of tokens do not include trimmed samples
     tasks_issued: int = 0
     tasks_open: int = 0
+    # Tasks by reason: stale, filtered, filtered:NAME, empty, dead, lost.
     tasks_given_up: Counter[str] = field(default_factory=Counter)
-    """Tasks by reason: stale, filtered, filtered:NAME, empty, dead, lost."""
     aborted: int = 0
-    multi_version: int = 0
-    """Trained samples with tokens of more than one version."""
+    multi_version: int = 0  # Trained samples with tokens of more than one version
     max_lag_trained: int = 0
-    lag_tokens: Counter[int] = field(default_factory=Counter)
-    """Trained tokens by lag."""
+    lag_tokens: Counter[int] = field(default_factory=Counter)  # Trained tokens by lag
     tokens_generated: int = 0
     tokens_trained: int = 0
-    trained_here: int = 0
-    """Trained samples that were published: in the stream, or trimmed from it."""
-    unrecorded: int = 0
-    """Lost samples that are still in the stream."""
-    problems: list[str] = field(default_factory=list)
-    """Descriptions of the first ``_MAX_PROBLEMS`` problems."""
+    trained_here: int = 0  # Trained samples that were published: in the stream, or trimmed from it
+    unrecorded: int = 0  # Lost samples that are still in the stream
+    problems: list[str] = field(default_factory=list)  # Descriptions of the first `_MAX_PROBLEMS` problems
 
     def balance(self) -> bool:
         """Return whether every published sample has one disposition: trained, dropped, duplicate, ... or lost."""
-        fates = (
-            self.trained_here
-            + sum(self.dropped.values())
-            + self.duplicates
-            + self.invalid
-            + self.buffered
-            + self.unrecorded
-        )
-        return self.published == fates
+        unused = self.dropped.total() + self.duplicates + self.invalid + self.buffered
+        return self.published == self.trained_here + unused + self.unrecorded
 
     def refuse(self, wrong: str, actor: str) -> None:
         """Count an invalid sample, by its wrong field and by the actor of its subject."""
@@ -118,18 +94,16 @@ class CheckpointCursor:
 
     floor: int
     settled: frozenset[int]
-    step: int = 0
-    """Step of the checkpoint: samples of plans up to it must be settled."""
+    step: int = 0  # Step of the checkpoint: samples of plans up to it must be settled
+    # Invalid samples that the learner had counted by then; likewise `invalid_by_actor`.
     invalid_by_field: Mapping[str, int] = field(default_factory=dict)
-    """Invalid samples that the learner had counted by then; likewise ``invalid_by_actor``."""
     invalid_by_actor: Mapping[str, int] = field(default_factory=dict)
 
     def __contains__(self, seq: int) -> bool:
         return seq <= self.floor or seq in self.settled
 
 
-Progress = Callable[[int, int], None]
-"""Callback with (messages of SAMPLES read, their total number)."""
+Progress = Callable[[int, int], None]  # Callback with (messages of SAMPLES read, their total number)
 
 
 async def audit(
@@ -144,8 +118,7 @@ async def audit(
     """Read the streams; return the accounting, and the outcomes of the steps in the order of their records.
 
     ``cursor`` None = there is no checkpoint; ``versions``: step of every version in the registry, None = not compared;
-    ``after``: version
-    -> sequence that its samples come after (0 if it is missing).
+    ``after``: version -> sequence that its samples come after (0 if it is missing).
     """
     reading = _Audit(cursor, versions, after or {}, vocab_size)
     async for _, record in bus.plans.scan():
@@ -180,16 +153,11 @@ class _Audit:
         self._dropped_task: dict[int, str] = {}
         self._planned: dict[int, Place] = {}
         """Place of each trained sequence by its plan: samples of a group are in the order of their index."""
-        self.dead: set[int] = set()
-        """Tasks that actors gave up."""
-        self._sizes: dict[int, int] = {}
-        """Samples of a trained task in its plan."""
-        self._asked: dict[int, int] = {}
-        """Samples that a trained task asked for, by its samples that are still there."""
-        self._found: dict[int, Place] = {}
-        """Place of each trained sequence by the sample itself."""
-        self._late: dict[int, Place] = {}
-        """Samples of trained tasks that no record names."""
+        self.dead: set[int] = set()  # Tasks that actors gave up
+        self._sizes: dict[int, int] = {}  # Samples of a trained task in its plan
+        self._asked: dict[int, int] = {}  # Samples that a trained task asked for, by its samples that are still there
+        self._found: dict[int, Place] = {}  # Place of each trained sequence by the sample itself
+        self._late: dict[int, Place] = {}  # Samples of trained tasks that no record names
         self._refused: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         """Invalid samples in the stream that the cursor is past, by field and by actor."""
         self._tasks: dict[int, Task] = {}
@@ -205,10 +173,8 @@ class _Audit:
             for task in record.tasks.tolist():
                 self._dropped_task[task] = record.reason
             for seq in record.seqs.tolist():
-                if seq in self._step_of_seq:
-                    self._twice(
-                        f"sample {seq} is given up ({record.reason}) and trained in step {self._step_of_seq[seq]}"
-                    )
+                if step := self._step_of_seq.get(seq):
+                    self._twice(f"sample {seq} is given up ({record.reason}) and trained in step {step}")
                 self._dropped_seq[seq] = record.reason
         elif isinstance(record, Done):
             self.outcomes.append(record)
@@ -219,21 +185,16 @@ class _Audit:
         self._plans[plan.step] = plan
         for version, step in plan.version_steps.items():
             if self._versions is not None and self._versions.get(version) != step:
-                recorded_step = self._versions.get(version, "none")
-                self.accounting.add_problem(
-                    f"step {plan.step} takes version {version} for weights of step {step}; the registry has "
-                    f"{recorded_step}"
-                )
+                recorded = f"the registry has {self._versions.get(version, 'none')}"
+                text = f"step {plan.step} takes version {version} for weights of step {step}; {recorded}"
+                self.accounting.add_problem(text)
         for task in plan.tasks.tolist():
             if task in self._step_of_task or task in self._dropped_task:
                 self.accounting.add_problem(f"task {task} is in step {plan.step} and was settled before")
             self._step_of_task[task] = plan.step
-        places = [
-            (task, index)
-            for task, size in zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True)
-            for index in range(size)
-        ]
-        self._sizes.update(zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True))
+        sizes = dict(zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True))
+        places = [(task, index) for task, size in sizes.items() for index in range(size)]
+        self._sizes.update(sizes)
         for seq, place in zip(plan.seqs.tolist(), places, strict=True):
             if seq in self._step_of_seq or seq in self._dropped_seq:
                 self._twice(f"sample {seq} is in step {plan.step} and was settled before")
@@ -281,9 +242,8 @@ class _Audit:
         for plan in {self._step_of_seq[seq]: self._plans[self._step_of_seq[seq]] for seq in self._found}.values():
             self.accounting.max_lag_trained = max(self.accounting.max_lag_trained, _largest_lag(plan))
         if unclaimed:
-            self._lost(
-                f"{unclaimed} trimmed sequences are in no record and not behind the checkpoint's cursor", unclaimed
-            )
+            text = f"{unclaimed} trimmed sequences are in no record and not behind the checkpoint's cursor"
+            self._lost(text, unclaimed)
 
     def _sample(self, seq: int, sample: Sample, actor: str) -> None:
         accounting = self.accounting
@@ -307,9 +267,8 @@ class _Audit:
         elif sample.task in self._step_of_task:
             self._late[seq] = (sample.task, sample.index)
         elif self._cursor is not None and seq in self._cursor:
-            self._unrecorded(
-                f"sample {seq} (task {sample.task}) is behind the cursor of the checkpoint and in no record"
-            )
+            text = f"sample {seq} (task {sample.task}) is behind the cursor of the checkpoint and in no record"
+            self._unrecorded(text)
         else:
             accounting.buffered += 1
         # Behind the checks: an invalid sample may name any number of tokens.
@@ -336,10 +295,10 @@ class _Audit:
         return "version" if self._names_no_version(seq, sample) else mismatch(task, sample, 0)
 
     def _names_no_version(self, seq: int, sample: Sample) -> bool:
-        versions = self._versions
-        return versions is not None and any(
-            span.version not in versions or seq <= self._after.get(span.version, 0) for span in sample.spans
-        )
+        if self._versions is None:
+            return False
+        names = {span.version for span in sample.spans}
+        return any(name not in self._versions or seq <= self._after.get(name, 0) for name in names)
 
     def _count_trained(self, seq: int, sample: Sample, plan: Plan) -> None:
         accounting = self.accounting
@@ -352,9 +311,8 @@ class _Audit:
             start += span.num_tokens
             step = plan.version_steps.get(span.version)
             if step is None:
-                accounting.add_problem(
-                    f"step {plan.step} trains tokens of version {span.version}, whose step is not in its plan"
-                )
+                text = f"step {plan.step} trains tokens of version {span.version}, whose step is not in its plan"
+                accounting.add_problem(text)
                 continue
             if not tokens or (plan.oldest_step is not None and step < plan.oldest_step):
                 continue
@@ -373,28 +331,21 @@ class _Audit:
             if place is None:
                 self._lost(f"sample {seq} was trained in step {step} and is not in the stream")
                 continue
+            name = f"task {place[0]}, index {place[1]}"
             if place in trained:
-                self._twice(
-                    f"samples {trained[place]} and {seq} are both trained for task {place[0]}, index {place[1]}"
-                )
+                self._twice(f"samples {trained[place]} and {seq} are both trained for {name}")
             elif not self._is_planned(place, self._planned[seq]):
-                self.accounting.add_problem(
-                    f"sample {seq} is task {place[0]}, index {place[1]}; its plan lists it as {self._planned[seq]}"
-                )
+                self.accounting.add_problem(f"sample {seq} is {name}; its plan lists it as {self._planned[seq]}")
             trained[place] = seq
             if self._cursor is not None and step <= self._cursor.step and seq not in self._cursor:
-                self._twice(
-                    f"sample {seq} was trained in step {step} and is not behind the checkpoint's cursor: it "
-                    "would be trained again"
-                )
+                again = "is not behind the checkpoint's cursor: it would be trained again"
+                self._twice(f"sample {seq} was trained in step {step} and {again}")
         for seq, place in self._late.items():
             if place in trained or self._short(place[0]):
                 self.accounting.duplicates += 1
             else:
-                self._unrecorded(
-                    f"sample {seq} is the only one of task {place[0]}, index {place[1]}, and was left out "
-                    "when it was trained"
-                )
+                name = f"task {place[0]}, index {place[1]}"
+                self._unrecorded(f"sample {seq} is the only one of {name}, and was left out when it was trained")
         if self.accounting.trimmed and self._cursor is not None:
             counted = (Counter(self._cursor.invalid_by_field), Counter(self._cursor.invalid_by_actor))
             self.accounting.refuse_trimmed(counted[0] - self._refused[0], counted[1] - self._refused[1])
@@ -432,9 +383,8 @@ def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor 
     from tidemill.learner.buffer.ledger import read_state
     from tidemill.learner.checkpoints import disk
 
-    path, _ = disk.latest_valid(
-        (checkpoint.path for checkpoint in disk.listed(checkpoints)), partly=True, stored=stored
-    )
+    paths = (checkpoint.path for checkpoint in disk.listed(checkpoints))
+    path, _ = disk.latest_valid(paths, partly=True, stored=stored)
     if path is None:
         return None
     state = read_state(disk.read_state(path))

@@ -1,5 +1,4 @@
-"""The body of ``tidemill bus``: the run's nats-server, or three, each started again when it ends or has stopped
-storing.
+"""The body of ``tidemill bus``: the run's nats-server, or three, started again when they end or stop storing.
 
     room on the disk? -> servers start -> streams -> the address in a file -> heartbeats
     every 0.2 s: the servers that have ended or stopped storing are started again, as soon as their disk has room
@@ -41,12 +40,9 @@ from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 
 log = logging.getLogger(__name__)
 
-BUS_START_S = 60.0
-"""Seconds for the bus of a run to answer."""
-CHECK_SERVER_S = 0.2
-"""Interval in seconds at which the nats-server is checked."""
-CHECK_ROOM_S = 1.0
-"""Interval in seconds at which a disk without room is checked before the start."""
+BUS_START_S = 60.0  # Seconds for the bus of a run to answer
+CHECK_SERVER_S = 0.2  # Interval in seconds at which the nats-server is checked
+CHECK_ROOM_S = 1.0  # Interval in seconds at which a disk without room is checked before the start
 
 
 async def start_bus(config: RunConfig, supervisor: Supervisor) -> str:
@@ -95,7 +91,6 @@ async def _serve(
     async with HeartbeatPublisher(bus, row) as heartbeat:
 
         def update() -> None:
-            """Write the first server's process and the restarts into the live row, where they have changed."""
             restarts = {SERVER_RESTARTS: float(keeper.restarts)}
             if (heartbeat.row.pid, heartbeat.row.load) != (servers.pid, restarts):
                 heartbeat.update(pid=servers.pid, load=restarts, trouble=keeper.last_restart)
@@ -129,9 +124,7 @@ async def _room(directory: Path, need_bytes: int) -> None:
         await asyncio.sleep(CHECK_ROOM_S)
 
 
-BUS_DIR = "bus"
-"""Directory of the embedded bus in the run's directory."""
-_PASSWORD_BYTES = 24
+# ---- the bus of a run that is over
 
 
 class RunResumed(ValueError):
@@ -155,14 +148,12 @@ class EndedBus:
         """Return the bus of the run in ``root``; None if it is external or running. Raises ValueError."""
         file = root / CONFIG_FILE
         config = from_map(yaml_file.read(file)[0], str(file))
-        bus, directory = config.bus, root / BUS_DIR
+        bus, directory = config.bus, root / "bus"
         if bus.url or ((root / BUS_URL_FILE).exists() and _running(directory)):
             return None
         if bus.server_name:
-            raise ValueError(
-                f"{root}: its bus is a cluster of several machines; start it with `tidemill bus --config "
-                f"{file}` on them"
-            )
+            cure = f"start it with `tidemill bus --config {file}` on them"
+            raise ValueError(f"{root}: its bus is a cluster of several machines; {cure}")
         if not (directory / ("n0/store" if bus.cluster > 1 else "store")).is_dir():
             raise ValueError(f"{root}: no bus is running here, and {directory} does not hold the streams of a run")
         users_dir = Path(bus.auth_dir) if bus.auth_dir else root / AUTH_DIR
@@ -184,7 +175,7 @@ def started(bus: EndedBus) -> Iterator[str]:
     The viewer may create nothing but consumers in memory, so the streams do not change. The run has priority: when
     it is started again, its bus sends SIGTERM to this process, which stops the server at once.
     """
-    password = "" if bus.config.auth else secrets.token_urlsafe(_PASSWORD_BYTES)
+    password = "" if bus.config.auth else secrets.token_urlsafe(24)
     try:
         servers = EmbeddedBus(bus.directory, bus.run, bus.config, bus.auth_dir, read_only=True, viewer=password)
     except OSError as error:
@@ -192,7 +183,7 @@ def started(bus: EndedBus) -> Iterator[str]:
     is_resumed = False
 
     def give_way(number: int, frame: FrameType | None) -> None:
-        """Stop the server and raise KeyboardInterrupt in the main thread."""
+        # Stop the server, and raise KeyboardInterrupt in the main thread.
         nonlocal is_resumed
         is_resumed = True
         servers.stop()  # here, in the handler: this process may be blocked by a pager that reads no further
@@ -203,7 +194,11 @@ def started(bus: EndedBus) -> Iterator[str]:
     before = signal.signal(signal.SIGTERM, give_way)
     try:
         url = _start(servers)
-        yield replace(parse(url), user=VIEWER, password=password).line() if password else _with_user(url, bus)
+        if password:
+            yield replace(parse(url), user=VIEWER, password=password).line()
+        else:
+            users = {"auth": True, "auth_dir": str(bus.auth_dir)}
+            yield viewer_line(url, os.environ, bus.directory, users)
     except BaseException:
         if is_resumed:
             raise RunResumed from None
@@ -220,7 +215,3 @@ def _start(servers: EmbeddedBus) -> str:
         raise ValueError(str(error)) from None
     except OSError as error:
         raise ValueError(f"{error.filename}: the store of the run cannot be opened: {error.strerror}") from None
-
-
-def _with_user(url: str, bus: EndedBus) -> str:
-    return viewer_line(url, os.environ, bus.directory, {"auth": True, "auth_dir": str(bus.auth_dir)})

@@ -12,11 +12,9 @@ from tidemill.bus.client.rows import Row, Value
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.subjects import token
 
-ROLES = ("engine", "scorer", "actor")
-"""Roles in the order in which their processes are started."""
+ROLES = ("engine", "scorer", "actor")  # Roles in the order in which their processes are started
 ALL = "all"
-MOST = 10_000
-"""Most processes of a role in one row."""
+MOST = 10_000  # Most processes of a role in one row
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +45,8 @@ class DesiredRoles:
         if row == host_key(host.name):
             return self._count(row, role)
         # ``tidemill up`` first, then by name: the first hosts get one more when the total cannot be divided.
-        sharing = sorted(
-            (live_host.name for live_host in hosts if self._row_for(role, live_host) == row),
-            key=lambda name: (name != "up", name),
-        )
+        names = [live_host.name for live_host in hosts if self._row_for(role, live_host) == row]
+        sharing = sorted(names, key=lambda name: (name != "up", name))
         total, position = self._count(row, role), sharing.index(host.name)
         return total // len(sharing) + (position < total % len(sharing))
 
@@ -84,7 +80,6 @@ async def change(bus: Bus, key: str, counts: Mapping[str, int]) -> tuple[dict[st
     """Set the numbers of some roles in one row, keep the others; return (before, after). Raises BusUnavailable."""
 
     def changed(before: Value | None) -> Value:
-        """Return the row with the new numbers; roles that are not named keep theirs."""
         return {**(before or {}), **counts}
 
     before, after = await bus.rows("wanted").change(key, changed, replace_unreadable=True)
@@ -98,7 +93,6 @@ async def begin(bus: Bus, counts: Mapping[str, int], *, keep: bool) -> dict[str,
     """
 
     def begun(before: Value | None) -> Value:
-        """Return the row."""
         counts_before = dict(before or {}) if keep else {}
         if not counts_before.get("scorer"):
             counts_before.pop("scorer", None)

@@ -12,8 +12,7 @@ from tidemill.bus.errors import ServerFailed
 from tidemill.bus.server.nats_server import end_reader
 from tidemill.launch.settings.run_config import CONFIG_FILE
 
-LOCK_FILE = ".lock"
-"""File in the run's directory: locked by the one `up` that works in it, and holding its process id."""
+LOCK_FILE = ".lock"  # File in the run's directory: locked by the one `up` that works in it, and holding its process id
 
 
 class CannotBegin(ValueError):
@@ -32,17 +31,15 @@ def directory_of_one(root: Path, *, resume: bool, fresh: bool) -> Iterator[None]
     if resume and not has_run:
         raise CannotBegin(f"--resume: want a run in {root}, there is none")
     if fresh and not ours and root.exists() and any(root.iterdir()):
-        raise CannotBegin(
-            f"--fresh: {root} is not empty and was not made by tidemill (no {CONFIG_FILE}); remove it yourself"
-        )
+        why = f"is not empty and was not made by tidemill (no {CONFIG_FILE})"
+        raise CannotBegin(f"--fresh: {root} {why}; remove it yourself")
     root.mkdir(parents=True, exist_ok=True)
     with (root / LOCK_FILE).open("a+") as lock:
         cure = "end it first, or set another directory"
         _lock(lock, lambda holder: CannotBegin(f"{root}: `tidemill up` (process {holder}) is running in it; {cure}"))
         if has_run and not resume and not fresh:
-            raise CannotBegin(
-                f"{root}: contains a run already; resume it (--resume), delete it (--fresh), or set another directory"
-            )
+            cure = "resume it (--resume), delete it (--fresh), or set another directory"
+            raise CannotBegin(f"{root}: contains a run already; {cure}")
         _end_look(root)
         if fresh:
             _clear(root)

@@ -1,5 +1,4 @@
-"""Devices of the engines that a host starts: each gets a free block of the machine's devices, or a reason why there is
-none.
+"""Devices of the engines that a host starts: a free block of the machine's devices for each.
 
 The machine is read once, when the first engine is wanted. Free are the devices that no rank and no other engine has:
 ranks by the placement (``tidemill up``) or by the learner's live row (``tidemill host``), engines of this host by their
@@ -26,9 +25,8 @@ from tidemill.launch.settings.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
-AWAITED = PlacementRefused(
-    "engine", "the run's configuration, for the number of devices of an engine", "none yet", "start the learner"
-)
+_CONFIGURATION = "the run's configuration, for the number of devices of an engine"
+AWAITED = PlacementRefused("engine", _CONFIGURATION, "none yet", "start the learner")
 
 
 class EngineDevices:
@@ -42,10 +40,8 @@ class EngineDevices:
         self._view = LiveView(bus)
         self._node: Node | None = None
         self._unreadable: DeviceError | None = None
-        self._size = ModelSize()
-        """Sizes of the run's model, if it is on this machine."""
-        self._held: dict[str, tuple[str, ...]] = {}
-        """Engine of this host -> UUIDs of its devices."""
+        self._size = ModelSize()  # Sizes of the run's model, if it is on this machine
+        self._held: dict[str, tuple[str, ...]] = {}  # Engine of this host -> UUIDs of its devices
         self._elsewhere: dict[str, tuple[str, ...]] = {}
         """Live engine that this host has not started -> UUIDs of its devices."""
         self._learners: list[LiveRow] = []
@@ -103,6 +99,4 @@ class EngineDevices:
     def keep_only(self, names: Collection[str], *, desired: Collection[str]) -> None:
         """Take back the devices of engines without a name here. Rows of ``desired`` ones are of earlier processes."""
         self._held = {name: devices for name, devices in self._held.items() if name in names}
-        self._elsewhere = {
-            engine_id: devices for engine_id, devices in self._elsewhere.items() if engine_id not in desired
-        }
+        self._elsewhere = {name: devices for name, devices in self._elsewhere.items() if name not in desired}

@@ -16,7 +16,7 @@ from tidemill.bus.streams.bus import Bus, connect, raise_epoch
 from tidemill.bus.system.coroutines import cancellable, first_of
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task
-from tidemill.launch.run import access, feeder_process, scores
+from tidemill.launch.run import access, feeder_process, summary
 from tidemill.launch.run.bus_process import BUS_START_S, start_bus
 from tidemill.launch.run.supervisor import Supervisor
 from tidemill.launch.settings import yaml_file
@@ -37,16 +37,13 @@ async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated
     plan = await asyncio.to_thread(_plan, config)
     try:
         url = await start_bus(config, supervisor)
-        async with connect(
-            access.own_address(config, url), config.run, config.bus, name="eval", wait_s=BUS_START_S
-        ) as bus:
+        address = access.own_address(config, url)
+        async with connect(address, config.run, config.bus, name="eval", wait_s=BUS_START_S) as bus:
             await bus.create_layout()
             for role, count in (("engine", config.up.engines), ("actor", config.up.actors)):
-                for number in range(count):
-                    name = f"{role}-{number}"
-                    supervisor.keep(
-                        name, [role, "--config", str(config.root / CONFIG_FILE), "--bus", url, "--id", name]
-                    )
+                for name in (f"{role}-{number}" for number in range(count)):
+                    words = ["--config", str(config.root / CONFIG_FILE), "--bus", url, "--id", name]
+                    supervisor.keep(name, [role, *words])
             evaluating = asyncio.create_task(_scores(bus, plan, config), name="evaluation")
             try:
                 await first_of(asyncio.shield(evaluating), supervisor.failed(), draining.wait())
@@ -74,7 +71,6 @@ async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated
     await registry.publish_initial(config.model.path, epoch)
 
     async def store(task: Task) -> Task:
-        """Issue a task."""
         return replace(task, id=await bus.tasks.issue(task))
 
     rounds = await asyncio.to_thread(plan.rounds)
@@ -83,7 +79,6 @@ async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated
     failing = FailingTasks()
 
     async def read() -> None:
-        """Read the samples."""
         async for received in bus.samples.read(None, kinds=(Kind.EVAL,)):
             if isinstance(received.sample, Sample):
                 evaluations.arrived(received.sample)
@@ -91,7 +86,6 @@ async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated
                     failing.completed()
 
     async def follow_dead() -> None:
-        """Read the prompts that are given up."""
         async for _, letter in bus.dead.follow():
             if isinstance(letter, Dead):
                 evaluations.gone(letter)
@@ -99,4 +93,4 @@ async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated
                 failing.refuse(config.learner.failing_tasks, config.learner.failing_s * UNTRAINED_SHARE)
 
     await first_of(evaluations.over(), *(cancellable(loop) for loop in (evaluations.run(), read(), follow_dead())))
-    return [record for _, record in sorted((await scores.read(bus)).items())]
+    return [record for _, record in sorted((await summary.read_scores(bus)).items())]

@@ -97,9 +97,8 @@ def budgets(config: RunConfig, max_context: int) -> "dict[str, Budget]":
     """Return the limits of episodes by rollout, with sequences of at most the model's context."""
     from tidemill.learner.feed.feeder_settings import within
 
-    return {
-        name: within(rollout.limits, max_context) for name, rollout in config.rollouts.items() if not rollout.recorded
-    }
+    asking = {name: rollout for name, rollout in config.rollouts.items() if not rollout.recorded}
+    return {name: within(rollout.limits, max_context) for name, rollout in asking.items()}
 
 
 def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "EvalPlan":
@@ -110,27 +109,18 @@ def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "Eva
     if not chosen.every:
         return EvalPlan()
     sets = []
-    for name, chosen_set in chosen.sets.items():
-        longest = sampling.max_new_tokens if chosen_set.max_new_tokens is None else chosen_set.max_new_tokens
-        temperature = sampling.temperature if chosen_set.temperature is None else chosen_set.temperature
+    for name, own in chosen.sets.items():
+        set_here = {key: getattr(own, key) for key in ("temperature", "max_new_tokens", "stop", "stop_token_ids")}
+        changed = {key: value for key, value in set_here.items() if value is not None}
+        distribution = dataclasses.replace(sampling, top_p=own.top_p, top_k=own.top_k, **changed)
         sets.append(
             EvalPrompts(
                 name=name,
-                prompts=open_prompts(config, chosen_set.data(config.data), max_context, longest),
-                sampling=dataclasses.replace(
-                    sampling,
-                    temperature=temperature,
-                    top_p=chosen_set.top_p,
-                    top_k=chosen_set.top_k,
-                    max_new_tokens=longest,
-                    stop=sampling.stop if chosen_set.stop is None else chosen_set.stop,
-                    stop_token_ids=sampling.stop_token_ids
-                    if chosen_set.stop_token_ids is None
-                    else chosen_set.stop_token_ids,
-                ),
-                samples=chosen_set.samples,
-                passes_at=chosen_set.passes_at,
-                limit=chosen_set.limit,
+                prompts=open_prompts(config, own.data(config.data), max_context, distribution.max_new_tokens),
+                sampling=distribution,
+                samples=own.samples,
+                passes_at=own.passes_at,
+                limit=own.limit,
                 budgets=budgets(config, max_context),
             )
         )
@@ -143,9 +133,8 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
     # 260 MB.
     os.environ.setdefault("USE_TORCH", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from tidemill.launch.checks.rows import row_check
+    from tidemill.launch.checks.rows import recordings_of, row_check
     from tidemill.learner.prompts.prompt_file import PromptFile
-    from tidemill.learner.prompts.responses import Recordings
     from tidemill.learner.prompts.rows import RowRules
     from tidemill.learner.prompts.tokenizer import model_tokenizer
 
@@ -161,14 +150,7 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
         max_tokens=max_tokens,
         shuffle=data.shuffle,
         seed=data.seed,
-        recordings=Recordings(
-            tokenize.bounded(max_context),
-            rollouts=recorded_in(config.rollouts),
-            end_ids=EndTokens.read(Path(config.model.path)).ids,
-            max_tokens=max_context,
-            chat=data.apply_chat_template,
-            texts=tokenize,
-        ),
+        recordings=recordings_of(config, Path(config.model.path), tokenize, max_context),
         chat_template_args=data.chat_template_args,
         rules=RowRules(
             policy=data.bad_rows, unfit=row_check(config, max_new_tokens=max_new_tokens, vocab_size=vocab_size)
@@ -191,9 +173,8 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys",
         model_dir=Path(config.model.path),
         megatron_checkpoint=Path(config.model.megatron_checkpoint) if config.model.megatron_checkpoint else None,
         checkpoints=config.checkpoints,
-        node=int(os.environ["RANK"])
-        * config.learner.nodes
-        // int(os.environ["WORLD_SIZE"]),  # all nodes have as many ranks
+        # All nodes have as many ranks.
+        node=int(os.environ["RANK"]) * config.learner.nodes // int(os.environ["WORLD_SIZE"]),
         snapshots=config.root / "snapshots",
         final_dir=config.root / "final",
     )
@@ -219,9 +200,8 @@ def model_shape(model: Path) -> tuple[int, int]:
 
     file = model / "config.json"
     if not file.exists():
-        raise SettingsError(
-            f"model.path: want a directory with a Hugging Face model (config.json in it), got {str(model)!r}"
-        )
+        want = "a directory with a Hugging Face model (config.json in it)"
+        raise SettingsError(f"model.path: want {want}, got {str(model)!r}")
     values = json.loads(file.read_text())
     return int(values["vocab_size"]), int(values["max_position_embeddings"])
 

@@ -20,7 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tidemill.bus.errors import BusError
+from tidemill.actors.engines.membership import connected
+from tidemill.bus.client.addresses import bare
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import BusError, Forbidden
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.server.auth import CREDENTIALS_VARIABLE, credentials_file
 from tidemill.bus.streams.bus import Bus
@@ -40,12 +43,9 @@ log = logging.getLogger(__name__)
 
 ROLE = "host"
 LOOK_EVERY_S = 1.0
-LATE_S = 2.5
-"""Longest read that is no outage of the bus; after one, rows of living hosts may be as old as dead ones'."""
-SETTLE_S = 5.0
-"""Seconds without changes after an outage of the bus, in which every live host writes its row again."""
-HOST_RESTART_WINDOW_S = 300.0
-"""Seconds over which ``tidemill host`` counts the failures of a process (--restarts)."""
+LATE_S = 2.5  # Longest read that is no outage of the bus; after one, rows of living hosts may be as old as dead ones'
+SETTLE_S = 5.0  # Seconds without changes after an outage of the bus, in which every live host writes its row again
+HOST_RESTART_WINDOW_S = 300.0  # Seconds over which `tidemill host` counts the failures of a process (--restarts)
 
 
 class Host:
@@ -77,23 +77,15 @@ class Host:
         """Desired engines that are not started, and the reason: there is no device for them."""
         self._view = LiveView(bus)
         self._draining: dict[str, asyncio.Task[object]] = {}
-        self._logged: set[str] = set()
-        """Processes that are given up, and logged as such."""
+        self._logged: set[str] = set()  # Processes that are given up, and logged as such
         self._revision = -1
-        self.counts: dict[str, int] = {}
-        """Desired number of processes of this host by role, as last read."""
+        self.counts: dict[str, int] = {}  # Desired number of processes of this host by role, as last read
 
     async def run(self, draining: asyncio.Event, *, drain: bool = True) -> None:
         """Keep the processes until ``draining`` is set; then drain them, unless ``drain`` is False."""
-        waiter, trusted_from = Waiter(), 0.0
-        row = LiveRow(
-            role=ROLE,
-            id=self._live_host.name,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            phase="working",
-            pool=self._live_host.pool,
-        )
+        waiter, trusted_from, own = Waiter(), 0.0, self._live_host
+        host, pid = socket.gethostname(), os.getpid()
+        row = LiveRow(role=ROLE, id=own.name, host=host, pid=pid, phase="working", pool=own.pool)
         async with HeartbeatPublisher(self._bus, row) as heartbeat, self._waking(waiter.wake, draining):
             while not draining.is_set():
                 began_s = time.monotonic()
@@ -184,9 +176,8 @@ class Host:
         """Drain a process; if it is desired again, it is started after the end: never two of one name."""
         if name in self._draining:
             return
-        self._draining[name] = asyncio.create_task(
-            self._supervisor.end([name], within_s=self._drain_s), name=f"drain {name}"
-        )
+        ending = self._supervisor.end([name], within_s=self._drain_s)
+        self._draining[name] = asyncio.create_task(ending, name=f"drain {name}")
         self._draining[name].add_done_callback(lambda _: self._draining.pop(name))
 
     async def settled(self) -> None:
@@ -208,11 +199,13 @@ class Host:
         heartbeat.update(load=load, waits_for="; ".join(lost))
 
 
+def _by_number(file: Path) -> tuple[int, str]:
+    return len(file.stem), file.stem  # actor-2 before actor-10
+
+
 def users_in(directory: Path) -> dict[str, list[Path]]:
     """Return the files with credentials by role, made by ``tidemill bus --auth``. Raises ValueError for none."""
-    files = {
-        role: sorted(directory.glob(f"{role}-*.env"), key=lambda file: (len(file.stem), file.stem)) for role in ROLES
-    }
+    files = {role: sorted(directory.glob(f"{role}-*.env"), key=_by_number) for role in ROLES}
     if not any(files.values()):
         raise ValueError(f"--users: want files engine-N.env and actor-N.env in {directory}, got none")
     return files
@@ -238,10 +231,9 @@ class HostLearner:
 
     config: RunConfig
     rank: int
-    arguments: Sequence[str]
-    """Those behind ``python -m tidemill``."""
+    arguments: Sequence[str]  # Those behind `python -m tidemill`
+    # Directory with the credentials of the learner's user; None = no users, or the run's own files.
     users: Path | None = None
-    """Directory with the credentials of the learner's user; None = no users, or the run's own files."""
 
     def __post_init__(self) -> None:
         if self.users is not None and not credentials_file(self.users, LEARNER).exists():
@@ -256,7 +248,7 @@ class HostLearner:
         try:
             yield
         finally:
-            # None are left where the host has drained all
+            # None are left where the host has drained all.
             await supervisor.end(supervisor.names(LEARNER), within_s=drain_s)
 
 
@@ -266,23 +258,18 @@ class Machine:
 
     name: str
     pool: str
-    own: Mapping[str, int]
-    """Desired numbers of this machine itself, by role; empty = its share of the total."""
+    own: Mapping[str, int]  # Desired numbers of this machine itself, by role; empty = its share of the total
     directory: Path
     drain_s: float
     restarts: int
     users: Mapping[str, Sequence[Path]] | None
     allowed: Sequence[str]
-    server_words: Sequence[str]
-    """Arguments passed on to its engines and scorers."""
-    learner: "HostLearner | None" = None
-    """The learner's node of this machine."""
+    server_words: Sequence[str]  # Arguments passed on to its engines and scorers
+    learner: "HostLearner | None" = None  # The learner's node of this machine
 
     def command(self, role: str, id: str, *, bus_url: str, run: str) -> list[str]:
         """Return the arguments behind ``python -m tidemill`` of one of its processes."""
         passed_on = [word for pattern in self.allowed for word in ("--allow", pattern)]
-        from tidemill.bus.client.addresses import bare
-
         words = () if role == "actor" else self.server_words
         if role == "scorer":  # the port belongs to an engine
             words = [bare(word) for word in words]
@@ -291,14 +278,6 @@ class Machine:
 
 async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
     """Run this machine's engines, scorers and actors in the desired numbers, and its node of the learner."""
-
-    from tidemill.actors.engines.membership import connected
-    from tidemill.bus.config import BusConfig
-    from tidemill.bus.errors import Forbidden
-    from tidemill.launch.run import desired
-    from tidemill.launch.run.engine_devices import EngineDevices
-    from tidemill.launch.run.supervisor import Supervisor
-
     name, directory, learner = machine.name, machine.directory, machine.learner
     address = address_line(bus_url, None, name, os.environ)
     run = run or (learner.config.run if learner else await found_run(address, "host", draining))

@@ -22,18 +22,15 @@ from pathlib import Path
 from tidemill.actors.engines.address_checks import AddressChecker
 from tidemill.bus.client.addresses import AUTO, Reach, bare, is_wildcard, reach, route_to
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
-from tidemill.bus.liveness.keys import keep_keys, make_keys
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.system.files import write_whole
-from tidemill.bus.wire.rows import Capabilities, LiveRow, NodeRow
+from tidemill.bus.wire.rows import LiveRow, NodeRow
 from tidemill.launch.devices.demand import rank_variables, want_of
-from tidemill.launch.devices.placement import place
+from tidemill.launch.devices.placement import place as place_processes
 from tidemill.launch.devices.shapes import Device, Node, PlacementRefused, RankPlace
 from tidemill.launch.devices.visible import nccl_of, this_node
-from tidemill.launch.run.access import auth_dir, last_key, write_keys
-from tidemill.launch.run.learner_process import LearnerRow, NodePlace, uploading
-from tidemill.launch.settings.config_loader import to_map
+from tidemill.launch.run.learner_process import LearnerRow, NodePlace, capabilities_of, publishing, uploading
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.checkpoints.node_copies import Keeper, Ring
 from tidemill.learner.errors import NodeRefused
@@ -43,19 +40,17 @@ from tidemill.learner.nodes.rendezvous import refuse_public
 from tidemill.learner.ranks.process import NodePart, run_part
 from tidemill.learner.settings.checkpoint_store import SHARED
 
-LONG_WAIT_S = 300.0
-"""Seconds that an agent waits for a bus that is started after it."""
+LONG_WAIT_S = 300.0  # Seconds that an agent waits for a bus that is started after it
+# Settings of a rank, as variables: the addresses at which engines reach the part of the weights that it sends.
 SENDS_FROM, SENDS_AS = "TIDEMILL_WEIGHTS__HOST", "TIDEMILL_WEIGHTS__ADVERTISE"
-"""Settings of a rank, as variables: the addresses at which engines reach the part of the weights that it sends."""
+# File in the leader's directory of the checkpoints; on the other nodes it shows whether they share that directory.
 PROOF = ".nodes"
-"""File in the leader's directory of the checkpoints; on the other nodes it shows whether they share that directory."""
-PROOF_S = 30.0
-"""Seconds for a file to be seen on another node: NFS clients cache a directory for some seconds."""
+PROOF_S = 30.0  # Seconds for a file to be seen on another node: NFS clients cache a directory for some seconds
 PACKAGES = ("bus", "weightstore", "rewards", "learner", "launch")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
+# Offset and length of the address in `sockaddr_in` and `sockaddr_in6`.
 _ADDRESS_AT = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
-"""Offset and length of the address in ``sockaddr_in`` and ``sockaddr_in6``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +67,13 @@ async def run_agent(
     config: RunConfig, bus_url: str, node_arguments: Given, arguments: Sequence[str], draining: asyncio.Event
 ) -> None:
     """Run this node's part of the learner until drained. The leader publishes the configuration."""
+    place = node_arguments.place
     addresses = await asyncio.to_thread(_addresses, bus_url, node_arguments, config)
     node = await asyncio.to_thread(this_node, os.environ)
     devices = _own_devices(node, config)
     row = NodeRow(
-        node=node_arguments.place.rank,
-        nodes=node_arguments.place.nodes,
+        node=place.rank,
+        nodes=place.nodes,
         nonce="",
         host=socket.gethostname(),
         place=here(),
@@ -92,23 +88,15 @@ async def run_agent(
         bus = await stack.enter_async_context(connect(bus_url, config.run, config.bus, name=name, wait_s=LONG_WAIT_S))
         await bus.create_layout()
         if row.node == 0:
-            await bus.rows("run").put("config", to_map(config))
-            keys = await make_keys(bus, last=last_key(auth_dir(config)))
-            write_keys(auth_dir(config), keys)
-            await stack.enter_async_context(
-                beside(keep_keys(bus, keys), bus.rows("run").keep("config", to_map(config)))
-            )
-        used = devices[: _ranks(config) // row.nodes]
-        live = LiveRow(
-            role="learner", id=name, host=row.host, pid=row.pid, phase="waiting", capabilities=capabilities_of(used)
-        )
+            await stack.enter_async_context(publishing(bus, config))
+        used = capabilities_of(devices[: config.learner.num_ranks // row.nodes])
+        live = LiveRow(role="learner", id=name, host=row.host, pid=row.pid, phase="waiting", capabilities=used)
         heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, live))
         shown = LearnerRow(heartbeat)
         if row.node == 0:  # its rank 0 pushes to the engines
             await stack.enter_async_context(beside(shown.follow_evicted(bus), AddressChecker(bus, heartbeat).run()))
-        work = NodeWork(
-            config, arguments, node, devices, reach=addresses, place=node_arguments.place, on_sigterm=shown.rank_drains
-        )
+        on_sigterm = shown.rank_drains
+        work = NodeWork(config, arguments, node, devices, reach=addresses, place=place, on_sigterm=on_sigterm)
         limits = Limits(wait_s=config.learner.nodes_wait_s)
         await Agent(bus, row, work, bind=addresses.bind, limits=limits, on_change=shown.show).run(draining)
 
@@ -140,12 +128,8 @@ class NodeWork:
             yield
             return
         kept = self._config.learner.checkpoint
-        ring = Ring(
-            node=self._place.rank,
-            num_nodes=self._place.nodes,
-            copies=0 if kept.url else kept.copies,
-            keep=self._config.learner.keep_checkpoints,
-        )
+        copies, keep = 0 if kept.url else kept.copies, self._config.learner.keep_checkpoints
+        ring = Ring(node=self._place.rank, num_nodes=self._place.nodes, copies=copies, keep=keep)
         keeper = Keeper(bus, self._config.checkpoints, ring, reach=self._reach)
         async with keeper.opened(), beside(keeper.run()), uploading(bus, self._config, node=self._place.rank):
             yield
@@ -154,9 +138,9 @@ class NodeWork:
         """Return the number of ranks of each node. Raises NodeRefused."""
         nodes = [_node_of(row) for row in offers]
         of_one = want_of(self._config, nodes[0], learner=True, engines=0)
-        want = dataclasses.replace(of_one, ranks=_ranks(self._config), nodes=1, learner_devices=())
+        want = dataclasses.replace(of_one, ranks=self._config.learner.num_ranks, nodes=1, learner_devices=())
         try:
-            ranks = place(nodes, want).ranks
+            ranks = place_processes(nodes, want).ranks
         except PlacementRefused as error:
             raise NodeRefused(error.where, error.want, error.got, error.cure) from None
         counts = tuple(sum(rank.node == node.rank for rank in ranks) for node in nodes)
@@ -216,9 +200,7 @@ class NodeWork:
             drain_s=self._config.up.drain_s,
             on_step=on_step,
             on_sigterm=self._on_sigterm,
-            variables=[
-                {**rank_variables(self._node, rank_place, self._config, os.environ), **network} for rank_place in places
-            ],
+            variables=[rank_variables(self._node, place, self._config, os.environ) | network for place in places],
         )
 
 
@@ -227,11 +209,8 @@ def network_variables(interface: str, environment: Mapping[str, str]) -> dict[st
 
     NCCL takes a name as a prefix unless it begins with ``=``. Source: NCCL's documentation, NCCL_SOCKET_IFNAME.
     """
-    variables = {
-        name: value
-        for name, value in ((GLOO, interface), (NCCL, f"={interface}"))
-        if interface and name not in environment
-    }
+    names = {GLOO: interface, NCCL: f"={interface}"} if interface else {}
+    variables = {name: value for name, value in names.items() if name not in environment}
     # Under torchrun, torch would take the store that torchrun's agent serves, which is not the store of this attempt.
     return variables | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 
@@ -247,15 +226,11 @@ def _bound(addresses: Reach) -> str:
     return bare(addresses.advertised) if is_wildcard(addresses.bind) else addresses.bind
 
 
-def _ranks(config: RunConfig) -> int:
-    return config.learner.num_ranks
-
-
 def _own_devices(node: Node, config: RunConfig) -> tuple[Device, ...]:
     """Return the devices that ranks may have here. Raises DeviceError for unknown ``learner.devices``."""
     if not node.devices or config.learner.device == "cpu":
         return ()
-    chosen = place([node], want_of(config, node, learner=True, engines=0)).ranks
+    chosen = place_processes([node], want_of(config, node, learner=True, engines=0)).ranks
     return tuple(next(device for device in node.devices if device.uuid == rank.uuid) for rank in chosen if rank.uuids)
 
 
@@ -265,13 +240,6 @@ def _node_of(row: NodeRow) -> Node:
         for index, uuid in enumerate(row.devices)
     )
     return Node(rank=row.node, host=row.host, devices=devices)
-
-
-def capabilities_of(used: Sequence[Device]) -> Capabilities:
-    if not used:
-        return Capabilities()
-    memory = min(device.memory_bytes for device in used)
-    return Capabilities(devices=tuple(device.uuid for device in used), nccl=nccl_of(), device_memory_bytes=memory)
 
 
 def library_versions(config: RunConfig, devices: Sequence[Device]) -> dict[str, str]:
@@ -296,6 +264,9 @@ def _text(file: Path) -> str:
         return file.read_text(errors="replace")
     except OSError:
         return ""
+
+
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class InterfaceEntry(ctypes.Structure):
@@ -324,7 +295,7 @@ def interface_of(address: str) -> str:
     return zone if zone in names else next(iter(names), "")
 
 
-def _interface_addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+def _interface_addresses() -> list[tuple[str, IpAddress]]:
     """Return (interface, address) of every address of this machine."""
     if sys.platform != "linux":
         return []
@@ -333,7 +304,7 @@ def _interface_addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.
     first = ctypes.POINTER(InterfaceEntry)()
     if libc.getifaddrs(ctypes.byref(first)):
         return []
-    addresses: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
+    addresses: list[tuple[str, IpAddress]] = []
     try:
         entry = first
         while entry:
@@ -342,9 +313,8 @@ def _interface_addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.
                 family = ctypes.c_ushort.from_address(row.address).value
                 if family in _ADDRESS_AT:
                     offset, length = _ADDRESS_AT[socket.AddressFamily(family)]
-                    addresses.append(
-                        (row.name.decode(), ipaddress.ip_address(ctypes.string_at(row.address + offset, length)))
-                    )
+                    address = ipaddress.ip_address(ctypes.string_at(row.address + offset, length))
+                    addresses.append((row.name.decode(), address))
             entry = row.next
     finally:
         libc.freeifaddrs(first)

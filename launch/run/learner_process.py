@@ -16,6 +16,10 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.rows import Capabilities, LiveRow, NodeRow, Phase
+from tidemill.launch.devices.demand import rank_variables, want_of
+from tidemill.launch.devices.placement import place
+from tidemill.launch.devices.shapes import Device
+from tidemill.launch.devices.visible import nccl_of, this_node
 from tidemill.launch.run.access import auth_dir, last_key, write_keys
 from tidemill.launch.run.workers import LONG_WAIT_S
 from tidemill.launch.settings.config_loader import SettingsError, to_map
@@ -53,28 +57,19 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
         from tidemill.learner.checkpoints.node_copies import clean
 
         await asyncio.to_thread(clean, config.checkpoints)
-    variables, capabilities = (
-        await asyncio.to_thread(place_ranks, config) if not config.debug.rollout_only else ([{}], Capabilities())
-    )
+    variables, capabilities = [dict[str, str]()], Capabilities()
+    if not config.debug.rollout_only:
+        variables, capabilities = await asyncio.to_thread(place_ranks, config)
+    host, pid = socket.gethostname(), os.getpid()
+    row = LiveRow(role="learner", id=id or "learner", host=host, pid=pid, phase="working", capabilities=capabilities)
     async with connect(bus_url, config.run, config.bus, name="learner", wait_s=LONG_WAIT_S) as bus:
         await bus.create_layout()
-        await bus.rows("run").put("config", to_map(config))
-        keys = await make_keys(bus, last=last_key(auth_dir(config)))
-        write_keys(auth_dir(config), keys)
-        row = LiveRow(
-            role="learner",
-            id=id or "learner",
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            phase="working",
-            capabilities=capabilities,
-        )
         heartbeat = HeartbeatPublisher(bus, row)
         shown = LearnerRow(heartbeat)
         async with (
+            publishing(bus, config),
             heartbeat,
             beside(shown.follow_evicted(bus), AddressChecker(bus, heartbeat).run()),
-            beside(keep_keys(bus, keys), bus.rows("run").keep("config", to_map(config))),
             uploading(bus, config),
         ):
             await run_learner(
@@ -86,6 +81,17 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
                 variables=variables,
                 on_sigterm=shown.rank_drains,
             )
+
+
+@asynccontextmanager
+async def publishing(bus: Bus, config: RunConfig) -> AsyncIterator[None]:
+    """Publish the run's configuration and the keys of its HTTP servers, and keep both rows while entered."""
+    values, directory = to_map(config), auth_dir(config)
+    await bus.rows("run").put(CONFIG_KEY, values)
+    keys = await make_keys(bus, last=last_key(directory))
+    write_keys(directory, keys)
+    async with beside(keep_keys(bus, keys), bus.rows("run").keep(CONFIG_KEY, values)):
+        yield
 
 
 @asynccontextmanager
@@ -104,21 +110,21 @@ async def uploading(bus: Bus, config: RunConfig, *, node: int = 0) -> AsyncItera
 
 def place_ranks(config: RunConfig) -> tuple[list[dict[str, str]], Capabilities]:
     """Return variables and devices of each rank, the latter for the learner's live row. Raises DeviceError."""
-    from tidemill.launch.devices.demand import rank_variables, want_of
-    from tidemill.launch.devices.placement import place
-    from tidemill.launch.devices.visible import nccl_of, this_node
-
     node = this_node(os.environ)
     ranks = place([node], want_of(config, node, learner=True, engines=0)).ranks
     variables = [rank_variables(node, rank, config, os.environ) for rank in ranks]
     used = [device for device in node.devices if any(device.uuid == rank.uuid for rank in ranks)]
-    if not used:
-        return variables, Capabilities()
-    log.info("devices ranks=%s", ",".join(rank.uuid for rank in ranks))
-    memory = min(device.memory_bytes for device in used)
-    return variables, Capabilities(
-        devices=tuple(device.uuid for device in used), nccl=nccl_of(), device_memory_bytes=memory
-    )
+    if used:
+        log.info("devices ranks=%s", ",".join(rank.uuid for rank in ranks))
+    return variables, capabilities_of(used)
+
+
+def capabilities_of(devices: Sequence[Device]) -> Capabilities:
+    """Return what the live row of a learner says of the devices of its ranks."""
+    if not devices:
+        return Capabilities()
+    memory = min(device.memory_bytes for device in devices)
+    return Capabilities(devices=tuple(device.uuid for device in devices), nccl=nccl_of(), device_memory_bytes=memory)
 
 
 class LearnerRow:
@@ -132,9 +138,8 @@ class LearnerRow:
         """Show the agent's reason for waiting, and why its last attempt ended."""
         self._node = row.waits_for
         self._rank = ""
-        self._heartbeat.update(
-            phase=_PHASES.get(row.phase, row.phase.value), waits_for=self._waits_for(), trouble=row.reason
-        )
+        phase = _PHASES.get(row.phase, row.phase.value)
+        self._heartbeat.update(phase=phase, waits_for=self._waits_for(), trouble=row.reason)
 
     def rank_drains(self) -> None:
         """Show that a rank has received SIGTERM: its step may last long, and the learner ends behind it."""
@@ -146,9 +151,7 @@ class LearnerRow:
         async for _ in bus.rows("weights").watch(EVICTED):
             with suppress(BusError):
                 evicted = await VersionRegistry(bus).evicted()
-                self._engines = "; ".join(
-                    f"{engine_id} to take pushes: {why}" for engine_id, why in sorted(evicted.items())
-                )
+                self._engines = "; ".join(f"{name} to take pushes: {why}" for name, why in sorted(evicted.items()))
                 self._heartbeat.update(waits_for=self._waits_for())
 
     def _waits_for(self) -> str:
@@ -157,8 +160,8 @@ class LearnerRow:
 
 NODES = ("GROUP_WORLD_SIZE", "SLURM_NNODES")
 RANKS = ("GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
+# Variables that show several processes on a node, their largest value for one, and the cure.
 PER_NODE = (("LOCAL_WORLD_SIZE", 1, "torchrun --nproc-per-node 1"), ("SLURM_LOCALID", 0, "srun --ntasks-per-node=1"))
-"""Variables that show several processes on a node, their largest value for one, and the cure."""
 _LARGEST = 1024
 
 
@@ -201,9 +204,8 @@ def _agreed(names: Sequence[str], environment: Mapping[str, str], cure: str, *, 
     """Return the number that all of these variables have, and the first one's name. Raises SettingsError."""
     numbers = {name: _number(name, environment[name], least) for name in names if environment.get(name, "")}
     if not numbers:
-        raise SettingsError(
-            f"several nodes: want {cure}, or one of {', '.join(names)} in the environment, got none of them"
-        )
+        variables = f"one of {', '.join(names)} in the environment"
+        raise SettingsError(f"several nodes: want {cure}, or {variables}, got none of them")
     first = next(iter(numbers))
     for name, number in numbers.items():
         if number != numbers[first]:

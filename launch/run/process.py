@@ -24,8 +24,7 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 2.0
 CHILD = "a child of "
-STOPPED = "T"
-"""State of a process after SIGSTOP or SIGTSTP; one that is halted by a debugger is in another."""
+STOPPED = "T"  # State of a process after SIGSTOP or SIGTSTP; one that is halted by a debugger is in another
 
 
 async def report_stopped(report: Callable[[str], None], *, every_s: float = LOOK_EVERY_S) -> None:
@@ -89,8 +88,7 @@ def _state(pid: int) -> str:
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-SAME_SIGNAL_S = 1.0
-"""Seconds after the first signal in which further ones count as the same."""
+SAME_SIGNAL_S = 1.0  # Seconds after the first signal in which further ones count as the same
 
 
 def run(
@@ -108,7 +106,6 @@ def run(
     """
 
     async def observed(draining: asyncio.Event) -> None:
-        """Run ``main``, and report processes below this one that are stopped."""
         async with beside(report_stopped(on_event)):
             await main(draining)
 
@@ -126,7 +123,6 @@ def run_refusing(
     refused: list[Exception] = []
 
     async def recorded(draining: asyncio.Event) -> None:
-        """Run ``main``, and record its refusal."""
         try:
             await main(draining)
         except refusals as error:
@@ -148,7 +144,6 @@ async def _supervised(
     first_s = 0.0
 
     def on_signal(number: int) -> None:
-        """Drain at the first signal; cancel at one that comes ``same_signal_s`` seconds later or more."""
         nonlocal first_s
         if draining.is_set():
             # A terminal that is closed sends SIGHUP more than once: from the kernel, and from its shell.

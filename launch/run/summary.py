@@ -1,5 +1,4 @@
-"""The end of a run: summary.json from its accounting, metrics.jsonl from its outcomes, its curves, and a check of its
-promises.
+"""The end of a run: summary.json, metrics.jsonl, its curves, and a check of its promises.
 
 While the accounting is made, a line on the terminal every few seconds, and a live row, show its progress.
 """
@@ -9,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,39 +17,25 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.bus.wire.messages import Done
+from tidemill.bus.wire.messages import Done, Evaluated
 from tidemill.bus.wire.rows import LiveRow, VersionRow
 from tidemill.launch.run.audit import RunAccounting, mean
 from tidemill.launch.settings import extras
 
-LAST_STEPS = 10
-"""Number of steps over which the last reward is averaged: a peak proves nothing."""
+LAST_STEPS = 10  # Number of steps over which the last reward is averaged: a peak proves nothing
 REWARD = "data/reward_mean"
 SKIPPED = "train/skipped_minibatches"
+# Largest counter of a live row that is used: without users of the bus any client may write such a row.
 MOST_COUNT = 1e12
-"""Largest counter of a live row that is used: without users of the bus any client may write such a row."""
+# Fields of the summary that are printed at the end.
 REPORTED = (
-    "steps",
-    "reward_first",
-    "reward_last",
-    "seconds",
-    "samples_published",
-    "samples_trained",
-    "samples_lost",
-    "samples_trained_twice",
-    "samples_dropped",
-    "tasks_given_up",
-    "requests_aborted_by_pushes",
-    "multi_version_samples",
-    "max_lag_trained",
-    "pushes",
-    "restarts",
+    *("steps", "reward_first", "reward_last", "seconds", "samples_published", "samples_trained", "samples_lost"),
+    *("samples_trained_twice", "samples_dropped", "tasks_given_up", "requests_aborted_by_pushes"),
+    *("multi_version_samples", "max_lag_trained", "pushes", "restarts"),
 )
-"""Fields of the summary that are printed at the end."""
-ROLE = "up"
-"""Role and name of the live row."""
+ROLE = "up"  # Role and name of the live row
+# Shortest intervals in seconds of lines on the terminal, and of updates of the live row.
 REPORT_EVERY_S, SHOW_EVERY_S = 5.0, 1.0
-"""Shortest intervals in seconds of lines on the terminal, and of updates of the live row."""
 
 PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("reward", ((REWARD, "mean of the step"),)),
@@ -60,10 +45,8 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("learner", (("train/wait_share", "waiting share"), ("offpolicy/ess", "effective sample size"))),
     ("seconds", (("train/step_seconds", "step"), ("push/seconds", "push"))),
 )
-SMOOTH_STEPS = 5
-"""Number of steps over which a curve is averaged."""
-UNSMOOTHED = ("offpolicy/lag_max",)
-"""Curves drawn as they are: the mean of five maxima is no maximum."""
+SMOOTH_STEPS = 5  # Number of steps over which a curve is averaged
+UNSMOOTHED = ("offpolicy/lag_max",)  # Curves drawn as they are: the mean of five maxima is no maximum
 
 
 def count_in(load: Mapping[str, float], name: str) -> float:
@@ -85,12 +68,9 @@ class Observed:
     run: str
     max_lag: int
     seconds: float
-    seconds_to_reward: float | None
-    """Seconds until the mean reward first reached 0.9; None = it has not."""
-    loads: Mapping[str, Mapping[str, float]]
-    """Last counters that each process reported, by ``role.id``."""
-    troubles: Mapping[str, str] = field(default_factory=dict)
-    """Repeated failure that each process last reported, by id."""
+    seconds_to_reward: float | None  # Seconds until the mean reward first reached 0.9; None = it has not
+    loads: Mapping[str, Mapping[str, float]]  # Last counters that each process reported, by `role.id`
+    troubles: Mapping[str, str] = field(default_factory=dict)  # Repeated failure that each process last reported, by id
     aborted_by_pushes: int
     restarts: Mapping[str, int]
 
@@ -155,12 +135,8 @@ def _samples(accounting: RunAccounting) -> dict[str, object]:
 def _pushes(lines: Sequence[JsonMapping]) -> dict[str, float | None]:
     """Return means over pushes; several steps may have reported the same push."""
     pushes = {line["push/version"]: line for line in lines if line.get("push/version", -1) > 0}.values()
-    return {
-        "push_seconds_mean": mean([line["push/seconds"] for line in pushes if "push/seconds" in line]),
-        "stall_seconds_mean": mean(
-            [line["push/stall_seconds_max"] for line in pushes if "push/stall_seconds_max" in line]
-        ),
-    }
+    names = {"push_seconds_mean": "push/seconds", "stall_seconds_mean": "push/stall_seconds_max"}
+    return {key: mean([line[name] for line in pushes if name in line]) for key, name in names.items()}
 
 
 def broken_promises(summary: JsonMapping, *, require_reward: float) -> list[str]:
@@ -271,18 +247,14 @@ def scores_of(evaluations: Sequence[JsonMapping]) -> dict[str, list[tuple[int, f
 
 def reward_limits(rewards: Sequence[float]) -> tuple[float, float]:
     """Return the range of the reward panel: 0 to 1, or the extreme rewards beyond, with a margin."""
-    low, high = min(0.0, *rewards, 0.0), max(1.0, *rewards, 1.0)
+    low, high = min(0.0, *rewards, 0.0), max(1.0, *rewards, 1.0)  # without rewards, too
     margin = 0.02 * (high - low)
     return (low - margin if low < 0 else 0.0), high + margin
 
 
 def smooth(values: Sequence[float]) -> list[float]:
     """Return the mean of the last ``SMOOTH_STEPS`` values at each step."""
-    return [
-        sum(part) / len(part)
-        for end in range(1, len(values) + 1)
-        for part in [values[max(0, end - SMOOTH_STEPS) : end]]
-    ]
+    return [mean(list(values[max(0, end - SMOOTH_STEPS) : end])) for end in range(1, len(values) + 1)]
 
 
 @asynccontextmanager
@@ -294,13 +266,11 @@ async def audit_shown(
     show_every_s: float = SHOW_EVERY_S,
 ) -> AsyncIterator[Callable[[int, int], None]]:
     """Yield the function to which the audit reports its progress: messages read, and their total number."""
-    row = LiveRow(
-        role=ROLE, id=ROLE, host=socket.gethostname(), pid=os.getpid(), phase="auditing", waits_for="the log of plans"
-    )
+    host, pid = socket.gethostname(), os.getpid()
+    row = LiveRow(role=ROLE, id=ROLE, host=host, pid=pid, phase="auditing", waits_for="the log of plans")
     reported_s = shown_s = time.monotonic()
 
     def progress(done: int, total: int) -> None:
-        """Report ``done`` of ``total`` messages to the live row and the terminal, at their intervals."""
         nonlocal reported_s, shown_s
         now, text = time.monotonic(), f"{done:,} of {total:,} messages of SAMPLES read"
         if now - shown_s >= show_every_s:
@@ -312,3 +282,54 @@ async def audit_shown(
 
     async with HeartbeatPublisher(bus, row) as heartbeat:
         yield progress
+
+
+EVALUATIONS_FILE = "evaluations.jsonl"  # File in the run's directory with a line for each evaluation set and version
+
+
+def scores_line(record: Evaluated) -> JsonObject:
+    """Return the line of one set at one version."""
+    return {"version": record.version, "step": record.step, "set": record.dataset, **record.metrics}
+
+
+def scores_lines(evaluated: Mapping[tuple[int, str], Evaluated]) -> list[JsonObject]:
+    """Return the lines of all records, by version and set."""
+    return [scores_line(evaluated[key]) for key in sorted(evaluated)]
+
+
+async def read_scores(bus: Bus, *, after_epoch: int = 0) -> dict[tuple[int, str], Evaluated]:
+    """Return the newest record by version and set; records up to ``after_epoch`` are of another run."""
+    records = [record async for _, record in bus.plans.scan() if isinstance(record, Evaluated)]
+    return {(record.version, record.dataset): record for record in records if record.epoch > after_epoch}
+
+
+def newest_scores(evaluated: Iterable[Evaluated]) -> dict[str, Evaluated]:
+    """Return the record of the newest version of each set."""
+    return {record.dataset: record for record in sorted(evaluated, key=lambda record: record.version)}
+
+
+def scores_in_words(line: JsonMapping) -> str:
+    """Return a line's mean with its interval and the versions of its tokens, in words."""
+    if "mean" not in line:
+        return f"{line['set']} without an answer (version {line['version']})"
+    return f"{line['set']} {line['mean']:.3f} [{line['mean_low']:.3f}, {line['mean_high']:.3f}] ({_versions(line)})"
+
+
+def _versions(line: JsonMapping) -> str:
+    """Return the version of a line, and the versions of its tokens where they differ."""
+    version = line["version"]
+    oldest, newest = (version + int(line.get(name, 0)) for name in ("versions_later_min", "versions_later"))
+    if newest == version:
+        return f"version {version}"
+    return f"version {version}, tokens of {newest if oldest == newest else f'{oldest} to {newest}'}"
+
+
+def best_in_words(row: JsonMapping) -> str:
+    """Return the row ``run/best`` in words."""
+    score = f"{row['set']}/{row['metric']} {row['value']:.4g} (version {row['version']}, step {row['step']})"
+    return f"{score}: {row.get('directory', '')}"
+
+
+def newest_scores_in_words(evaluated: Iterable[Evaluated]) -> list[str]:
+    """Return the newest scores of each set, in words."""
+    return [scores_in_words(scores_line(record)) for record in newest_scores(evaluated).values()]

@@ -19,12 +19,9 @@ from tidemill.launch.run.process import launched
 
 log = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S = 0.5
-"""Seconds before the first restart within the window, doubled with each further one."""
-LONGEST_BACKOFF_S = 15.0
-"""Longest such time in seconds."""
-LOOK_EVERY_S = 1.0
-"""Interval in seconds at which ``failed`` looks for processes that were added or removed."""
+FIRST_BACKOFF_S = 0.5  # Seconds before the first restart within the window, doubled with each further one
+LONGEST_BACKOFF_S = 15.0  # Longest such time in seconds
+LOOK_EVERY_S = 1.0  # Interval in seconds at which `failed` looks for processes that were added or removed
 
 
 class GaveUp(RuntimeError):
@@ -67,8 +64,7 @@ class Supervisor:
         self._logs, self._restarts, self._window_s, self._on_event = logs, restarts, window_s, on_event
         self._children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self.restarted: dict[str, int] = {}
-        """Number of restarts of each process."""
+        self.restarted: dict[str, int] = {}  # Number of restarts of each process
 
     def keep(
         self,
@@ -136,10 +132,8 @@ class Supervisor:
         codes = await asyncio.gather(*(self._children[name].end(within_s) for name in names))
         for name, code in zip(names, codes, strict=True):
             if code == -signal.SIGKILL:
-                self._on_event(
-                    f"{name} did not drain within {within_s:.0f} s and was killed (log: "
-                    f"{self._children[name].log_file})"
-                )
+                log_file = self._children[name].log_file
+                self._on_event(f"{name} did not drain within {within_s:.0f} s and was killed (log: {log_file})")
             del self._keepers[name], self._children[name]
         return dict(zip(names, codes, strict=True))
 

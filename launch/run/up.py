@@ -32,10 +32,9 @@ from tidemill.bus.wire.messages import Done
 from tidemill.bus.wire.rows import VersionRow, row_of
 from tidemill.bus.wire.subjects import BEST_KEY, END_KEY
 from tidemill.launch.checks.findings import CheckFailed
-from tidemill.launch.checks.prepared import made_before
-from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.checks.run import Purpose, check, made_before
 from tidemill.launch.hub.repository import write_record
-from tidemill.launch.run import access, desired, feeder_process, process, scores, summary, teacher, view
+from tidemill.launch.run import access, desired, feeder_process, process, servers, summary, view
 from tidemill.launch.run.audit import audit, read_cursor
 from tidemill.launch.run.bus_process import BUS_START_S, start_bus
 from tidemill.launch.run.directory import CannotBegin, directory_of_one
@@ -52,17 +51,12 @@ from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-WRONG_USE = 2
-"""Exit code of CannotBegin."""
-CANCELLED_S = 5.0
-"""Seconds that processes have to end after a second signal."""
-HOST = "up"
-"""Name of this process among the hosts of the run."""
-DRAINED = "drained"
-"""Reason of the end in the summary of a run that goes on with ``--resume``."""
+WRONG_USE = 2  # Exit code of CannotBegin
+CANCELLED_S = 5.0  # Seconds that processes have to end after a second signal
+HOST = "up"  # Name of this process among the hosts of the run
+DRAINED = "drained"  # Reason of the end in the summary of a run that goes on with `--resume`
+# Exit code when the run is complete and its accounting does not balance, or its reward is below `up.require_reward`.
 BROKEN_PROMISE = 3
-"""Exit code when the run is complete and its accounting does not balance, or its reward is below ``up.require_reward``.
-"""
 
 
 def run_up(config: RunConfig, *, resume: bool, fresh: bool, after_epoch: int = 0) -> int:
@@ -74,9 +68,8 @@ def run_up(config: RunConfig, *, resume: bool, fresh: bool, after_epoch: int = 0
     """
     if fresh and Path(config.learner.from_checkpoint).is_relative_to(config.root.resolve()):
         kept = config.learner.from_checkpoint
-        raise CannotBegin(
-            f"--fresh: would remove the checkpoint to begin with, {kept}; set another directory (--set directory=NEW)"
-        )
+        cure = "set another directory (--set directory=NEW)"
+        raise CannotBegin(f"--fresh: would remove the checkpoint to begin with, {kept}; {cure}")
     console = Console(file=lossy(STANDARD_OUTPUT), highlight=False, soft_wrap=True)
     log_file = config.root / "logs" / "up.log"
     with directory_of_one(config.root, resume=resume, fresh=fresh):
@@ -104,9 +97,8 @@ class Up:
 
     def __init__(self, config: RunConfig, console: Console, *, resume: bool, after_epoch: int = 0) -> None:
         self._after_epoch = after_epoch
-        self._ports = contextlib.ExitStack()
-        """Ports of the teachers that it starts."""
-        self._config, self._console, self._resume = teacher.placed(config, self._ports), console, resume
+        self._ports = contextlib.ExitStack()  # Ports of the teachers that it starts
+        self._config, self._console, self._resume = servers.placed(config, self._ports), console, resume
         self._root = config.root
         self._supervisor = Supervisor(
             self._root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s, on_event=self.event
@@ -115,10 +107,8 @@ class Up:
         self._host: Host | None = None
         self.code = process.DONE
         self.failure = ""
-        self._ended_by = ""
-        """Reason of an end before ``learner.steps``."""
-        self._viewed = False
-        """True while the view shows the watch's events."""
+        self._ended_by = ""  # Reason of an end before `learner.steps`
+        self._viewed = False  # True while the view shows the watch's events
         self._drain_s = config.up.drain_s
 
     def event(self, text: str) -> None:
@@ -161,10 +151,8 @@ class Up:
     async def _refuse_another_run(self, bus: Bus, url: str) -> None:
         """Raise CannotBegin if the bus (``bus.url``) holds a run of this name: the streams would mix."""
         if not self._resume and await bus.tasks.last_id() > 0:
-            raise CannotBegin(
-                f"{url}: has a run named {bus.run} already; resume it (--resume), or give this one a name "
-                "(--set run=...)"
-            )
+            cure = "resume it (--resume), or give this one a name (--set run=...)"
+            raise CannotBegin(f"{url}: has a run named {bus.run} already; {cure}")
 
     def _print(self, text: str) -> None:
         log.info("%s", text)
@@ -175,9 +163,6 @@ class Up:
         write_whole(self._root / CONFIG_FILE, yaml_file.dump(recorded(values)))
         write_record(self._root, values)
 
-    def _leader(self) -> list[str]:
-        return [] if self._config.learner.nodes == 1 else ["--node-rank", "0"]
-
     def _arguments(self, command: str) -> list[str]:
         return [command, "--config", str(self._root / CONFIG_FILE)]
 
@@ -185,19 +170,16 @@ class Up:
         """Run ``prepare`` in a process of its own: it loads torch, this one never does. Raises GaveUp."""
         if self._config.prepare is None or made_before(self._config) is not None:
             return
-        child = process.launched(
-            "prepare", ["prepare", str(self._root / CONFIG_FILE)], self._root / "logs" / "prepare.log"
-        )
+        arguments = ["prepare", str(self._root / CONFIG_FILE)]
+        child = process.launched("prepare", arguments, self._root / "logs" / "prepare.log")
         await child.start()
         code = await child.wait()
         if code:
             raise GaveUp("prepare", code, 1, 0, child.last_lines(), child.reason())
 
     async def _check_prepared(self) -> None:
-        if self._config.prepare is None:
-            return
-        report = await asyncio.to_thread(check, Loaded(self._config, {}), Purpose())
-        report.refuse()
+        if self._config.prepare is not None:
+            (await asyncio.to_thread(check, Loaded(self._config, {}), Purpose())).refuse()
 
     async def _start_bus(self) -> str:
         if self._config.bus.url:
@@ -212,21 +194,18 @@ class Up:
     async def _train(self, bus: Bus, url: str, draining: asyncio.Event) -> None:
         metrics = self._root / METRICS_FILE
         earlier = summary.seconds_of_steps(metrics)
-        for file in (metrics, self._root / scores.EVALUATIONS_FILE):
+        for file in (metrics, self._root / summary.EVALUATIONS_FILE):
             file.unlink(missing_ok=True)  # the watch writes them again, from the records of PLAN
+        steps, after_epoch = self._config.learner.steps, self._after_epoch
         self._watch = RunWatch(
-            bus,
-            steps=self._config.learner.steps,
-            metrics_file=metrics,
-            earlier=earlier,
-            room=self._room,
-            after_epoch=self._after_epoch,
+            bus, steps=steps, metrics_file=metrics, earlier=earlier, room=self._room, after_epoch=after_epoch
         )
         async with self._shown():
             if not self._config.debug.trains_only:
-                for name, arguments in teacher.commands(self._config).items():
+                for name, arguments in servers.commands(self._config).items():
                     self._supervisor.keep(name, arguments)
-            words = [*self._arguments("learner"), "--bus", url, "--checked", *self._leader()]
+            leads = [] if self._config.learner.nodes == 1 else ["--node-rank", "0"]
+            words = [*self._arguments("learner"), "--bus", url, "--checked", *leads]
             learner = self._supervisor.keep("learner", words, finishes=True)
             self._host = Host(
                 bus,
@@ -251,10 +230,8 @@ class Up:
         if finished or (self._watch.step and not self.code):
             await self._audit(bus, self._watch.elapsed_s, finished=finished)
         if not finished:
-            self._print(
-                f"{'the learner' if is_over else 'all'} drained at step {self._watch.step} of "
-                f"{self._watch.steps}; {self._cure}"
-            )
+            who = "the learner" if is_over else "all"
+            self._print(f"{who} drained at step {self._watch.step} of {self._watch.steps}; {self._cure}")
 
     @property
     def _cure(self) -> str:
@@ -264,10 +241,9 @@ class Up:
     async def _shown(self) -> AsyncIterator[None]:
         assert self._watch is not None
         live = self._config.up.view == "live" or (self._config.up.view == "auto" and self._console.is_terminal)
-        title = f"tidemill {self._config.run}"
-        shown = (
-            view.show_live(self._watch, title, self._console) if live else view.show_plain(self._watch, self._console)
-        )
+        shown = view.show_plain(self._watch, self._console)
+        if live:
+            shown = view.show_live(self._watch, f"tidemill {self._config.run}", self._console)
         self._viewed = True
         try:
             async with beside(self._watch.run(), shown):
@@ -278,12 +254,8 @@ class Up:
     async def _trained_to_the_end(self, bus: Bus) -> bool:
         """Return whether the last step is in a checkpoint: a learner that was drained ends with code 0, too."""
         if self._config.debug.trains_only:  # it makes no checkpoint
-            return any(
-                [
-                    isinstance(record, Done) and record.step >= self._config.learner.steps
-                    async for _, record in bus.plans.scan()
-                ]
-            )
+            done = [record.step async for _, record in bus.plans.scan() if isinstance(record, Done)]
+            return max(done, default=0) >= self._config.learner.steps
         rows = bus.rows("run")
         checkpoint, (end, _) = await rows.get(CHECKPOINT_KEY), await rows.read(END_KEY)
         step = 0 if checkpoint is None else int(checkpoint[0]["step"])
@@ -294,10 +266,10 @@ class Up:
 
     async def _want(self, bus: Bus) -> None:
         """Set the desired numbers to the configuration's; a resumed run keeps the last ones of `tidemill scale`."""
-        alone = self._config.debug.trains_only
         numbers = self._config.up
         counts = {"engine": numbers.engines, "actor": numbers.actors, "scorer": numbers.scorers}
-        counts = dict.fromkeys(counts, 0) if alone else counts
+        if self._config.debug.trains_only:
+            counts = dict.fromkeys(counts, 0)
         now = await desired.begin(bus, counts, keep=self._resume)
         if now != counts:
             self.event("as scaled: " + ", ".join(f"{role}s {count}" for role, count in sorted(now.items())))
@@ -321,8 +293,8 @@ class Up:
                 self.code = exit_codes.CRASHED if in_time else exit_codes.NOT_IN_TIME
                 how = exit_codes.how(code) if in_time else f"was not drained within {within_s:.0f} s (up.drain_s)"
                 self.failure = f"the learner {how}; log: {self._root}/logs/learner.log"
-        servers = [name for role in ("engine", "scorer", "teacher") for name in self._supervisor.names(role)]
-        await self._supervisor.end(servers, within_s=within_s)
+        names = [name for role in ("engine", "scorer", "teacher") for name in self._supervisor.names(role)]
+        await self._supervisor.end(names, within_s=within_s)
 
     async def _audit(self, bus: Bus, seconds: float, *, finished: bool) -> None:
         assert self._watch is not None
@@ -340,13 +312,12 @@ class Up:
             line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)
         ]
         summary.write_lines(self._root / METRICS_FILE, lines)
-        evaluations = scores.lines_of(await scores.read(bus, after_epoch=self._after_epoch))
+        evaluations = summary.scores_lines(await summary.read_scores(bus, after_epoch=self._after_epoch))
         if evaluations:
-            summary.write_lines(self._root / scores.EVALUATIONS_FILE, evaluations)
+            summary.write_lines(self._root / summary.EVALUATIONS_FILE, evaluations)
         result = summary.summarize(accounting, lines, versions, self._observed(lines, seconds))
-        broken = summary.broken_promises(
-            result, require_reward=self._config.up.require_reward if finished else -math.inf
-        )
+        require_reward = self._config.up.require_reward if finished else -math.inf
+        broken = summary.broken_promises(result, require_reward=require_reward)
         best, _ = await bus.rows("run").read(BEST_KEY)
         result |= {
             "ended_by": self._ended_by or ("learner.steps" if finished else DRAINED),
@@ -360,7 +331,7 @@ class Up:
         picture = await asyncio.to_thread(summary.draw_curves, lines, evaluations, self._root / "curves.png", title)
         self._report(result, broken, picture, finished=finished)
         if best is not None:
-            self._print(f"  best checkpoint {scores.best_in_words(best)}")
+            self._print(f"  best checkpoint {summary.best_in_words(best)}")
 
     def _observed(self, lines: list[JsonObject], seconds: float) -> summary.Observed:
         assert self._watch is not None
@@ -379,7 +350,7 @@ class Up:
         if self._ended_by:
             self._print(f"  ended after step {result['steps']}: {self._ended_by}")
         self._print("\n".join(f"  {name:<26} {summary.as_text(result[name])}" for name in summary.REPORTED))
-        for words in scores.newest_in_words(self._watch.evaluated.values()) if self._watch is not None else ():
+        for words in summary.newest_scores_in_words(self._watch.evaluated.values()) if self._watch is not None else ():
             self._print(f"  evaluation {words}")
         for name, trouble in self._watch.troubles.items() if self._watch is not None else ():
             self._print(f"  {name}: {trouble}")

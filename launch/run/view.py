@@ -16,40 +16,32 @@ from rich.text import Text
 
 from tidemill.bus.wire.messages import Sample
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.run.scores import in_words, lines_of, newest_in_words
+from tidemill.launch.run.summary import newest_scores_in_words, scores_in_words, scores_lines
 from tidemill.launch.run.watch import SILENT_S, RunWatch
 
 REFRESH_S = 0.5
-PLAIN_EVERY_S = 5.0
-"""Seconds between two lines of the plain view."""
+PLAIN_EVERY_S = 5.0  # Seconds between two lines of the plain view
+# Seconds without a step behind which the plain view names what the processes wait for, and again as often.
 QUIET_S = 30.0
-"""Seconds without a step behind which the plain view names what the processes wait for, and again as often."""
-EVENTS_EVERY_S = 1.0
-"""Seconds after which the plain view prints new events."""
+EVENTS_EVERY_S = 1.0  # Seconds after which the plain view prints new events
 PLOT_HEIGHT = 9
-NUM_NUMBERS = 9
-"""Number of lines of the block of numbers."""
+NUM_NUMBERS = 9  # Number of lines of the block of numbers
 NUMBERS_WIDTH = 38
 AXIS_WIDTH = 7
 NUM_EVENTS = 3
-LEAST_PROCESSES = 2
-"""Lines of the table of processes that are always there."""
-NUM_SETS = 2
-"""Maximum number of evaluation sets whose newest scores are shown."""
-COMFORTABLE_HEIGHT = 30
-"""Lines of a terminal from which on the plot has its full height."""
-WIDEST = 140
-"""Most columns of the view."""
+LEAST_PROCESSES = 2  # Lines of the table of processes that are always there
+NUM_SETS = 2  # Maximum number of evaluation sets whose newest scores are shown
+COMFORTABLE_HEIGHT = 30  # Lines of a terminal from which on the plot has its full height
+WIDEST = 140  # Most columns of the view
 _BARS = " ▁▂▃▄▅▆▇█"
+# Braille dots of a cell from bottom to top, (left, right).
 _DOTS = ((0x40, 0x80), (0x04, 0x20), (0x02, 0x10), (0x01, 0x08))
-"""Braille dots of a cell from bottom to top, (left, right)."""
 
 
 async def show_live(watch: RunWatch, title: str, console: Console) -> None:
     """Background loop: draw until cancelled, and once more then."""
 
     def fitted() -> Panel:
-        """Return the view in the present size of the terminal."""
         return picture(watch, title, width=min(console.width, WIDEST), height=console.height)
 
     with Live(
@@ -69,7 +61,6 @@ async def show_plain(watch: RunWatch, console: Console) -> None:
     printed_step, next_s, quiet_since_s = -1, 0.0, time.monotonic()
 
     def show(*lines: str) -> None:
-        """Print new events, then these lines."""
         events = [event for event in (*watch.events, *evaluations(watch)) if event not in printed]
         printed.update(events)
         for line in (*events, *lines):
@@ -103,7 +94,7 @@ def _progress_line(watch: RunWatch, printed_step: int) -> str:
 
 def evaluations(watch: RunWatch) -> list[str]:
     """Return the scores of all versions that were evaluated, in words, by version."""
-    return [f"evaluation {in_words(line)}" for line in lines_of(watch.evaluated)]
+    return [f"evaluation {scores_in_words(line)}" for line in scores_lines(watch.evaluated)]
 
 
 def waits(watch: RunWatch) -> str:
@@ -112,11 +103,9 @@ def waits(watch: RunWatch) -> str:
         return f"the bus stores nothing, the run waits: {watch.full}"
     troubles = "; ".join(f"{row.id}: {row.trouble}" for row, _ in watch.rows if row.trouble)
     rows = [f"{row.role} {row.phase}" + (f" ({row.waits_for})" if row.waits_for else "") for row, _ in watch.rows]
-    return (
-        (f"{troubles}; " if troubles else "")
-        + (f"behind step {watch.step}: " if watch.outcomes else "starting: ")
-        + (", ".join(rows) if rows else "no process has sent a heartbeat yet")
-    )
+    since = f"behind step {watch.step}" if watch.outcomes else "starting"
+    phases = ", ".join(rows) or "no process has sent a heartbeat yet"
+    return (f"{troubles}; " if troubles else "") + f"{since}: {phases}"
 
 
 def picture(watch: RunWatch, title: str, *, width: int = 100, height: int = 32) -> Panel:
@@ -127,7 +116,7 @@ def picture(watch: RunWatch, title: str, *, width: int = 100, height: int = 32) 
         events = [*events[1 - NUM_EVENTS :], watch.bus_silence]
     plot_height = PLOT_HEIGHT if height >= COMFORTABLE_HEIGHT else NUM_NUMBERS - 1
     room = height - 9 - (plot_height + 1) - len(events)
-    scores = newest_in_words(watch.evaluated.values())[: max(0, min(NUM_SETS, room - LEAST_PROCESSES))]
+    scores = newest_scores_in_words(watch.evaluated.values())[: max(0, min(NUM_SETS, room - LEAST_PROCESSES))]
     blocks: list[Table | Text] = [
         _progress(watch),
         Text(),
@@ -138,13 +127,9 @@ def picture(watch: RunWatch, title: str, *, width: int = 100, height: int = 32) 
         _sample(watch.sample),
         *(Text(f"evaluation {words}", no_wrap=True, overflow="ellipsis") for words in scores),
     ]
-    return Panel(
-        Group(*blocks, *map(_event, events)),
-        title=f"[bold]{title}[/]",
-        border_style="cyan",
-        padding=(0, 1),
-        width=width,
-    )
+    lines = [Text(event, style="yellow", no_wrap=True, overflow="ellipsis") for event in events]
+    group = Group(*blocks, *lines)
+    return Panel(group, title=f"[bold]{title}[/]", border_style="cyan", padding=(0, 1), width=width)
 
 
 def _progress(watch: RunWatch) -> Table:
@@ -153,9 +138,8 @@ def _progress(watch: RunWatch) -> Table:
     row.add_column(no_wrap=True)
     row.add_column(ratio=1)
     row.add_column(justify="right", no_wrap=True)
-    clock = f"{timedelta(seconds=int(watch.elapsed_s))} gone" + (
-        f", {timedelta(seconds=int(left_s))} left" if left_s is not None else ""
-    )
+    left = f", {timedelta(seconds=int(left_s))} left" if left_s is not None else ""
+    clock = f"{timedelta(seconds=int(watch.elapsed_s))} gone{left}"
     row.add_row(
         Text(f"step {watch.step}/{watch.steps}", style="bold"),
         ProgressBar(total=watch.steps, completed=watch.step),
@@ -222,19 +206,14 @@ def _numbers(watch: RunWatch) -> Table:
 def _facts(watch: RunWatch) -> list[tuple[str, str | Text]]:
     actors, (waiting, leased) = watch.share("actor"), watch.backlog or (0, 0)
     feeder, stream = watch.load("feeder"), watch.samples
-    lag = Text(f"{watch.newest('offpolicy/lag_mean'):.2f} mean, {watch.newest('offpolicy/lag_max'):.0f} max  ").append(
-        _lags(watch)
-    )
+    lag = Text(f"{watch.newest('offpolicy/lag_mean'):.2f} mean, {watch.newest('offpolicy/lag_max'):.0f} max  ")
+    learner = f"learner {watch.newest('train/wait_share'):.0%}"
     return [
-        ("lag", lag),
+        ("lag", lag.append(_lags(watch))),
         ("|Δ log p|", f"{watch.newest('offpolicy/logprob_diff_abs'):.4f}, k3 {watch.newest('offpolicy/k3'):.4f}"),
         ("entropy", f"{watch.newest('train/entropy'):.3f} nats"),
         ("tokens/s", f"{watch.rate_generated:.0f} generated, {watch.rate_trained:.0f} trained"),
-        (
-            "waiting",
-            f"learner {watch.newest('train/wait_share'):.0%}"
-            + (f", actors {actors:.0%}" if actors is not None else ""),
-        ),
+        ("waiting", learner + (f", actors {actors:.0%}" if actors is not None else "")),
         ("tasks", f"{waiting} waiting, {leased} leased"),
         ("buffer", f"{feeder.get('buffered', 0):.0f} samples of {feeder.get('open_tasks', 0):.0f} tasks"),
         ("stream", f"{stream.last_seq} samples, {stream.bytes / 1e6:.1f} MB" if stream is not None else ""),
@@ -250,13 +229,7 @@ def _push(watch: RunWatch) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.1f} s"
-        if seconds >= 1
-        else f"{seconds * 1000:.0f} ms"
-        if seconds >= 0.01
-        else f"{seconds * 1000:.1f} ms"
-    )
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.{0 if seconds >= 0.01 else 1}f} ms"
 
 
 def _lags(watch: RunWatch) -> Text:
@@ -272,19 +245,13 @@ def _lags(watch: RunWatch) -> Text:
 def _processes(watch: RunWatch, lines: int) -> Table:
     """Return a table of the processes, no longer than ``lines``: those with a problem first, others summed up."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
-    for name, options in (
-        ("process", {}),
-        ("phase", {}),
-        ("version", {"justify": "right"}),
-        ("waits for", {"ratio": 1}),
-    ):
+    for name in ("process", "phase", "version", "waits for"):
+        options = {"justify": "right" if name == "version" else "left", "ratio": 1 if name == "waits for" else None}
         table.add_column(name, no_wrap=True, overflow="ellipsis", **options)  # type: ignore[arg-type]
     shown = watch.rows
-    if len(shown) > lines:
-        first = {role: place for place, role in reversed(list(enumerate(row.role for row, _ in shown)))}
-        order = sorted(
-            range(len(shown)), key=lambda place: (_well(*shown[place]), first[shown[place][0].role] != place)
-        )
+    if len(shown) > lines:  # of those that are well, the first of each role
+        roles = [row.role for row, _ in shown]
+        order = sorted(range(len(shown)), key=lambda at: (_well(*shown[at]), roles.index(roles[at]) != at))
         shown = [watch.rows[place] for place in sorted(order[: lines - 1])]
     for row, age in shown:
         phase = f"silent for {age:.0f} s" if age > SILENT_S else row.phase
@@ -295,12 +262,8 @@ def _processes(watch: RunWatch, lines: int) -> Table:
     if len(shown) < len(watch.rows):
         names = {id(row) for row, _ in shown}
         unlisted = Counter(f"{row.role} {row.phase}" for row, _ in watch.rows if id(row) not in names)
-        table.add_row(
-            Text("and more", style="dim"),
-            "",
-            "",
-            Text(", ".join(f"{n} {what}" for what, n in unlisted.items()), style="dim"),
-        )
+        text = ", ".join(f"{count} {what}" for what, count in unlisted.items())
+        table.add_row(Text("and more", style="dim"), "", "", Text(text, style="dim"))
     return table
 
 
@@ -311,13 +274,9 @@ def _well(row: LiveRow, age: float) -> bool:
 def _sample(sample: Sample | None) -> Text:
     if sample is None:
         return Text("no sample yet", style="dim")
-    prompt = (
-        sample.prompt
-        if isinstance(sample.prompt, str)
-        else str(sample.prompt[-1].get("content", ""))
-        if sample.prompt
-        else ""
-    )
+    prompt = sample.prompt
+    if not isinstance(prompt, str):
+        prompt = str(prompt[-1].get("content", "")) if prompt else ""
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append("last sample ", style="dim")
     text.append(_one_line(prompt, 60))
@@ -332,7 +291,3 @@ def _sample(sample: Sample | None) -> Text:
 def _one_line(text: str, length: int) -> str:
     flat = " ".join(text.split())
     return flat if len(flat) <= length else f"{flat[: length - 1]}…"
-
-
-def _event(event: str) -> Text:
-    return Text(event, style="yellow", no_wrap=True, overflow="ellipsis")

@@ -23,22 +23,18 @@ from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Done, Evaluated, Sample
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.run import scores
+from tidemill.launch.run import summary
 from tidemill.launch.run.summary import count_in
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-UNANSWERED_S = 3.0
-"""Seconds without an answer of the bus after which it counts as silent."""
-SILENT_S = 4.0
-"""Seconds without a change of its live row after which a process counts as silent."""
+UNANSWERED_S = 3.0  # Seconds without an answer of the bus after which it counts as silent
+SILENT_S = 4.0  # Seconds without a change of its live row after which a process counts as silent
+# Counter in the live row of a bus: restarts of nats-server by its keeper; the row's trouble is the last one.
 SERVER_RESTARTS = "server_restarts"
-"""Counter in the live row of a bus: restarts of nats-server by its keeper; the row's trouble is the last one."""
-NUM_EVENTS = 20
-"""Number of events kept for the view."""
-RECENT_STEPS = 20
-"""Number of steps over which rates and the time left are computed."""
+NUM_EVENTS = 20  # Number of events kept for the view
+RECENT_STEPS = 20  # Number of steps over which rates and the time left are computed
 
 
 class RunLines:
@@ -46,10 +42,9 @@ class RunLines:
 
     def __init__(self, metrics_file: Path | None, on_event: Callable[[str], None]) -> None:
         """Without a file nothing is written. ``on_event``: called when the disk has no room, and has some again."""
-        files = () if metrics_file is None else (metrics_file, metrics_file.with_name(scores.EVALUATIONS_FILE))
+        files = () if metrics_file is None else (metrics_file, metrics_file.with_name(summary.EVALUATIONS_FILE))
         self._files, self._on_event = [GrowingFile(file) for file in files], on_event
-        self._unwritten = ""
-        """Reason why lines wait to be written; empty while none do."""
+        self._unwritten = ""  # Reason why lines wait to be written; empty while none do
 
     def add_step(self, line: Mapping[str, object]) -> None:
         """Add a line of metrics."""
@@ -87,41 +82,34 @@ class RunWatch:
     bus: Bus = field(kw_only=False)
     steps: int
     metrics_file: InitVar[Path | None] = None
+    # Seconds at which earlier starts of this run had done their steps; time continues from there.
     earlier: InitVar[Mapping[int, float]] = MappingProxyType({})
-    """Seconds at which earlier starts of this run had done their steps; time continues from there."""
+    # Returns why the bus of this machine, while it is away, is not started; empty = for no reason known here.
     room: Callable[[], str] = str
-    """Returns why the bus of this machine, while it is away, is not started; empty = for no reason known here."""
-    after_epoch: int = 0
-    """Scores up to this epoch are of another run."""
+    after_epoch: int = 0  # Scores up to this epoch are of another run
 
-    outcomes: dict[int, Done] = field(default_factory=dict, init=False)
-    """Newest outcome of every step."""
+    outcomes: dict[int, Done] = field(default_factory=dict, init=False)  # Newest outcome of every step
+    # Newest scores by version and evaluation set.
     evaluated: dict[tuple[int, str], Evaluated] = field(default_factory=dict, init=False)
-    """Newest scores by version and evaluation set."""
+    # Seconds since the run began at which a step's outcome was first seen.
     reached_s: dict[int, float] = field(default_factory=dict, init=False)
-    """Seconds since the run began at which a step's outcome was first seen."""
-    rows: list[tuple[LiveRow, float]] = field(default_factory=list, init=False)
-    """(row, seconds since it changed)."""
+    rows: list[tuple[LiveRow, float]] = field(default_factory=list, init=False)  # (row, seconds since it changed)
+    # Last counters of every process ever seen, by `role.id`.
     loads: dict[str, dict[str, float]] = field(default_factory=dict, init=False)
-    """Last counters of every process ever seen, by ``role.id``."""
+    # Repeated failure that each process last reported, by id.
     troubles: dict[str, str] = field(default_factory=dict, init=False)
-    """Repeated failure that each process last reported, by id."""
+    # Requests aborted by pushes, as every engine process (id, pid) last reported.
     aborted_by_pushes: dict[tuple[str, int], float] = field(default_factory=dict, init=False)
-    """Requests aborted by pushes, as every engine process (id, pid) last reported."""
     samples: StreamState | None = field(default=None, init=False)
-    backlog: tuple[int, int] | None = field(default=None, init=False)
-    """Tasks (waiting, leased)."""
-    sample: Sample | None = field(default=None, init=False)
-    """A recent sample."""
+    backlog: tuple[int, int] | None = field(default=None, init=False)  # Tasks (waiting, leased)
+    sample: Sample | None = field(default=None, init=False)  # A recent sample
     events: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_EVENTS), init=False)
-    rate_generated: float = field(default=0.0, init=False)
-    """Tokens per second, all actors."""
-    full: str = field(default="", init=False)
-    """Reason for which the bus stores nothing; empty while it does."""
+    rate_generated: float = field(default=0.0, init=False)  # Tokens per second, all actors
+    full: str = field(default="", init=False)  # Reason for which the bus stores nothing; empty while it does
+    # Sentence on a bus that does not answer, with the time; empty while it does.
     bus_silence: str = field(default="", init=False)
-    """Sentence on a bus that does not answer, with the time; empty while it does."""
+    # Set when the processes are drained on purpose, so that their drains are no events.
     ending: bool = field(default=False, init=False)
-    """Set when the processes are drained on purpose, so that their drains are no events."""
 
     def __post_init__(self, metrics_file: Path | None, earlier: Mapping[int, float]) -> None:
         self._lines = RunLines(metrics_file, self.event)
@@ -151,9 +139,8 @@ class RunWatch:
 
     def series(self, name: str) -> list[float]:
         """Return the values of a metric over the steps that have it."""
-        return [
-            self.outcomes[step].metrics[name] for step in sorted(self.outcomes) if name in self.outcomes[step].metrics
-        ]
+        metrics = [self.outcomes[step].metrics for step in sorted(self.outcomes)]
+        return [values[name] for values in metrics if name in values]
 
     def newest(self, name: str, otherwise: float = 0.0) -> float:
         """Return a metric of the last step; ``otherwise`` without a step, or if the step has no such metric."""
@@ -169,9 +156,8 @@ class RunWatch:
         recent = self._recent()
         if len(recent) < 2:
             return 0.0
-        tokens = sum(
-            self.outcomes[step].metrics.get("train/tokens", 0.0) for step, _ in recent[1:] if step in self.outcomes
-        )
+        outcomes = [self.outcomes[step] for step, _ in recent[1:] if step in self.outcomes]
+        tokens = sum(done.metrics.get("train/tokens", 0.0) for done in outcomes)
         passed_s = max(recent[-1][1], self.elapsed_s) - recent[0][1]
         return tokens / passed_s if passed_s > 0 else 0.0
 
@@ -211,7 +197,7 @@ class RunWatch:
         before = self.evaluated.get((record.version, record.dataset))
         self.evaluated[record.version, record.dataset] = record
         if before is None or before.metrics != record.metrics:
-            self._lines.add_scores(scores.line_of(record))
+            self._lines.add_scores(summary.scores_line(record))
 
     async def await_answers(self) -> None:
         """Background loop: the beginning and the end of a time in which the bus does not answer are events."""
@@ -252,9 +238,8 @@ class RunWatch:
             if row.role == "engine":
                 self.aborted_by_pushes[row.id, row.pid] = count_in(row.load, "requests_aborted_by_pushes")
         self._note_refused()
-        generated = sum(
-            count_in(load, "tokens_generated") for name, load in self.loads.items() if name.startswith("actor.")
-        )
+        of_actors = [load for name, load in self.loads.items() if name.startswith("actor.")]
+        generated = sum(count_in(load, "tokens_generated") for load in of_actors)
         self._generated.append((time.monotonic(), generated))
         (t0, g0), (t1, g1) = self._generated[0], self._generated[-1]
         self.rate_generated = max(0.0, (g1 - g0) / (t1 - t0)) if t1 > t0 else 0.0
@@ -264,9 +249,8 @@ class RunWatch:
         while True:
             reason = await self.bus.full() if self.bus.connected else await asyncio.to_thread(self.room) or self.full
             if bool(reason) != bool(self.full):
-                self.event(
-                    f"bus: stores nothing, the run waits: {reason}" if reason else "bus: stores again, the run goes on"
-                )
+                waits = f"stores nothing, the run waits: {reason}"
+                self.event(f"bus: {waits if reason else 'stores again, the run goes on'}")
             self.full = reason
             if reason:  # which is an answer; rows are as old as the first one
                 self.answered_s = self.steady_s = time.monotonic()
@@ -302,9 +286,8 @@ class RunWatch:
             kind, _, actor = key.partition("/")
             if kind == "refused" and actor not in self._refused:
                 self._refused.add(actor)
-                self.event(
-                    f"actor {actor} sends only invalid samples and is refused (tidemill status; docs/recovery.md)"
-                )
+                where = "(tidemill status; docs/recovery.md)"
+                self.event(f"actor {actor} sends only invalid samples and is refused {where}")
 
     def share(self, role: str) -> float | None:
         """Return the mean waiting share that processes of a role report; None if none does."""
@@ -317,14 +300,11 @@ class RunWatch:
 
     def flat(self) -> dict[str, str]:
         """Return the names and values of a plain line."""
+        loss = self.newest("train/sft_loss", -1.0)
         return {
             "step": f"{self.step}/{self.steps}",
             "reward": f"{self.newest('data/reward_mean'):.3f}",
-            **(
-                {"cross-entropy": f"{self.newest('train/sft_loss'):.3f}"}
-                if self.newest("train/sft_loss", -1.0) >= 0
-                else {}
-            ),
+            **({"cross-entropy": f"{loss:.3f}"} if loss >= 0 else {}),
             "lag": f"{self.newest('offpolicy/lag_mean'):.2f} (max {self.newest('offpolicy/lag_max'):.0f})",
             "tokens/s": f"{self.rate_generated:.0f} generated, {self.rate_trained:.0f} trained",
             "learner waits": f"{self.newest('train/wait_share'):.0%}",
@@ -342,10 +322,8 @@ def _has_ended_here(row: LiveRow) -> bool:
         return False
     try:
         os.kill(row.pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
+    except (ProcessLookupError, PermissionError) as error:
+        return isinstance(error, ProcessLookupError)  # with the other one it is there, and another user's
     return False
 
 

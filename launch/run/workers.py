@@ -1,7 +1,7 @@
-"""The bodies of engines, actors, scorers, routers and reward servers, from the run's configuration: settings become
-arguments here.
+"""The bodies of engines, actors and scorers, from the run's configuration: settings become arguments here.
 
-The learner's are in ``learner_process.py`` and ``feeder_process.py``, the bus's is in ``bus_process.py``.
+Those of the learner are in ``learner_process.py`` and ``feeder_process.py``, of the bus in ``bus_process.py``, of
+routers, reward servers and teachers in ``servers.py``.
 """
 
 import asyncio
@@ -13,51 +13,57 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tidemill.actors.engines.membership import CONFIG_KEY, config_of_run, connected, default_id, first_row
+from tidemill.actors.rollout_settings import RolloutPrograms
+from tidemill.bus.client.addresses import AUTO
+from tidemill.bus.client.addresses import parse as parse_address
+from tidemill.bus.client.connection import open_connection
+from tidemill.bus.config import BusConfig
+from tidemill.bus.streams.bus import find_run
 from tidemill.bus.system.coroutines import first_of
-from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
+from tidemill.bus.system.limits import become_undumpable
 from tidemill.bus.wire.rows import Capabilities
+from tidemill.launch.settings.config_loader import from_map
+from tidemill.launch.settings.hub_names import MODEL, MODEL_PATH, kept, parse
+from tidemill.launch.settings.prepare import prepare
 from tidemill.launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from tidemill.actors.config import EngineConfig, RouterConfig
-    from tidemill.bus.system.limits import ProcessLimits
+    from tidemill.actors.config import EngineConfig
+    from tidemill.actors.serving.port import Factory
     from tidemill.launch.settings.config_loader import Setting
 
 log = logging.getLogger(__name__)
 
-LONG_WAIT_S = 300.0
-"""Seconds that a process waits for a bus that is started after it."""
+LONG_WAIT_S = 300.0  # Seconds that a process waits for a bus that is started after it
 
 
-def run_prepare(config: RunConfig) -> int:
-    """Make model and prompts if the configuration has ``prepare``; return 0."""
-    if config.prepare is not None:
-        from tidemill.launch.settings.prepare import prepare
-
-        config.root.mkdir(parents=True, exist_ok=True)
-        with (config.root / "prepare.lock").open("w") as lock:
-            # Several processes may call this at the same time; the second finds it done
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            prepare(config.prepare, config.root / "prepared")
-    return 0
+def run_prepare(config: RunConfig) -> None:
+    """Make model and prompts if the configuration has ``prepare``."""
+    if config.prepare is None:
+        return
+    config.root.mkdir(parents=True, exist_ok=True)
+    with (config.root / "prepare.lock").open("w") as lock:
+        # Several processes may call this at the same time; the second finds it done
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        prepare(config.prepare, config.root / "prepared")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSettings:
     """Settings of an engine's or actor's own machine; they override the configuration on the bus."""
 
+    # Patterns of settings from the bus that may name code and files here (`actors/guarded_settings.py`).
     allowed: Sequence[str] = ()
-    """Patterns of settings from the bus that may name code and files here (``actors/guarded_settings.py``)."""
+    # Settings of this machine, by path: they replace the run's settings.
     changed: "Mapping[str, Setting]" = field(default_factory=dict)
-    """Settings of this machine, by path: they replace the run's settings."""
-    host: str = ""
-    """Address to listen on; empty = the address in the configuration of this machine."""
+    host: str = ""  # Address to listen on; empty = the address in the configuration of this machine
     advertise: str = ""
-    port: int = 0
-    """Port of a scorer; 0 = any free one."""
+    port: int = 0  # Port of a scorer; 0 = any free one
 
 
 @contextmanager
@@ -73,16 +79,26 @@ def importing() -> Iterator[None]:
 
 async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s: float) -> None:
     """Wait until the bus can be reached, or ``draining`` is set. Raises BusUnavailable after ``wait_s``."""
-    from tidemill.bus.client.addresses import parse
-    from tidemill.bus.client.connection import open_connection
 
     async def reached() -> None:
-        """Connect to the bus and disconnect."""
         async with open_connection(bus_url, name, wait_s):
             pass
 
-    log.info("reaching the bus at %s, for at most %g s (--wait)", parse(bus_url), wait_s)
+    log.info("reaching the bus at %s, for at most %g s (--wait)", parse_address(bus_url), wait_s)
     await first_of(reached(), draining.wait())
+
+
+def engine_factory(config: "EngineConfig") -> "Factory":
+    """Return the factory of the engine that ``config.kind`` names: the only place that names backends."""
+    match config.kind:
+        case "builtin":
+            from tidemill.actors.serving.builtin.engine import BuiltinEngine
+
+            return BuiltinEngine
+        case "sglang":
+            from tidemill.actors.serving.sglang.engine import SglangEngine
+
+            return SglangEngine
 
 
 async def run_engine(
@@ -93,11 +109,8 @@ async def run_engine(
     ``host``, ``advertise`` and ``devices`` of a configuration from the bus are never used. Raises NotAllowed,
     DeviceError.
     """
-    from tidemill.actors.engines.membership import default_id
     from tidemill.actors.scratch import Scratch
     from tidemill.actors.serving import engine_process
-    from tidemill.bus.client.addresses import AUTO
-    from tidemill.launch.settings.wiring import engine_factory
 
     engine_id = engine_id or default_id()
     with Scratch("model") as fetched:
@@ -113,9 +126,8 @@ async def run_engine(
             devices = settings.devices if "engine.devices" in local.changed else ()
             elsewhere = dataclasses.replace(settings, colocated=False, host=host, advertise=advertise, devices=devices)
             config = dataclasses.replace(config, engine=elsewhere)
-        engine = dataclasses.replace(
-            config.engine, host=local.host or config.engine.host, advertise=local.advertise or config.engine.advertise
-        )
+        host, advertise = local.host or config.engine.host, local.advertise or config.engine.advertise
+        engine = dataclasses.replace(config.engine, host=host, advertise=advertise)
         engine, engine_devices = await asyncio.to_thread(take_devices, dataclasses.replace(config, engine=engine))
         model = await model_here(config, bus_url, engine_id, fetched.path / "model", draining)
         if model is None:
@@ -150,11 +162,9 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, Capabilities]":
         engine = dataclasses.replace(engine, sglang=dataclasses.replace(engine.sglang, arguments=arguments))
     memory = [device.memory_bytes for device in node.devices if device.uuid in place.uuids]
     log.info("devices own=%s visible=%d", ",".join(place.uuids), len(place.visible))
+    nccl = nccl_of_engine(engine)
     return engine, Capabilities(
-        devices=place.uuids,
-        visible_devices=place.visible,
-        nccl=nccl_of_engine(engine),
-        device_memory_bytes=min(memory),
+        devices=place.uuids, visible_devices=place.visible, nccl=nccl, device_memory_bytes=min(memory)
     )
 
 
@@ -171,29 +181,17 @@ async def config_on_bus(
     run: str, bus_url: str, role: str, process_id: str, draining: asyncio.Event, local: LocalSettings
 ) -> RunConfig | None:
     """Return the learner's configuration with the changes made here; None if drained first. Raises NotAllowed."""
-    from contextlib import AsyncExitStack
 
-    from tidemill.actors.engines.membership import CONFIG_KEY, config_of_run, connected
-    from tidemill.bus.config import BusConfig
-    from tidemill.launch.settings.config_loader import from_map
-
+    read = partial(config_of_run, role=role, id=process_id, allowed=local.allowed, changed=local.changed)
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, BusConfig(), name=role, draining=draining)
-        values = (
-            None
-            if bus is None
-            else await config_of_run(
-                bus, draining, role=role, id=process_id, allowed=local.allowed, changed=local.changed
-            )
-        )
+        values = None if bus is None else await read(bus, draining)
     return None if values is None else from_map(values, f"run {run}, row run/{CONFIG_KEY}", local.changed)
 
 
 async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:
     """Return the model's directory if it is here, else a snapshot from the learner; None if drained first."""
-    from contextlib import AsyncExitStack
 
-    from tidemill.actors.engines.membership import connected, first_row
     from tidemill.bus.liveness.heartbeats import Waiting
     from tidemill.weightstore.catch_up import fetch_model
 
@@ -220,9 +218,6 @@ async def run_actor(
 ) -> None:
     """Work on a run's tasks. Without ``config``, the run's is read from the bus."""
     from tidemill.actors.actor import process
-    from tidemill.actors.engines.membership import default_id
-    from tidemill.actors.rollout_settings import RolloutPrograms
-    from tidemill.bus.system.limits import become_undumpable
 
     become_undumpable()  # the user's code in its children has the same user id: it could read the bus's credentials
     run = run or await found_run(bus_url, "actor", draining)
@@ -248,7 +243,6 @@ async def run_actor(
 async def _as_the_run_has_it(config: RunConfig, run: str, bus_url: str) -> str:
     """Return ``model.path``, of a name of the hub with the commit in the run's row. Waits for the row."""
     from tidemill.launch.run.learner_process import began_with
-    from tidemill.launch.settings.hub_names import MODEL, kept, parse
 
     name = parse(MODEL, config.model.path)
     if name is None or name.is_pinned:
@@ -261,8 +255,6 @@ def tokenizer_here(model: str) -> str:
     """Return ``model.path`` on this machine: of a pinned name the directory with its tokenizer, which is fetched if
     need be. Blocks. Raises HubRefused.
     """
-    from tidemill.launch.settings.hub_names import MODEL, MODEL_PATH, parse
-
     name = parse(MODEL, model)
     if name is None or not name.is_pinned:
         return model
@@ -275,10 +267,7 @@ async def run_scorer(
     config: RunConfig | None, run: str, bus_url: str, scorer_id: str, draining: asyncio.Event, local: LocalSettings
 ) -> None:
     """Compute a run's rewards for its actors. Without ``config``, the run's is read from the bus."""
-    from tidemill.actors.engines.membership import default_id
     from tidemill.actors.scoring.server import ScorerPlace, run_scorer
-    from tidemill.bus.client.addresses import AUTO
-    from tidemill.bus.system.limits import become_undumpable
 
     become_undumpable()  # as actors do
     run = run or await found_run(bus_url, "scorer", draining)
@@ -290,75 +279,20 @@ async def run_scorer(
         config = await config_on_bus(run, bus_url, "scorer", scorer_id, draining, local)
         if config is None:
             return
-    host, advertise = (local.host or AUTO), local.advertise
+    host, advertise = local.host, local.advertise
     if config is not None:  # from the bus, addresses belong to another machine, unless they are changed here
-        scorers = config.actor.scorers
-        host = local.host or (scorers.host if is_own_config or "actor.scorers.host" in local.changed else AUTO)
-        advertise = local.advertise or (
-            scorers.advertise if is_own_config or "actor.scorers.advertise" in local.changed else ""
-        )
-    place = ScorerPlace(host=host, advertise=advertise, port=local.port)
+        scorers, changed = config.actor.scorers, local.changed
+        host = host or (scorers.host if is_own_config or "actor.scorers.host" in changed else "")
+        advertise = advertise or (scorers.advertise if is_own_config or "actor.scorers.advertise" in changed else "")
+    place = ScorerPlace(host=host or AUTO, advertise=advertise, port=local.port)
     actor, bus = (None, None) if config is None else (config.actor, config.bus)
     await run_scorer(bus_url, run, actor, bus, draining, scorer_id, place=place, allowed=tuple(local.allowed))
 
 
-async def run_router(
-    config: "RouterConfig", run: str, bus_url: str, router_id: str, draining: asyncio.Event, *, drain_s: float
-) -> None:
-    """Serve one address for the engines of a run, and for those named in ``config``."""
-    from tidemill.actors.router import server
-
-    if bus_url:
-        run = run or await found_run(bus_url, "router", draining)
-        if not run:
-            return
-    await server.run_router(config, bus_url, run, router_id, draining, drain_s=drain_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedReward:
-    """The reward of ``tidemill reward-server``."""
-
-    name: str
-    """Name or import path."""
-    options: Mapping[str, object]
-    of_groups: bool
-    """True for a reward of groups."""
-
-
-async def run_reward_server(
-    reward: ServedReward, limits: "ProcessLimits", draining: asyncio.Event, *, host: str, port: int, token: str
-) -> None:
-    """Serve a reward until drained. Raises UnknownReward, BadRewardOption, RewardFailed, OSError."""
-    from tidemill.actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
-    from tidemill.bus.system.limits import become_undumpable
-    from tidemill.rewards.scorers import opened, opened_group
-
-    become_undumpable()
-    async with AsyncExitStack() as stack:
-        if reward.of_groups:
-            group_score = await stack.enter_async_context(opened_group(reward.name, reward.options, limits))
-            server = RewardServer(reward.name, None, group_score, token=token)
-        else:
-            score = await stack.enter_async_context(opened(reward.name, reward.options, limits))
-            server = RewardServer(reward.name, score, token=token)
-        url = await stack.enter_async_context(serving(server, host, port, insecure=True))
-        print(f"reward {reward.name} at {url}{SCORE_GROUP if reward.of_groups else SCORE}", file=lossy(STANDARD_OUTPUT))
-        await draining.wait()
-
-
 async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
     """Wait for the one run of a bus; return its name, empty if drained first. Raises SeveralRuns, BusUnavailable."""
-    from tidemill.bus.streams.bus import find_run
-
-    name_found = ""
-
-    async def find() -> None:
-        """Set ``name_found`` to the name of the bus's one run."""
-        nonlocal name_found
-        name_found = await find_run(bus_url, name=name, wait_s=LONG_WAIT_S)
-
-    await first_of(find(), draining.wait())
-    if name_found:
-        log.info("run found run=%s", name_found)
-    return name_found
+    finding, _ = await first_of(find_run(bus_url, name=name, wait_s=LONG_WAIT_S), draining.wait())
+    if finding.cancelled() or finding.exception() is not None:  # drained first
+        return ""
+    log.info("run found run=%s", finding.result())
+    return str(finding.result())

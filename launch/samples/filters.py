@@ -3,8 +3,9 @@
 import argparse
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from tidemill.bus.client.jetstream import Message
 from tidemill.bus.streams.samples import header_fields, headers_of
@@ -14,8 +15,7 @@ from tidemill.bus.wire.messages import Sample
 _NUMBER = r"-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?"
 _COMPARED = re.compile(rf"(<=|>=|<|>|=)?\s*({_NUMBER})")
 _TASK = re.compile(r"([1-9]\d*)(?:\.(\d+))?")
-_LARGEST = 3.4e38
-"""Largest absolute reward: the largest number of float32."""
+_LARGEST = 3.4e38  # Largest absolute reward: the largest number of float32
 _BETWEEN = re.compile(rf"({_NUMBER})?\.\.({_NUMBER})?")
 
 
@@ -54,29 +54,25 @@ class Headline:
     seq: int
     stored_s: float
     kind: str
-    actor: str
-    """Actor as its subject has it: see ``subjects.token``."""
+    actor: str  # Actor as its subject has it: see `subjects.token`
     task: int | None = None
     index: int | None = None
-    versions: tuple[int, int] | None = None
-    """Oldest and newest version; (-1, -1) for an empty response."""
+    versions: tuple[int, int] | None = None  # Oldest and newest version; (-1, -1) for an empty response
     reward: float | None = None
     status: str | None = None
-    tokens: int | None = None
-    """Number of tokens of the response."""
+    tokens: int | None = None  # Number of tokens of the response
     engine: str | None = None
-    lag: int | None = None
-    """Lag in steps when it was stored: see ``tidemill.launch.samples.search``."""
-
-
-def headline(glimpse: Message) -> Headline:
-    """Return the metadata from subject and headers."""
-    return _headline(glimpse.seq, glimpse.stored_s, glimpse.subject, glimpse.headers)
+    lag: int | None = None  # Lag in steps when it was stored: see `tidemill.launch.samples.search`
 
 
 def headline_of(seq: int, stored_s: float, subject: str, sample: Sample) -> Headline:
     """Return the metadata from the payload, which has all fields but the lag."""
     return replace(_headline(seq, stored_s, subject, headers_of(sample)), engine=sample.engine)
+
+
+def headline(glimpse: Message) -> Headline:
+    """Return the metadata from subject and headers."""
+    return _headline(glimpse.seq, glimpse.stored_s, glimpse.subject, glimpse.headers)
 
 
 def _headline(seq: int, stored_s: float, subject: str, headers: dict[str, str]) -> Headline:
@@ -130,8 +126,7 @@ class Filter:
     index: int | None = None
     actor: str | None = None
     engine: str | None = None
-    text: re.Pattern[str] | None = None
-    """Pattern that must be found in the prompt or in the response."""
+    text: re.Pattern[str] | None = None  # Pattern that must be found in the prompt or in the response
 
     @property
     def of_headers(self) -> bool:
@@ -140,34 +135,26 @@ class Filter:
 
     def of(self, line: Headline) -> bool | None:
         """Return whether the metadata fits; None if fields are missing for it. The text is not matched here."""
-        fits: list[bool | None] = [
-            _fits(self.reward, line.reward),
-            _fits(self.tokens, line.tokens),
-            True if self.lag is None else line.lag is not None and line.lag in self.lag,
-            _among(self.status, line.status),
-            _same(self.kind, line.kind),
-            _same(self.task, line.task),
-            _same(self.index, line.index),
-            True if self.actor is None else subjects.token(self.actor) == line.actor,
-            _same(self.engine, line.engine),
+        conditions: list[tuple[Any, object]] = [
+            (self.reward, line.reward),
+            (self.tokens, line.tokens),
+            (self.status or None, line.status),
+            *((None if own is None else (own,), value) for own, value in self._equal(line)),
         ]
+        fits = [None if value is None else value in allowed for allowed, value in conditions if allowed is not None]
+        if self.lag is not None:  # no header has it, so it is never missing
+            fits.append(line.lag is not None and line.lag in self.lag)
         return False if False in fits else None if None in fits else True
+
+    def _equal(self, line: Headline) -> Iterator[tuple[object, object]]:
+        """Yield (wanted, present) of the fields that must be equal."""
+        for name in ("kind", "task", "index", "engine"):
+            yield getattr(self, name), getattr(line, name)
+        yield None if self.actor is None else subjects.token(self.actor), line.actor
 
     def matches_text(self, sample: Sample) -> bool:
         """Return whether the text fits."""
         return self.text is None or any(self.text.search(text) for text in (prompt_text(sample), sample.response))
-
-
-def _fits(bounds: Range | None, number: float | None) -> bool | None:
-    return True if bounds is None else None if number is None else number in bounds
-
-
-def _among(words: tuple[str, ...], word: str | None) -> bool | None:
-    return True if not words else None if word is None else word in words
-
-
-def _same(value: object, field: object) -> bool | None:
-    return True if value is None else None if field is None else value == field
 
 
 def prompt_text(sample: Sample) -> str:
@@ -180,18 +167,14 @@ def prompt_text(sample: Sample) -> str:
 def filter_of(args: argparse.Namespace) -> Filter:
     """Return the filter of the arguments. Raises ValueError naming the argument."""
     task, index = task_of("--task", args.task) if args.task else (None, None)
-    return Filter(
-        reward=_range("--reward", args.reward),
-        lag=_range("--lag", args.lag),
-        tokens=_range("--tokens", args.tokens),
-        status=tuple(args.status),
-        kind=args.kind,
-        task=task,
-        index=index,
-        actor=args.actor,
-        engine=args.engine,
-        text=_pattern("--text", args.text),
-    )
+    texts = {name: getattr(args, name) for name in ("reward", "lag", "tokens")}
+    ranges: dict[str, Any] = {name: Range.parse(f"--{name}", text) for name, text in texts.items() if text}
+    same: dict[str, Any] = {name: getattr(args, name) for name in ("kind", "actor", "engine")}
+    try:
+        pattern = re.compile(args.text) if args.text else None
+    except re.error as error:
+        raise ValueError(f"--text: want a regular expression, got {args.text!r}: {error}") from None
+    return Filter(**ranges, **same, status=tuple(args.status), task=task, index=index, text=pattern)
 
 
 def task_of(where: str, text: str) -> tuple[int, int | None]:
@@ -206,14 +189,3 @@ def positive(where: str, number: int | None) -> None:
     """Raise ValueError naming ``where`` for a number below 0; None is accepted."""
     if number is not None and number < 0:
         raise ValueError(f"{where}: want >= 0, got {number}")
-
-
-def _range(where: str, text: str) -> Range | None:
-    return Range.parse(where, text) if text else None
-
-
-def _pattern(where: str, text: str) -> re.Pattern[str] | None:
-    try:
-        return re.compile(text) if text else None
-    except re.error as error:
-        raise ValueError(f"{where}: want a regular expression, got {text!r}: {error}") from None

@@ -1,5 +1,4 @@
-"""Samples in a file (``docs/wire.md``): frames of a length and a msgpack map, and an index of subjects and headers
-behind them.
+"""Samples in a file (``docs/wire.md``): frames, and an index of subjects and headers behind them.
 
     frame       4 bytes length, little-endian | msgpack map
     recording   the first frame: run, creation time of the stream
@@ -44,8 +43,7 @@ class Origin:
     """Run and stream from which the samples of a recording come."""
 
     run: str
-    created: str
-    """Creation time of the stream that the sequences belong to."""
+    created: str  # Creation time of the stream that the sequences belong to
 
 
 class RecordingWriter:
@@ -88,14 +86,8 @@ class RecordingWriter:
         if isinstance(stored.data, WireError):
             raise stored.data
         self._note(stored, self._offset)
-        self._frame(
-            "stored",
-            seq=stored.seq,
-            subject=stored.subject,
-            headers=stored.headers,
-            stored_s=stored.stored_s,
-            payload=stored.data,
-        )
+        fields = {name: getattr(stored, name) for name in ("seq", "subject", "headers", "stored_s")}
+        self._frame("stored", **fields, payload=stored.data)
 
     def close(self) -> None:
         """Write the index and flush; the file stays open."""
@@ -116,8 +108,7 @@ class Recording:
 
     def __init__(self, file: IO[bytes], name: str) -> None:
         self._file, self._name = file, name
-        self.cut = False
-        """True if it ended before its index; known after reading."""
+        self.cut = False  # True if it ended before its index; known after reading
         first = self._next("recording")
         self._start = file.tell()
         self.origin = Origin(run=first["run"], created=first["created"])
@@ -214,19 +205,14 @@ def repair(path: Path) -> tuple[Origin | None, int]:
 
 
 def _stored(fields: JsonMapping) -> StoredSample:
-    return StoredSample(
-        seq=fields["seq"],
-        subject=fields["subject"],
-        headers=fields["headers"],
-        data=fields["payload"],
-        stored_s=fields["stored_s"],
-    )
+    of_frame = {name: fields[name] for name in ("seq", "subject", "headers", "stored_s")}
+    return StoredSample(**of_frame, data=fields["payload"])
 
 
 SUFFIX = ".tide"
 _RIGHT = (Status.COMPLETED, Status.TRUNCATED)
+# Keys of a line besides the keys of its response.
 _OF_ROW = ("prompt", "label", "metadata", "group", "response", "responses")
-"""Keys of a line besides the keys of its response."""
 
 
 @dataclass(slots=True)
@@ -234,8 +220,7 @@ class ImportedRows:
     """The groups read so far, in the order of their first responses."""
 
     groups: dict[object, JsonObject] = field(default_factory=dict)
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Samples that are in no row, by reason."""
+    left_out: Counter[str] = field(default_factory=Counter)  # Samples that are in no row, by reason
     _seen: set[tuple[object, int]] = field(default_factory=set)
 
     def add_sample(self, file: str, sample: Sample) -> None:
@@ -264,17 +249,10 @@ class ImportedRows:
             recorded = {"text": values["response"], **recorded}
         responses = listed(values.get("responses", [recorded]))
         responses_in({"responses": responses}, "responses", where=where)
-        key = (
-            (file, json.dumps(values["group"], sort_keys=True, default=str))
-            if values.get("group") is not None
-            else (file, number)
-        )
-        new = {
-            "prompt": new_row.prompt,
-            "label": new_row.label,
-            "metadata": values.get("metadata") or {},
-            "responses": [],
-        }
+        group = values.get("group")
+        key = (file, number if group is None else json.dumps(group, sort_keys=True, default=str))
+        metadata = values.get("metadata") or {}
+        new = {"prompt": new_row.prompt, "label": new_row.label, "metadata": metadata, "responses": []}
         row = self.groups.setdefault(key, new)
         if row["prompt"] != new_row.prompt:
             raise PromptError(where, f"the prompt of its group, {row['prompt']!r:.80}", f"{new_row.prompt!r:.80}")
@@ -297,20 +275,18 @@ def import_files(paths: Sequence[str], out: Path) -> list[str]:
     if not rows.groups:
         raise ValueError(f"want at least one response to train, got none{_counts(rows.left_out)}")
     write_whole(out, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows.groups.values()))
-    sizes = [len(row["responses"]) for row in rows.groups.values()]
-    num_with_log_probs = sum(
-        all("log_probs" in response for response in row["responses"] if isinstance(response, dict))
-        for row in rows.groups.values()
-    )
-    words = [f"{out}: {len(sizes)} rows, {sum(sizes)} responses{_counts(rows.left_out)}"]
-    if num_with_log_probs < len(sizes):
+    groups = [row["responses"] for row in rows.groups.values()]
+    words = [f"{out}: {len(groups)} rows, {sum(map(len, groups))} responses{_counts(rows.left_out)}"]
+    lacks = [
+        any(isinstance(response, dict) and "log_probs" not in response for response in responses)
+        for responses in groups
+    ]
+    if any(lacks):
         cure = "only cross-entropy trains them (correction: sft, sft_coef)"
-        words.append(f"{len(sizes) - num_with_log_probs} rows have responses without log_probs: {cure}")
-    if single := sizes.count(1):
-        words.append(
-            f"{single} rows have one response: an estimator that compares the samples of a group gives them "
-            "no advantage"
-        )
+        words.append(f"{sum(lacks)} rows have responses without log_probs: {cure}")
+    if single := sum(len(responses) == 1 for responses in groups):
+        why = "an estimator that compares the samples of a group gives them no advantage"
+        words.append(f"{single} rows have one response: {why}")
     return words
 
 
@@ -376,8 +352,5 @@ def _response(sample: Sample) -> JsonObject:
 
 
 def _counts(left_out: Counter[str]) -> str:
-    return (
-        "; left out: " + ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
-        if left_out
-        else ""
-    )
+    counts = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
+    return f"; left out: {counts}" if left_out else ""

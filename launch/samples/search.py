@@ -27,11 +27,9 @@ from tidemill.launch.samples.text import turns_in
 _AGO = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _SEQUENCE = re.compile(r"#?(\d+)")
-_CHUNK = (256, 4096)
-"""Sequences read at once in a backward search: at first, and at most."""
+_CHUNK = (256, 4096)  # Sequences read at once in a backward search: at first, and at most
 
-_PAUSE_S = 0.05
-"""Seconds between two reads of the registry: samples stored meanwhile share the next one."""
+_PAUSE_S = 0.05  # Seconds between two reads of the registry: samples stored meanwhile share the next one
 
 
 def seconds(where: str, text: str) -> float:
@@ -68,9 +66,8 @@ class SampleSearch:
         try:
             return await self.history.at_time(datetime.fromisoformat(since).timestamp())
         except ValueError:
-            raise ValueError(
-                f"--since: want a time ago (10m, 2h), an ISO time, or a sequence (#123), got {since!r}"
-            ) from None
+            want = "a time ago (10m, 2h), an ISO time, or a sequence (#123)"
+            raise ValueError(f"--since: want {want}, got {since!r}") from None
 
     async def forward(self, first: int, last: int | None = None) -> AsyncIterator[FoundSample]:
         """Yield the samples from ``first`` to ``last`` that fit; without ``last`` wait for new ones."""
@@ -137,30 +134,16 @@ def opened(stored: StoredSample) -> Sample | WireError:
         return error
 
 
-def clock(unix_s: float) -> str:
-    """Return a time for display, in local time: the time of day, with the date unless it is today."""
-    moment = datetime.fromtimestamp(unix_s)
-    today = datetime.fromtimestamp(time.time()).date() == moment.date()
-    return moment.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M:%S")
-
-
 def as_map(seq: int, sample: Sample | WireError) -> JsonObject:
     """Return a sample as a map for JSON."""
     if isinstance(sample, WireError):
         return {"seq": seq, "error": str(sample)}
     return {
         "seq": seq,
-        "task": sample.task,
-        "index": sample.index,
-        "group_size": sample.group_size,
-        "attempt": sample.attempt,
+        **{name: getattr(sample, name) for name in ("task", "index", "group_size", "attempt")},
         "kind": sample.kind.value,
         "status": sample.status.value,
-        "reward": sample.reward,
-        "score": sample.score,
-        "prompt": sample.prompt,
-        "response": sample.response,
-        "label": sample.label,
+        **{name: getattr(sample, name) for name in ("reward", "score", "prompt", "response", "label")},
         "tokens": sample.tokens.tolist(),
         "response_length": sample.response_length,
         "rollout_log_probs": [round(float(value), 6) for value in sample.rollout_log_probs],
@@ -169,9 +152,7 @@ def as_map(seq: int, sample: Sample | WireError) -> JsonObject:
         **({"sequences": [list(size) for size in sample.sequences]} if len(sample.sequences) > 1 else {}),
         **({"turns": turns_in(sample.turns)} if sample.turns is not None else {}),
         **({"transcript": list(sample.transcript)} if sample.transcript else {}),
-        "actor": sample.actor,
-        "engine": sample.engine,
-        "finish_reason": sample.finish_reason,
+        **{name: getattr(sample, name) for name in ("actor", "engine", "finish_reason")},
         "generating_s": sample.timings.generating_s,
         "created_s": sample.created_s,
         "metadata": sample.metadata,
@@ -185,16 +166,12 @@ class Lags:
         self._bus = bus
         self._stream = subjects.bucket_stream(bus.run, "weights")
         self._read = 0
-        self._known_until_s = float("-inf")
-        """Time up to which all rows are read, by the server's clock."""
+        self._known_until_s = float("-inf")  # Time up to which all rows are read, by the server's clock
         self._looked_s = float("-inf")
-        self._steps: dict[int, int] = {}
-        """Step of every version."""
-        self._published: dict[int, float] = {}
-        """Time at which the row of a published version was last written."""
+        self._steps: dict[int, int] = {}  # Step of every version
+        self._published: dict[int, float] = {}  # Time at which the row of a published version was last written
         self._times: list[float] = []
-        self._heads: list[int] = []
-        """Step of the head from the time at the same place of ``_times`` on."""
+        self._heads: list[int] = []  # Step of the head from the time at the same place of `_times` on
 
     async def of(self, line: Headline) -> Headline:
         """Return the metadata with its lag; unchanged if empty or of versions that the registry lacks."""
@@ -229,68 +206,48 @@ class Lags:
         self._times, self._heads = [stored_s for stored_s, _ in heads[::-1]], [step for _, step in heads[::-1]]
 
 
+# Metric of a step: mean of |log-prob when trained - log-prob when sampled| over its tokens.
 DIFFERENCE = "offpolicy/logprob_diff_abs"
-"""Metric of a step: mean of |log-prob when trained - log-prob when sampled| over its tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SampleHistory:
     """The disposition of one sample; fields below ``reason`` describe the step that trained it."""
 
-    state: str
-    """trained | dropped | duplicate | invalid | unplanned | unknown | evaluation."""
+    state: str  # trained | dropped | duplicate | invalid | unplanned | unknown | evaluation
     reason: str = ""
     step: int = 0
     rank: int = 0
     micro_batch: int = 0
-    lags: tuple[int, int] | None = None
-    """Smallest and largest lag of its tokens, masked ones included."""
+    lags: tuple[int, int] | None = None  # Smallest and largest lag of its tokens, masked ones included
     masked_tokens: int = 0
-    masked_by_filter: bool = False
-    """Tokens older than the bound, which were not trained."""
-    done: Done | None = None
-    """Outcome of the step; None while it is not recorded."""
+    masked_by_filter: bool = False  # Tokens older than the bound, which were not trained
+    done: Done | None = None  # Outcome of the step; None while it is not recorded
 
     def as_map(self) -> dict[str, object]:
         """Return the disposition for JSON; without the fields of a step unless it is ``trained``."""
         if self.state != "trained":
             return {"state": self.state, "reason": self.reason}
-        return {
-            "state": self.state,
-            "step": self.step,
-            "rank": self.rank,
-            "micro_batch": self.micro_batch,
-            "lags": self.lags,
-            "masked_tokens": self.masked_tokens,
-            "masked_by_filter": self.masked_by_filter,
-            "step_logprob_diff_abs": None if self.done is None else self.done.metrics.get(DIFFERENCE),
-        }
+        names = ("state", "step", "rank", "micro_batch", "lags", "masked_tokens", "masked_by_filter")
+        difference = None if self.done is None else self.done.metrics.get(DIFFERENCE)
+        return {name: getattr(self, name) for name in names} | {"step_logprob_diff_abs": difference}
 
     def __str__(self) -> str:
         if self.state != "trained":
             return f"{self.state}: {self.reason}" if self.reason else self.state
-        lags = (
-            ""
-            if self.lags is None
-            else f", lag {self.lags[0]}" + (f" to {self.lags[1]}" if self.lags[1] > self.lags[0] else "")
-        )
+        smallest, largest = self.lags or (0, 0)
+        lags = "" if self.lags is None else f", lag {smallest}" + (f" to {largest}" if largest > smallest else "")
         masked = f", {self.masked_tokens} tokens masked as too old" if self.masked_tokens else ""
         if self.masked_by_filter:
             masked = ", all its tokens masked by a filter"
-        return (
-            f"trained in step {self.step} on rank {self.rank}, micro-batch {self.micro_batch}{lags}{masked}; "
-            f"{self._difference()}"
-        )
-
-    def _difference(self) -> str:
-        if self.done is None:
-            return "the step is not done yet"
-        mean = self.done.metrics.get(DIFFERENCE)
-        return (
-            "no log-prob difference recorded"
-            if mean is None
-            else f"mean |log-prob difference| of the whole step {mean:.4g}"
-        )
+        difference = "the step is not done yet"
+        if self.done is not None:
+            mean = self.done.metrics.get(DIFFERENCE)
+            difference = "no log-prob difference recorded"
+            if mean is not None:
+                difference = f"mean |log-prob difference| of the whole step {mean:.4g}"
+        place = f"step {self.step} on rank {self.rank}, micro-batch {self.micro_batch}"
+        return f"trained in {place}{lags}{masked}; {difference}"
 
 
 async def history_of(bus: Bus, seq: int, sample: Sample) -> SampleHistory:
@@ -304,29 +261,22 @@ async def history_of(bus: Bus, seq: int, sample: Sample) -> SampleHistory:
     history: SampleHistory | None = None
     start = await History(bus.jet).at_task(sample.task, name=subjects.PLAN)
     async for _, record in bus.plans.scan(start):
-        if isinstance(record, Plan | Settle) and (history is None or history.state != "trained"):
-            history = (
-                _planned(record, seq, sample) if isinstance(record, Plan) else _settled(record, seq, sample.task)
-            ) or history
-        elif (
-            isinstance(record, Done)
-            and history is not None
-            and record.step == history.step
-            and history.state == "trained"
-        ):
-            history.done = record
-            break
+        if history is not None and history.state == "trained":
+            if isinstance(record, Done) and record.step == history.step:
+                history.done = record
+                break
+        elif isinstance(record, Plan):
+            history = _planned(record, seq, sample) or history
+        elif isinstance(record, Settle):
+            history = _settled(record, seq, sample.task) or history
     return history or await _unplanned(bus, sample, start)
 
 
 def _planned(plan: Plan, seq: int, sample: Sample) -> SampleHistory | None:
     places = (plan.seqs == seq).nonzero()[0]
     if not len(places):
-        return (
-            SampleHistory(state="duplicate", reason=f"step {plan.step} trained another sample of this task and index")
-            if sample.task in plan.tasks
-            else None
-        )
+        reason = f"step {plan.step} trained another sample of this task and index"
+        return SampleHistory(state="duplicate", reason=reason) if sample.task in plan.tasks else None
     row = int(places[0] if plan.rows is None else plan.rows[: places[0]].sum())  # of several sequences, the first
     steps = [plan.version_steps[span.version] for span in sample.spans if span.version in plan.version_steps]
     old = [
@@ -347,11 +297,8 @@ def _planned(plan: Plan, seq: int, sample: Sample) -> SampleHistory | None:
 def _settled(record: Settle, seq: int, task: int) -> SampleHistory | None:
     if seq in record.seqs:
         return SampleHistory(state="dropped", reason=f"{record.reason}, when step {record.step} was planned")
-    return (
-        SampleHistory(state="dropped", reason=f"{record.reason}: its task was given up")
-        if task in record.tasks
-        else None
-    )
+    reason = f"{record.reason}: its task was given up"
+    return SampleHistory(state="dropped", reason=reason) if task in record.tasks else None
 
 
 async def _unplanned(bus: Bus, sample: Sample, start: int) -> SampleHistory:

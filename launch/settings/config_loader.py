@@ -1,5 +1,4 @@
-"""Builds the typed tree of dataclasses from defaults, YAML files, ``--set path.to.key=value``, the environment and
-derived values.
+"""Builds the configuration from defaults, YAML files, ``--set path.to.key=value``, the environment and derived values.
 
 Every value keeps its origin; every error states location, expected and actual value, and the nearest name.
 """
@@ -24,16 +23,15 @@ from tidemill.learner.algorithms.config import unset_names
 from tidemill.learner.settings.step_settings import FORMER
 
 ENVIRONMENT_PREFIX = "TIDEMILL_"
+# Secrets, and the permissions of this machine: read by `launch/run/access.py`, never part of a configuration.
 NOT_SETTINGS = ("TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD", "TIDEMILL_BUS_CREDENTIALS", "TIDEMILL_ALLOW")
-"""Secrets, and the permissions of this machine: read by ``launch/run/access.py``, never part of a configuration."""
-NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_-]+")
-"""Characters that a run's name cannot have."""
+NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_-]+")  # Characters that a run's name cannot have
+# Settings of earlier releases, and the reason why each is gone.
 REMOVED: Mapping[str, str] = {
     "weights.deltas": "engines that are behind load whole weights (docs/decisions/018-no-deltas.md)"
 }
-"""Settings of earlier releases, and the reason why each is gone."""
+# Settings that had another name in earlier releases, with the present name.
 RENAMED = {f"learner.algorithm.{former}": f"learner.algorithm.{path}" for former, path in FORMER.items()}
-"""Settings that had another name in earlier releases, with the present name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,8 @@ class Setting:
 
     value: Any
     origin: str
+    # How its parts are written in their text, by the dotted path.
     written: Mapping[str, Written] = dataclasses.field(default_factory=dict)
-    """How its parts are written in their text, by the dotted path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +140,8 @@ def _refuse_single_underscores(name: str, path: str) -> None:
     meant = next((setting for setting in known if setting.replace(".", "_") == path.replace(".", "_")), None)
     if meant is not None and path not in known:
         variable = ENVIRONMENT_PREFIX + meant.replace(".", "__").upper()
-        raise SettingsError(
-            f"environment {name}: want two underscores where a dot is in {meant}, got one; did you mean {variable}?"
-        )
+        cure = f"did you mean {variable}?"
+        raise SettingsError(f"environment {name}: want two underscores where a dot is in {meant}, got one; {cure}")
 
 
 def _paths(section: type, prefix: str) -> Iterator[str]:
@@ -158,11 +155,9 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
     """Add the values that follow from other settings, unless they are given."""
 
     def given(path: str) -> Any:
-        """Return the value set for a path; None if there is none."""
         return settings[path].value if path in settings else None
 
     def follow(path: str, value: object, why: str) -> None:
-        """Set a path, with the reason as its origin, unless it has a value that is neither None nor empty."""
         if given(path) in (None, ""):
             settings[path] = Setting(value, f"derived: {why}")
 
@@ -173,9 +168,8 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
     rollouts = given("rollouts") or {}
     if given("actor.teachers") or any(path.startswith("actor.teachers.") for path in settings):
         follow("learner.algorithm.distill.teacher", "engine", "actor.teachers")
-    if _all_recorded(
-        rollouts, given("data.rollout"), given("data.sources"), given("data.rollout_key"), given("eval.every")
-    ):
+    by_rows = given("data.rollout_key") or given("eval.every")
+    if not by_rows and _all_recorded(rollouts, given("data.rollout"), given("data.sources")):
         for path in ("up.engines", "up.actors"):
             follow(path, 0, "all samples are recorded responses")
     prepares = given("prepare") is not None or any(path.startswith("prepare.") for path in settings)
@@ -187,14 +181,13 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
             follow(path, given("seed"), "seed")
 
 
-def _all_recorded(rollouts: object, rollout: object, sources: object, key: object, every: object) -> bool:
-    """Return whether the settings of rollouts and data leave nothing to sample. Wrong values are refused later."""
-    if not isinstance(rollouts, Mapping) or key or every:
+def _all_recorded(rollouts: object, rollout: object, sources: object) -> bool:
+    """Return whether all data has rollouts of recorded responses. Wrong values are refused later."""
+    if not isinstance(rollouts, Mapping):
         return False
     recorded = {name for name, entry in rollouts.items() if isinstance(entry, Mapping) and entry.get("use") == DATASET}
-    source_maps = (
-        [source for source in sources.values() if isinstance(source, Mapping)] if isinstance(sources, Mapping) else []
-    )
+    entries = sources.values() if isinstance(sources, Mapping) else ()
+    source_maps = [source for source in entries if isinstance(source, Mapping)]
     named = [rollout if source.get("rollout") is None else source["rollout"] for source in source_maps] or [rollout]
     by_column = any(source.get("rollout_key") for source in source_maps)
     return not by_column and all(isinstance(name, str) and name in recorded for name in named)
@@ -243,9 +236,8 @@ def _nested(settings: Mapping[str, Setting]) -> JsonObject:
             place[name] = {} if place.get(name) is None else place[name]
             place = place[name]
             if not isinstance(place, dict):
-                raise SettingsError(
-                    f"{setting.origin}: {path}: {'.'.join(parents[: depth + 1])} is a single value, it has no {last!r}"
-                )
+                above = ".".join(parents[: depth + 1])
+                raise SettingsError(f"{setting.origin}: {path}: {above} is a single value, it has no {last!r}")
         empty = path in _sections() and (setting.value == {} or (setting.value is None and not _sections()[path]))
         place[last] = place.get(last) or {} if empty else copy.deepcopy(setting.value)
     return result
@@ -294,9 +286,8 @@ def _origin(names: Sequence[str], settings: Mapping[str, Setting]) -> str:
         for known, setting in settings.items():
             if _within(name, known):
                 return _line(setting, known, name)
-    below = {
-        setting.origin for known, setting in settings.items() if any(known.startswith(f"{name}.") for name in names)
-    }
+    starts = tuple(f"{name}." for name in names)
+    below = {setting.origin for known, setting in settings.items() if known.startswith(starts)}
     return below.pop() if len(below) == 1 else ""
 
 
@@ -331,18 +322,15 @@ def _text(number: float, path: str, settings: Mapping[str, Setting]) -> str:
 
 def render(loaded: Loaded) -> str:
     """Return the whole configuration as YAML, each line with its origin, followed by the derived numbers."""
-    lines = list(_lines(loaded.config, "", 0, loaded.origins))
-    config = loaded.config
-    lines += [
+    config, learner = loaded.config, loaded.config.learner
+    open_tasks = (config.staleness.max_lag + 1) * learner.groups_per_step
+    product = f"{learner.groups_per_step} x {learner.group_size} = {config.samples_per_step}"
+    lines = [
+        *_lines(config, "", 0, loaded.origins),
         "",
-        f"# samples per step = groups_per_step x group_size = {config.learner.groups_per_step} x "
-        f"{config.learner.group_size} = "
-        f"{config.samples_per_step}",
-        (
-            "# tasks handed out at most = (max_lag + 1) x groups_per_step = "
-            f"{(config.staleness.max_lag + 1) * config.learner.groups_per_step}"
-        ),
-        f"# samples of the run = {config.samples_per_step * config.learner.steps}",
+        f"# samples per step = groups_per_step x group_size = {product}",
+        f"# tasks handed out at most = (max_lag + 1) x groups_per_step = {open_tasks}",
+        f"# samples of the run = {config.samples_per_step * learner.steps}",
         f"# stream SAMPLES may hold {config.bus.samples_max_bytes} bytes (`tidemill check` counts what it must hold)",
     ]
     return "\n".join(lines) + "\n"
@@ -359,7 +347,5 @@ def _lines(section: Any, prefix: str, depth: int, origins: Mapping[str, str]) ->
             yield from _lines(value, f"{path}.", depth + 1, origins)
             continue
         text = yaml_file.dump(_as_written(value), flow=True)
-        came = dict.fromkeys(
-            origin for known, origin in origins.items() if known == path or known.startswith(f"{path}.")
-        )
-        yield f"{indent + f.name + ': ' + text:<48} # {', '.join(came) or 'default'}"
+        came = [origin for known, origin in origins.items() if f"{known}.".startswith(f"{path}.")]
+        yield f"{indent + f.name + ': ' + text:<48} # {', '.join(dict.fromkeys(came)) or 'default'}"

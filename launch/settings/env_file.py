@@ -8,8 +8,7 @@ from tidemill.launch.settings.yaml_file import SettingsError
 
 NAME = ".env"
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "ANTHROPIC_API_KEY")
-PREFIX = "AWS_"
-"""Start of further names that are read: the credentials of an object store."""
+PREFIX = "AWS_"  # Start of further names that are read: the credentials of an object store
 _LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.ASCII)
 _VALUE = re.compile(r"""(?P<quote>["'])(?P<quoted>[^"'\\]*)(?P=quote)\s*(?:\#.*)?|(?P<bare>[^\s"']*)(?:\s+\#.*)?""")
 MOST_BYTES = 1 << 16

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 from tidemill.bus import exit_codes
 
+# Import names by extra, as in pyproject.toml; small extras first, because `explain` names the first.
 EXTRAS = {
     "actor": (),
     "router": ("tokenizers",),
@@ -16,18 +17,10 @@ EXTRAS = {
     "hub": ("huggingface_hub",),
     "engine": ("torch", "safetensors", "tokenizers", "zmq"),
     "learner": (
-        "torch",
-        "megatron",
-        "mbridge",
-        "transformers",
-        "tokenizers",
-        "safetensors",
-        "einops",
-        "zmq",
-        "pyarrow",
+        *("torch", "megatron", "mbridge", "transformers", "tokenizers", "safetensors"),
+        *("einops", "zmq", "pyarrow"),
     ),
 }
-"""Import names by extra, as in pyproject.toml; small extras first, because ``explain`` names the first."""
 
 
 class PackagesMissing(ValueError):
@@ -40,10 +33,8 @@ class PackagesMissing(ValueError):
         self.extra, self.packages = extra, packages
 
     def __str__(self) -> str:
-        return (
-            f"want the packages of tidemill[{self.extra}], got none of the name {', '.join(self.packages)}; "
-            f"{cure(self.extra)}"
-        )
+        names = ", ".join(self.packages)
+        return f"want the packages of tidemill[{self.extra}], got none of the name {names}; {cure(self.extra)}"
 
 
 def cure(extra: str) -> str:

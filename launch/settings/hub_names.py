@@ -20,6 +20,7 @@ from tidemill.learner.data import SLICE
 
 MODEL, DATASET = "model", "dataset"
 MODEL_PATH = "model.path"
+# Settings that may name a repository, and its kind.
 KINDS = {
     MODEL_PATH: MODEL,
     "learner.critic.path": MODEL,
@@ -30,7 +31,6 @@ KINDS = {
     "data.sources.*.path": DATASET,
     "eval.sets.*.path": DATASET,
 }
-"""Settings that may name a repository, and its kind."""
 COMMIT = re.compile("[0-9a-f]{40}")
 _REPO = r"(?P<repo>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)"
 _FORMS = {
@@ -40,8 +40,7 @@ _FORMS = {
     ),
 }
 _CACHED = re.compile(r"(model|dataset)s--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?:/(.+))?")
-_FILES = (".jsonl", ".parquet", ".json", ".arrow", ".gguf")
-"""Ends of names of files, which no repository is meant by."""
+_FILES = (".jsonl", ".parquet", ".json", ".arrow", ".gguf")  # Ends of names of files, which no repository is meant by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +49,10 @@ class HubName:
 
     kind: str
     repo: str
-    revision: str = ""
-    """Branch, tag, ``refs/...`` or commit hash; empty = the default branch."""
+    revision: str = ""  # Branch, tag, `refs/...` or commit hash; empty = the default branch
+    # Of a data set: configuration and split; with a commit hash the file, directory or pattern in the repository.
     inside: str = ""
-    """Of a data set: configuration and split; with a commit hash the file, directory or pattern in the repository."""
-    rows: str = ""
-    """A slice, ``@[a:b]``."""
+    rows: str = ""  # A slice, `@[a:b]`
 
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
@@ -96,13 +93,8 @@ def parse(kind: str, text: str) -> HubName | None:
     match = _FORMS[kind].fullmatch(whole)
     if match is None or match["repo"].endswith(_FILES) or ".." in whole.split("/"):
         return None
-    name = HubName(
-        kind=kind,
-        repo=match["repo"],
-        revision=match["revision"] or "",
-        inside=match["inside"] or "",
-        rows=text[len(whole) :],
-    )
+    parts = {part: match[part] or "" for part in ("repo", "revision", "inside")}
+    name = HubName(kind=kind, **parts, rows=text[len(whole) :])
     # A file, or a path below a directory that exists here, is mistyped rather than a name.
     is_path = Path(whole).exists() or Path(name.repo.partition("/")[0]).is_dir()
     is_path |= not name.revision and name.inside.endswith(_FILES)

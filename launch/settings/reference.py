@@ -1,8 +1,4 @@
-"""The configuration reference: a page of Markdown (``docs/configuration.md``) and a JSON Schema, both from the types of
-the settings.
-
-Knows no setting by name.
-"""
+"""The configuration reference: ``docs/configuration.md`` and a JSON Schema, both from the types of the settings."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,17 +29,11 @@ editor with a YAML language server finds the schema by the first line of a file:
 reason. The default `preset` means the value of the preset that `learner.algorithm.correction` names.
 """
 BEGIN = "Most runs set these and nothing else; `tidemill init` writes a file with them. All others follow by section."
+# Pattern of numbers that may be text: an editor with YAML 1.1 reads 1e-3 as text, the loader as a number.
 NUMBER_AS_TEXT = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
-"""Pattern of numbers that may be text: an editor with YAML 1.1 reads 1e-3 as text, the loader as a number."""
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
-_WORDS = {
-    "integer": "whole number",
-    "number": "number",
-    "boolean": "true or false",
-    "string": "text",
-    "object": "map",
-    "array": "list",
-}
+_WORDS = {"integer": "whole number", "number": "number", "boolean": "true or false"}
+_WORDS |= {"string": "text", "object": "map", "array": "list"}
 
 
 def schema() -> JsonObject:
@@ -56,9 +46,8 @@ def schema() -> JsonObject:
 def _accepted(value: JsonObject, types: Mapping[str, JsonObject]) -> JsonObject:
     """Return the schema of what the loader accepts, with the types that it refers to in place."""
     value = types[value["$ref"].rpartition("/")[2]] if "$ref" in value else value
-    result = {
-        name: part for name, part in value.items() if name not in ("title", "$defs", "type" if "enum" in value else "")
-    }
+    left_out = ("title", "$defs", "type" if "enum" in value else "")
+    result = {name: part for name, part in value.items() if name not in left_out}
     for name in ("properties", "patternProperties"):
         if name in value:
             result[name] = {key: _accepted(part, types) for key, part in value[name].items()}
@@ -91,10 +80,8 @@ def _accepted(value: JsonObject, types: Mapping[str, JsonObject]) -> JsonObject:
 class Entry:
     """One setting, or one section."""
 
-    path: str
-    """With NAME for the name of an entry of a map."""
-    schema: JsonObject
-    """Its JSON Schema, without null, and without a text that stands for a map."""
+    path: str  # With NAME for the name of an entry of a map
+    schema: JsonObject  # Its JSON Schema, without null, and without a text that stands for a map
     nullable: bool
 
     @property
@@ -143,11 +130,8 @@ def page() -> str:
     of_maps = sum(".NAME." in entry.path for entry in settings)
     parts = [HEAD.format(count=len(settings) - of_maps, entries=of_maps)]
     parts.append(_chapter("Begin with these", BEGIN, [entry for entry in settings if entry.is_basic]))
-    parts.append(
-        _chapter(
-            "The run itself", "Keys at the top of the file.", [entry for entry in settings if "." not in entry.path]
-        )
-    )
+    at_top = [entry for entry in settings if "." not in entry.path]
+    parts.append(_chapter("The run itself", "Keys at the top of the file.", at_top))
     for entry in every:
         if entry.is_section:
             text = f"{entry.sentence} {'Left out, or `null`: nothing is made.' if entry.nullable else ''}".strip()
@@ -172,11 +156,10 @@ def _row(setting: Entry) -> str:
 def _kind(value: JsonObject) -> str:
     value = next((choice for choice in value.get("anyOf", ()) if choice.get("type") == "integer"), value)
     kind = value.get("type", "string")
-    word = (
-        _WORDS[kind if isinstance(kind, str) else kind[0]]
-        if "enum" not in value
-        else _WORDS["integer" if 1 in value["enum"] else "string"]
-    )
+    kind = kind if isinstance(kind, str) else kind[0]
+    if "enum" in value:
+        kind = "integer" if 1 in value["enum"] else "string"
+    word = _WORDS[kind]
     return f"list of {_kind(value['items'])}s" if word == "list" else word
 
 

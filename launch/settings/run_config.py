@@ -1,8 +1,6 @@
-"""The configuration of a run: one frozen tree, made from defaults, a YAML file, ``--set``, the environment and derived
-values.
+"""The configuration of a run: one frozen tree.
 
-Strict: an unknown key or a wrong type is refused with its full path, where it stands, and the nearest name. Loads no
-torch.
+Strict: an unknown key or a wrong type is refused with its full path, where it stands, and the nearest name.
 """
 
 import dataclasses
@@ -21,7 +19,7 @@ from tidemill.bus.section import BASIC, NotNegative, Positive, PositiveFloat, Se
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.launch.settings.contradictions import refuse_contradictions
 from tidemill.launch.settings.hub_names import named
-from tidemill.launch.settings.prepare_config import PrepareConfig
+from tidemill.launch.settings.prepare import PrepareConfig
 from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from tidemill.learner.data import DataConfig, Stops, StopTokens
 from tidemill.learner.debug.config import DebugConfig
@@ -30,12 +28,9 @@ from tidemill.learner.settings.config import ROLLOUT, LearnerConfig, StalenessCo
 from tidemill.learner.settings.step_settings import flat
 from tidemill.weightstore.config import WeightsConfig
 
-CONFIG_FILE = "config.yaml"
-"""File in a run's directory with all settings of its last start."""
-SAMPLE_BYTES_PER_TOKEN = 9
-"""Bytes of a sample per token: int32 token, float32 log-prob, uint8 mask."""
-SAMPLE_BYTES = 1024
-"""Bytes of the text, names and headers of a short sample, estimated."""
+CONFIG_FILE = "config.yaml"  # File in a run's directory with all settings of its last start
+SAMPLE_BYTES_PER_TOKEN = 9  # Bytes of a sample per token: int32 token, float32 log-prob, uint8 mask
+SAMPLE_BYTES = 1024  # Bytes of the text, names and headers of a short sample, estimated
 
 
 @section
@@ -187,21 +182,16 @@ class RunConfig:
     @property
     def sampled_limits(self) -> dict[str, int]:
         """Maximum number of sampled tokens of a sample, by the setting that limits it; 0 = no limit."""
-        trained = {
-            name: rollout for name, rollout in self.trained_rollouts.items() if name not in self.recorded_rollouts
-        }
-        limits = {f"rollouts.{name}.budget.tokens": rollout.budget.tokens for name, rollout in trained.items()}
+        trained = {name: self.trained_rollouts[name] for name in self.trained_rollouts.keys() - self.recorded_rollouts}
+        limits = {f"rollouts.{name}.budget.tokens": trained[name].budget.tokens for name in sorted(trained)}
         return limits | ({"sampling.max_new_tokens": self.sampling.max_new_tokens} if self.data.single_turns else {})
 
     @property
     def samples_nothing(self) -> bool:
         """True if all samples of the run are recorded responses, so that it needs no engine, no actor and no reward."""
         sources, recorded = self.data.used, self.recorded_rollouts
-        return (
-            bool(sources)
-            and not self.eval.every
-            and all(source.rollout in recorded and not source.rollout_key for source in sources)
-        )
+        alone = all(source.rollout in recorded and not source.rollout_key for source in sources)
+        return bool(sources) and not self.eval.every and alone
 
     def stream_bytes(self, max_prompt_tokens: int, routed_bytes: int = 0) -> int:
         """Return the bytes that SAMPLES needs for the longest samples, with ``routed_bytes`` more per token."""
@@ -230,15 +220,12 @@ class RunConfig:
         _leave_out(parts["staleness"], {"over_sampling": 0.0})
         _leave_out(parts["sampling"], {"stop_token_ids": ()})
         trained = self.trained_rollouts.items()
-        rollouts = {
-            name: (rollout.use, rollout.options, dataclasses.asdict(rollout.budget)) for name, rollout in trained
-        }
+        rollouts = {name: (own.use, own.options, dataclasses.asdict(own.budget)) for name, own in trained}
         if rollouts:
             parts["rollout"] = rollouts[self.data.rollout] if [self.data.rollout] == [*rollouts] else rollouts
         parts["push_every"] = self.weights.push_every
-        return hashlib.sha256(
-            json.dumps(named({"seed": self.seed, **parts}), sort_keys=True, default=str).encode()
-        ).hexdigest()
+        text = json.dumps(named({"seed": self.seed, **parts}), sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def _learner_settings(self) -> JsonObject:
         settings = {name: value for name, value in dataclasses.asdict(self.learner).items() if name not in _SAME_BITS}
@@ -253,9 +240,8 @@ class RunConfig:
         return settings
 
     def _data_settings(self) -> JsonObject:
-        settings = {
-            name: value for name, value in dataclasses.asdict(self.data).items() if name not in ("path", "bad_rows")
-        }
+        settings = dataclasses.asdict(self.data)
+        del settings["path"], settings["bad_rows"]
         settings |= {"sources": self.data.sources.given, "filters": self.data.filters.given}
         _leave_out(settings, _LATER_OF_DATA)
         if self.data.skip_easy <= 0 and self.data.skip_hard < 0:
@@ -264,6 +250,7 @@ class RunConfig:
         return settings
 
 
+# Settings of the learner with which the training has the same bits.
 _SAME_BITS = frozenset(
     {
         *("checkpoint", "colocated", "devices", "nodes", "nodes_wait_s", "insecure_network"),
@@ -271,7 +258,7 @@ _SAME_BITS = frozenset(
         *("failing_tasks", "failing_s"),
     }
 )
-"""Settings of the learner with which the training has the same bits."""
+# Settings that came later, with their defaults, at which they are no part of the digest: those of former runs stay.
 _LATER_OF_LEARNER: JsonMapping = {
     "distributed_optimizer": False,
     "num_epochs": 0,
@@ -280,7 +267,6 @@ _LATER_OF_LEARNER: JsonMapping = {
     "grouped_experts": "auto",
     "bridge": "",
 }
-"""Settings that came later, with their defaults, at which they are no part of the digest: those of former runs stay."""
 _LATER_OF_ALGORITHM: JsonMapping = {
     "sft_coef": 0.0,
     "distill_teacher": "reference",

@@ -1,26 +1,24 @@
-"""YAML 1.2 as plain values, with the line and the characters of each, and back. Every defect of a text is one
-SettingsError of one line.
-"""
+"""YAML 1.2 as plain values, with the line and the characters of each. Every defect is a SettingsError of one line."""
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from tidemill.bus import exit_codes
 from tidemill.bus.section import shown
-from tidemill.launch.settings.run_paths import set_base
-from tidemill.launch.settings.shipped import cure
+from tidemill.launch.settings.run_paths import cure, set_base
 
+# Most values of a text, each counted at every reference: a few lines of references can expand to more than the memory
+# holds.
 MOST_NODES = 100_000
-"""Most values of a text, each counted at every reference: a few lines of references can expand to more than the memory
-holds.
-"""
 _BRACKETED = re.compile(r"\[(?=[^]]*:[^]]*:)[0-9A-Fa-f:.]+(%\w+)?\](:\d+)?")
 _TAG = "tag:yaml.org,2002:"
+# Scalars that are no text, in the core schema of YAML 1.2.2 (section 10.3.2), and the merge key. The parser's own
+# schema is that of YAML 1.1, in which 010 is 8, 12:30 is 750, and no is false.
 _SCALARS = {
     "null": r"(~|null|Null|NULL|)\Z",
     "bool": r"(true|True|TRUE|false|False|FALSE)\Z",
@@ -28,9 +26,6 @@ _SCALARS = {
     "float": r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z",
     "merge": r"<<\Z",
 }
-"""Scalars that are no text, in the core schema of YAML 1.2.2 (section 10.3.2), and the merge key. The parser's own
-schema is that of YAML 1.1, in which 010 is 8, 12:30 is 750, and no is false.
-"""
 
 
 class SettingsError(ValueError):
@@ -72,8 +67,8 @@ class Written:
     """A value as it stands in its text."""
 
     line: int
+    # Its characters, which for a number are lost in the value (007, 1.50); None for a list or a map.
     scalar: str | None = None
-    """Its characters, which for a number are lost in the value (007, 1.50); None for a list or a map."""
 
 
 def read(file: Path) -> tuple[Any, dict[str, Written]]:
@@ -92,9 +87,8 @@ def read(file: Path) -> tuple[Any, dict[str, Written]]:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise SettingsError(
-            f"{file}:{line}: want text in UTF-8, got the byte 0x{data[error.start]:02x}; save it as UTF-8"
-        ) from None
+        got = f"the byte 0x{data[error.start]:02x}"
+        raise SettingsError(f"{file}:{line}: want text in UTF-8, got {got}; save it as UTF-8") from None
     values, written = _parse(text, lambda line: f"{file}:{line}")
     if isinstance(values, dict):
         set_base(values, file)
@@ -134,19 +128,16 @@ def _parse(text: str, at: Callable[[int], str], path: str = "") -> tuple[Any, di
     except yaml.MarkedYAMLError as error:
         at_end = error.problem_mark is not None and not text[error.problem_mark.index :].strip()
         mark = (error.context_mark if at_end else None) or error.problem_mark or error.context_mark
-        reason = " ".join(part for part in (error.context, error.problem) if part).replace(
-            "'<stream end>'", "the end of the text"
-        )
+        reason = " ".join(part for part in (error.context, error.problem) if part)
+        reason = reason.replace("'<stream end>'", "the end of the text")
         raise SettingsError(f"{at(mark.line + 1 if mark else 1)}: not YAML: {reason}; {_hint(text, mark)}") from None
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
-        raise SettingsError(
-            f"{at(line)}: not YAML: want printable text, got the character {error.character!r}; remove it"
-        ) from None
+        got = f"the character {error.character!r}"
+        raise SettingsError(f"{at(line)}: not YAML: want printable text, got {got}; remove it") from None
     except RecursionError:
-        raise SettingsError(
-            f"{at(1)}: not usable as settings: maps or lists nested too deeply; write them flatter"
-        ) from None
+        reason = "maps or lists nested too deeply; write them flatter"
+        raise SettingsError(f"{at(1)}: not usable as settings: {reason}") from None
     except (ValueError, KeyError) as error:
         if isinstance(error, SettingsError):
             raise
@@ -172,33 +163,27 @@ class _Recorder:
         key_line = self._written.get(path, Written(line)).line
         self._written[path] = Written(key_line, node.value if isinstance(node, yaml.ScalarNode) else None)
         if any(node is outer for outer in above):
-            raise SettingsError(
-                f"{self._at(line)}: {path}: want a value, got a reference to what it is in; write it out"
-            )
+            self._refuse(line, path, "want a value, got a reference to what it is in; write it out")
         if self._nodes > MOST_NODES:
-            raise SettingsError(
-                f"{self._at(line)}: {path}: want <= {MOST_NODES} values, got more; are these references to references?"
-            )
+            self._refuse(line, path, f"want <= {MOST_NODES} values, got more; are these references to references?")
         if isinstance(node, yaml.SequenceNode):
             for place, item in enumerate(node.value):
                 self.note(item, f"{path}[{place}]", (*above, node))
         elif isinstance(node, yaml.MappingNode):
             self._note_map(node, path, (*above, node))
 
+    def _refuse(self, line: int, path: str, reason: str) -> NoReturn:
+        raise SettingsError(f"{self._at(line)}: {path}: {reason}")
+
     def _note_map(self, node: yaml.MappingNode, path: str, above: tuple[yaml.Node, ...]) -> None:
         first_lines: dict[str, int] = {}
         for key, item in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise SettingsError(
-                    f"{self._at(line)}: {path or 'the file'}: want names as keys, got a list or a map; write "
-                    "name: value"
-                )
+                self._refuse(line, path or "the file", "want names as keys, got a list or a map; write name: value")
             child = f"{path}.{key.value}" if path else str(key.value)
             if key.value in first_lines:
-                raise SettingsError(
-                    f"{self._at(line)}: {child}: given twice, first in line {first_lines[key.value]}; keep one of them"
-                )
+                self._refuse(line, child, f"given twice, first in line {first_lines[key.value]}; keep one of them")
             first_lines[key.value] = line
             self._written[child] = Written(line)
             self.note(item, child, above)

@@ -62,6 +62,7 @@ def to_checkpoint(model_dir: Path, out: Path, ranks: Parallel, *, bridge_class: 
     policy = build_policy(
         model_dir, dtype=_dtype_of_model(model_dir), parallel=ranks, tuning=tuning, bridge_class=bridge_class
     )
+    # Renamed at the end: a directory with its final name is complete.
     aside = out.with_name(f"{out.name}-{nonce()}.tmp")
     aside.mkdir(parents=True)
     try:

@@ -32,26 +32,20 @@ _OF_THE_MODEL = ("embedding.", "decoder.", "output_layer.")
 
 
 def load_initial(bridge: Any, chunks: Sequence[GPTModel], model_dir: Path, checkpoint: Path | None) -> None:
-    """Load this rank's part of the weights of ``model_dir``, or of Megatron's ``checkpoint``. Collective.
-
-    Call it inside ``megatron_device``. Raises ConfigRefused when a tensor is missing or has another shape.
-    """
+    """Initial weights of a model, from its directory or a checkpoint of Megatron's own training, of any layout."""
     if checkpoint is None:
         bridge.load(chunks, model_dir)
     else:
         iteration = torch_dist.find(checkpoint)
-        errors: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(errors, torch_dist.described(iteration))
-        if len(set(errors)) > 1:  # nodes with disks of their own
-            raise ConfigRefused(torch_dist.SETTING, "one checkpoint on all nodes", sorted(set(errors)))
+        seen: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(seen, torch_dist.described(iteration))
+        if len(set(seen)) > 1:  # nodes with disks of their own
+            raise ConfigRefused(torch_dist.SETTING, "one checkpoint on all nodes", sorted(set(seen)))
         load_megatron(iteration, chunks, setting=torch_dist.SETTING)
 
 
 def load_megatron(iteration: Path, chunks: Sequence[GPTModel], *, setting: str) -> int:
-    """Load the weights of one iteration of Megatron's training. Returns its number. Collective, as ``load_initial``.
-
-    Raises ConfigRefused, which names ``setting``, for a checkpoint of another model or an incomplete one.
-    """
+    """Load the weights of one iteration of Megatron's training, as ``load_initial``. Returns its number."""
     stored = torch_dist.read_index(iteration).shapes
     content: dict[str, JsonObject] = {}
     for number, chunk in enumerate(chunks):

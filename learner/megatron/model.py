@@ -1,7 +1,4 @@
-"""The policy: Megatron's GPTModel built from a Hugging Face directory and wrapped for data parallelism.
-
-A rank has one chunk of it: the whole model, or a pipeline stage. With virtual stages it has several.
-"""
+"""The policy: Megatron's GPTModel from a Hugging Face directory, in one or several chunks, for data parallelism."""
 
 import hashlib
 from collections.abc import Iterator
@@ -96,10 +93,7 @@ class Policy:
         return self.megatron_checkpoint is not None or (self.adapters is not None and self.adapters.loaded)
 
     def gather(self) -> None:
-        """Gather the weights that an optimizer step left to the next forward pass; collective over the replicas.
-
-        After it export, copies and digests, which some replicas take alone, find whole weights.
-        """
+        """Gather the weights that a step left to the next forward pass, before export and copies. Collective."""
         for ddp in self.ddps if self.replicas.overlap_param_gather else ():
             groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
             if any(group.param_gather_handle or not group.param_gather_dispatched for group in groups):
@@ -180,7 +174,7 @@ def build_policy(
     ``megatron_checkpoint``: Megatron's own, with the weights; loading it is collective. ``value_head``: for a critic.
     ``bridge_class``: import path; empty = by model type. Raises ConfigRefused.
     """
-    memory, mixture = memory or Memory(), mixture or Mixture()
+    memory, mixture, replicas = memory or Memory(), mixture or Mixture(), replicas or Replicas()
     with megatron_device():
         with _refusals_of_megatron():
             bridge = open_bridge(
@@ -195,7 +189,6 @@ def build_policy(
                 _give_value_head(chunks, bridge.config, parallel)
             adapters = tune(chunks, bridge, parallel, tuning or Tuning())
             inner = [_in_float16(bridge.config, chunk) for chunk in chunks]
-        replicas = replicas or Replicas()
         ddps = tuple(
             _data_parallel(bridge.config, chunk, replicas, memory, is_first=number == 0)
             for number, chunk in enumerate(inner)

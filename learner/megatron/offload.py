@@ -151,6 +151,7 @@ class OffloadedAdam:
             first,
             second,
             [],
+            # adamw adds 1 to the number of steps of each before it uses it.
             list(torch.full((len(mains),), float(self.steps - 1), device=device).unbind()),
             fused=True,
             amsgrad=False,

@@ -154,6 +154,7 @@ class PolicyOptimizer:
                 "step %d trains nothing: its learning rate is 0; raise learner.optimizer.min_lr or lr_decay_tokens",
                 step,
             )
+        # In each step, because a checkpoint brings the settings of the start that saved it.
         for group in self.inner.param_groups:
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]

@@ -162,6 +162,7 @@ class Trainer:
         self._count_tokens(batch.num_tokens)
         step = step_of(batch, constant=self._algorithm.loss_constant)
         advantages = self._advantages(step) if self._algorithm.by_advantage else None
+        # The first steps, on which the rank reports, have all samples.
         skipped_N = self._without_gradient(step, advantages if batch.step > REPORTED_STEPS else None)
         shared = not self._obstacle and any_common(batch.micro_batches)
         batch, counts = self._repacked(batch, skipped_N, shared=shared)

@@ -128,7 +128,7 @@ class Agent:
         """Act on each change of rows and children until an action ends the agent."""
         shown: tuple[str, str, str] | None = None
         while True:
-            for loop in loops[:-1]:
+            for loop in loops[:-1]:  # all but ``stop``, which ends with a drain
                 if loop.done():
                     loop.result()  # NodeReplaced; the loops have no other end
             await self._reap()

@@ -33,8 +33,7 @@ from tidemill.actors.serving.builtin.weights import Weights, load_from_directory
 from tidemill.actors.text.text import Text
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.wire.messages import Plan, Sample, Sampling, Span, Status
-from tidemill.launch.settings.prepare import prepare
-from tidemill.launch.settings.prepare_config import PrepareConfig
+from tidemill.launch.settings.prepare import PrepareConfig, prepare
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.batching import build_batches

@@ -40,7 +40,7 @@ from tidemill.bus.liveness.keys import make_keys
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Sampling
-from tidemill.launch.settings.wiring import engine_factory
+from tidemill.launch.run.workers import engine_factory
 
 REQUESTS, TOKENS = 8, 512
 SIZES: dict[str, Any] = {

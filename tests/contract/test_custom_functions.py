@@ -29,7 +29,7 @@ from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import SequenceSize, Status, score_of
 from tidemill.launch.metrics.export import open_sink
-from tidemill.launch.metrics.port import SINK, StepMetrics
+from tidemill.launch.metrics.sinks import SINK, StepMetrics
 from tidemill.learner.filters import (
     BUFFER_FILTER,
     BUILT_IN,

@@ -2,19 +2,24 @@
 several adapters in one batch, and keys and values that belong to the adapter that wrote them.
 """
 
+import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.adapters import TARGETS, adapter, weights_of, with_adapter
 from tests.engine_decoding import load
+from tests.engine_serving import serving
 from tests.tiny_models import SERVED, write_tiny_model
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.generate_body import SamplingParams
@@ -22,6 +27,7 @@ from tidemill.actors.serving.builtin import decoder
 from tidemill.actors.serving.builtin.input_scores import without_cache
 from tidemill.actors.serving.builtin.lora import Adapter, AdapterRows, IncomingAdapter
 from tidemill.actors.serving.builtin.runner import ModelRunner
+from tidemill.actors.serving.builtin.scheduler import OTHER_WEIGHTS
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest
 from tidemill.actors.serving.builtin.sequence import Sequence as Response
 from tidemill.actors.serving.builtin.weights import Weights
@@ -155,3 +161,70 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, change: object,
         incoming.check_new([spec_of(name, tensor) for name, tensor in tensors.items()], ())
         incoming.take(tensors.items())
         incoming.built()
+
+
+def peft_directory(directory: Path, matrices: dict[str, Tensor]) -> Path:
+    """Write an adapter as PEFT does."""
+    directory.mkdir()
+    save_file(matrices, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 6.0}))
+    return directory
+
+
+async def test_requests_name_adapters_and_share_a_batch(tmp_path: Path) -> None:
+    """Two adapters and the weights alone, one prompt: each response has the log-probs of its merged model, prefixes are
+    shared by name, an adapter in use stays, and new weights end the responses of adapters.
+    """
+    model_dir = write_tiny_model(tmp_path / "model", eos_token_id=None)
+    named = weights_of(model_dir)
+    matrices = {name: adapter(named, seed) for seed, name in enumerate(("first", "second"))}
+    base = load(model_dir)
+    models = {name: merged(base, model_dir, one) for name, one in matrices.items()} | {None: base}
+    prompt = list(range(5, 45))
+    async with serving(model_dir) as served:
+        for version, name in enumerate(matrices, 3):
+            directory = peft_directory(tmp_path / name, matrices[name])
+            body = {"lora_name": name, "lora_path": str(directory), "weight_version": str(version)}
+            status, answer = await served.post("/load_lora_adapter", body)
+            assert status == 200, answer
+        assert answer["loaded_adapters"] == ["first", "second"]
+
+        async def response(name: str | None, **params: object) -> dict[str, Any]:
+            sampling = {"max_new_tokens": 6, "temperature": 1.0} | params
+            body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "lora_path": name}
+            status, answer = await served.post("/generate", body)
+            assert status == 200, answer
+            return dict(answer)
+
+        await served.client.pause()
+        names = [None, "first", "second", "first", None]
+        tasks = [asyncio.ensure_future(response(name)) for name in names]
+        await served.until(lambda: len(served.engine.scheduler.waiting) == len(names))
+        await served.client.resume()
+        for name, answer in zip(names, await asyncio.gather(*tasks), strict=True):
+            tokens = torch.tensor(prompt + answer["output_ids"])
+            with torch.inference_mode():
+                want = log_probs(models[name], tokens[None])[0, len(prompt) - 1 : -1]
+            want = want.gather(-1, tokens[len(prompt) :, None])[:, 0]
+            got = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
+            assert near(got, want), name
+            assert answer["meta_info"]["weight_version"] == {None: "0", "first": "3", "second": "4"}[name]
+        scored = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+        _, answer = await served.post("/generate", scored | {"logprob_start_len": 0, "lora_path": "second"})
+        got = torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
+        with torch.inference_mode():
+            want = log_probs(models["second"], torch.tensor(prompt)[None])[0, :-1]
+        assert near(got, want.gather(-1, torch.tensor(prompt)[1:, None])[:, 0])
+
+        assert (await served.post("/generate", {"input_ids": prompt, "lora_path": "third"}))[0] == 400
+        gate = served.hold(after=1)
+        running = asyncio.ensure_future(response("first", max_new_tokens=400))
+        await served.until(lambda: served.engine.scheduler.running)
+        status, answer = await served.post("/unload_lora_adapter", {"lora_name": "first"})
+        assert status == 400 and "in use by 1 requests" in str(answer)
+        status, answer = await served.post("/unload_lora_adapter", {"lora_name": "second"})
+        assert (status, answer["loaded_adapters"]) == (200, ["first"])
+        await served.engine.load_snapshot(model_dir, 1)
+        assert (await running)["meta_info"]["finish_reason"]["message"] == OTHER_WEIGHTS
+        assert served.engine.scheduler.adapters == ("",)
+        gate.open()

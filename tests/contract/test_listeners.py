@@ -30,7 +30,7 @@ from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.http.access import Route, Rule, RunAccess
 from tidemill.bus.http.bodies import BodyLimits, body_in
 from tidemill.bus.http.listener import Listener
-from tidemill.launch.run.teacher import run_teacher
+from tidemill.launch.run.servers import run_teacher
 
 GROWTH_BYTES = 64 << 20
 """Most memory that a process may gain by an attack: the attacks are of more than a gigabyte."""

@@ -30,8 +30,8 @@ from tests.learner_steps import run_ranks
 from tests.refusals import refusal
 from tests.tiny_models import SERVED, write_tiny_model
 from tidemill.actors.serving.builtin.scoring import score_directory
-from tidemill.launch.cli.debug_weights import between_tensors, tensors_of
 from tidemill.launch.cli.main import main
+from tidemill.launch.cli.weights import between_tensors, tensors_of
 from tidemill.learner.debug.comparison import Comparison, compare_modules
 from tidemill.learner.debug.train_file import ModuleDump, read_modules, write_modules
 from tidemill.learner.layout import parallel

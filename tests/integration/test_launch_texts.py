@@ -11,7 +11,7 @@ from tests.bus_fixtures import BusOpener
 from tests.refusals import refusal
 from tidemill.bus.streams.bus import Bus
 from tidemill.launch.cli import main as cli
-from tidemill.launch.cli.texts import show_texts
+from tidemill.launch.cli.eval import show_texts
 
 ROWS = 6
 

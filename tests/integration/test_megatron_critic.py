@@ -29,11 +29,12 @@ from tests.integration.critic_ranks import (
 )
 from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.metric_names import missing, undocumented
+from tests.rank_sizes import rank_parameters
 from tests.refusals import refusal
 from tests.same_metrics import TIMES
 from tests.tiny_models import write_tiny_model
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.launch.devices.memory_table import rank_parameters, valued
+from tidemill.launch.devices.memory_table import valued
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.debug.comparison import compare_train

@@ -17,16 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from tests.examples import rarely, some
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
+from tests.rank_sizes import rank_parameters
 from tests.tiny_models import write_tiny_model
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.launch.devices.memory_table import (
-    Activations,
-    buffer_elements,
-    memory_rows,
-    optimizer_bytes,
-    parameters,
-    rank_parameters,
-)
+from tidemill.launch.devices.activations import Activations
+from tidemill.launch.devices.memory_table import buffer_elements, memory_rows, optimizer_bytes, parameters
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Parallel, Replicas

@@ -26,8 +26,7 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Done, Evaluated
 from tidemill.launch.cli.main import main
 from tidemill.launch.metrics.export import export
-from tidemill.launch.metrics.port import SINK, StepMetrics
-from tidemill.launch.metrics.sinks import Jsonl, WeightsAndBiases
+from tidemill.launch.metrics.sinks import SINK, Jsonl, StepMetrics, WeightsAndBiases
 from tidemill.rewards.registry import Bound
 
 ROOT = Path(__file__).resolve().parents[2]

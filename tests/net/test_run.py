@@ -28,7 +28,7 @@ from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Done
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.cli.status import ProcessStatus, RunStatus, read_status
+from tidemill.launch.cli.status import read_status
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 DIGITS = ROOT / "launch/configs/digits.yaml"
@@ -239,7 +239,7 @@ async def row_of(bus: Bus, role: str, id: str, what: Callable[[LiveRow], bool], 
             await asyncio.sleep(0.1)
 
 
-def one_of(status: RunStatus, id: str) -> ProcessStatus:
+def one_of(status: JsonObject, id: str) -> JsonObject:
     """Return the row of a process in the values of status."""
     (row,) = [one for one in status["processes"] if one["id"] == id]
     return row

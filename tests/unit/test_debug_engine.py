@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.refusals import refusal
-from tidemill.launch.cli.debug_engine import RunningEngine
+from tidemill.launch.cli.debug import RunningEngine
 
 
 @contextmanager

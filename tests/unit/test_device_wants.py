@@ -31,7 +31,7 @@ from tidemill.launch.devices.demand import ModelSize, devices_of, engine_variabl
 from tidemill.launch.devices.placement import place
 from tidemill.launch.devices.shapes import EnginePlace, Node, PlacementRefused, RankPlace
 from tidemill.launch.devices.visible import nccl_of, this_node
-from tidemill.launch.run import learner_nodes
+from tidemill.launch.run import learner_nodes, learner_process
 from tidemill.launch.run.learner_process import place_ranks
 from tidemill.launch.run.workers import refuse_small_devices, take_devices
 from tidemill.launch.settings.config_loader import SettingsError, load
@@ -192,12 +192,12 @@ def test_live_rows_have_the_version_of_nccl(four: Node, monkeypatch: pytest.Monk
     that they have.
     """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # restored after the test
-    for module in (visible, demand, learner_nodes):
+    for module in (visible, demand, learner_process, learner_nodes):
         monkeypatch.setattr(
             module, "nccl_of", lambda program=sys.executable: "2.30.4" if program == "/sglang/python" else "2.29.7"
         )
     assert place_ranks(RunConfig())[1].nccl == "2.29.7"
-    assert learner_nodes.capabilities_of(four.devices[:2]).nccl == "2.29.7"
+    assert learner_process.capabilities_of(four.devices[:2]).nccl == "2.29.7"
     assert learner_nodes.library_versions(RunConfig(), four.devices[:2])["NCCL"] == "2.29.7"
     assert "NCCL" not in learner_nodes.library_versions(RunConfig(), ())
     _, held = take_devices(RunConfig())

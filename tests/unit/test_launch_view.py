@@ -22,8 +22,7 @@ from tidemill.bus.wire.messages import Done, Evaluated
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run import view
 from tidemill.launch.run.learner_process import LearnerRow
-from tidemill.launch.run.scores import lines_of
-from tidemill.launch.run.summary import draw, reward_limits, scores_of, smooth
+from tidemill.launch.run.summary import draw, reward_limits, scores_lines, scores_of, smooth
 from tidemill.launch.run.view import evaluations, picture, plot, show_plain, waits
 from tidemill.launch.run.watch import SERVER_RESTARTS, SILENT_S, RunLines, RunWatch
 
@@ -181,7 +180,7 @@ def test_evaluations_are_shown_each_once_with_the_versions_of_their_tokens(tmp_p
         "evaluation held 0.750 [0.100, 0.900] (version 3, tokens of 4)",
     ]
     assert len((tmp_path / "evaluations.jsonl").read_text().splitlines()) == 3
-    assert scores_of(lines_of(watch.evaluated)) == {"evaluation held": [(0, 0.25), (4, 0.5), (6, 0.75)]}
+    assert scores_of(scores_lines(watch.evaluated)) == {"evaluation held": [(0, 0.25), (4, 0.5), (6, 0.75)]}
     console = Console(file=io.StringIO(), width=110, force_terminal=False, color_system=None)
     console.print(picture(watch, "tidemill test"))
     assert console.file.getvalue().count("evaluation held 0.750 [0.100, 0.900] (version 3") == 1  # type: ignore[attr-defined]

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from tests.rank_sizes import rank_parameters
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.launch.cli.main import main
 from tidemill.launch.devices.demand import ModelSize, want_of
-from tidemill.launch.devices.memory_table import SENDER, MemoryRow, memory_rows, parameters, rank_parameters
+from tidemill.launch.devices.memory_table import SENDER, MemoryRow, memory_rows, parameters
 from tidemill.launch.devices.shapes import Device, Node
 from tidemill.launch.settings.config_loader import load
 

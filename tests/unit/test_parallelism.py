@@ -2,10 +2,11 @@
 
 import pytest
 
+from tests.rank_sizes import rank_parameters
 from tests.unit.test_memory_table import QWEN3_8B, SHAPE
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.launch.devices.demand import want_of
-from tidemill.launch.devices.memory_table import parameters, rank_parameters
+from tidemill.launch.devices.memory_table import parameters
 from tidemill.launch.devices.shapes import Node, stages_of
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.layout.sizes import refusals, stage_layers

@@ -14,16 +14,20 @@ from hypothesis import strategies as st
 
 from tests.examples import rarely
 from tests.refusals import refusal
-from tidemill.launch.settings.datasets import DATA, gsm8k_prompts, prompts, solve
 from tidemill.launch.settings.prepare import (
     CHARACTERS,
+    TASKS,
+    PrepareConfig,
     Prepared,
     PreparedOtherwise,
     bpe_tokenizer,
     character_tokenizer,
+    gsm8k_prompts,
     prepare,
+    prompts,
+    solve,
 )
-from tidemill.launch.settings.prepare_config import TASKS, PrepareConfig
+from tidemill.launch.settings.run_paths import DATA
 
 SIZES = {
     "num_hidden_layers": 1,

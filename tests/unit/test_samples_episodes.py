@@ -9,10 +9,9 @@ from tests.bus_kit import make_episode, make_sample, make_turns
 from tidemill.bus.streams.readers import StoredSample
 from tidemill.bus.wire.messages import SequenceSize
 from tidemill.launch.cli.show import Vocabulary, shaded, tokens_of
-from tidemill.launch.samples.block import block, facts
 from tidemill.launch.samples.filters import Headline
 from tidemill.launch.samples.search import FoundSample, as_map
-from tidemill.launch.samples.text import conversation, turns_in, turns_table
+from tidemill.launch.samples.text import block, conversation, facts, turns_in, turns_table
 
 IDS = Vocabulary(None)
 LINE = Headline(seq=3, stored_s=0.0, kind="train", actor="a")

@@ -6,7 +6,7 @@ import pytest
 
 from tidemill.launch.cli import main as cli
 from tidemill.launch.settings.config_loader import SettingsError, load
-from tidemill.launch.settings.shipped import CONFIGS, DATA, PACKAGE, config_file, names
+from tidemill.launch.settings.run_paths import CONFIGS, DATA, PACKAGE, config_file, names
 
 
 @pytest.fixture

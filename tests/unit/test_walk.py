@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from tests.unit.test_prepare import SMALL
 from tidemill.actors.episodes.programs.walk import LAST, Walk
-from tidemill.launch.settings.datasets import prompts
-from tidemill.launch.settings.prepare import character_tokenizer
-from tidemill.launch.settings.prepare_config import PrepareConfig
+from tidemill.launch.settings.prepare import PrepareConfig, character_tokenizer, prompts
 
 
 def begun(prompt: str) -> Walk:

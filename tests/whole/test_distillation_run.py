@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.whole.running import assert_books_balance, up
-from tidemill.launch.settings.prepare import prepare
-from tidemill.launch.settings.prepare_config import PrepareConfig
+from tidemill.launch.settings.prepare import PrepareConfig, prepare
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,

@@ -23,12 +23,9 @@ if TYPE_CHECKING:
 
     from tidemill.weightstore.format.checksums import ChecksumReport
 
-PEFT = "base_model.model."
-"""Prefix of PEFT's names."""
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""Files of PEFT's format."""
-BASE = "tidemill_base"
-"""Field of adapter_config.json in a snapshot: digest of the weights that the adapter belongs to."""
+PEFT = "base_model.model."  # Prefix of PEFT's names
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # Files of PEFT's format
+BASE = "tidemill_base"  # Field of adapter_config.json in a snapshot: digest of the weights that the adapter belongs to
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 

@@ -44,12 +44,11 @@ def beside(tensor: Tensor) -> Iterator[None]:
         stream.synchronize()
 
 
-LANES = 1 << 18
-"""Lanes summed at a time: their factors (2 MB) stay in the cache."""
+LANES = 1 << 18  # Lanes summed at a time: their factors (2 MB) stay in the cache
 _MOD = 1 << 64
+# 2^64 / golden ratio: the increment of SplitMix64 (Steele, Lea, Flood 2014), as the two multipliers and the shifts of
+# ``_mixed``.
 _GOLDEN = 0x9E3779B97F4A7C15
-"""2^64 / golden ratio: the increment of SplitMix64 (Steele, Lea, Flood 2014), as the two multipliers and the shifts of
-``_mixed``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +121,8 @@ def sha256(tensors: Sequence[Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
+# Functions by the name of the scheme in a report
 SCHEMES: dict[str, Callable[[Sequence[Tensor]], str]] = {"sum64": sum64, "sha256": sha256}
-"""Functions by the name of the scheme in a report."""
 
 
 def sum_of(scheme: str, part: TensorChecksum, tensors: Mapping[str, Tensor]) -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+# Names of dtypes in torch and SGLang, and their sizes
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -35,7 +36,6 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Names of dtypes in torch and SGLang, and their sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,10 +20,9 @@ _log = logging.getLogger(__name__)
 
 _KEY = "turn"
 _LEARNER, _ENGINES = "learner", "engines"
-_POLL_S = 0.5
-"""Interval of looking for a change of ownership or of live rows."""
+_POLL_S = 0.5  # Interval of looking for a change of ownership or of live rows
+# Deadline for engines that were taking memory when the learner acquired it; one that starts may need minutes
 TAKING_S = 600.0
-"""Deadline for engines that were taking memory when the learner acquired it; one that starts may need minutes."""
 
 
 class AcceleratorLease:

@@ -14,8 +14,7 @@ from tidemill.weightstore.transport.staging import StagedModel
 
 _log = logging.getLogger(__name__)
 
-_POLL_S = 1.0
-"""Interval at which snapshot requests are read, besides the wake-ups."""
+_POLL_S = 1.0  # Interval at which snapshot requests are read, besides the wake-ups
 
 
 class Head:
@@ -26,8 +25,8 @@ class Head:
         0 = only these."""
         self._registry, self._snapshots, self._snapshot_every = registry, snapshots, snapshot_every
         self.row: VersionRow | None = None
+        # Its weights; None where another learner pushed the version, or its weights are a model directory
         self.copy: StagedModel | StagedAdapter | None = None
-        """Its weights; None where another learner pushed the version, or its weights are a model directory."""
 
     async def fence(self, epoch: int) -> None:
         """Fence older learners, and read the head. Raises Fenced, BusUnavailable."""

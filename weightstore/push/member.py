@@ -17,12 +17,11 @@ from tidemill.weightstore.transport.port import Deadlines, Rendezvous, WeightRec
 
 _log = logging.getLogger(__name__)
 
+# Returns a line for every tensor that an engine does not have as it was sent. Raises PartLost.
 Check = Callable[[ChecksumReport], Awaitable[list[str]]]
-"""Returns a line for every tensor that an engine does not have as it was sent. Raises PartLost."""
+# Deadline for leaving a group before the engine is dropped; optional, because the next join leaves the old group
 _LEAVE_S = 1.0
-"""Deadline for leaving a group before the engine is dropped; optional, because the next join leaves the old group."""
-_SHOWN = 5
-"""Differing tensors named in an error."""
+_SHOWN = 5  # Differing tensors named in an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +51,12 @@ class Member:
         self.backend, self.devices = backend, row.capabilities.devices
         self.ranks, self.colocated = row.capabilities.ranks, row.capabilities.colocated
         self.receiver, self.deadlines = receiver, deadlines
-        self.verified = False
-        """True once the engine's checksums have been compared, or if it has none to compare."""
+        self.verified = False  # True once the engine's checksums have been compared, or if it has none to compare
+        # A push can be one request (``receive``) instead of ``begin`` and the buckets
         self.single_request = row.capabilities.single_request_push
-        """A push can be one request (``receive``) instead of ``begin`` and the buckets."""
         self.adapters = adapters
+        # Digest of the weights that it holds, once they have been found equal to the base of the adapters
         self.base = ""
-        """Digest of the weights that it holds, once they have been found equal to the base of the adapters."""
         self._joined = False
 
     async def join(self, rendezvous: Rendezvous | None) -> None:

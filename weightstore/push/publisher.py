@@ -53,18 +53,12 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-START_S = 60.0
-"""Time that the bus has to answer when the publisher starts."""
-_CLOSE_S = 10.0
-"""Time that the thread has to end, beyond the deadline of the phase that a push may be in."""
-_STAGING_S = 600.0
-"""A snapshot that is being written holds its staging copy for as long as the disk takes."""
-_POLL_S = 1.0
-"""Interval at which live rows are read."""
-_AGAIN_S = 1.0
-"""Pause before a failed push is repeated, because a bus may refuse it immediately."""
-_GATHER_S = 0.25
-"""Interval of looking for more engines while there are fewer than ``min_engines``."""
+START_S = 60.0  # Time that the bus has to answer when the publisher starts
+_CLOSE_S = 10.0  # Time that the thread has to end, beyond the deadline of the phase that a push may be in
+_STAGING_S = 600.0  # A snapshot that is being written holds its staging copy for as long as the disk takes
+_POLL_S = 1.0  # Interval at which live rows are read
+_AGAIN_S = 1.0  # Pause before a failed push is repeated, because a bus may refuse it immediately
+_GATHER_S = 0.25  # Interval of looking for more engines while there are fewer than ``min_engines``
 _DEFAULT_BUS = BusConfig()
 
 

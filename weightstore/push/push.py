@@ -34,17 +34,15 @@ from tidemill.weightstore.transport.staging import StagedModel
 
 _log = logging.getLogger(__name__)
 
+# Transports by handles, of host memory and of a GPU's; the others are the backends of process groups
 HOST_HANDLES, CUDA_HANDLES = "host_handles", "cuda_handles"
-"""Transports by handles, of host memory and of a GPU's; the others are the backends of process groups."""
-_BUCKETS_AHEAD = 3
-"""Buckets requested at once from an engine that reads them itself: the next requests wait there."""
+_BUCKETS_AHEAD = 3  # Buckets requested at once from an engine that reads them itself: the next requests wait there
+# SGLang usually joins within this time; if the learner has gone by then, it retries for minutes without answering
 _JOIN_S = 2.0
-"""SGLang usually joins within this time; if the learner has gone by then, it retries for minutes without answering."""
 
+# The times of a member that took the version, or the reason that it did not
 Outcome = dict[Member, Updated | ReceiverFailed]
-"""The times of a member that took the version, or the reason that it did not."""
-CheckOf = Callable[[Member], Check | None]
-"""Returns the comparison of a member's checksums if it is due, else None."""
+CheckOf = Callable[[Member], Check | None]  # Returns the comparison of a member's checksums if it is due, else None
 T = TypeVar("T")
 
 
@@ -177,14 +175,10 @@ class Push:
         """
         self._version, self._buckets, self._check_of, self._handles = version, buckets, check_of, handles
         self._adapter = adapter
-        self._contents: dict[Member, Contents] = {}
-        """What each engine was sent."""
-        self.updated: dict[str, Updated] = {}
-        """Engines that serve the version now."""
-        self.evicted: dict[str, str] = {}
-        """Engine -> why it does not."""
-        self.transfer_s = 0.0
-        """From the first begin to the last end."""
+        self._contents: dict[Member, Contents] = {}  # What each engine was sent
+        self.updated: dict[str, Updated] = {}  # Engines that serve the version now
+        self.evicted: dict[str, str] = {}  # Engine -> why it does not
+        self.transfer_s = 0.0  # From the first begin to the last end
         self.throughput = Throughput()
 
     def report(self, copy: StagedModel | StagedAdapter, *, seconds: float) -> PushReport:

@@ -40,12 +40,10 @@ from tidemill.weightstore.transport.senders import APART, START_S, Sender
 
 _log = logging.getLogger(__name__)
 
-PHASES = ("joining", "catching up", "serving", "stale")
-"""An engine in one of these phases takes part."""
+PHASES = ("joining", "catching up", "serving", "stale")  # An engine in one of these phases takes part
+# Name of rank 0's process groups, and prefix of the others: an engine that has one of that name leaves it first
 GROUP = "tidemill"
-"""Name of rank 0's process groups, and prefix of the others: an engine that has one of that name leaves it first."""
-_MAX_PAUSE_S = 600.0
-"""Bound of the pause between two attempts with an engine that keeps failing."""
+_MAX_PAUSE_S = 600.0  # Bound of the pause between two attempts with an engine that keeps failing
 T = TypeVar("T")
 
 
@@ -89,12 +87,10 @@ class PushGroup:
 
     def __init__(self, rules: GroupRules, members: Iterable[Member] = ()) -> None:
         self.rules, self.members = rules, list(members)
+        # The learner's ends: rank 0's, then the other parts' in their order
         self.senders: list[Sender | RemoteSender] = []
-        """The learner's ends: rank 0's, then the other parts' in their order."""
-        self._joined: list[Member] = []
-        """Members of the open process groups."""
-        self._sending = asyncio.Lock()
-        """Senders take turns: the members receive one bucket after the other."""
+        self._joined: list[Member] = []  # Members of the open process groups
+        self._sending = asyncio.Lock()  # Senders take turns: the members receive one bucket after the other
         self._lost: PeerLost | None = None
 
     @property
@@ -218,12 +214,11 @@ class PushGroups:
         self._members: dict[str, Member] = {}
         self._groups: list[PushGroup] = []
         self._backoffs: dict[Identity, _Backoff] = {}
-        self._without_nccl: dict[Identity, str] = {}
-        """Engine -> why it gets no weights over NCCL, as logged."""
+        self._without_nccl: dict[Identity, str] = {}  # Engine -> why it gets no weights over NCCL, as logged
+        # Live engine -> why it was evicted; removed when it has taken a version or another process has its name
         self.evicted: dict[str, str] = {}
-        """Live engine -> why it was evicted; removed when it has taken a version or another process has its name."""
+        # ``evicted`` as recorded on the bus; None = as an earlier learner recorded it
         self._recorded: dict[str, str] | None = None
-        """``evicted`` as recorded on the bus; None = as an earlier learner recorded it."""
 
     async def reconcile(self) -> list[PushGroup]:
         """Drop engines that have gone, and add new ones. Returns the groups. Raises BusUnavailable."""

@@ -31,8 +31,8 @@ from tidemill.weightstore.transport.port import Deadlines, Identity, OpenReceive
 _log = logging.getLogger(__name__)
 
 OK, UNDER_WAY = 200, 102
+# Event of a refused connection, the first one or a later one: ZMQ itself would retry without end
 _GONE = zmq.EVENT_CONNECT_RETRIED
-"""Event of a refused connection, the first one or a later one: ZMQ itself would retry without end."""
 
 
 class HandleReceiver:
@@ -258,8 +258,8 @@ class HandleReceivers:
         self._memory, self._otherwise, self._epoch, self._deadlines = memory, otherwise, epoch, deadlines
         self._context, self._place = zmq.asyncio.Context(), shared_memory_domain()
         self._logged: set[str] = set()
+        # Engine -> why it gets no handles. Another process of the same name is tried again.
         self._refused: dict[Identity, str] = {}
-        """Engine -> why it gets no handles. Another process of the same name is tried again."""
 
     def open(self, row: LiveRow) -> WeightReceiver:
         """Return a receiver for an engine; one that gets no handles is logged once."""

@@ -31,8 +31,8 @@ from tidemill.weightstore.format.manifest import count_of
 
 _log = logging.getLogger(__name__)
 
+# Buckets begin at multiples of this: two buckets that share a page cannot both be pinned
 PAGE = max(4096, mmap.PAGESIZE)
-"""Buckets begin at multiples of this: two buckets that share a page cannot both be pinned."""
 
 
 def shared_memory_domain() -> str:
@@ -174,8 +174,8 @@ class HostMemory:
             os.close(block.fd)
 
 
+# Opens the whole block of a GPU's memory that a handle is about. Raises BadManifest.
 OpenBlock = Callable[[JsonMapping], Tensor]
-"""Opens the whole block of a GPU's memory that a handle is about. Raises BadManifest."""
 
 
 class Mapped:
@@ -186,8 +186,8 @@ class Mapped:
         IPC.
         """
         self._pinning, self._open = pinning, open_block
+        # Blocks of host memory, with their mappings, and of GPUs, by their identities
         self._blocks: dict[tuple[object, ...], tuple[Tensor, _Mapping | None]] = {}
-        """Blocks of host memory, with their mappings, and of GPUs, by their identities."""
 
     def part(self, handle: Mapping[str, object]) -> Tensor:
         """Return the bytes of a handle of ``HostMemory``, flat uint8. Raises BadManifest when it is gone. Blocking."""

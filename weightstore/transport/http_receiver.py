@@ -17,10 +17,9 @@ from tidemill.weightstore.format.manifest import TensorSpec
 from tidemill.weightstore.transport.parts import Buckets, Payload, RemoteBucket
 from tidemill.weightstore.transport.port import Deadlines, Rendezvous
 
-STALE_EPOCH = 409
-"""Status of an engine that has seen a newer learner; the ``epoch`` of that one is in the answer."""
+STALE_EPOCH = 409  # Status of an engine that has seen a newer learner; the ``epoch`` of that one is in the answer
+# Statuses of an engine without checksums: plain SGLang has no such path, and some layouts cannot be compared
 NOT_SUPPORTED = (404, 405, 501)
-"""Statuses of an engine without checksums: plain SGLang has no such path, and some layouts cannot be compared."""
 
 
 class HttpReceiver:
@@ -32,8 +31,7 @@ class HttpReceiver:
     def __init__(self, session: aiohttp.ClientSession, url: str, *, epoch: int, deadlines: Deadlines) -> None:
         self._api = ApiClient(url, self._error, session=session, connect_s=deadlines.phase_s)
         self.url, self._epoch, self._deadlines = self._api.url, epoch, deadlines
-        self._groups: list[str] = []
-        """Names of the process groups, in the order of the parts of the weights."""
+        self._groups: list[str] = []  # Names of the process groups, in the order of the parts of the weights
         self._version = -1
 
     async def join(self, rendezvous: Rendezvous | None) -> None:

@@ -35,18 +35,13 @@ from tidemill.weightstore.transport.nccl import DeviceEnd
 
 _log = logging.getLogger(__name__)
 
-ANSWER_S = 30.0
-"""Deadline in seconds of a request that waits for nothing but the rank."""
-GRACE_S = 5.0
-"""Seconds beyond the deadline of a call in the other rank, in which its answer arrives."""
-CHECK_S = 5.0
-"""Deadline in seconds of a request that is answered at once."""
-FETCH_S = 120.0
-"""Deadline in seconds of each wait for a tensor's bytes."""
+ANSWER_S = 30.0  # Deadline in seconds of a request that waits for nothing but the rank
+GRACE_S = 5.0  # Seconds beyond the deadline of a call in the other rank, in which its answer arrives
+CHECK_S = 5.0  # Deadline in seconds of a request that is answered at once
+FETCH_S = 120.0  # Deadline in seconds of each wait for a tensor's bytes
 
 
-RELEASE_S = 600.0
-"""Time in seconds for which the release of a set of tensors is repeated: its rank waits for it."""
+RELEASE_S = 600.0  # Time in seconds for which the release of a set of tensors is repeated: its rank waits for it
 _AGAIN_S = 1.0
 
 
@@ -105,10 +100,8 @@ class RemoteBucket:
         return await self.part.read(self)
 
 
-Payload = Tensor | RemoteBucket
-"""The bytes of a bucket: flat uint8 in this process, or in another rank."""
-Buckets = Sequence[tuple[Bucket, Payload]]
-"""Buckets of a version, in the order in which they are sent."""
+Payload = Tensor | RemoteBucket  # The bytes of a bucket: flat uint8 in this process, or in another rank
+Buckets = Sequence[tuple[Bucket, Payload]]  # Buckets of a version, in the order in which they are sent
 
 
 class RemotePart:

@@ -118,10 +118,9 @@ class WeightReceiver(Protocol):
         raise NotImplementedError
 
 
-OpenReceiver = Callable[["LiveRow"], WeightReceiver]
-"""Makes the receiver of a live engine."""
+OpenReceiver = Callable[["LiveRow"], WeightReceiver]  # Makes the receiver of a live engine
+# Id, address and pid of an engine. Another one is another process, which has joined no group.
 Identity = tuple[str, str, int]
-"""Id, address and pid of an engine. Another one is another process, which has joined no group."""
 
 
 def identity(row: "LiveRow") -> Identity:
@@ -129,12 +128,11 @@ def identity(row: "LiveRow") -> Identity:
     return row.id, row.address, row.pid
 
 
+# Phases with work on all weights: memory for a second copy (``begin`` or the first bucket), checksums, loading
 BY_SIZE = frozenset({"begin", "bucket", "verify", "end", "resume"})
-"""Phases with work on all weights: memory for a second copy (``begin`` or the first bucket), checksums, loading."""
+# Minimum speed of an engine in such a phase, until it is measured: a busy laptop computed checksums at 18e6
 FIRST_BYTES_PER_S = 20e6
-"""Minimum speed of an engine in such a phase, until it is measured: a busy laptop computed checksums at 18e6."""
-SLOWER = 4.0
-"""Factor of the longest time measured: machines and networks are shared."""
+SLOWER = 4.0  # Factor of the longest time measured: machines and networks are shared
 
 
 class Deadlines:
@@ -143,8 +141,7 @@ class Deadlines:
     def __init__(self, phase_s: float, load_s: float = 600.0) -> None:
         """``phase_s``: of a phase without work on the weights. ``load_s``: of a load from disk, the longest phase."""
         self.phase_s, self.load_s = phase_s, load_s
-        self.num_bytes = 0
-        """Size of the weights of this push."""
+        self.num_bytes = 0  # Size of the weights of this push
         self._longest_s: dict[str, float] = {}
 
     def of(self, phase: str) -> float:

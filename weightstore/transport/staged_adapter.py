@@ -80,8 +80,7 @@ class StagedAdapter:
     def __init__(self, base: AdapterBase, adapter: Staging, *, step: int = -1, prepare_s: float = 0.0) -> None:
         self.base, self._adapter = base, adapter
         self.step, self.prepare_s = step, prepare_s
-        self.version = -1
-        """Version of the copy; -1 = it has none yet."""
+        self.version = -1  # Version of the copy; -1 = it has none yet
         self.header = AdapterHeader(scale=base.settings.scale, num_tensors=len(adapter.manifest.specs))
         self._merged: Staging | None = None
 

@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from tidemill.actors.errors import EngineFailed, EngineUnavailable
+from tidemill.actors.errors import BadRequest, EngineFailed, EngineUnavailable
 from tidemill.actors.generate_body import Generate, asks_for_scores, parse_generate, parse_scores, seeds
 from tidemill.actors.http_api import DONE, body_of, decode, done, error_of, event
 from tidemill.actors.serving.builtin.input_scores import Scoring, scores_json
@@ -32,7 +32,7 @@ from tidemill.actors.serving.builtin.sequence import (
 )
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.builtin.weight_updates import BuiltinUpdates
-from tidemill.actors.serving.command_bodies import PushBody
+from tidemill.actors.serving.command_bodies import AdapterBody, PushBody
 from tidemill.actors.serving.host import PROBE, EngineHost
 from tidemill.actors.serving.port import Body, Result
 from tidemill.actors.text.text import Text, beside_loop, size_of
@@ -126,10 +126,17 @@ class BuiltinBackend:
         host = self._host
         host.require_servable()
         scores = parse_scores(body, host.limits)
+        self._require_adapter(scores.adapter)
         host.accept(len(scores.sequences))
         try:
             scorings = [
-                Scoring(tokens=tokens, start=start, temperature=scores.temperature, top_k=scores.top_k)
+                Scoring(
+                    tokens=tokens,
+                    start=start,
+                    temperature=scores.temperature,
+                    top_k=scores.top_k,
+                    adapter=scores.adapter,
+                )
                 for tokens, start in zip(scores.sequences, scores.starts, strict=True)
             ]
             self._scheduler.submit_scorings(scorings)
@@ -167,12 +174,19 @@ class BuiltinBackend:
         generate = await beside_loop(size_of(body.get("text")), lambda: parse_generate(body, host.limits))
         await host.serve_version(generate.body.min_version, generate.body.min_version_timeout_s)
         host.require_servable()  # again: it may have begun to drain while this waited
+        self._require_adapter(generate.body.lora_path or "")
         progress = self.submit(generate)
         try:
             yield generate, progress
         finally:
             if not progress.done:
                 self._abandon(progress)
+
+    def _require_adapter(self, name: str) -> None:
+        """Raise BadRequest for an adapter that is not loaded."""
+        if name not in (loaded := self._scheduler.adapters):
+            known = ", ".join(sorted(filter(None, loaded))) or "none"
+            raise BadRequest(f"lora_path: want a loaded adapter ({known}), got {name!r}")
 
     def submit(self, generate: Generate) -> Progress:
         """Queue the requested responses, in any phase. Raises EngineUnavailable when the queue is full."""
@@ -182,7 +196,12 @@ class BuiltinBackend:
             generate.prompts, generate.params, generate.rids, seeds(generate), strict=True
         ):
             request = ResponseRequest(
-                rid=rid, prompt=prompt, params=params, seed=seed, continued_tokens=generate.body.continued_tokens
+                rid=rid,
+                prompt=prompt,
+                params=params,
+                seed=seed,
+                continued_tokens=generate.body.continued_tokens,
+                adapter=generate.body.lora_path or "",
             )
             experts = None if routed is None else CapturedExperts(routed)
             progress.add(
@@ -299,7 +318,20 @@ class BuiltinBackend:
         async def receive_push(request: web.Request) -> web.Response:
             return await self._receive_push(await command(request))
 
+        async def load_adapter(request: web.Request) -> web.Response:
+            body = decode(await command(request), AdapterBody)
+            updates = self._host.updates
+            await updates.run_shielded(updates.load_adapter(body.lora_name, Path(body.lora_path), body.version or 0))
+            return done("Adapter loaded.", loaded_adapters=sorted(filter(None, self._scheduler.adapters)))
+
+        async def unload_adapter(request: web.Request) -> web.Response:
+            body = decode(await command(request), AdapterBody)
+            await _shielded(self._scheduler.drop_adapter(body.lora_name))
+            return done("Adapter unloaded.", loaded_adapters=sorted(filter(None, self._scheduler.adapters)))
+
         return {
+            "POST /load_lora_adapter": Route.command(load_adapter),
+            "POST /unload_lora_adapter": Route.command(unload_adapter),
             "POST /receive_push": Route.command(receive_push),
             "GET /snapshots/{name}/{file}": Route.request(self._snapshot),
         }

@@ -286,6 +286,11 @@ class Batch:
         self.counters.count_end(sequence, updating=self.updating)
         self.events.append((sequence, len(sequence.tokens), True))
 
+    def refuse(self, sequence: Sequence, message: str) -> None:
+        """End a sequence that is in no queue."""
+        sequence.abort(message)
+        self._report_end(sequence)
+
     def abort(self, matches: Callable[[Sequence], bool], message: str) -> int:
         """End matching sequences with their tokens so far. Returns their number."""
         rows = [row for row, sequence in enumerate(self.running) if matches(sequence)]

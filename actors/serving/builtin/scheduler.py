@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import wraps
@@ -40,6 +40,8 @@ from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS
 log = logging.getLogger(__name__)
 
 Args = ParamSpec("Args")
+OTHER_WEIGHTS = "The weights of its adapter are not served any more"
+"""Reason for the end of a response whose adapter belonged to weights that a push has replaced."""
 
 
 def between_steps(
@@ -144,12 +146,20 @@ class Scheduler:
     @between_steps
     def submit(self, sequences: list[Sequence]) -> None:
         """Append sequences to the queue; the future is done once they are in it."""
-        self.waiting.extend(sequences)
+        for sequence in sequences:
+            if sequence.adapter in self.batch.versions:
+                self.waiting.append(sequence)
+            else:  # it was dropped since the request was checked
+                self.batch.refuse(sequence, OTHER_WEIGHTS)
 
     @between_steps
     def submit_scorings(self, scorings: list[Scoring]) -> None:
         """Append sequences to score. The results are in the ``done`` of each."""
-        self.scorings.extend(scorings)
+        for scoring in scorings:
+            if scoring.adapter in self.batch.versions:
+                self.scorings.append(scoring)
+            else:
+                scoring.done.set_exception(EngineFailed("builtin", OTHER_WEIGHTS))
 
     def abort(self, matches: Callable[[Sequence], bool], message: str = "All aborted") -> "Future[int]":
         """End matching sequences with their tokens so far. Returns their number."""
@@ -277,8 +287,41 @@ class Scheduler:
         self.runner.adapters.pop("", None)
         if adapter is not None:
             self.runner.adapters[""] = adapter
+        if old is not weights:
+            self._drop_adapters(OTHER_WEIGHTS)
         self.batch.flip(version)
         return old, time.perf_counter() - started
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """Names of the adapters that requests may have; "" = the run's own weights."""
+        return tuple(self.batch.versions)
+
+    @between_steps
+    def set_adapter(self, name: str, adapter: Adapter, version: int) -> None:
+        """Serve an adapter under a name from the next step on, also to the sequences that have one of this name."""
+        self.runner.adapters[name] = adapter
+        self.batch.flip(version, name)
+
+    @between_steps
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter. Raises UpdateRefused for an unknown one, and while sequences need it."""
+        if not name or name not in self.batch.versions:
+            raise UpdateRefused(f"lora_name: want a loaded adapter, got {name!r}")
+        names = [sequence.adapter for sequence in (*self.running, *self.waiting)]
+        names += [scoring.adapter for scoring in self.scorings]
+        if users := names.count(name):
+            raise UpdateRefused(f"lora_name: {name!r} is in use by {users} requests; wait for them or abort them")
+        del self.runner.adapters[name], self.batch.versions[name]
+
+    def _drop_adapters(self, reason: str) -> None:
+        """Forget all named adapters, and end the sequences that have one."""
+        for scoring in [scoring for scoring in self.scorings if scoring.adapter]:
+            self.scorings.remove(scoring)
+            scoring.done.set_exception(EngineFailed("builtin", reason))
+        self.batch.abort(lambda sequence: bool(sequence.adapter), reason)
+        for name in [name for name in self.batch.versions if name]:
+            del self.runner.adapters[name], self.batch.versions[name]
 
     @between_steps
     def flush(self) -> bool:

@@ -20,6 +20,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from tidemill.actors.errors import PeerTransferRefused, UpdateRefused
@@ -346,6 +347,24 @@ class BuiltinUpdates(Updates):
         update.adapter = incoming
         self._check_whole(update)
         return await self._flip(update)
+
+    async def load_adapter(self, name: str, directory: Path, version: int) -> None:
+        """Serve an adapter in PEFT's format to the requests that name it, until other weights are served. Raises
+        UpdateRefused for one that does not fit, or one whose base has another digest.
+        """
+        try:
+            header, tensors = await asyncio.to_thread(adapters.read_directory, directory)
+        except (OSError, WeightstoreError, SafetensorError) as error:
+            raise UpdateRefused(f"lora_path: {error}") from error
+        incoming = IncomingAdapter(header, self._shape, dtype=self._dtype, device=self._device)
+        incoming.check_new([spec_of(tensor_name, tensor) for tensor_name, tensor in tensors.items()], ())
+        async with self._writing:
+            if header.base:
+                await self._require_base(header.base)
+            await asyncio.to_thread(incoming.take, tensors.items())
+            adapter = await asyncio.to_thread(incoming.built)
+            await asyncio.wrap_future(self._scheduler.set_adapter(name, adapter, version))
+        log.info("adapter loaded name=%s version=%d directory=%s", name, version, directory)
 
     async def _require_base(self, base: str) -> None:
         """Raise UpdateRefused unless the served weights, without their adapter, have this digest."""

@@ -1,13 +1,13 @@
-"""``tidemill teacher``: the built-in engine alone, with one fixed model; and the teachers that ``tidemill up`` starts.
+"""The bodies of ``tidemill router``, ``reward-server`` and ``teacher``; and the teachers that ``tidemill up`` starts.
 
-A teacher needs no bus. Its weights never change, so it has no version but 0.
+A teacher is the built-in engine alone, with one fixed model. It needs no bus, and has no version but 0.
 """
 
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -17,20 +17,64 @@ from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.section import read
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
+from tidemill.launch.run.workers import engine_factory, found_run
 from tidemill.launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from tidemill.actors.config import EngineConfig
+    from tidemill.actors.config import EngineConfig, RouterConfig
+    from tidemill.bus.system.limits import ProcessLimits
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 
 
+async def run_router(
+    config: "RouterConfig", run: str, bus_url: str, router_id: str, draining: asyncio.Event, *, drain_s: float
+) -> None:
+    """Serve one address for the engines of a run, and for those named in ``config``."""
+    from tidemill.actors.router import server
+
+    if bus_url:
+        run = run or await found_run(bus_url, "router", draining)
+        if not run:
+            return
+    await server.run_router(config, bus_url, run, router_id, draining, drain_s=drain_s)
+
+
+async def run_reward_server(
+    name: str,
+    options: Mapping[str, object],
+    limits: "ProcessLimits",
+    draining: asyncio.Event,
+    *,
+    of_groups: bool,
+    host: str,
+    port: int,
+    token: str,
+) -> None:
+    """Serve a reward, by name or import path, until drained. ``of_groups``: it is a reward of groups.
+
+    Raises UnknownReward, BadRewardOption, RewardFailed, OSError.
+    """
+    from tidemill.actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
+    from tidemill.bus.system.limits import become_undumpable
+    from tidemill.rewards.scorers import opened, opened_group
+
+    become_undumpable()
+    async with AsyncExitStack() as stack:
+        if of_groups:
+            group_score = await stack.enter_async_context(opened_group(name, options, limits))
+            server = RewardServer(name, None, group_score, token=token)
+        else:
+            server = RewardServer(name, await stack.enter_async_context(opened(name, options, limits)), token=token)
+        url = await stack.enter_async_context(serving(server, host, port, insecure=True))
+        print(f"reward {name} at {url}{SCORE_GROUP if of_groups else SCORE}", file=lossy(STANDARD_OUTPUT))
+        await draining.wait()
+
+
 async def run_teacher(model: Path, config: "EngineConfig", draining: asyncio.Event, *, drain_s: float) -> None:
     """Serve a model directory until drained. Raises UnsupportedModel, SnapshotBroken, EngineFailed, OSError."""
-    from tidemill.launch.settings.wiring import engine_factory
-
     engine = engine_factory(config)(model, config, version=0)
     await asyncio.to_thread(engine.load)
     try:
@@ -79,15 +123,7 @@ def commands(config: RunConfig) -> dict[str, list[str]]:
     for teacher in config.actor.teachers.values():
         if teacher.model and teacher.servers:
             port = urlsplit(teacher.servers[0]).port
-            words = [
-                "--port",
-                str(port),
-                "--device",
-                "cpu",
-                "--dtype",
-                "float32",
-                "--threads",
-                str(config.engine.threads),
-            ]
+            words = ["--port", str(port), "--threads", str(config.engine.threads)]
+            words += ["--device", "cpu", "--dtype", "float32"]
             arguments[f"teacher-{teacher.name}"] = ["teacher", teacher.model, *words]
     return arguments
