@@ -65,10 +65,7 @@ def staging(root: Path, *, step: int, epoch: int) -> Path:
 
 
 def commit(tmp: Path, state: bytes, *, extra: Mapping[str, object] | None = None) -> Path:
-    """Add state and manifest, fsync every file, and rename the directory into place. Returns its path.
-
-    ``extra``: JSON values for the manifest. Raises FileExistsError when the name is taken, OSError.
-    """
+    """Add state and manifest, fsync all, and rename into place. Returns the path. FileExistsError, OSError."""
     (tmp / STATE).write_bytes(state)
     files = {name: entry.written_by((0,)) for name, entry in digest(tmp, sorted(_files(tmp))).items()}
     write_manifest(tmp, CheckpointManifest(files=files, extra=dict(extra or {})).encode())

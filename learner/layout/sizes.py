@@ -117,10 +117,7 @@ def stage_layers(num_layers: int, pipeline_parallel: int, first: int = 0, last: 
 
 
 def num_senders(tensor_parallel: int, expert_parallel: int, at_most: int = 0) -> int:
-    """Return the number of ranks of each stage that send weights. ``at_most``: 0 = no limit.
-
-    They are in the first copy of the model, or have experts of it.
-    """
+    """Return the number of ranks of each stage with parts of the weights to send. ``at_most``: 0 = no limit."""
     senders = math.lcm(tensor_parallel, expert_parallel)
     return min(senders, at_most) if at_most else senders
 

@@ -1,7 +1,4 @@
-"""Second copies of the weights (the proximal policy, the reference), and the models beside the policy.
-
-A reference that follows the policy is part of the checkpoint, so a repeated step compares with the same weights.
-"""
+"""Second copies of the weights (the proximal policy, the reference), and the models beside the policy."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -21,10 +18,7 @@ from tidemill.learner.megatron.model import Policy
 def reference_weights(
     policy: Policy, model_dir: Path, reference_dir: Path, *, dtype: torch.dtype | None = None
 ) -> "WeightBackup":
-    """Return a backup of another model's weights, of the same architecture, without adapters.
-
-    They pass through the policy, which gets its initial weights again. ``dtype``: None = the policy's.
-    """
+    """Return a backup of another model's weights, loaded through the policy, which gets its own again."""
     with megatron_device(), torch.no_grad():
         policy.bridge.load(policy.chunks, reference_dir)
         backup = WeightBackup(policy, dtype=dtype, whole=True)
@@ -187,12 +181,10 @@ class Reference:
 
 
 def open_reference(policy: Policy, model_dir: Path, algorithm: AlgorithmConfig) -> Reference:
-    """Return the reference of a run: the weights of ``kl.reference``, or those of the policy now.
-
-    A moving average is kept in float32, because a small share of a difference would be lost in bfloat16.
-    """
+    """Return the reference of a run: the weights of ``kl.reference``, or those of the policy now."""
     if not algorithm.needs_reference:
         return Reference(None, algorithm.kl)
+    # A small share of a difference would be lost in a moving average in bfloat16.
     dtype = torch.float32 if algorithm.kl.reference_ema else None
     if algorithm.kl.reference:
         return Reference(reference_weights(policy, model_dir, Path(algorithm.kl.reference), dtype=dtype), algorithm.kl)

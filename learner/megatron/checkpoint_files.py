@@ -48,11 +48,7 @@ from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten
 
 
 class HostCopies:
-    """Host memory of a rank for its part of a checkpoint.
-
-    On CUDA it is page-locked, for copies at the speed of the bus, and kept for the next checkpoint: its allocation is
-    slow.
-    """
+    """Host memory of a rank for its part of a checkpoint: on CUDA page-locked, and kept for the next checkpoint."""
 
     def __init__(self) -> None:
         self._tensors: dict[MetadataIndex, Tensor] = {}
@@ -61,6 +57,7 @@ class HostCopies:
         """Return a copy of ``source`` in host memory. It replaces the earlier copy of the same index."""
         kept = self._tensors.get(index)
         if kept is None or kept.shape != source.shape or kept.dtype != source.dtype:
+            # The bus copies from page-locked memory at full speed, but to allocate it is slow.
             kept = _pinned_like(source) if source.is_cuda else _mapped_like(source)
             self._tensors[index] = kept
         kept.copy_(source, non_blocking=True)  # ``StagedSave.save`` waits for all copies at once

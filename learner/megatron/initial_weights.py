@@ -32,10 +32,7 @@ _OF_THE_MODEL = ("embedding.", "decoder.", "output_layer.")
 
 
 def load_initial(bridge: Any, chunks: Sequence[GPTModel], model_dir: Path, checkpoint: Path | None) -> None:
-    """Load this rank's part of the weights of ``model_dir``, or of Megatron's ``checkpoint``. Collective.
-
-    Call it inside ``megatron_device``. Raises ConfigRefused when a tensor is missing or has another shape.
-    """
+    """Initial weights of a model, from its directory or a checkpoint of Megatron's own training, of any layout."""
     if checkpoint is None:
         bridge.load(chunks, model_dir)
     else:
@@ -48,10 +45,7 @@ def load_initial(bridge: Any, chunks: Sequence[GPTModel], model_dir: Path, check
 
 
 def load_megatron(iteration: Path, chunks: Sequence[GPTModel], *, setting: str) -> int:
-    """Load the weights of one iteration of Megatron's training. Returns its number. Collective, as ``load_initial``.
-
-    Raises ConfigRefused, which names ``setting``, for a checkpoint of another model or an incomplete one.
-    """
+    """Load the weights of one iteration of Megatron's training, as ``load_initial``. Returns its number."""
     stored = torch_dist.read_index(iteration).shapes
     content: dict[str, JsonObject] = {}
     for number, chunk in enumerate(chunks):

@@ -95,10 +95,7 @@ def listed_log_probs(
     fused: bool = False,
     placeholder: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return as ``log_probs_and_entropy``, and the log-probs of the listed ids, [T, K], from the same pass.
-
-    All are differentiable. An id may be listed twice, or be the target.
-    """
+    """Return as ``log_probs_and_entropy``, and log-probs of the listed ids (twice or the target, too), [T, K]."""
     ids_TJ = torch.cat([targets_T[:, None], listed_TK], dim=1)
     log_probs_TJ, entropy_T = _log_probs(hidden_TH, weight_VH, ids_TJ, temperature, group, _How(fused, placeholder))
     return log_probs_TJ[:, 0], entropy_T, log_probs_TJ[:, 1:]
@@ -262,10 +259,7 @@ class _Given(NamedTuple):
 
 
 def _gradient(saved: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Tensor:
-    """Return the gradient by the unscaled logits: sum_J g (1[id] - p) - h p (log p + H).
-
-    g = gradient by the log-probs, h = by the entropy.
-    """
+    """Return the gradient: sum_J g (1[id] - p) - h p (log p + H), g = that by the log-probs, h = by the entropy."""
     column_TJ, inside_TJ = _columns(saved.ids_TJ, saved.mine_TJ, start, z_TC.shape[1])
     grad_T1 = saved.grad_log_probs_TJ.sum(1, keepdim=True)
     log_p_TC = z_TC.sub_(saved.normalizer_T[:, None])

@@ -1,7 +1,4 @@
-"""The policy: Megatron's GPTModel built from a Hugging Face directory and wrapped for data parallelism.
-
-A rank has one chunk of it: the whole model, or a pipeline stage. With virtual stages it has several.
-"""
+"""The policy: Megatron's GPTModel from a Hugging Face directory, in one or several chunks, for data parallelism."""
 
 import hashlib
 from collections.abc import Iterator
@@ -96,10 +93,7 @@ class Policy:
         return self.megatron_checkpoint is not None or (self.adapters is not None and self.adapters.loaded)
 
     def gather(self) -> None:
-        """Gather the weights that an optimizer step left to the next forward pass; collective over the replicas.
-
-        After it export, copies and digests, which some replicas take alone, find whole weights.
-        """
+        """Gather the weights that a step left to the next forward pass, before export and copies. Collective."""
         for ddp in self.ddps if self.replicas.overlap_param_gather else ():
             groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
             if any(group.param_gather_handle or not group.param_gather_dispatched for group in groups):

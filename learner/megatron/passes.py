@@ -165,10 +165,7 @@ class _Filler(ModelInput):
 
 
 class _Rotations:
-    """The rotary positions of rows, kept only as long as the chunks' core attention needs them.
-
-    A row serves several models, and one may turn its queries and keys in another way.
-    """
+    """The rotary positions of rows, kept only as long as the chunks' core attention needs them."""
 
     def __init__(self, *, again: bool) -> None:
         """``again``: the backward pass computes parts of the layers again, and may need them once more."""
@@ -178,7 +175,7 @@ class _Rotations:
     @contextlib.contextmanager
     def during(self, row: PackedRow) -> Iterator[None]:
         # The chunk sets the positions in this context.
-        row.rotation = None
+        row.rotation = None  # another model may have turned its queries and keys in another way
         self._rows.append(row)
         yield
         if not self._again:  # the backward pass has its own references

@@ -46,10 +46,7 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(ModelInput):
-    """A micro-batch on the device. Tokens and targets are this context-parallel rank's part, all else the whole row.
-
-    With ``fan``, the tokens and their layout are the computed ones.
-    """
+    """A micro-batch on the device: this context-parallel rank's tokens and targets, with ``fan`` the computed ones."""
 
     targets_T: Tensor
     position_T: Tensor

@@ -169,10 +169,7 @@ def load_weights(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer)
 
 
 def load_model(directory: Path, *, policy: Policy, setting: str) -> int:
-    """Load the weights alone of a checkpoint of Tidemill or of Megatron, of any layout. Returns its step.
-
-    Raises ConfigRefused, which names ``setting``, for a checkpoint of another model.
-    """
+    """Load the weights alone of a checkpoint of Tidemill or Megatron. Returns its step. Raises ConfigRefused."""
     common = load_common_state_dict(str(directory))
     facts = common.get("facts", {})  # Megatron's have none, and no adapters
     _refuse_other_adapters(

@@ -149,10 +149,7 @@ class Checkpoints:
         return 0 if self._copies is None else self._copies.bytes
 
     def begin(self, step: int, epoch: int, data_state: bytes, *, numbers: dict[str, float]) -> None:
-        """Copy the state after ``step``, and begin to write it; without ``background``, write it now.
-
-        Raises CheckpointUnwritten, also for the checkpoint before.
-        """
+        """Copy the state after ``step``, and write it, in the background if configured. CheckpointUnwritten."""
         self.collect(wait=True)  # there is one copy of the state in host memory
         began = time.monotonic()
         tmp = self._root / f"step-{step}-epoch-{epoch}.tmp"

@@ -187,10 +187,7 @@ def _policy(places: RankPlaces, learner: LearnerConfig, here: Parallel) -> Polic
 def _start_of_turns(
     here: Parallel, feed: FeedClient, places: RankPlaces, weights: WeightsConfig, bus: BusConfig
 ) -> FeedStart:
-    """Shake hands with the feeder, and wait until colocated engines have released their memory.
-
-    Returns the feeder's start. Raises Fenced, BusUnavailable.
-    """
+    """Wait until colocated engines have released their memory. Returns the feeder's start. Fenced, BusUnavailable."""
     start = feed.hello()
     if here.rank == 0:
         publisher = Publisher(

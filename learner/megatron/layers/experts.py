@@ -146,10 +146,7 @@ class ScoreRouter(Router):
 
 
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]
-    """Gated experts without biases, all of a rank at once.
-
-    Each product copies their weights side by side; nothing of the copy is kept for the backward pass.
-    """
+    """Gated experts without biases, all of a rank at once; each product copies their weights side by side."""
 
     def __init__(
         self, num_local_experts: int, config: Any, submodules: MLPSubmodules, pg_collection: Any = None

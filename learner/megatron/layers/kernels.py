@@ -253,10 +253,7 @@ def recompute_arguments(recompute: str) -> Arguments:
 
 
 def chosen(config: Wanted, *, dtype: torch.dtype, head_size: int, expert_sizes: tuple[int, ...] = ()) -> Kernels:
-    """Return the kernels for this machine, and log each with its reason.
-
-    Raises ConfigRefused for one that cannot work, and for an argument that Megatron does not have.
-    """
+    """Return the kernels for this machine, and log each with its reason. ConfigRefused for one that cannot work."""
     for refused in refusals(config.megatron):
         raise refused
     site = _this_site(dtype, head_size)._replace(expert_sizes=expert_sizes)
