@@ -162,7 +162,6 @@ class Trainer:
         self._count_tokens(batch.num_tokens)
         step = step_of(batch, constant=self._algorithm.loss_constant)
         advantages = self._advantages(step) if self._algorithm.by_advantage else None
-        # The first steps, on which the rank reports, have all samples.
         skipped_N = self._without_gradient(step, advantages if batch.step > REPORTED_STEPS else None)
         shared = not self._obstacle and any_common(batch.micro_batches)
         batch, counts = self._repacked(batch, skipped_N, shared=shared)
@@ -235,7 +234,7 @@ class Trainer:
         if self._collector is not None or self._policy.mixture.counts_tokens:  # their values are of all tokens
             return torch.zeros_like(step.demonstration_N)
         idle_N = step.trainable_N == 0
-        if advantages is None:
+        if advantages is None:  # also in the first steps, on which the rank reports
             return idle_N
         samples = torch.arange(len(idle_N)) if self._turn_gamma is None else step.turns.samples_C
         moved_N = torch.zeros_like(idle_N).index_fill(0, samples[advantages != 0], True)

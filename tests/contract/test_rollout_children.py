@@ -1,6 +1,6 @@
 """Child processes of rollouts: results, faults, and everything that a program can do to its process."""
 
-# ruff: noqa: ASYNC110, ASYNC220, ASYNC240 - other processes are waited for
+# ruff: noqa: ASYNC220, ASYNC240 - other processes are waited for
 
 import asyncio
 import math
@@ -317,8 +317,7 @@ async def test_a_child_that_is_killed_while_it_loads_is_started_again(
     monkeypatch.syspath_prepend(tmp_path)
     async with children("own_slow:program") as pool:
         loading = asyncio.create_task(pool.load())
-        while not (found := list(tmp_path.glob("*.loading"))):
-            await asyncio.sleep(0.005)
+        found = await until(lambda: list(tmp_path.glob("*.loading")))
         os.kill(int(found[0].stem), signal.SIGKILL)
         (tmp_path / "go").touch()
         await loading

@@ -83,9 +83,12 @@ async def test_a_rank_in_a_collective_lives_by_its_heartbeats(host: str) -> None
                 async with asyncio.timeout(WITHIN_S):
                     for _ in range(2):
                         noted_s, answered_s = server._alive_s[0], heartbeats._answered_s
-                        while server._alive_s[0] == noted_s or heartbeats._answered_s == answered_s:
+
+                        async def both_heard(noted_s: float = noted_s, answered_s: float = answered_s) -> bool:
                             await server.beat("nothing")
-                            await asyncio.sleep(0.05)
+                            return server._alive_s[0] != noted_s and heartbeats._answered_s != answered_s
+
+                        await until(both_heard)
         assert silent.empty()
 
 

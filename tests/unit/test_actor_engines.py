@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine_scene import Scene, running_engines
-from tests.waits import turn
+from tests.waits import turn, until
 from tidemill.actors.engines.server_pool import EnginePool, NoServer
 from tidemill.actors.errors import (
     BadRequest,
@@ -73,8 +73,11 @@ async def test_an_engine_that_fails_is_quarantined_and_returns(error: EngineErro
         assert [await chosen(engines) for _ in range(3)] == ["b", "b", "b"]
     async with running_engines(Scene({"a": (), "b": ()}), quarantine_s=(0.5, 1.0)) as engines:
         assert await fail(engines, error) == "a"
-        while await chosen(engines) != "a":  # noqa: ASYNC110 - no event
-            await asyncio.sleep(0.01)
+
+        async def returned() -> bool:
+            return await chosen(engines) == "a"
+
+        await until(returned)
 
 
 @pytest.mark.parametrize("error", [VersionUnavailable("e", "not yet"), BadRequest("too long")])

@@ -141,7 +141,6 @@ def test_every_setting_that_names_a_place_is_in_the_table() -> None:
     assert by_sentence - {*NOWHERE} - WRITTEN == {
         "learner.checkpoint.store",  # test_checks_store
         "debug.dump_modules.step",
-        "learner.save_hf_every",
         "actor.reward_workers",
         "weights.load_deadline_s",
     }

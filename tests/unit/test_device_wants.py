@@ -20,7 +20,6 @@ from tests.gpu_kit import environment, fake_nvidia_smi, row, uuid_of
 from tests.refusals import refusal
 from tests.tiny_models import EXPERTS
 from tidemill.actors.config import EngineConfig, SglangConfig
-from tidemill.bus.wire.rows import Capabilities
 from tidemill.launch.checks.devices import PLACEMENT
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import size_here
@@ -201,7 +200,7 @@ def test_live_rows_have_the_version_of_nccl(four: Node, monkeypatch: pytest.Monk
     assert learner_nodes.library_versions(RunConfig(), four.devices[:2])["NCCL"] == "2.29.7"
     assert "NCCL" not in learner_nodes.library_versions(RunConfig(), ())
     _, held = take_devices(RunConfig())
-    assert held.nccl == "2.29.7" and held.stated_in(Capabilities()).nccl == "2.29.7"
+    assert held.nccl == "2.29.7"
     config = EngineConfig(kind="sglang", sglang=SglangConfig(python="/sglang/python"))
     assert take_devices(RunConfig(engine=config))[1].nccl == "2.30.4"
 
@@ -218,8 +217,12 @@ def test_an_engine_hides_all_devices_but_its_own(four: Node, monkeypatch: pytest
     """Started by hand, and started again with the environment that it was given: the same device."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{uuid_of(3)},{uuid_of(2)}")  # restored after the test
     _, held = take_devices(RunConfig(engine=EngineConfig(devices=("3",))))
-    assert (os.environ["CUDA_VISIBLE_DEVICES"], held.own, held.visible) == (uuid_of(3), (uuid_of(3),), (uuid_of(3),))
-    assert held.memory_bytes == four.devices[3].memory_bytes
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], held.devices, held.visible_devices) == (
+        uuid_of(3),
+        (uuid_of(3),),
+        (uuid_of(3),),
+    )
+    assert held.device_memory_bytes == four.devices[3].memory_bytes
     assert take_devices(RunConfig()) == (EngineConfig(), held)
 
 
@@ -248,15 +251,15 @@ def test_an_sglang_server_counts_from_its_first_device_where_it_sees_all(
     config = RunConfig(engine=given, weights=WeightsConfig(transport="handles", staging="cuda"))
     engine, held = take_devices(config)
     assert engine.sglang.arguments == {"tp_size": 2, "base_gpu_id": 2}
-    assert (held.own, len(held.visible)) == (given.devices, 4)
+    assert (held.devices, len(held.visible_devices)) == (given.devices, 4)
     plain, held = take_devices(replace(config, weights=WeightsConfig()))
-    assert (plain, held.visible) == (given, given.devices)
+    assert (plain, held.visible_devices) == (given, given.devices)
 
 
 def test_without_devices_an_engine_is_as_it_was(none: None) -> None:
     before = dict(os.environ)
     engine, held = take_devices(RunConfig())
-    assert (engine, held.own, held.nccl, dict(os.environ)) == (EngineConfig(), (), "", before)
+    assert (engine, held.devices, held.nccl, dict(os.environ)) == (EngineConfig(), (), "", before)
 
 
 def test_the_version_of_nccl_is_that_of_its_package(tmp_path: Path) -> None:
