@@ -21,7 +21,6 @@ from tidemill.actors.config import EngineConfig
 from tidemill.actors.engines.address_checks import OwnAddress
 from tidemill.actors.engines.membership import connected, default_id, first_row
 from tidemill.actors.errors import EngineFailed
-from tidemill.actors.scratch import Scratch
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.port import Factory, ServedEngine
 from tidemill.bus.client.addresses import reach, route_to
@@ -31,6 +30,7 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.liveness.keys import admin_keys
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import first_of, to_the_end
+from tidemill.bus.system.files import Scratch
 from tidemill.bus.wire.rows import Capabilities
 from tidemill.weightstore.catch_up import GRACE_S, Joiner, catch_up, keep_up
 from tidemill.weightstore.errors import CatchUpTimeout

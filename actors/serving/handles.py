@@ -21,11 +21,11 @@ import zmq.asyncio
 
 from tidemill.actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, UpdateRefused
 from tidemill.actors.http_api import decode, need
-from tidemill.actors.scratch import Scratch
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.command_bodies import UpdateBody
 from tidemill.actors.serving.updates import Updates
 from tidemill.bus.errors import DetailedError
+from tidemill.bus.system.files import Scratch
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.weightstore.errors import WeightstoreError
 from tidemill.weightstore.format.manifest import Bucket

@@ -109,8 +109,8 @@ async def run_engine(
     ``host``, ``advertise`` and ``devices`` of a configuration from the bus are never used. Raises NotAllowed,
     DeviceError.
     """
-    from tidemill.actors.scratch import Scratch
     from tidemill.actors.serving import engine_process
+    from tidemill.bus.system.files import Scratch
 
     engine_id = engine_id or default_id()
     with Scratch("model") as fetched:

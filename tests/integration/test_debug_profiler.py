@@ -11,10 +11,9 @@ import torch
 from tests.refusals import refusal
 from tidemill.launch.cli.main import main
 from tidemill.learner.debug.config import DebugConfig, ProfileRequest, request_file, take_request, write_request
-from tidemill.learner.debug.profiler import Profiler
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.ranks.debugging import RankDebug
+from tidemill.learner.ranks.debugging import Profiler, RankDebug
 from tidemill.learner.settings.config import LearnerConfig
 
 CONFIG = {"model": {"path": "m"}, "data": {"path": "d"}, "learner": {"data_parallel": 2, "tensor_parallel": 2}}

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from tests.whole.running import ROOT
-from tidemill.actors.scratch import Scratch
 from tidemill.actors.serving.handles import HandleListener
+from tidemill.bus.system.files import Scratch
 
 PROGRAM = """
 import tempfile; tempfile.tempdir = {directory!r}
-from tidemill.actors.scratch import Scratch
+from tidemill.bus.system.files import Scratch
 scratch = Scratch("test")
 print(scratch.path, flush=True)
 input()

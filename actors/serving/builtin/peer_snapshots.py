@@ -18,9 +18,9 @@ from pathlib import Path
 from torch import Tensor
 
 from tidemill.actors.errors import PeerTransferRefused
-from tidemill.actors.scratch import Scratch
 from tidemill.actors.serving.builtin.lora import Adapter
 from tidemill.actors.serving.builtin.weights import Weights
+from tidemill.bus.system.files import Scratch
 from tidemill.weightstore.format.adapters import MergedTensors
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.store import snapshot_files

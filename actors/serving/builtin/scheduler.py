@@ -13,6 +13,7 @@ All other code uses it by ``call``: a function run by the thread between two ste
 an assignment, and why nothing here needs a lock. Knows no HTTP, no tokenizer, no transport.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -22,13 +23,12 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import wraps
-from typing import Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 from torch import inference_mode, set_num_threads
 
 from tidemill.actors.errors import EngineFailed, UpdateRefused
 from tidemill.actors.serving.builtin.batch import Batch, Event
-from tidemill.actors.serving.builtin.calls import Call, CallQueue, run
 from tidemill.actors.serving.builtin.input_scores import Scoring, take_scorings
 from tidemill.actors.serving.builtin.lora import Adapter
 from tidemill.actors.serving.builtin.runner import ModelRunner
@@ -36,12 +36,44 @@ from tidemill.actors.serving.builtin.sequence import CLOSING, Counters, Sequence
 from tidemill.actors.serving.builtin.weights import Weights
 from tidemill.actors.serving.port import Result
 from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS
+from tidemill.bus.system.functions import settle
 
 log = logging.getLogger(__name__)
 
 Args = ParamSpec("Args")
 OTHER_WEIGHTS = "The weights of its adapter are not served any more"
 """Reason for the end of a response whose adapter belonged to weights that a push has replaced."""
+
+
+Call = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class CallQueue(queue.SimpleQueue[Call]):
+    """Queue from any thread to the one that runs the calls."""
+
+    is_closed = False
+
+    def call(self, function: Callable[[], Result]) -> "Future[Result]":
+        """Queue a function. Returns the future of its result, which is cancelled if the queue is closed."""
+        future: Future[Result] = Future()
+        self.put((function, future))
+        if self.is_closed:  # looked at after the put: a close in between may have missed this call
+            self.close()
+        return future
+
+    def close(self) -> None:
+        """Cancel the calls that are queued, and all later ones."""
+        self.is_closed = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.get_nowait()[1].cancel()
+
+
+def _run(call: Call) -> None:
+    """Run a call, unless it was cancelled, and set its result."""
+    function, future = call
+    if future.set_running_or_notify_cancel():
+        settle(future, function)
 
 
 def between_steps(
@@ -212,7 +244,7 @@ class Scheduler:
                 call = self._calls.get_nowait() if busy else self._wait_for_call()
             except queue.Empty:
                 return
-            run(call)
+            _run(call)
             self._deliver()
 
     def _wait_for_call(self) -> Call:
