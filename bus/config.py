@@ -151,3 +151,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+_MESSAGES = 4  # Number of the largest messages for which a disk must have room before a server is started on it
+
+
+def needed_bytes(config: BusConfig) -> int:
+    """Return the free room that a server is started with."""
+    return _MESSAGES * config.max_payload_bytes

@@ -11,10 +11,7 @@ one a minute.
 """
 
 import dataclasses
-import errno
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,15 +21,13 @@ from tidemill.bus.config import BusConfig, quoted, quoted_list
 from tidemill.bus.errors import ServerFailed
 from tidemill.bus.server.auth import ACCOUNT, NO_ACCOUNT, make_users, route_password, viewer_alone
 from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.system.files import lacking
 
 _log = logging.getLogger(__name__)
 
 CHECK_S = 1.0
 # Seconds between two restarts after write errors: doubled with each, anew after the longest without any
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-_MESSAGES = 4  # Number of the largest messages for which a disk must have room before a server is started on it
-_TRIAL_BYTES = 1 << 16
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _CLUSTER_NAME = "tidemill"
 
 
@@ -121,38 +116,6 @@ def _check_account(store: Path, *, with_users: bool) -> None:
 
 
 # ---- the disk under the servers
-
-
-def needed_bytes(config: BusConfig) -> int:
-    """Return the free room that a server is started with."""
-    return _MESSAGES * config.max_payload_bytes
-
-
-def lacking(directory: Path, need_bytes: int) -> str:
-    """Return why the disk of ``directory`` takes no ``need_bytes``, with the cure; empty when it does.
-
-    A small file is written, too: for quotas, inodes and mounts that are read-only there is no number to compare.
-    """
-    place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
-    try:
-        disk = os.statvfs(place)
-        free = disk.f_bavail * disk.f_frsize
-        if free < need_bytes:
-            amounts = f"{_mb(free)} free on the disk of {place}, want {_mb(need_bytes)}"
-            return f"no room: {amounts}; free {_mb(need_bytes - free)} there"
-        with tempfile.TemporaryFile(dir=place) as trial:
-            trial.write(bytes(_TRIAL_BYTES))
-            trial.flush()
-            os.fsync(trial.fileno())
-    except OSError as error:
-        cause = "no inodes free" if disk.f_files and not disk.f_favail else error.strerror
-        room = "no room: " if error.errno in _NO_ROOM else ""
-        return f"{room}no file can be written in {place}: {cause}"
-    return ""
-
-
-def _mb(size: int) -> str:
-    return f"{size / 1e6:.1f} MB"
 
 
 class StoreKeeper:

@@ -3,6 +3,7 @@ that go with their process.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -137,3 +138,34 @@ def _sweep(prefix: str) -> None:
         with contextlib.suppress(OSError), (directory / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: in use
             shutil.rmtree(directory, ignore_errors=True)
+
+
+_TRIAL_BYTES = 1 << 16
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+def lacking(directory: Path, need_bytes: int) -> str:
+    """Return why the disk of ``directory`` takes no ``need_bytes``, with the cure; empty when it does.
+
+    A small file is written, too: for quotas, inodes and mounts that are read-only there is no number to compare.
+    """
+    place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
+    try:
+        disk = os.statvfs(place)
+        free = disk.f_bavail * disk.f_frsize
+        if free < need_bytes:
+            amounts = f"{_mb(free)} free on the disk of {place}, want {_mb(need_bytes)}"
+            return f"no room: {amounts}; free {_mb(need_bytes - free)} there"
+        with tempfile.TemporaryFile(dir=place) as trial:
+            trial.write(bytes(_TRIAL_BYTES))
+            trial.flush()
+            os.fsync(trial.fileno())
+    except OSError as error:
+        cause = "no inodes free" if disk.f_files and not disk.f_favail else error.strerror
+        room = "no room: " if error.errno in _NO_ROOM else ""
+        return f"{room}no file can be written in {place}: {cause}"
+    return ""
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"

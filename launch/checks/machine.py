@@ -16,8 +16,8 @@ from tidemill.actors.errors import EngineFailed
 from tidemill.actors.serving.builtin.blocks import host_memory
 from tidemill.actors.serving.sglang.arguments import OLDEST, release_of, written
 from tidemill.bus.client.addresses import parse
-from tidemill.bus.config import OLDEST_SERVER, STORE_SHARE
-from tidemill.bus.server.embedded_bus import lacking, needed_bytes
+from tidemill.bus.config import OLDEST_SERVER, STORE_SHARE, needed_bytes
+from tidemill.bus.system.files import lacking
 from tidemill.bus.wire.codec import HEADER_RESERVE_BYTES, MAX_SAMPLE_BYTES
 from tidemill.bus.wire.episode_limits import Budget
 from tidemill.launch.checks.data import Prompts

@@ -148,14 +148,13 @@ class _Thread:
     async def run(self, call: Callable[[], Any]) -> Any:
         """Return the result of ``call``, or raise its exception. Cancelled, it no longer waits for it."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # so that no cancelled waiter takes the call back: a sink is closed
         self._calls.put((future, call))
         return await asyncio.wrap_future(future)
 
     def _work(self) -> None:
         while True:
             future, call = self._calls.get()
-            if not future.set_running_or_notify_cancel():
-                continue
             try:
                 future.set_result(call())
             except BaseException as raised:  # SystemExit and StopIteration, too: the caller would wait without end

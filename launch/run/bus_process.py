@@ -21,15 +21,15 @@ from pathlib import Path
 from types import FrameType
 
 from tidemill.bus.client.addresses import parse
-from tidemill.bus.config import BusConfig
+from tidemill.bus.config import BusConfig, needed_bytes
 from tidemill.bus.errors import ServerFailed
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.server.auth import VIEWER
-from tidemill.bus.server.embedded_bus import EmbeddedBus, StoreKeeper, lacking, needed_bytes
+from tidemill.bus.server.embedded_bus import EmbeddedBus, StoreKeeper
 from tidemill.bus.server.nats_server import in_use
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import first_of
-from tidemill.bus.system.files import write_whole
+from tidemill.bus.system.files import lacking, write_whole
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run.access import AUTH_DIR, BUS_URL_FILE, auth_dir, own_address, viewer_line
 from tidemill.launch.run.supervisor import GaveUp, Supervisor

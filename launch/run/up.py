@@ -21,11 +21,11 @@ from pathlib import Path
 from rich.console import Console
 
 from tidemill.bus import exit_codes
+from tidemill.bus.config import needed_bytes
 from tidemill.bus.errors import BusError
-from tidemill.bus.server.embedded_bus import lacking, needed_bytes
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside, first_of
-from tidemill.bus.system.files import write_whole
+from tidemill.bus.system.files import lacking, write_whole
 from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Done
@@ -241,9 +241,10 @@ class Up:
     async def _shown(self) -> AsyncIterator[None]:
         assert self._watch is not None
         live = self._config.up.view == "live" or (self._config.up.view == "auto" and self._console.is_terminal)
-        shown = view.show_plain(self._watch, self._console)
-        if live:
-            shown = view.show_live(self._watch, f"tidemill {self._config.run}", self._console)
+        title = f"tidemill {self._config.run}"
+        shown = (
+            view.show_live(self._watch, title, self._console) if live else view.show_plain(self._watch, self._console)
+        )
         self._viewed = True
         try:
             async with beside(self._watch.run(), shown):

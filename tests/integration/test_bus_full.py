@@ -20,11 +20,12 @@ from rich.console import Console
 from tests.bus_kit import make_sample
 from tests.small_disk import SmallDisk, small_disk
 from tests.waits import until
+from tidemill.bus.config import needed_bytes
 from tidemill.bus.errors import BusFull
 from tidemill.bus.exit_codes import CONFIG
-from tidemill.bus.server.embedded_bus import lacking, needed_bytes
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside
+from tidemill.bus.system.files import lacking
 from tidemill.bus.wire import subjects
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.machine import check_places

@@ -41,7 +41,7 @@ async def make_ended(root: Path, *, written: bool = True, **settings: object) ->
     config = RunConfig(run="over", directory=str(root), bus=BusConfig(**settings))  # type: ignore[arg-type]
     root.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
     (root / bus_process.CONFIG_FILE).write_text(yaml.safe_dump(to_map(config)))
-    servers = EmbeddedBus(root / bus_process.BUS_DIR, config.run, config.bus, root / AUTH_DIR)
+    servers = EmbeddedBus(root / "bus", config.run, config.bus, root / AUTH_DIR)
     await asyncio.to_thread(servers.start)
     try:
         line = parse(servers.url)

@@ -21,7 +21,7 @@ from tidemill.weightstore.store.registry import VersionRegistry
 
 MIXTURE = {"family": "qwen3_moe", "num_hidden_layers": 4}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
-    "tp2, adapters": ({"tensor_parallel": 2, "lora": LORA}, {}, {}, 2),
+    "tp2, adapters": ({"tensor_parallel": 2, "lora": LORA}, {}, {}, 1),
     "tp2, one sender": ({"tensor_parallel": 2}, {}, {"senders_per_stage": 1}, 1),
     "pp2": ({"pipeline_parallel": 2}, {}, {"verify": "always"}, 2),
     "ep2": ({"data_parallel": 2, "expert_parallel": 2}, MIXTURE, {"verify": "always"}, 2),

@@ -18,7 +18,7 @@ WALL = {
 READ_FOR = {
     "actors/actor/loop.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
     "learner/feed/recorded_responses.py": "created_s of a sample that a row has recorded, as above",
-    "launch/samples/search.py": (
+    "launch/samples/text.py": (
         "times of samples as a person reads them, and `--since 10:00`: where an onlooker begins, nothing else"
     ),
     "actors/serving/server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",

@@ -10,7 +10,7 @@ import pytest
 
 from tests.bench.mutants import FOLDER, MODULES, ROOT, files_for, mutants
 
-CONSTANTS = {"choices"}
+CONSTANTS = {"tokens"}
 """Modules without anything to change: names alone."""
 SEEN_LEAST = 0.8
 """Share of the mutants that the tests see; the rest are changes of values under masks, or at bounds where both sides

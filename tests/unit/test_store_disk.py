@@ -9,9 +9,10 @@ import pytest
 from tests.small_disk import small_disk
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import ServerFailed
-from tidemill.bus.server import embedded_bus
-from tidemill.bus.server.embedded_bus import FIRST_PAUSE_S, LONGEST_PAUSE_S, StoreKeeper, lacking
+from tidemill.bus.server.embedded_bus import FIRST_PAUSE_S, LONGEST_PAUSE_S, StoreKeeper
 from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.system import files
+from tidemill.bus.system.files import lacking
 
 NO_END = 1 << 62
 """Bytes that no disk has."""
@@ -138,5 +139,5 @@ def test_a_quota_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(*args: object, **more: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(embedded_bus.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", refuse)
     assert lacking(tmp_path, 1) == f"no room: no file can be written in {tmp_path}: Disk quota exceeded"

@@ -46,7 +46,7 @@ def test_a_run_pushes_by_handles(ended: Up) -> None:
     pushed = [line for log in logs.values() for line in re.findall(r"pushed version=.*", log)]
     assert len(pushed) >= 5, pushed
     for line in pushed[2:]:  # before that an engine may still be loading version 0
-        assert " engines=2 verified=2 evicted=0 " in line, pushed
+        assert " engines=2 adapters=0 verified=2 evicted=0 " in line, pushed
     engines = [log for name, log in logs.items() if name.startswith("engine-")]
     assert len(engines) == 2 and all("the learner joined, by handles" in log for log in engines)
     assert not any("no handles for this engine" in log for log in logs.values())
