@@ -120,7 +120,7 @@ def place_ranks(config: RunConfig) -> tuple[list[dict[str, str]], Capabilities]:
 
 
 def capabilities_of(devices: Sequence[Device]) -> Capabilities:
-    """Return what the live row of a learner says of the devices of its ranks."""
+    """Return the devices of a learner's ranks for its live row."""
     if not devices:
         return Capabilities()
     memory = min(device.memory_bytes for device in devices)

@@ -249,7 +249,7 @@ def _processes(watch: RunWatch, lines: int) -> Table:
         options = {"justify": "right" if name == "version" else "left", "ratio": 1 if name == "waits for" else None}
         table.add_column(name, no_wrap=True, overflow="ellipsis", **options)  # type: ignore[arg-type]
     shown = watch.rows
-    if len(shown) > lines:  # of those that are well, the first of each role
+    if len(shown) > lines:  # of healthy processes, the first of each role
         roles = [row.role for row, _ in shown]
         order = sorted(range(len(shown)), key=lambda at: (_well(*shown[at]), roles.index(roles[at]) != at))
         shown = [watch.rows[place] for place in sorted(order[: lines - 1])]

@@ -174,7 +174,7 @@ async def _register_tasks(bus: Bus, source: DataSource, planned: PlannedRows) ->
             versions[task.min_version] = task.issue_step
         else:
             eval_tasks.append(task)
-    # Behind the tasks, each of which a dead letter names.
+    # Dead letters name tasks, so the tasks are read first.
     async for _, dead in bus.dead.scan():
         source.dead(dead.task)
     return versions, eval_tasks

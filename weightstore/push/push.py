@@ -135,7 +135,7 @@ class Contents:
     header: AdapterHeader | None = None
     """The adapter's, without a base; None = there is no adapter."""
     check: Check | None = None
-    """Comparison with these tensors; None = the one of ``CheckOf``."""
+    """Comparison with these tensors; None = ``CheckOf`` makes it."""
     has_base: bool = True
     """False for an adapter alone."""
 

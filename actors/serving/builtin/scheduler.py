@@ -49,7 +49,7 @@ Call = tuple[Callable[[], Any], "Future[Any]"]
 
 
 class CallQueue(queue.SimpleQueue[Call]):
-    """Queue from any thread to the one that runs the calls."""
+    """Queue of calls from any thread to the decoding thread."""
 
     is_closed = False
 

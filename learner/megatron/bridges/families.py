@@ -283,7 +283,7 @@ def open_bridge(
     bridge, a value that Megatron would compute differently, sizes that the parallel layout cannot split, or a kernel
     that cannot work here; ValueError for an import path that leads to no bridge.
     """
-    bridge_class = None if not own else _own(own)  # its module may tell transformers about the model type
+    bridge_class = None if not own else _own(own)  # its module may register the model type in transformers
     hf_config = _config(model_dir)
     for refused in refusals(
         hf_config.to_dict(), where=f"{model_dir}/config.json", own_bridge=bridge_class is not None, **parallel.sizes

@@ -46,7 +46,7 @@ class Mixture:
 
     @classmethod
     def of(cls, learner: LearnerConfig) -> "Mixture":
-        """Return those of a configuration."""
+        """Return the settings of experts in a learner's configuration."""
         return cls(
             replay=learner.routing_replay != "none",
             given=learner.routing_replay == ROLLOUT,
