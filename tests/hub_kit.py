@@ -185,9 +185,10 @@ class Hub:
             raise web.HTTPUnauthorized
         name = f"{asked['organization']}/{asked['name']}"
         if (asked.get("type", "model"), name) in self.repos:
-            raise web.HTTPConflict
+            error = {"error": "You already created this model repo", "url": f"{self.url}/{name}"}
+            raise web.HTTPConflict(text=json.dumps(error), content_type="application/json")
         repo = self.repo(name)
-        repo.private = asked.get("private")
+        repo.private = asked.get("visibility") == "private"
         repo.commit({})
         return web.json_response({"url": f"{self.url}/{name}", "id": name})
 
