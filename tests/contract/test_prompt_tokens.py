@@ -135,8 +135,13 @@ def test_the_same_messages_have_the_same_ids_everywhere(
         else talk.plain
     )
     try:
+        # transformers 5 drops keys with None before it renders, so its copy of the template asks for the key.
         wanted = tokenizer.apply_chat_template(
-            plain, tools=tools or None, add_generation_prompt=True, return_dict=False
+            plain,
+            tools=tools or None,
+            chat_template=NOTATIONS[name].replace("is not none", "is defined"),
+            add_generation_prompt=True,
+            return_dict=False,
         )
     except jinja2.TemplateError:
         wanted = None
