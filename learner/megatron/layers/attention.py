@@ -131,7 +131,7 @@ class SDPACoreAttention(MegatronModule):
     def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, row: PackedRow) -> Tensor:
         """Attend within each sequence of a whole row: q [T, n, d], k and v [T, groups, d] -> [T, n * d]."""
         pieces: tuple[Sequence[Tensor], ...] = (k.split(row.cuts), v.split(row.cuts)) if row.cuts else ()
-        q, k, v = (_Pad.apply(x, row.take_P, row.give_T) for x in (q, k, v))
+        q, k, v = (Pad.apply(x, row.take_P, row.give_T) for x in (q, k, v))
         out, place = [], 0
         for (count, width), prefix in zip(row.buckets, row.prefixes, strict=True):
             q_P, k_P, v_P = (
@@ -143,7 +143,7 @@ class SDPACoreAttention(MegatronModule):
                 out_P = attend_behind(q_P, k_P, v_P, pieces, prefix, scale=self.softmax_scale)
             out.append(out_P.transpose(1, 2).reshape(count * width, -1))
             place += count * width
-        out_T: Tensor = _Unpad.apply(out[0] if len(out) == 1 else torch.cat(out), row.give_T)
+        out_T: Tensor = Unpad.apply(out[0] if len(out) == 1 else torch.cat(out), row.give_T)
         return out_T
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -166,14 +166,14 @@ def attend_behind(
     ``pieces``: of the keys and of the values of the row, [tokens, groups, d] each.
     """
     k, v = (
-        torch.cat([_joined(of_row, prefix).expand(len(q), -1, -1, -1), behind], dim=2)
+        torch.cat([joined(of_row, prefix).expand(len(q), -1, -1, -1), behind], dim=2)
         for of_row, behind in zip(pieces, (k, v), strict=True)
     )
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=prefix.mask, scale=scale, enable_gqa=grouped)
 
 
-def _joined(pieces: Sequence[Tensor], prefix: Prefix) -> Tensor:
+def joined(pieces: Sequence[Tensor], prefix: Prefix) -> Tensor:
     """Return the tokens of the prefix, [1, groups, c, d]."""
     parts = [pieces[piece] for piece in prefix.pieces]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1)[None]
@@ -231,16 +231,25 @@ def padded_length(length: int) -> int:
 
 
 def attend_varlen(
-    q: Tensor, k: Tensor, v: Tensor, piece: Piece, *, operator: Callable[..., Any], scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    piece: Piece,
+    *,
+    operator: Callable[..., Any],
+    scale: float | None,
+    window: int = 0,
 ) -> Tensor:
     """Attend causally within each sequence of a piece: q [T, n, d], k and v [T, groups, d] -> [T, n, d].
 
-    ``operator`` has the signature of ``torch.nn.attention.varlen.varlen_attn``, where (-1, 0) is a causal window. Where
-    it has no ``enable_gqa`` (torch 2.11), it takes fewer heads of keys and values as they are.
+    ``window``: tokens that a query sees, its own included; 0 = all before it. ``operator`` has the signature of
+    ``torch.nn.attention.varlen.varlen_attn``, where (-1, 0) is a causal window. Where it has no ``enable_gqa`` (torch
+    2.11), it takes fewer heads of keys and values as they are.
     """
     groups = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_groups(operator) else {}
     bounds, longest = piece.bounds_S, piece.longest
-    out: Tensor = operator(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **groups)
+    left = window - 1 if window else -1
+    out: Tensor = operator(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **groups)
     return out
 
 
@@ -263,7 +272,7 @@ CORE_ATTENTION: Mapping[str, type[SDPACoreAttention]] = {
 """Core attention by the name of its kernel."""
 
 
-class _Pad(torch.autograd.Function):
+class Pad(torch.autograd.Function):
     """Scatters the tokens of a row to padded positions. Padding reaches no output, so it gets no gradient."""
 
     @staticmethod
@@ -276,7 +285,7 @@ class _Pad(torch.autograd.Function):
         return grad if ctx.give_T is None else grad.index_select(0, ctx.give_T), None, None
 
 
-class _Unpad(torch.autograd.Function):
+class Unpad(torch.autograd.Function):
     """Gathers the tokens of a row from padded positions; the gradient of padding is 0."""
 
     @staticmethod

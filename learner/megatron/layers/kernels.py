@@ -256,7 +256,7 @@ def chosen(config: Wanted, *, dtype: torch.dtype, head_size: int, expert_sizes: 
     """Return the kernels for this machine, and log each with its reason. ConfigRefused for one that cannot work."""
     for refused in refusals(config.megatron):
         raise refused
-    site = _this_site(dtype, head_size)._replace(expert_sizes=expert_sizes)
+    site = this_site(dtype, head_size)._replace(expert_sizes=expert_sizes)
     choices = {
         "attention": choose_attention(config.attention, site),
         "activation": choose_fused_activation(config.fused_activation, site),
@@ -278,7 +278,8 @@ def chosen(config: Wanted, *, dtype: torch.dtype, head_size: int, expert_sizes: 
     )
 
 
-def _this_site(dtype: torch.dtype, head_size: int) -> Site:
+def this_site(dtype: torch.dtype, head_size: int) -> Site:
+    """Return the facts of this machine for a model's dtype and head size."""
     cuda = torch.cuda.is_available()
     operator = varlen_operator() if cuda else None
     return Site(

@@ -1,0 +1,1 @@
+"""Backends of the trainer: a model with its parallelism, its optimizer and its checkpoints."""
