@@ -83,17 +83,20 @@ def _tried(config: Any) -> Findings:
         raise _refused(config, f"no small model of its class: {size:,} parameters")
     plain = build(config, packed=False)
     randomize(plain.model)
-    sequences = [torch.randint(3, VOCABULARY, (length,)) for length in LENGTHS]
-    alone = [plain.model(input_ids=tokens[None], use_cache=False).logits[0] for tokens in sequences]
-    head = _find_head(config, plain, sequences, alone)
-    expected = _Scores.of(plain.model, torch.cat(alone), sequences)
-    fault, packed = _difference(lambda: _packed(plain), head, sequences, expected)
-    if fault:
-        padded_fault, _ = _difference(lambda: plain, head, sequences, expected)
-        if padded_fault:
-            raise _refused(config, f"padded rows: {padded_fault}")
-    reason = f"packed rows: {fault}" if fault else f"single sequences differ by {packed:.0e}"
-    return Findings(packed=not fault, head=head, mixers=bool(plain.mixers), reason=reason)
+    alone = Alone.of(plain, [torch.randint(3, VOCABULARY, (length,)) for length in LENGTHS])
+    packed = _attempt(alone, lambda: _packed(plain))
+    if packed.fault:
+        padded = _attempt(alone, lambda: plain)
+        if padded.fault:
+            raise _refused(config, f"padded rows: {padded.fault}")
+    return Findings(
+        packed=not packed.fault,
+        head=alone.head,
+        mixers=bool(plain.mixers),
+        reason=f"packed rows: {packed.fault}"
+        if packed.fault
+        else f"single sequences differ by {packed.difference:.0e}",
+    )
 
 
 def randomize(model: torch.nn.Module) -> None:
@@ -112,14 +115,15 @@ def row_of(lengths: Sequence[int]) -> PackedRow:
     return packed_row(np.cumsum([0, *lengths]).astype(np.int32), positions_T)
 
 
-class _Scores(NamedTuple):
+class Scores(NamedTuple):
     """Log-probs of a model, and gradients of their sum with fixed weights."""
 
     log_probs_T: Tensor
     gradients: dict[str, Tensor]
 
     @classmethod
-    def of(cls, model: torch.nn.Module, logits_TV: Tensor, sequences: Sequence[Tensor]) -> "_Scores":
+    def of(cls, model: torch.nn.Module, logits_TV: Tensor, sequences: Sequence[Tensor]) -> "Scores":
+        """Return the scores of a model's logits for the tokens of a row, each with the next one as its target."""
         targets_T = torch.cat(list(sequences)).roll(-1)
         log_probs_T = torch.log_softmax(logits_TV.float(), -1).gather(1, targets_T[:, None])[:, 0]
         model.zero_grad()
@@ -127,7 +131,7 @@ class _Scores(NamedTuple):
         named = ((name, parameter.grad) for name, parameter in model.named_parameters())
         return cls(log_probs_T.detach(), {name: grad.clone() for name, grad in named if grad is not None})
 
-    def difference(self, other: "_Scores") -> float:
+    def difference(self, other: "Scores") -> float:
         """Return the largest difference of a log-prob, or of a gradient relative to the largest gradient."""
         largest = max(float(grad.abs().max()) for grad in self.gradients.values())
         gaps = [
@@ -138,18 +142,43 @@ class _Scores(NamedTuple):
         return total if math.isfinite(total) else math.inf
 
 
-def _difference(
-    make: Callable[[], Transformer], head: Head, sequences: Sequence[Tensor], expected: _Scores
-) -> tuple[str, float]:
-    """Return the fault of a row with all sequences, empty if there is none, and its difference from single ones."""
+class Alone(NamedTuple):
+    """What transformers computes for each sequence alone."""
+
+    sequences: list[Tensor]
+    head: Head
+    scores: Scores
+
+    @classmethod
+    def of(cls, plain: Transformer, sequences: list[Tensor]) -> "Alone":
+        """Return it for a plain model. Raises ConfigRefused for logits that are no product with the output weight."""
+        logits = [plain.model(input_ids=tokens[None], use_cache=False).logits[0] for tokens in sequences]
+        head = _find_head(plain, sequences, logits)
+        return cls(sequences, head, Scores.of(plain.model, torch.cat(logits), sequences))
+
+    def difference(self, transformer: Transformer) -> float:
+        """Return the largest difference of a model that computes all sequences as one row."""
+        row = row_of([len(tokens) for tokens in self.sequences])
+        hidden_TH = transformer.hidden_states(torch.cat(self.sequences), row)
+        logits_TV = self.head.logits(hidden_TH, transformer.model.get_output_embeddings().weight)
+        return self.scores.difference(Scores.of(transformer.model, logits_TV, self.sequences))
+
+
+class _Attempt(NamedTuple):
+    """A way to compute rows, tried."""
+
+    difference: float
+    fault: str
+    """Empty if it is exact."""
+
+
+def _attempt(alone: Alone, make: Callable[[], Transformer]) -> _Attempt:
     try:
-        transformer = make()
-        hidden_TH = transformer.hidden_states(torch.cat(list(sequences)), row_of([len(tokens) for tokens in sequences]))
-        logits_TV = head.logits(hidden_TH, transformer.model.get_output_embeddings().weight)
-        difference = expected.difference(_Scores.of(transformer.model, logits_TV, sequences))
+        difference = alone.difference(make())
     except Exception as error:  # of any family's code
-        return described(error), math.inf
-    return (f"a sequence differs by {difference:.0e} from itself alone" if difference > TOLERANCE else ""), difference
+        return _Attempt(math.inf, described(error))
+    exact = difference <= TOLERANCE
+    return _Attempt(difference, "" if exact else f"a sequence differs by {difference:.0e} from itself alone")
 
 
 def _packed(plain: Transformer) -> Transformer:
@@ -159,8 +188,9 @@ def _packed(plain: Transformer) -> Transformer:
     return packed
 
 
-def _find_head(config: Any, plain: Transformer, sequences: Sequence[Tensor], alone: Sequence[Tensor]) -> Head:
-    """Return the way in which the family's logits follow from its hidden states. Raises ConfigRefused."""
+def _find_head(plain: Transformer, sequences: Sequence[Tensor], logits: Sequence[Tensor]) -> Head:
+    """Return the way in which a family's logits follow from its hidden states. Raises ConfigRefused."""
+    config = plain.model.config
     longest = max(range(len(sequences)), key=lambda place: len(sequences[place]))
     layer = plain.model.get_output_embeddings()
     if layer is None:
@@ -168,7 +198,7 @@ def _find_head(config: Any, plain: Transformer, sequences: Sequence[Tensor], alo
     with torch.no_grad():
         states = base_of(plain.model)(input_ids=sequences[longest][None], use_cache=False).last_hidden_state[0]
         for head in _heads(config):
-            if torch.allclose(head.logits(states, layer.weight), alone[longest], rtol=1e-4, atol=1e-4):
+            if torch.allclose(head.logits(states, layer.weight), logits[longest], rtol=1e-4, atol=1e-4):
                 return head
     raise _refused(config, "logits that are not a product of hidden states and output weight, scaled and capped")
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils.logging import disable_progress_bar
 
 from tidemill.bus.system.functions import described
 from tidemill.learner.backends.fsdp.opening import DEQUANTIZED, encoding_of
@@ -35,6 +36,7 @@ def read_model(config: Any, directory: Path) -> Any:
 
     Raises ConfigRefused where weights of the model are missing in the files, or have other shapes.
     """
+    disable_progress_bar()  # of transformers, which a log has line by line
     encoding = encoding_of(config)
     decoded = {"quantization_config": DEQUANTIZED[encoding](dequantize=True)} if encoding else {}
     try:
