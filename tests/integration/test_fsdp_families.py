@@ -1,4 +1,4 @@
-"""Every family of ``tests.families`` under fully_shard: a row of sequences is what transformers computes for each of them
+"""Every family of ``tests.families`` under fully_shard: a row of sequences is what transformers computes for each one
 alone, gradients included, and the export is the files bit for bit.
 
 ``make test-families`` tries all of them, ``make test`` one of each kind.

@@ -8,17 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tidemill.bus.system.functions import described
 from tidemill.learner.backends.fsdp.attention import PACKED, CurrentRow, give_row
+from tidemill.learner.backends.fsdp.decoding import DECODERS
 from tidemill.learner.backends.fsdp.mixers import mixers_of, separate_sequences
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.megatron.layers.kernels import SDPA
 from tidemill.learner.megatron.layers.packed_rows import PackedRow
 
-DEQUANTIZED = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
-"""Encodings of released weights that transformers decodes while it loads them."""
 _RANDOM = ("dropout", "pdrop", "jitter_noise")
 """Ends of the names of settings that add noise to training: old log-probs of the same weights would differ by it."""
 
@@ -36,9 +35,9 @@ def read_config(model_dir: Path) -> Any:
     except Exception as error:  # of any family's code
         raise ConfigRefused("model.path", "a causal language model that transformers has", described(error)) from error
     encoding = encoding_of(config)
-    if encoding not in ("", *DEQUANTIZED):
+    if encoding not in ("", *DECODERS):
         raise ConfigRefused(
-            "model.path", f"weights that are not quantized, or {' or '.join(DEQUANTIZED)}", f"quant_method {encoding}"
+            "model.path", f"weights that are not quantized, or {' or '.join(DECODERS)}", f"quant_method {encoding}"
         )
     return without_noise(config)
 
@@ -48,6 +47,14 @@ def encoding_of(config: Any) -> str:
     settings = getattr(config, "quantization_config", None) or {}
     method = settings.get("quant_method", "") if isinstance(settings, dict) else settings.quant_method
     return str(getattr(method, "value", method))
+
+
+def plain_config(config: Any) -> Any:
+    """Return a copy of a configuration without the encoding of its weights."""
+    plain = copy.deepcopy(config)
+    if encoding_of(plain):
+        del plain.quantization_config
+    return plain
 
 
 def without_noise(config: Any) -> Any:
@@ -105,11 +112,8 @@ def build(config: Any, *, packed: bool, kernel: str = SDPA) -> Transformer:
 
     ``packed``: rows are packed, else padded, with transformers' own attention. ``kernel``: of packed attention.
     """
-    config = copy.deepcopy(config)
-    if encoding_of(config):
-        del config.quantization_config
     implementation = {"attn_implementation": PACKED} if packed else {}
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **implementation).train()
+    model = AutoModelForCausalLM.from_config(plain_config(config), dtype=torch.float32, **implementation).train()
     row = CurrentRow(kernel=kernel)
     if packed:
         give_row(model, row)

@@ -54,9 +54,9 @@ def _small(settings: Settings, config: Any) -> Settings:
     common = {own.get(name, name): value for name, value in copy.deepcopy(settings).items() if name not in inner}
     for name in ("_name_or_path", "dtype", "quantization_config"):
         common.pop(name, None)
-    if "num_attention_heads" in common and "num_hidden_layers" in common:
+    if "num_attention_heads" in common and hasattr(config, "num_hidden_layers"):
         _cut_sizes(common)
-        _cut_layers(common)
+        _cut_layers(common, config.num_hidden_layers)
     if common.get("pad_token_id") is not None:
         common["pad_token_id"] = 0
     return {**{config.attribute_map.get(name, name): value for name, value in common.items()}, **inner}
@@ -94,9 +94,8 @@ def _limited(value: Any, largest: int) -> Any:
     return min(value, largest) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _cut_layers(settings: Settings) -> None:
+def _cut_layers(settings: Settings, layers: int) -> None:
     """Keep the first layer of each kind, and as many again where later layers share what earlier ones computed."""
-    layers = settings["num_hidden_layers"]
     special = {int(number): values for number, values in (settings.get("per_layer_config") or {}).items()}
     lists = {name: value for name, value in settings.items() if isinstance(value, list) and len(value) == layers}
     kinds = [
@@ -108,7 +107,8 @@ def _cut_layers(settings: Settings) -> None:
         settings["num_kv_shared_layers"] = len(kept)
         kept = [*kept, *kept]
     settings.update({name: [value[number] for number in kept] for name, value in lists.items()})
-    settings["num_hidden_layers"] = len(kept)
+    if "num_hidden_layers" in settings:  # nemotron_h counts its list
+        settings["num_hidden_layers"] = len(kept)
     if special:
         settings["per_layer_config"] = {
             place: special[number] for place, number in enumerate(kept) if number in special

@@ -21,7 +21,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from tidemill.bus.system.functions import described
-from tidemill.learner.backends.fsdp.opening import DEQUANTIZED, encoding_of
+from tidemill.learner.backends.fsdp.decoding import decoded_files
+from tidemill.learner.backends.fsdp.opening import encoding_of, plain_config
 from tidemill.learner.errors import ConfigRefused
 
 log = logging.getLogger(__name__)
@@ -37,13 +38,18 @@ def read_model(config: Any, directory: Path) -> Any:
     Raises ConfigRefused where weights of the model are missing in the files, or have other shapes.
     """
     disable_progress_bar()  # of transformers, which a log has line by line
-    encoding = encoding_of(config)
-    decoded = {"quantization_config": DEQUANTIZED[encoding](dequantize=True)} if encoding else {}
+    encoding, plain = encoding_of(config), plain_config(config)
+    options = {"config": plain, "dtype": torch.float32, "output_loading_info": True}
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            directory, config=config, dtype=torch.float32, output_loading_info=True, **decoded
-        )
-    except (OSError, ValueError, RuntimeError) as error:
+        if encoding:
+            with torch.device("meta"):
+                kind = type(AutoModelForCausalLM.from_config(plain))
+            settings = config.quantization_config
+            tensors = decoded_files(directory, encoding, settings)
+            model, report = kind.from_pretrained(None, state_dict=tensors, **options)
+        else:
+            model, report = AutoModelForCausalLM.from_pretrained(directory, **options)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ConfigRefused("model.path", "files of the model's weights", described(error)) from error
     faults = [*sorted(report["missing_keys"]), *sorted(map(str, report["mismatched_keys"]))]
     if faults:
