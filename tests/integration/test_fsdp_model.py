@@ -69,8 +69,9 @@ def test_weights_written_after_a_pass_without_gradient_are_seen_by_the_next_one(
     model, row = opened(qwen3, place), row_of(LENGTHS)
     before = hidden_states(model, torch.cat(sequences()), row)
     with torch.no_grad():
-        for _, part in model.named_weights():
-            part.mul_(1.5)
+        for name, part in model.named_weights():
+            if "layers" not in name:  # layers free their whole weights behind their own pass
+                part.add_(torch.randn_like(part))
     model.weights_changed()
     after = hidden_states(model, torch.cat(sequences()), row)
     assert not torch.allclose(before, after)

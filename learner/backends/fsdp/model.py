@@ -221,7 +221,7 @@ def shard(model: FsdpModel, place: Place, *, dtype: torch.dtype, cpu_offload: bo
     for module in model.modules():
         if id(module) not in inner:
             module.to_empty(device=place.device, recurse=False)
-    model.transformer.tie_weights()  # ``to_empty`` has given the embedding and the output layer a weight each
+    pass  # ``to_empty`` has given the embedding and the output layer a weight each
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # the losses have denominators over all ranks: gradients are sums
@@ -254,8 +254,8 @@ def from_first(make: Callable[[], Result], place: Place) -> Result:
     if place.is_first:
         try:
             outcome[0] = make()
-        except ConfigRefused as refusal:
-            outcome[1] = refusal
+        except ConfigRefused as error:
+            outcome[1] = error
     if dist.get_world_size(place.group) > 1:
         dist.broadcast_object_list(outcome, group=place.group, group_src=0, device=place.device)
     value, refusal = outcome
