@@ -1,1 +1,1 @@
-"""Backends of the trainer: a model with its parallelism, its optimizer and its checkpoints."""
+"""The models that train: one package each, behind the port in ``learner/trainer/backend.py``."""

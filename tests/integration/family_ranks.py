@@ -1,106 +1,120 @@
-"""A row of sequences through a sharded model, and through the plain model of transformers: one after the other there.
-
-``main`` is the body of one rank of a world.
+"""Body of one rank of a world of two: scores, exports, converts and trains models in layout after layout. Run by the
+test.
 """
 
 import json
 import os
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from safetensors.torch import load_file, save_file
 
-from tests.families import LENGTHS, VOCAB, place_here, plain_model, sequences
-from tidemill.learner.backends.fsdp.model import FsdpModel, open_model
-from tidemill.learner.backends.fsdp.self_test import row_of
+from tests.examples import rarely
+from tests.integration.expert_ranks import LAYOUTS as OF_EXPERTS
+from tests.integration.expert_ranks import VOCAB, WAYS, Way, learner, take
+from tests.learner_steps import make_batches, make_samples
+from tests.megatron_world import joined, not_sent_once
+from tests.tiny_models import DENSE, EXPERTS
+from tidemill.learner.backends.megatron import state
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.trainer.backups import OtherModels
 
-
-def weights_of_tokens() -> Tensor:
-    """Return the factor of every log-prob in the loss, [T, V]."""
-    return torch.randn(sum(LENGTHS), VOCAB, generator=torch.Generator().manual_seed(1)) / 100
-
-
-def row_pass(model: FsdpModel) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the log-probs [T, V] of a row, and the gradients of their weighted sum by name, summed over the ranks."""
-
-    def finish(hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
-        log_probs_TV = torch.log_softmax(model.head.logits(hidden_TH, model.head_weight()).float(), -1)
-        return (log_probs_TV * weights_of_tokens()).sum(), log_probs_TV.detach()
-
-    model.zero_grad()
-    loss, log_probs_TV = model(torch.cat(sequences()), row_of(LENGTHS), finish)
-    loss.backward()
-    gradients = {name.removeprefix("transformer."): parameter.grad for name, parameter in model.named_parameters()}
-    return log_probs_TV, {name: whole(grad) for name, grad in gradients.items() if grad is not None}
-
-
-def plain_pass(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the same of transformers' model, which gets each sequence alone."""
-    logits = [model(input_ids=tokens[None], use_cache=False).logits[0] for tokens in sequences()]
-    log_probs_TV = torch.log_softmax(torch.cat(logits), -1)
-    (log_probs_TV * weights_of_tokens()).sum().backward()
-    return log_probs_TV.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def gap(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Return the largest difference of the wanted gradients, relative to the largest of them."""
-    largest = max(float(grad.abs().max()) for grad in wanted.values())
-    return max(float((ours[name] - grad).abs().max()) for name, grad in wanted.items()) / largest
-
-
-def files_of(directory: Path) -> dict[str, Tensor]:
-    """Return the tensors of a model's files."""
-    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+STEPS = (3, 4)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2": OF_EXPERTS["TP2"],
+    "TP2, no SP": {"tensor_parallel_size": 2},
+    **{name: OF_EXPERTS[name] for name in ("PP2", "PP2 VP2", "CP2", "EP2")},
+    "DP2, distributed": {},
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in DENSE | EXPERTS},
+    **{f"{family}, tied": (family, {"tied": True}) for family in ("llama", "glm4")},
+    **{f"{family}, deep": (family, {"num_hidden_layers": 4}) for family in DENSE | EXPERTS},
+    "llama, tied, deep": ("llama", {"tied": True, "num_hidden_layers": 4}),
+}
+RUNS = [
+    ("qwen2", "TP2"),
+    ("glm4_moe, deep", "PP2 VP2"),
+    *rarely([("glm4", "TP2"), ("llama", "PP2"), ("mistral", "CP2"), ("qwen2", "DP2, distributed")]),
+]
+"""(model, layout): pairs that meet different code. A bias that is split; norms behind sublayers, one tensor for gate
+and up; stages, and chunks of them, of a model with a dense layer before those with experts; shares of the optimizer's
+state.
+"""
+RARE_RUNS = [
+    (name, layout)
+    for layout in LAYOUTS
+    for name, (family, _) in MODELS.items()
+    if (name, layout) not in RUNS
+    and (layout != "EP2" if family in DENSE else layout != "TP2, no SP")
+    and name.endswith(", deep") is (layout == "PP2 VP2")
+]
+"""The other pairs."""
 
 
-def different(exported: dict[str, Tensor], files: dict[str, Tensor]) -> list[str]:
-    """Return the names that only one of them has, or with other bits."""
+def way_of(layout: str) -> Way:
+    return WAYS["distributed" if "distributed" in layout else "plain"]
+
+
+def scores(made: Any, here: Parallel) -> list[list[float]]:
+    """Return the log-probs of the rows of a batch; all ranks have them whole."""
+    batches = make_batches(make_samples(vocab=VOCAB, groups=6), max_tokens=90, pad_to=2, data_parallel=here.dp_size)
+    return [row_T.tolist() for row_T in made.trainer.log_probs(batches[here.dp_rank])]
+
+
+def exported(policy: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of the whole model; collective."""
+    return {name: tensor.clone().contiguous() for name, tensor in policy.export()}
+
+
+def differing(found: dict[str, torch.Tensor], model_dir: Path) -> list[str]:
+    """Return the names that are not bit for bit those of the files."""
+    there = load_file(model_dir / "model.safetensors")
     return sorted(
         name
-        for name in exported.keys() | files.keys()
-        if name not in exported or name not in files or not torch.equal(exported[name], files[name])
+        for name in found.keys() | there.keys()
+        if name not in found or not torch.equal(found[name], there.get(name))
     )
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor of all ranks. Collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def used(model_dir: Path, here: Parallel, way: Way, of_one: Path, out: Path) -> dict[str, Any]:
+    """Score, export and train a model, and save it; begin another from the checkpoint that one process has made of the
+    files.
+    """
+    made = learner(model_dir, here, way)
+    found: dict[str, Any] = {"log_probs": scores(made, here), "exported": differing(exported(made.policy), model_dir)}
+    found["sent"] = not_sent_once(made.policy)
+    found["metrics"] = take(made, STEPS, here, way)
+    weights = exported(made.policy)
+    if here.rank == 0:
+        (out / "saved").mkdir(parents=True)
+        save_file(weights, out / "weights.safetensors")
+    torch.distributed.barrier()
+    state.save(
+        out / "saved",
+        step=STEPS[-1],
+        policy=made.policy,
+        optimizer=made.optimizer,
+        others=OtherModels(proximal=made.proximal),
+    )
+    other = build_policy(model_dir, dtype="float32", parallel=here, replicas=way.replicas)
+    for _, weight in other.named_weights():
+        torch.nn.init.zeros_(weight)
+    state.load_model(of_one, policy=other, setting="test")
+    return found | {"loaded": differing(exported(other), model_dir)}
 
 
-def measured(directory: Path, *, recompute: bool = False) -> tuple[FsdpModel, dict[str, Any]]:
-    """Return a family's model on all ranks, and its differences from transformers. Collective."""
-    model = open_model(directory, dtype="float32", place=place_here(), recompute=recompute)
-    plain = plain_model(directory)
-    log_probs_TV, gradients = row_pass(model)
-    wanted_TV, wanted = plain_pass(plain)
-    summed = {name: grad * dist.get_world_size() for name, grad in wanted.items()}
-    return model, {
-        "log_probs": float((log_probs_TV - wanted_TV).abs().max()),
-        "gradients": gap(gradients, summed),
-        "export": different(dict(model.export()), files_of(directory)),
-    }
-
-
-def sent(model: FsdpModel, senders: int) -> dict[str, int]:
-    """Return the number of elements of every tensor that this rank sends."""
-    return {name: tensor.numel() for name, tensor in model.export_part(senders)}
-
-
-def main(directories: Sequence[Path], out: Path) -> None:
-    """Measure each family on this rank, with and without recomputation."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    results = dict(_measured(directories))
+def main(model_dirs: dict[str, Path], checkpoints: dict[str, Path], runs: list[tuple[str, str]], out: Path) -> None:
+    """Use the models of ``runs``; ``checkpoints``: those that one process has made of their files."""
+    results: dict[str, Any] = {}
+    for layout, sizes in LAYOUTS.items():
+        names = [name for name, of in runs if of == layout]
+        if names:
+            with joined(**sizes) as here:
+                for name in names:
+                    results[f"{name} {layout}"] = used(
+                        model_dirs[name], here, way_of(layout), checkpoints[name], out / f"{name} {layout}"
+                    )
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
-def _measured(directories: Sequence[Path]) -> Iterator[tuple[str, Any]]:
-    for directory in directories:
-        model, result = measured(directory, recompute=True)
-        yield directory.name, {**result, "sent": sent(model, dist.get_world_size())}

@@ -14,8 +14,8 @@ import torch
 
 from tests.examples import THOROUGH
 from tests.families import FAMILIES, HEADER, KINDS, config_of, one_place, sequences, table_row, write_family
-from tests.integration import family_ranks
-from tests.integration.family_ranks import measured
+from tests.integration import fsdp_family_ranks
+from tests.integration.fsdp_family_ranks import measured
 from tests.learner_steps import run_ranks
 from tidemill.learner.backends.fsdp.model import Place
 from tidemill.learner.backends.fsdp.opening import Transformer, build, without_noise
@@ -44,7 +44,7 @@ def place() -> Iterator[Place]:
 def ranks(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of two ranks, which compute the layers again in the backward pass."""
     arguments = (list(directories.values()),)
-    return run_ranks(family_ranks.main, arguments, world=2, out=tmp_path_factory.mktemp("ranks"))
+    return run_ranks(fsdp_family_ranks.main, arguments, world=2, out=tmp_path_factory.mktemp("ranks"))
 
 
 def assert_close(result: dict[str, Any]) -> None:

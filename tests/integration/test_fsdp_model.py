@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.families import LENGTHS, config_of, one_place, plain_model, sequences, write_family
-from tests.integration.family_ranks import different, files_of, gap, row_pass
+from tests.integration.fsdp_family_ranks import different, files_of, gap, row_pass
 from tests.refusals import refusal
 from tidemill.learner.backends.fsdp.model import FsdpModel, Place, open_model
 from tidemill.learner.backends.fsdp.self_test import row_of, self_test
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.layers.packed_rows import PackedRow, packed_row
+from tidemill.learner.kernels.packed_rows import PackedRow, packed_row
 
 
 @pytest.fixture(scope="module")

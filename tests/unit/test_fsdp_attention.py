@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tidemill.learner.backends.fsdp.attention import CurrentRow, attend
-from tidemill.learner.megatron.layers.packed_rows import packed_row
+from tidemill.learner.kernels.packed_rows import packed_row
 
 LENGTHS = (9, 1, 14, 5)
 HEADS, GROUPS, SIZE = 4, 2, 8

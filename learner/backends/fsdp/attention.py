@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from tidemill.learner.megatron.layers.attention import Pad, Unpad, attend_varlen, joined
-from tidemill.learner.megatron.layers.kernels import FLASH_HEAD_SIZE, FLASH_MULTIPLE, SDPA, varlen_operator
-from tidemill.learner.megatron.layers.packed_rows import PackedRow, Piece
+from tidemill.learner.kernels.attention import Pad, Unpad, attend_varlen, joined
+from tidemill.learner.kernels.choices import FLASH_HEAD_SIZE, FLASH_MULTIPLE, SDPA, varlen_operator
+from tidemill.learner.kernels.packed_rows import PackedRow, Piece
 
 PACKED = "tidemill_packed"
 """Name of this attention among transformers' implementations."""
@@ -130,7 +130,7 @@ def _fits_varlen(q: Tensor, v: Tensor, row: CurrentRow, rules: Rules) -> bool:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, row: CurrentRow, rules: Rules) -> Tensor:
     operator, packed = varlen_operator(), row.packed
     assert operator is not None and packed is not None and packed.bounds_S is not None  # ``choose_attention`` looked
-    piece = Piece(len(q), packed.max_seqlen_q, packed.bounds_S)
+    piece = Piece(len(q), packed.longest, packed.bounds_S)
     return attend_varlen(q, k, v, piece, operator=operator, scale=rules.scale, window=rules.window)
 
 

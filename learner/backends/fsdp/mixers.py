@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tidemill.learner.backends.fsdp.attention import CurrentRow
-from tidemill.learner.megatron.layers.attention import Pad, Unpad
+from tidemill.learner.kernels.attention import Pad, Unpad
 
 _OF_ROW = (
     "cu_seq_lens_q",

@@ -23,8 +23,8 @@ from tidemill.learner.backends.fsdp.opening import Transformer, build, read_conf
 from tidemill.learner.backends.fsdp.self_test import Findings, Head, self_test
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.sizes import Dealt
-from tidemill.learner.megatron.layers.kernels import FLASH_MULTIPLE, SDPA, choose_attention, this_site
-from tidemill.learner.megatron.layers.packed_rows import PackedRow
+from tidemill.learner.kernels.choices import FLASH_MULTIPLE, SDPA, choose_attention, this_site
+from tidemill.learner.kernels.packed_rows import PackedRow
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ def shard(model: FsdpModel, place: Place, *, dtype: torch.dtype, cpu_offload: bo
     for module in model.modules():
         if id(module) not in inner:
             module.to_empty(device=place.device, recurse=False)
-    pass  # ``to_empty`` has given the embedding and the output layer a weight each
+    model.transformer.tie_weights()  # ``to_empty`` has given the embedding and the output layer a weight each
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # the losses have denominators over all ranks: gradients are sums

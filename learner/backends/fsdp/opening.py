@@ -15,8 +15,8 @@ from tidemill.learner.backends.fsdp.attention import PACKED, CurrentRow, give_ro
 from tidemill.learner.backends.fsdp.decoding import DECODERS
 from tidemill.learner.backends.fsdp.mixers import mixers_of, separate_sequences
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.layers.kernels import SDPA
-from tidemill.learner.megatron.layers.packed_rows import PackedRow
+from tidemill.learner.kernels.choices import SDPA
+from tidemill.learner.kernels.packed_rows import PackedRow
 
 _RANDOM = ("dropout", "pdrop", "jitter_noise")
 """Ends of the names of settings that add noise to training: old log-probs of the same weights would differ by it."""

@@ -19,7 +19,7 @@ from tidemill.bus.system.functions import described
 from tidemill.learner.backends.fsdp.opening import Transformer, base_of, build
 from tidemill.learner.backends.fsdp.small_config import VOCABULARY, small_config
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.layers.packed_rows import PackedRow, packed_row
+from tidemill.learner.kernels.packed_rows import PackedRow, packed_row
 
 log = logging.getLogger(__name__)
 
