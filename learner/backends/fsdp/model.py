@@ -22,9 +22,9 @@ from tidemill.learner.backends.fsdp import weights
 from tidemill.learner.backends.fsdp.opening import Transformer, build, read_config
 from tidemill.learner.backends.fsdp.self_test import Findings, Head, self_test
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.layout.sizes import Dealt
 from tidemill.learner.kernels.choices import FLASH_MULTIPLE, SDPA, choose_attention, this_site
 from tidemill.learner.kernels.packed_rows import PackedRow
+from tidemill.learner.layout.sizes import Dealt
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ class FsdpModel(torch.nn.Module):
 
         Call ``weights_changed`` after writing into them.
         """
+        self.weights_changed()  # else the root may have its whole weights in the places of the parts
         yield from ((name, weights.local(tensor)) for name, tensor in weights.named_weights(self.transformer))
 
     def router_biases(self) -> list[Tensor]:
@@ -127,6 +128,7 @@ class FsdpModel(torch.nn.Module):
         theirs are narrower. ``changed``: gets each weight by its name in memory, in the same order on all ranks, and
         returns the one to export.
         """
+        self.weights_changed()
         yield from self._form.export(self.transformer, dtype=self.dtype, device=self._place.device, changed=changed)
 
     def export_part(self, senders: int, changed: Changed = unchanged) -> Iterator[tuple[str, Tensor]]:
@@ -152,6 +154,7 @@ class FsdpModel(torch.nn.Module):
             return weights.FileForm.of(sources[0], directory)
 
         place = self._place
+        self.weights_changed()
         self._form = from_first(read, place)
         weights.distribute(
             self.transformer, sources[0] if sources else None, self._form.names, device=place.device, group=place.group
@@ -179,7 +182,7 @@ def open_model(
     and add some; these have no values then. Raises ConfigRefused, on all ranks.
     """
     config = read_config(model_dir)
-    findings = from_first(lambda: self_test(config), place)
+    findings = from_first(lambda: self_test(config, place.device), place)
     log.info(
         "model_family type=%s rows=%s reason=%s",
         config.model_type,

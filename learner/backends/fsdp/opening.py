@@ -28,10 +28,10 @@ def read_config(model_dir: Path) -> Any:
     Raises ConfigRefused for a type of model that transformers does not have.
     """
     try:
-        config = AutoConfig.from_pretrained(model_dir)
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
         with torch.device("meta"):
             # The model of a directory with images, too, has the configuration of its text alone where that is a class.
-            config = AutoModelForCausalLM.from_config(config).config
+            config = AutoModelForCausalLM.from_config(config, trust_remote_code=False).config
     except Exception as error:  # of any family's code
         raise ConfigRefused("model.path", "a causal language model that transformers has", described(error)) from error
     encoding = encoding_of(config)

@@ -48,7 +48,7 @@ def read_model(config: Any, directory: Path) -> Any:
             tensors = decoded_files(directory, encoding, settings)
             model, report = kind.from_pretrained(None, state_dict=tensors, **options)
         else:
-            model, report = AutoModelForCausalLM.from_pretrained(directory, **options)
+            model, report = AutoModelForCausalLM.from_pretrained(directory, use_safetensors=True, **options)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ConfigRefused("model.path", "files of the model's weights", described(error)) from error
     faults = [*sorted(report["missing_keys"]), *sorted(map(str, report["mismatched_keys"]))]
