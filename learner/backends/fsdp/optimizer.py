@@ -21,6 +21,8 @@ from tidemill.learner.trainer.optimizer import Optimizer
 
 ADAM, MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 """Tensors of the state of a weight, each of its shape: with Adam, and with SGD or Muon."""
+SUMMED = 4096
+"""Squares that are added up in float32."""
 SMALL = 1.0e-6  # Megatron's addition to the norm in the factor of clipping
 
 
@@ -134,13 +136,12 @@ class FsdpOptimizer(Optimizer):
         return norm
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
-        """Return the norm of the gradients of all ranks' parts, summed in float64."""
-        square = torch.zeros((), dtype=torch.float64, device=self._parallel.device)
-        for gradient in gradients:
-            square += torch.linalg.vector_norm(gradient, dtype=torch.float64).to(square.device) ** 2
+        """Return the norm of the gradients of all ranks' parts."""
+        squares = [sum_of_squares(gradient).to(self._parallel.device) for gradient in gradients]
+        total = torch.stack([torch.zeros((), dtype=torch.float64, device=self._parallel.device), *squares]).sum()
         if self._parallel.dp_size > 1:
-            dist.all_reduce(square, group=self._parallel.dp_group)
-        return math.sqrt(float(square))
+            dist.all_reduce(total, group=self._parallel.dp_group)
+        return math.sqrt(float(total))
 
     @contextmanager
     def _on_device(self, block: Sequence[str]) -> Iterator[None]:
@@ -162,6 +163,19 @@ class FsdpOptimizer(Optimizer):
             self.inner.state[part].update(host)
         if any(part.is_cuda for part in parts):
             torch.cuda.synchronize()  # the host's copies are read by a checkpoint, without the device
+
+
+def sum_of_squares(values: Tensor) -> Tensor:
+    """Return the sum of the squares of float32 values within a rounding of float32, as float64.
+
+    Sums of ``SUMMED`` squares are float32, the sum of these float64. That is as fast as a norm in float32, which was
+    wrong by 0.2 % for 28 million values on a CPU; a norm in float64 took 20 times as long.
+    """
+    flat = values.reshape(-1)
+    whole = flat.numel() // SUMMED * SUMMED
+    rows, rest = flat[:whole].view(-1, SUMMED), flat[whole:]
+    norms = torch.cat([torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(rest)[None]])
+    return norms.double().square().sum()
 
 
 def local_part(weight: Tensor) -> Tensor:
