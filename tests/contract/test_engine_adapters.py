@@ -26,7 +26,7 @@ from tidemill.actors.generate_body import SamplingParams
 from tidemill.actors.serving.builtin import decoder
 from tidemill.actors.serving.builtin.input_scores import without_cache
 from tidemill.actors.serving.builtin.lora import Adapter, AdapterRows, IncomingAdapter
-from tidemill.actors.serving.builtin.runner import ModelRunner
+from tidemill.actors.serving.builtin.decoder_runner import DecoderRunner
 from tidemill.actors.serving.builtin.scheduler import OTHER_WEIGHTS
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest
 from tidemill.actors.serving.builtin.sequence import Sequence as Response
@@ -107,7 +107,7 @@ def test_a_runner_decodes_rows_of_different_lengths_with_their_adapters(tmp_path
     weights = load(write_tiny_model(tmp_path))
     matrices = {name: adapter(weights_of(tmp_path), seed) for seed, name in enumerate(("", "second"))}
     models = {name: merged(weights, tmp_path, one) for name, one in matrices.items()} | {"none": weights}
-    runner = ModelRunner(weights, num_blocks=64)
+    runner = DecoderRunner(weights, num_blocks=64)
     runner.adapters = {name: received(weights, one) for name, one in matrices.items()}
     runner.memory.touch(64)
     draws = np.random.default_rng(3)
