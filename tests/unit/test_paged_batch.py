@@ -313,7 +313,9 @@ def test_the_budget_is_all_rows_or_a_quarter_of_the_memory() -> None:
     assert size == 2 * 2 * 2 * 8 * BLOCK * 4
 
     def blocks(**changes: int) -> int:
-        return budget(RowSizes.of(SHAPE, 4), **({"max_running": 6, "max_context": 0, "kv_tokens": 0, "memory_bytes": 0} | changes))
+        return budget(
+            RowSizes.of(SHAPE, 4), **({"max_running": 6, "max_context": 0, "kv_tokens": 0, "memory_bytes": 0} | changes)
+        )
 
     assert blocks() == 6 * blocks_of(CONTEXT)
     assert blocks(max_context=17) == 12

@@ -94,9 +94,7 @@ def _scores(weights: Weights, scoring: Scoring, x_TE: Tensor, version: int) -> I
     )
 
 
-def scores_of(
-    scoring: Scoring, logits_of: Callable[[slice], Tensor], vocab_size: int, *, version: int
-) -> InputScores:
+def scores_of(scoring: Scoring, logits_of: Callable[[slice], Tensor], vocab_size: int, *, version: int) -> InputScores:
     """Return the scores of a sequence. ``logits_of`` returns the logits at some of its scored places, fp32, [P, V].
     Raises ValueError for NaN.
     """

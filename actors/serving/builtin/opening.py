@@ -74,9 +74,7 @@ def _open_decoder(
     return OpenedModel(facts=shape.facts, weights=weights, runner=runner)
 
 
-def _open_transformers(
-    model_dir: Path, config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> OpenedModel:
+def _open_transformers(model_dir: Path, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> OpenedModel:
     # On use: the library takes seconds to import.
     from tidemill.actors.serving.builtin.transformers_cache import probe, row_sizes
     from tidemill.actors.serving.builtin.transformers_runner import TransformersRunner

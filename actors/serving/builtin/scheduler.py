@@ -308,9 +308,7 @@ class Scheduler:
         return self.counters.tokens_generated
 
     @between_steps
-    def flip(
-        self, weights: WeightSet, version: int, adapter: Adapter | None = None
-    ) -> tuple[WeightSet | None, float]:
+    def flip(self, weights: WeightSet, version: int, adapter: Adapter | None = None) -> tuple[WeightSet | None, float]:
         """Serve these weights, with the run's adapter, from the next step on. Returns the old ones and the seconds
         without decoding.
         """

@@ -116,6 +116,7 @@ class ModelShape:
     def of(cls, config: Mapping[str, object], *, eos_ids: tuple[int, ...] = (), where: str) -> "ModelShape":
         """Return the shape in the map of a config.json; ``where`` is its path in errors. Raises UnsupportedModel."""
         try:
+            _check_family(config, where)  # first: others may have settings that no older form has
             config = as_older(config)
             _check_supported(config, where)
             return _from_config(config, eos_ids=eos_ids, where=where)
@@ -205,21 +206,20 @@ def choose_runner(runner: str, read: Callable[[], ModelShape]) -> tuple[ModelSha
         return None, f"the decoder lacks this model ({error})"
 
 
-def _check_supported(config: JsonMapping, where: str) -> None:
+def _check_family(config: Mapping[str, object], where: str) -> None:
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise NotDecoded(
-            f"{where}: model_type", f"the decoder has {', '.join(FAMILIES)}; got {family!r}"
-        )
+        raise NotDecoded(f"{where}: model_type", f"the decoder has {', '.join(FAMILIES)}; got {family!r}")
+
+
+def _check_supported(config: JsonMapping, where: str) -> None:
     if config.get("hidden_act", "silu") != "silu":
         raise NotDecoded(f"{where}: hidden_act", f"want silu, got {config['hidden_act']!r}")
     if config.get("use_sliding_window") or set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise NotDecoded(f"{where}: use_sliding_window", "want full attention in every layer")
     window = config.get("sliding_window")
     if config["model_type"] == "mistral" and window is not None and window < config.get("max_position_embeddings", 0):
-        raise NotDecoded(
-            f"{where}: sliding_window", f"want null, or at least max_position_embeddings, got {window}"
-        )
+        raise NotDecoded(f"{where}: sliding_window", f"want null, or at least max_position_embeddings, got {window}")
     if config.get("quantization_config"):
         raise NotDecoded(f"{where}: quantization_config", "want unquantised weights")
 

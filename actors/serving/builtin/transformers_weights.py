@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tidemill.actors.errors import UnsupportedModel, UpdateRefused
 from tidemill.actors.serving.builtin.shape import ModelFacts, ModelShape
@@ -115,15 +116,22 @@ def _filled_in(
     return TransformersWeights(copy.deepcopy(skeleton, parameters), unused=unused, order=order)
 
 
-def text_config(model_dir: Path) -> PreTrainedConfig:
-    """Return the configuration of a model directory's language model. Raises UnsupportedModel."""
+def model_options(model_dir: Path) -> tuple[PreTrainedConfig, dict[str, str]]:
+    """Return the configuration in a model directory, and the options to make its model with. Raises
+    UnsupportedModel.
+    """
     try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedModel(str(model_dir / "config.json"), f"transformers cannot read it: {error}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        want = "want a model that transformers has as a causal language model"
+        raise UnsupportedModel(f"{model_dir / 'config.json'}: model_type", f"{want}, got {config.model_type!r}")
     if getattr(config, "quantization_config", None):
         raise UnsupportedModel(f"{model_dir / 'config.json'}: quantization_config", "want unquantised weights")
-    return config.get_text_config(decoder=True)
+    # Caps of attention scores are in the plain implementation alone.
+    has_caps = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    return config, {"attn_implementation": "eager"} if has_caps else {}
 
 
 def facts_of(model: PreTrainedModel, model_dir: Path) -> ModelFacts:
@@ -145,14 +153,17 @@ def load_transformers_model(model_dir: Path, *, dtype: torch.dtype, device: torc
     """Load the causal language model in a directory. A snapshot is verified byte by byte (SnapshotBroken). Raises
     UnsupportedModel, UpdateRefused for missing tensors.
     """
-    text = text_config(model_dir)
+    _, options = model_options(model_dir)
     if (model_dir / snapshot_files.MANIFEST).exists():
         snapshot_files.verify(model_dir)
-    # Caps of attention scores are in the plain implementation alone.
-    options = {"attn_implementation": "eager"} if getattr(text, "attn_logit_softcapping", None) else {}
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype, output_loading_info=True, local_files_only=True, **options
+            model_dir,
+            dtype=dtype,
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UnsupportedModel(str(model_dir), f"transformers cannot load it: {error}") from error

@@ -23,12 +23,16 @@ class WeightSet(Protocol):
     """Names in their order in memory, as far as the set can have it: a push in it may need no copy."""
     named: dict[str, Tensor]
     """Tensors to write, by the names of the model's files. Names of tied tensors are in ``aliases``."""
-    aliases: Mapping[str, str]
-    """Name of a tensor in files -> the name in ``named`` of the tensor to which the configuration ties it."""
-    unused: Mapping[str, tuple[int, ...]]
-    """Shapes of tensors in the model's files that the engine does not need. They may be sent and are not kept."""
     writes: int
     """Counter, increased whenever some of the tensors are about to be written."""
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Name of a tensor in files -> the name in ``named`` of the tensor to which the configuration ties it."""
+
+    @property
+    def unused(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of tensors in the model's files that the engine does not need. They may be sent and are not kept."""
 
     @property
     def adapter_shape(self) -> ModelShape | None:
