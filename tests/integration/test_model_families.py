@@ -17,7 +17,7 @@ from tests.examples import some
 from tests.learner_steps import make_batches, make_samples
 from tests.refusals import refusal
 from tests.same_model import assert_converts, assert_log_probs, assert_weights, of_transformers, scored_rows, vocabulary
-from tests.tiny_models import DENSE, EXPERTS, as_pond, as_transformers_5, write_tiny_model, write_tiny_pond
+from tests.tiny_models import DENSE, EXPERTS, as_pond, as_transformers_4, write_tiny_model, write_tiny_pond
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.megatron.backups import OtherWeights, reference_weights
@@ -71,7 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 TRIED = [*DENSE, *EXPERTS, *some([name for name in CASES if name not in DENSE and name not in EXPERTS], 2)]
 """Cases that are tried: every family as it is, and every other one of its variants."""
 
-OF_TRANSFORMERS_5: dict[str, tuple[str, dict[str, Any]]] = {
+OF_TRANSFORMERS_4: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, another base": ("llama", {"rope_theta": 500.0}),
     "llama, scaled as Llama 3's": ("llama", {"rope_theta": 500.0, "rope_scaling": LLAMA3}),
     "qwen3, linear scaling": ("qwen3", {"rope_theta": 500.0, "rope_scaling": LINEAR}),
@@ -91,12 +91,12 @@ def test_log_probs_and_weights_are_those_of_transformers(
     assert_same_model(write_tiny_model(tmp_path, family, **changes), tmp_path, here)
 
 
-@pytest.mark.parametrize(("family", "changes"), OF_TRANSFORMERS_5.values(), ids=OF_TRANSFORMERS_5)
-def test_a_model_that_transformers_5_has_written_has_its_own_positions(
+@pytest.mark.parametrize(("family", "changes"), OF_TRANSFORMERS_4.values(), ids=OF_TRANSFORMERS_4)
+def test_a_model_that_transformers_4_has_written_has_its_own_positions(
     here: Any, tmp_path: Path, family: str, changes: dict[str, Any]
 ) -> None:
-    directory = write_tiny_model(tmp_path / "4", family, **changes)
-    assert_same_model(as_transformers_5(directory, tmp_path / "5"), directory, here)
+    directory = write_tiny_model(tmp_path / "5", family, **changes)
+    assert_same_model(as_transformers_4(directory, tmp_path / "4"), directory, here)
 
 
 def assert_same_model(directory: Path, of_reference: Path, here: Any) -> None:

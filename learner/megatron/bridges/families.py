@@ -29,7 +29,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tidemill.bus.system.functions import find_function
-from tidemill.bus.wire.model_values import in_older_keys
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.model_values import MTP_LAYERS, SCALING, in_older_keys
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.sizes import FAMILIES, refusals
@@ -114,6 +115,17 @@ def grouped_choice(hf_config: Any) -> Arguments:
     if hf_config.n_group == 1:
         return {}
     return {"moe_router_num_groups": hf_config.n_group, "moe_router_group_topk": hf_config.topk_group}
+
+
+_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings")
+
+
+def yarn_arguments(rope: JsonMapping) -> Arguments:
+    """Return the arguments of latent attention in Megatron for ``rope_parameters``; none without YaRN."""
+    if rope["rope_type"] != "yarn":
+        return {}
+    values = {name: rope[name] for name in _YARN if name in rope}
+    return {"rope_type": "yarn", "rotary_scaling_factor": rope["factor"], **values}
 
 
 class Glm4MoE(Experts, GLM4MoEBridge):
@@ -214,17 +226,12 @@ class DeepSeekV3(Experts, DeepseekV3Bridge):
     _SHARED_STATE_DICT_MAPPING: ClassVar[Mapping[str, list[str]]] = {}
     """Tensors that the layers for multi-token prediction share; models with such layers are refused."""
 
-    def __init__(self, hf_config: Any, *arguments: Any, **options: Any) -> None:
-        # mbridge reads the kind of scaling from the older of its two names.
-        if scaling := getattr(hf_config, "rope_scaling", None):
-            kind = scaling.get("rope_type", scaling.get("type", "default"))
-            hf_config.rope_scaling = None if kind == "default" else {**scaling, "type": kind}
-        super().__init__(hf_config, *arguments, **options)
-
     def _build_base_config(self, **arguments: Any) -> Any:
         arguments["original_max_position_embeddings"] = arguments.pop("max_position_embeddings")
         del arguments["attention_backend"]
         arguments["mtp_num_layers"] = None
+        # mbridge looks for the scaling under its name in transformers 4.
+        arguments |= yarn_arguments(self.hf_config.rope_parameters)
         return super()._build_base_config(**arguments)  # type: ignore[misc]
 
     def _arguments(self) -> Arguments:
@@ -316,12 +323,18 @@ def _own(path: str) -> type[LocalLayers]:
 
 
 def _config(model_dir: Path) -> Any:
-    """Return the configuration of a model directory. Raises ConfigRefused for a model type unknown to transformers."""
+    """Return the configuration of a model directory, with the names of transformers 4 too, which mbridge reads.
+
+    Raises ConfigRefused for a model type unknown to transformers.
+    """
     try:
         values = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         config = AutoConfig.from_pretrained(model_dir)
-        for name, value in in_older_keys(values).items():
-            setattr(config, name, value)
+        for name, value in in_older_keys(config.to_dict()).items():
+            if name != SCALING:  # in transformers 5 another name of rope_parameters
+                setattr(config, name, value)
+        if hasattr(config, MTP_LAYERS):  # transformers 5 has such a layer where the file has no number
+            setattr(config, MTP_LAYERS, values.get(MTP_LAYERS, 0))
         return config
     except ValueError as error:
         want = (

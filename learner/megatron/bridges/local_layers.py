@@ -216,7 +216,7 @@ class LocalLayers:
             "max_sequence_length": hf_config.max_position_embeddings,
             "position_embedding_type": "rope",
             "rotary_base": hf_config.rope_theta,
-            **rope_arguments(getattr(hf_config, "rope_scaling", None)),
+            **rope_arguments(hf_config.rope_parameters),
         }
 
     # ---- names
