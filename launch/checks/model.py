@@ -96,6 +96,7 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
         cure = "see docs/parallelism.md, or remove it"
         report.error("model", refused.field, want=refused.want, got=refused.got, cure=cure)
     shape = _shape(report, config, values, where)
+    _check_runner(report, config, shape)
     row_sizes = _row_sizes(report, config, path) if shape is None and len(report.errors) == before else {}
     in_files = _tensors(report, path) if prepare is None and len(report.errors) == before else {}
     if shape is None and len(report.errors) == before:
@@ -208,6 +209,15 @@ def _shape(report: Report, config: RunConfig, values: Mapping[str, object], wher
         cure = "use another model" if family in DECODED else "use engine.kind: sglang, or another model"
         report.error("model", error.where, want="a model that engine and learner support", got=error.reason, cure=cure)
     return None
+
+
+def _check_runner(report: Report, config: RunConfig, shape: ModelShape | None) -> None:
+    """Refuse settings that transformers as the runner of an engine does not have."""
+    is_decoded = config.engine.kind != "builtin" or (shape is not None and config.engine.runner != "transformers")
+    if config.learner.routing_replay == ROLLOUT and not is_decoded:
+        want = "none where transformers runs the model in the engine, which reports no experts then"
+        cure = "remove it, or use engine.kind: sglang"
+        report.error("model", "learner.routing_replay", want=want, got=ROLLOUT, cure=cure)
 
 
 def _row_sizes(report: Report, config: RunConfig, path: Path) -> Mapping[str, RowSizes]:
