@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -450,8 +451,12 @@ async def test_tensors_one_by_one_and_in_other_types(directories: list[Path], mo
         assert (await push.bucket([odd, *[each for each in mixed if each[0] != odd[0]]]))[0] == 200
         assert (await push.end(2))[0] == 200
         told = await served.generate(prompt, temperature=0, max_new_tokens=8)
-        want = log_probs_of(await scores(models[2], prompt, told["output_ids"]), told["output_ids"])
-        np.testing.assert_allclose(told_log_probs(told), want, atol=0.2)
+        rounded = deepcopy(models[2])
+        for name, parameter in rounded.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.data = parameter.data.bfloat16().float()
+        want = log_probs_of(await scores(rounded, prompt, told["output_ids"]), told["output_ids"])
+        np.testing.assert_allclose(told_log_probs(told), want, atol=1e-4)
 
 
 async def test_a_lower_epoch_is_refused_everywhere(directories: list[Path], models: list[Any]) -> None:
