@@ -29,7 +29,7 @@ FAMILIES = (
 )
 """Values of ``model_type`` that have a bridge."""
 WITH_BIAS = ("deepseek_v3", "glm4_moe")  # families with a bias per expert in their routers
-LOGITS_AT_ONCE = 1 << 23  # number of logits in memory at once (32 MB in float32); see ``learner/megatron/logprobs.py``
+LOGITS_AT_ONCE = 1 << 23  # number of logits in memory at once (32 MB in float32); see ``learner/kernels/logprobs.py``
 FUSED_CHUNKS = 8  # factor of that number with fused kernels, which need no memory beside the logits
 OFFLOADED_AT_ONCE = 1 << 26
 """Weights with offloaded state on the device at a time: a power of two, to which pinned allocations are rounded up."""

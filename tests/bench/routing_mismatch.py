@@ -28,7 +28,7 @@ from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.bus.wire.messages import Sample, Sampling, Status
 from tidemill.bus.wire.routed_experts import RoutedShape
-from tidemill.learner.megatron.layers.experts import Mixture
+from tidemill.learner.backends.megatron.layers.experts import Mixture
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "num_experts": 32, "num_experts_per_tok": 4, "initializer_range": 0.2}
 PROMPTS, LENGTH = 32, 64

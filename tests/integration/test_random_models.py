@@ -20,11 +20,11 @@ from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin.shape import FAMILIES
 from tidemill.bus.wire.messages import Sample, Sampling, Span, Status
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.trainer.trainer import Trainer
 
 ROWS, LENGTH, PREFILLED = 2, 40, 20
 LIMIT = 1e-4
@@ -106,7 +106,7 @@ def sample_of(tokens: Tensor, index: int) -> Sample:
 
 def by_learner(directory: Path, tokens_BT: Tensor, here: Any) -> Tensor:
     policy = build_policy(directory, dtype="float32", parallel=here)
-    trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
+    trainer = Trainer(policy, MegatronOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
     batch = make_batches(
         [sample_of(tokens_T, index) for index, tokens_T in enumerate(tokens_BT)], max_tokens=2 * ROWS * LENGTH
     )[0]

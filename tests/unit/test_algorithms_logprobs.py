@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.bench.kept_logits import log_probs_and_entropy as of_kept_logits
-from tidemill.learner.megatron import logprobs
-from tidemill.learner.megatron.logprobs import log_probs_and_entropy
+from tidemill.learner.kernels import logprobs
+from tidemill.learner.kernels.logprobs import log_probs_and_entropy
 
 T, V, H = 11, 29, 5
 CHUNKS = pytest.mark.parametrize("columns", [1, 3, 7, V], ids=["1 id", "3 ids", "7 ids", "one chunk"])
