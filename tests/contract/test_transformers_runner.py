@@ -27,7 +27,8 @@ from tidemill.actors.serving.builtin.row_sizes import read_row_sizes
 from tidemill.actors.serving.builtin.row_sizes_child import sizes_on_meta
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
 from tidemill.actors.serving.builtin.shape import ModelShape, choose_runner
-from tidemill.actors.serving.builtin.transformers_cache import probe, row_sizes
+from tidemill.actors.serving.builtin.transformers_cache import RowCache, probe, row_sizes
+from tidemill.actors.serving.builtin.transformers_runner import TransformersRunner
 from tidemill.actors.serving.builtin.weight_set import WeightSet
 from tidemill.actors.serving.builtin.weights import load_from_bucket, load_from_directory
 from tidemill.weightstore.format.manifest import Bucket, spec_of
@@ -208,6 +209,23 @@ def test_a_check_reads_the_bytes_of_rows_in_a_child(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel) as refused:
         read_row_sizes(tmp_path)
     assert refused.value.where == str(tmp_path / "config.json")
+
+
+class Unpadded(RowCache):
+    """A cache that hides the padding of short rows from the model."""
+
+    def begin_step(self, positions_N: np.ndarray) -> None:
+        super().begin_step(positions_N)
+
+
+def test_a_model_that_decodes_rows_wrongly_is_refused_at_the_start(tmp_path: Path) -> None:
+    model = opened(write_family_model(tmp_path, "olmo3"))
+    runner, weights = model.runner, model.weights
+    assert isinstance(runner, TransformersRunner) and runner.self_test() < NEAR
+    runner.memory = Unpadded(probe(weights.model), num_blocks=10)  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedModel) as refused:
+        runner.self_test()
+    assert refused.value.where == "model_type olmo3"
 
 
 def test_states_of_rows_take_memory_from_the_blocks_and_are_bounded() -> None:

@@ -83,4 +83,6 @@ def _open_transformers(model_dir: Path, config: EngineConfig, dtype: torch.dtype
     weights = load_transformers_model(model_dir, dtype=dtype, device=device)
     facts, probed = facts_of(weights.model, model_dir), probe(weights.model)
     num_blocks = _num_blocks(row_sizes(probed, facts.max_positions), config, device)
-    return OpenedModel(facts=facts, weights=weights, runner=TransformersRunner(weights, probed, num_blocks=num_blocks))
+    runner = TransformersRunner(weights, probed, num_blocks=num_blocks)
+    log.info("self-test passed distance=%.1e nats model_type=%s", runner.self_test(), facts.family)
+    return OpenedModel(facts=facts, weights=weights, runner=runner)

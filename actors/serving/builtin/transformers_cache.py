@@ -93,11 +93,14 @@ def _states(layers: Sequence[Any]) -> Iterator[tuple[dict[int, Tensor | None], i
 @torch.inference_mode()
 def probe(model: PreTrainedModel) -> DynamicCache:
     """Return the cache of a prefill of two tokens, which has the sizes of everything that is kept. Raises
-    UnsupportedModel as ``prefill_cache``.
+    UnsupportedModel as ``prefill_cache``, and for a model that does not run so.
     """
     cache = prefill_cache(model.config.get_text_config(decoder=True))
     tokens = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=model.device)
-    model(input_ids=tokens, cache=cache, use_cache=True)
+    try:
+        model(input_ids=tokens, cache=cache, use_cache=True, logits_to_keep=1)
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
+        raise UnsupportedModel(f"model_type {model.config.model_type}", f"a prefill fails: {error!r}") from error
     return cache
 
 

@@ -15,11 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin.blocks import BlockTable
 from tidemill.actors.serving.builtin.input_scores import LOGITS_AT_ONCE, InputScores, Scoring, scores_of
 from tidemill.actors.serving.builtin.lora import Adapter
 from tidemill.actors.serving.builtin.transformers_cache import RowCache, prefill_cache
 from tidemill.actors.serving.builtin.transformers_weights import TransformersWeights
+
+SELF_TEST_TOKENS = (3, 9)
+"""Tokens of the rows of the self-test: with different lengths, so that one is padded."""
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+"""Largest mean distance of log-probs in the self-test, in nats: rounding is far below, a wrong position above."""
 
 
 class TransformersRunner:
@@ -128,3 +134,29 @@ class TransformersRunner:
             self.memory.free_memory()
         else:
             self.memory.reset_memory()
+
+    @torch.inference_mode()
+    def self_test(self) -> float:
+        """Decode two rows of different lengths as the engine does, and compare with plain forward passes. Returns the
+        largest mean distance of a row's log-probs (nats). Raises UnsupportedModel for a larger one than ``LIMITS``.
+        """
+        contexts = [np.arange(length, dtype=np.int32) % self._config.vocab_size for length in SELF_TEST_TOKENS]
+        tables = [BlockTable([row], 0, 0) for row in range(min(len(contexts), self.memory.num_blocks))]
+        contexts = contexts[: len(tables)]
+        numbers = range(len(tables))
+        self.prefill([context[:-1] for context in contexts], [0] * len(tables), tables, numbers, [""] * len(tables))
+        self.set_rows(tables, [])
+        last_N = np.array([context[-1] for context in contexts], np.int64)
+        decoded_NV = self.decode(last_N, np.array([len(context) - 1 for context in contexts])).log_softmax(-1)
+        distance = 0.0
+        for context, decoded_V in zip(contexts, decoded_NV, strict=True):
+            assert self.weights is not None
+            out = self.weights.model(input_ids=self._padded([context]), use_cache=False)
+            plain_V = out.logits[0, -1].float().log_softmax(-1)
+            distance = max(distance, float((plain_V.exp() * (plain_V - decoded_V).abs()).sum()))
+        self.clear(free=False)
+        limit = LIMITS[self.weights.dtype] if self.weights is not None else 0.0
+        if not distance <= limit:
+            want = f"want decoded rows whose log-probs differ by at most {limit} nats from a forward pass"
+            raise UnsupportedModel(f"model_type {self._config.model_type}", f"{want}, got {distance}")
+        return distance

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils.logging import disable_progress_bar
 
 from tidemill.actors.errors import UnsupportedModel, UpdateRefused
 from tidemill.actors.serving.builtin.shape import ModelFacts, ModelShape
@@ -156,6 +157,7 @@ def load_transformers_model(model_dir: Path, *, dtype: torch.dtype, device: torc
     _, options = model_options(model_dir)
     if (model_dir / snapshot_files.MANIFEST).exists():
         snapshot_files.verify(model_dir)
+    disable_progress_bar()  # a log has lines
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             model_dir,
