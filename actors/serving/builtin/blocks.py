@@ -71,7 +71,7 @@ def budget(sizes: RowSizes, *, max_running: int, max_context: int, kv_tokens: in
     than that.
     """
     share = memory_bytes // MEMORY_SHARE
-    if memory_bytes and sizes.states_bytes(max_running) >= share:
+    if memory_bytes and sizes.state_bytes and sizes.states_bytes(max_running) >= share:
         most = (share - 1) // (2 * sizes.state_bytes)
         reason = f"want <= {most}: each row has {sizes.state_bytes:,} bytes of states, twice, in {share:,} bytes"
         raise UnsupportedModel("engine.max_running", f"{reason}; got {max_running}")
