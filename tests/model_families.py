@@ -51,7 +51,8 @@ GROUPED = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
-INDEXED = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
+# As many heads as released models have: with few, equal scores are frequent, and any of the tokens may be chosen.
+INDEXED = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 64}
 CAPPED = WINDOWS | {"query_pre_attn_scalar": 16}
 MAMBA = {"layer_types": LINEAR, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_head": 16, "mamba_chunk_size": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
