@@ -19,7 +19,14 @@ from tidemill.learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE
 
 @torch.no_grad()
 def logits_at(
-    hidden_CH: Tensor, weight_VH: Tensor, at_K: Tensor, ranks: Parallel, *, temperature: float | Tensor
+    hidden_CH: Tensor,
+    weight_VH: Tensor,
+    at_K: Tensor,
+    ranks: Parallel,
+    *,
+    temperature: float | Tensor,
+    scale: float = 1.0,
+    cap: float = 0.0,
 ) -> Tensor:
     """Return the logits / temperature at the places ``at_K`` of the whole row, [K, V] float32, on all ranks of the row.
 
@@ -30,7 +37,7 @@ def logits_at(
     at = local_K.clamp(0, len(hidden_CH) - 1)
     hidden_KH = torch.where(mine_K[:, None], hidden_CH[at], 0)
     divisor = temperature[at, None] if isinstance(temperature, Tensor) else temperature or 1.0
-    logits_KV = (hidden_KH @ weight_VH.t()).float() / divisor
+    logits_KV = _Bend(scale, cap).bent((hidden_KH @ weight_VH.t()).float()) / divisor
     if ranks.cp_size > 1:
         dist.all_reduce(logits_KV, group=ranks.cp_group)  # the ranks of other parts have 0 there
     return gather_parts(logits_KV.t(), ranks.tp_group).t() if ranks.tp_size > 1 else logits_KV
@@ -51,9 +58,11 @@ def log_probs_and_entropy(
     group: dist.ProcessGroup | None = None,
     fused: bool = False,
     placeholder: bool = False,
+    scale: float = 1.0,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Return ``log softmax(z / temperature)[target]`` and ``-sum p log p`` of the logits ``z = hidden @ weight.T``,
-    both [T].
+    both [T]. With ``scale`` and ``cap`` the logits are ``cap * tanh(scale * z / cap)``, or ``scale * z`` for cap 0.
 
     Both are differentiable, and float32 (float64 for float64). Matrix products are in the dtype of the inputs, as those
     of a linear layer; sums over chunks (the normaliser, the entropy, the gradient of the hidden states) are float32.
@@ -64,7 +73,7 @@ def log_probs_and_entropy(
     rank has all. Its ranks have the same hidden states, and the gradients of these are summed over it here.
 
     ``fused``: between the products take the kernels of ``triton_kernels.py``, which have every dtype but
-    float64.
+    float64, and no cap.
 
     Logits of one chunk (``CHUNK_ELEMENTS``; with ``fused`` ``FUSED_CHUNKS`` times as many) are kept for the backward
     pass. Of more, only the inputs and tensors of size T are kept, and the backward pass computes them again chunk by
@@ -78,9 +87,8 @@ def log_probs_and_entropy(
     Source: Milakov, Gimelshein 2018 (online normaliser); Shoeybi et al. 2019 (parallel cross entropy); dH/dz = -p (log
     p + H).
     """
-    log_probs_TJ, entropy_T = _log_probs(
-        hidden_TH, weight_VH, targets_T[:, None], temperature, group, _How(fused, placeholder)
-    )
+    how = _How(fused, placeholder, scale, cap)
+    log_probs_TJ, entropy_T = _log_probs(hidden_TH, weight_VH, targets_T[:, None], temperature, group, how)
     return log_probs_TJ[:, 0], entropy_T
 
 
@@ -94,10 +102,13 @@ def listed_log_probs(
     group: dist.ProcessGroup | None = None,
     fused: bool = False,
     placeholder: bool = False,
+    scale: float = 1.0,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return as ``log_probs_and_entropy``, and log-probs of the listed ids (twice or the target, too), [T, K]."""
     ids_TJ = torch.cat([targets_T[:, None], listed_TK], dim=1)
-    log_probs_TJ, entropy_T = _log_probs(hidden_TH, weight_VH, ids_TJ, temperature, group, _How(fused, placeholder))
+    how = _How(fused, placeholder, scale, cap)
+    log_probs_TJ, entropy_T = _log_probs(hidden_TH, weight_VH, ids_TJ, temperature, group, how)
     return log_probs_TJ[:, 0], entropy_T, log_probs_TJ[:, 1:]
 
 
@@ -110,7 +121,7 @@ def most_probable(
         len(hidden_TH), 0, dtype=torch.promote_types(weight_VH.dtype, torch.float32), device=hidden_TH.device
     )
     ids_TK = torch.empty(best_TK.shape, dtype=torch.int64, device=hidden_TH.device)
-    for start, z_TC in _Logits(hidden_TH, weight_VH, 1.0).chunks():
+    for start, z_TC in _Logits(hidden_TH, weight_VH, _Bend(1.0)).chunks():
         found_TK, column_TK = z_TC.topk(min(count, z_TC.shape[1]), dim=1)
         best_TK, ids_TK = _largest(
             count, torch.cat([best_TK, found_TK], dim=1), torch.cat([ids_TK, column_TK + start], dim=1)
@@ -136,6 +147,8 @@ def _side_by_side(own_TK: Tensor, group: dist.ProcessGroup) -> Tensor:
 class _How(NamedTuple):
     fused: bool
     placeholder: bool
+    scale: float
+    cap: float
 
 
 def _log_probs(
@@ -146,14 +159,39 @@ def _log_probs(
     group: dist.ProcessGroup | None,
     how: _How,
 ) -> tuple[Tensor, Tensor]:
-    if isinstance(temperature, Tensor):
+    if isinstance(temperature, Tensor) and not how.cap:
         hidden_TH, temperature = (hidden_TH / temperature[:, None]).to(hidden_TH.dtype), 1.0
-    scale = 1.0 if temperature == 0 else 1.0 / temperature
+    if isinstance(temperature, Tensor):
+        bend = _Bend(how.scale, how.cap, 1.0 / temperature[:, None])
+    else:
+        after = 1.0 if temperature == 0 else 1.0 / temperature
+        bend = _Bend(how.scale, how.cap, after) if how.cap else _Bend(how.scale * after)
     if group is not None and dist.get_world_size(group) == 1:
         group = None
-    how = how._replace(fused=how.fused and weight_VH.dtype != torch.float64)
-    log_probs_TJ, entropy_T = _LogProbsAndEntropy.apply(hidden_TH, weight_VH, ids_TJ, scale, group, how)
+    how = how._replace(fused=how.fused and weight_VH.dtype != torch.float64 and not how.cap)
+    log_probs_TJ, entropy_T = _LogProbsAndEntropy.apply(hidden_TH, weight_VH, ids_TJ, bend, group, how)
     return log_probs_TJ, entropy_T
+
+
+class _Bend(NamedTuple):
+    """The logits from the products: ``scale * z``, or ``after * cap * tanh(scale * z / cap)``."""
+
+    scale: float
+    cap: float = 0.0
+    after: float | Tensor = 1.0
+    """Of all tokens, or of each, [T, 1]."""
+
+    def bent(self, z_TC: Tensor) -> Tensor:
+        """Return the logits, in place."""
+        if self.cap:
+            return z_TC.mul_(self.scale / self.cap).tanh_().mul_(self.after).mul_(self.cap)
+        return z_TC if self.scale == 1 else z_TC.mul_(self.scale)
+
+    def slope(self, logits_TC: Tensor) -> Tensor | None:
+        """Return their derivative by the products; None = ``scale`` everywhere."""
+        if not self.cap:
+            return None
+        return (logits_TC / self.after / self.cap).square_().neg_().add_(1.0).mul_(self.after).mul_(self.scale)
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
@@ -163,13 +201,13 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         hidden_TH: Tensor,
         weight_VH: Tensor,
         ids_TJ: Tensor,
-        scale: float,
+        bend: _Bend,
         group: dist.ProcessGroup | None,
         how: _How,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs, [T, J], and entropies, [T]."""
         local_TJ, mine_TJ = _local_ids(ids_TJ, len(weight_VH), group)
-        logits = _Logits(hidden_TH, weight_VH, scale, fused=how.fused)
+        logits = _Logits(hidden_TH, weight_VH, bend, fused=how.fused)
         highest_T = torch.full(
             ids_TJ.shape[:1], torch.finfo(logits.dtype).min, dtype=logits.dtype, device=hidden_TH.device
         )
@@ -177,7 +215,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         picked_TJ = torch.zeros(ids_TJ.shape, dtype=logits.dtype, device=hidden_TH.device)
         for start, z_TC in logits.chunks():
             if how.fused:
-                _add_fused(sums, picked_TJ, z_TC, scale, start, local_TJ)
+                _add_fused(sums, picked_TJ, z_TC, bend.scale, start, local_TJ)
                 continue
             column_TJ, inside_TJ = _columns(local_TJ, mine_TJ, start, z_TC.shape[1])
             picked_TJ = torch.where(inside_TJ, z_TC.gather(1, column_TJ), picked_TJ)
@@ -195,7 +233,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         log_sum_T = sum_T.log()
         entropy_T = log_sum_T - moment_T / sum_T
         ctx.save_for_backward(hidden_TH, weight_VH, local_TJ, mine_TJ, highest_T + log_sum_T, entropy_T, logits.kept)
-        ctx.scale, ctx.group, ctx.how = scale, group, how
+        ctx.bend, ctx.group, ctx.how = bend, group, how
         return torch.stack([picked_T - log_sum_T for picked_T in picked_JT], dim=1), entropy_T
 
     @staticmethod
@@ -203,7 +241,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_log_probs_TJ: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden states and weight; of one with ``main_grad`` None or a placeholder."""
         hidden_TH, weight_VH, local_TJ, mine_TJ, normalizer_T, entropy_T, kept_TV = ctx.saved_tensors
-        logits = _Logits(hidden_TH, weight_VH, ctx.scale, kept_TV, fused=ctx.how.fused)
+        logits = _Logits(hidden_TH, weight_VH, ctx.bend, kept_TV, fused=ctx.how.fused)
         totals = _Gradients(hidden_TH, weight_VH, in_one_chunk=kept_TV is not None, frozen=not ctx.needs_input_grad[1])
         with_entropy = bool((grad_entropy_T != 0).any())  # without an entropy bonus its term costs nothing
         saved = _Given(
@@ -261,6 +299,7 @@ class _Given(NamedTuple):
 def _gradient(saved: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Tensor:
     """Return the gradient: sum_J g (1[id] - p) - h p (log p + H), g = that by the log-probs, h = by the entropy."""
     column_TJ, inside_TJ = _columns(saved.ids_TJ, saved.mine_TJ, start, z_TC.shape[1])
+    slope_TC = logits.bend.slope(z_TC)
     grad_T1 = saved.grad_log_probs_TJ.sum(1, keepdim=True)
     log_p_TC = z_TC.sub_(saved.normalizer_T[:, None])
     if saved.grad_entropy_T is not None:
@@ -269,7 +308,9 @@ def _gradient(saved: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Ten
     else:
         grad_TC = log_p_TC.exp_().mul_(-grad_T1)
     grad_TC.scatter_add_(1, column_TJ, torch.where(inside_TJ, saved.grad_log_probs_TJ, 0.0))
-    return logits.scaled(grad_TC)
+    if slope_TC is not None:
+        return grad_TC.mul_(slope_TC)
+    return logits.bend.bent(grad_TC)
 
 
 def _fused_gradient(saved: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Tensor:
@@ -279,7 +320,7 @@ def _fused_gradient(saved: _Given, start: int, z_TC: Tensor, logits: "_Logits") 
     logits_gradient(
         z_TC,
         out_TC,
-        logits.scale,
+        logits.bend.scale,
         start=start,
         ids_TJ=saved.ids_TJ,
         normalizer_T=saved.normalizer_T,
@@ -294,10 +335,10 @@ class _Logits:
     """Logits in chunks of columns, all in the same memory: a chunk is valid until the next one."""
 
     def __init__(
-        self, hidden_TH: Tensor, weight_VH: Tensor, scale: float, kept_TV: Tensor | None = None, *, fused: bool = False
+        self, hidden_TH: Tensor, weight_VH: Tensor, bend: _Bend, kept_TV: Tensor | None = None, *, fused: bool = False
     ) -> None:
-        """``kept_TV``: unscaled logits that were kept. ``fused``: chunks are unscaled, in the dtype of the weight."""
-        self._hidden_TH, self._weight_VH, self.scale, self._fused = hidden_TH, weight_VH, scale, fused
+        """``kept_TV``: products that were kept. ``fused``: chunks are unscaled, in the dtype of the weight."""
+        self._hidden_TH, self._weight_VH, self.bend, self._fused = hidden_TH, weight_VH, bend, fused
         self.dtype = torch.promote_types(weight_VH.dtype, torch.float32)
         self._width = max(1, CHUNK_ELEMENTS * (FUSED_CHUNKS if fused else 1) // max(1, len(hidden_TH)))
         self.kept = kept_TV
@@ -309,7 +350,7 @@ class _Logits:
         if self.kept is None and len(self._weight_VH) <= self._width:
             self.kept = self._hidden_TH @ self._weight_VH.t()
         if self.kept is not None:
-            yield 0, self.kept if self._fused else self.scaled(self.kept.to(self.dtype, copy=True))
+            yield 0, self.kept if self._fused else self.bend.bent(self.kept.to(self.dtype, copy=True))
             return
         for start in range(0, len(self._weight_VH), self._width):
             weight_CH = self._weight_VH[start : start + self._width]
@@ -321,10 +362,7 @@ class _Logits:
                 continue
             if weight_CH.dtype != self.dtype:
                 product_TC = self._part("logits", len(weight_CH), self.dtype).copy_(product_TC)
-            yield start, self.scaled(product_TC)
-
-    def scaled(self, values_TC: Tensor) -> Tensor:
-        return values_TC if self.scale == 1 else values_TC.mul_(self.scale)
+            yield start, self.bend.bent(product_TC)
 
     def spare(self, z_TC: Tensor) -> Tensor:
         return self._part("spare", z_TC.shape[1], self.dtype)

@@ -120,6 +120,32 @@ def join_world(device: torch.device, *, timeout_s: float) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
 
 
+def of_replicas(device: torch.device) -> Parallel:
+    """Return this rank's place where every rank is a replica with rows of its own, and nothing else is divided.
+
+    Collective over all ranks, which have joined.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "``join_world`` comes first"
+    alone, _ = dist.new_subgroups(group_size=1)
+    single = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "cp_rank": 0, "cp_size": 1}
+    return Parallel(
+        rank=dist.get_rank(),
+        dp_rank=dist.get_rank(),
+        dp_size=dist.get_world_size(),
+        dp_group=world,
+        tp_group=alone,
+        pp_group=alone,
+        cp_group=alone,
+        device=device,
+        vp_size=1,
+        edge_layers=(0, 0),
+        ep_size=1,
+        sequence_parallel=False,
+        **single,
+    )
+
+
 T = TypeVar("T")
 
 

@@ -65,6 +65,10 @@ class Head:
     """Kernels of Triton between the products."""
     placeholder: bool = False
     """Return a gradient without values for a weight that has taken its own already."""
+    scale: float = 1.0
+    """Factor of the logits."""
+    cap: float = 0.0
+    """Bound of the logits, ``cap * tanh(scale * hidden @ weight.T / cap)``; 0 = none."""
 
 
 class Adapters(Protocol):

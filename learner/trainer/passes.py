@@ -84,6 +84,8 @@ class Passes:
             "group": head.group,
             "fused": head.fused,
             "placeholder": head.placeholder,
+            "scale": head.scale,
+            "cap": head.cap,
         }
         if listed and row.listed_TK is not None:
             *scores, listed_TK = listed_log_probs(*inputs, row.read_row(row.listed_TK), **options)
@@ -97,8 +99,9 @@ class Passes:
 
     def logits(self, row: Row, hidden_TH: Tensor, at_K: Tensor) -> Tensor:
         """Return the logits at places of the whole row, [K, V], on all ranks of the row."""
-        weight_VH = self._policy.head().weight_VH
-        return logits_at(hidden_TH, weight_VH, at_K, self._policy.parallel, temperature=row.temperature)
+        head, ranks, temperature = self._policy.head(), self._policy.parallel, row.temperature
+        place = (hidden_TH, head.weight_VH, at_K, ranks)
+        return logits_at(*place, temperature=temperature, scale=head.scale, cap=head.cap)
 
     def summed(self, values: Tensor) -> Tensor:
         """Return the sum over the data-parallel ranks, on the device of ``values``."""

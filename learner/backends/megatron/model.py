@@ -1,6 +1,5 @@
 """The policy: Megatron's GPTModel from a Hugging Face directory, in one or several chunks, for data parallelism."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from tidemill.learner.kernels.choices import SDPA
 from tidemill.learner.layout.parallel import Parallel, of_all_stages
 from tidemill.learner.layout.sizes import Dealt
 from tidemill.learner.trainer.backend import DTYPES, Finish, Head, Input, Result
+from tidemill.learner.trainer.exports import digest_of
 from tidemill.learner.trainer.memory import Memory
 
 ROUTER_BIAS = "router.expert_bias"  # end of the name of a router's bias, which Megatron keeps as a buffer
@@ -219,14 +219,7 @@ class MegatronPolicy:
 
         It does not depend on how they are split, and no tensor is kept for it.
         """
-        sums = {
-            name: hashlib.sha256(tensor.contiguous().cpu().view(torch.uint8).numpy().data).digest()
-            for name, tensor in self.export()
-        }
-        total = hashlib.sha256()
-        for name, of_tensor in sorted(sums.items()):
-            total.update(name.encode() + of_tensor)
-        return total.hexdigest()
+        return digest_of(self.export())
 
 
 def build_policy(
