@@ -24,6 +24,7 @@ from tests.tiny_models import SERVED, write_tiny_model
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.generate_body import SamplingParams
 from tidemill.actors.serving.builtin import decoder
+from tidemill.actors.serving.builtin.blocks import BlockTable
 from tidemill.actors.serving.builtin.decoder_runner import DecoderRunner
 from tidemill.actors.serving.builtin.input_scores import without_cache
 from tidemill.actors.serving.builtin.lora import Adapter, AdapterRows, IncomingAdapter
@@ -113,7 +114,7 @@ def test_a_runner_decodes_rows_of_different_lengths_with_their_adapters(tmp_path
     draws = np.random.default_rng(3)
     names = ["second", "", "none", "", "second"]
     rows = [draws.integers(3, 299, length).astype(np.int32) for length in (5, 90, 17, 33, 100)]
-    tables = [list(range(8 * row, 8 * row + 8)) for row in range(5)]
+    tables = [BlockTable(list(range(8 * row, 8 * row + 8)), 0, 0) for row in range(5)]
     scores, _ = runner.prefill(rows, [0] * 5, tables, range(5), names)
     for _ in range(3):
         for row, name in enumerate(names):
