@@ -5,18 +5,22 @@ test.
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import torch
+from torch.distributed.fsdp import FSDPModule
 
 from tests.algorithm_cases import CASES, EVERYWHERE, TRIED, algorithm
 from tests.examples import THOROUGH
-from tests.integration.megatron_layouts import OPTIMIZER, STEPS, projected, samples_of
-from tests.learner_steps import make_batches
+from tests.integration.megatron_layouts import OPTIMIZER, STEPS, VOCAB, projected, samples_of
+from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
-from tidemill.learner.backends.fsdp.policy import build_policy
+from tidemill.learner.backends.fsdp.policy import FsdpPolicy, build_policy
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.trainer.backups import OtherModels, WeightBackup
+from tidemill.learner.trainer.rows import Row, rows_of
 from tidemill.learner.trainer.trainer import Trainer
 
 TOKENS = {1: 120, 2: 60}
@@ -24,6 +28,7 @@ TOKENS = {1: 120, 2: 60}
 OFTEN = ("gspo in 2 minibatches", "kl in the reward, adaptive", "advantage reinforce_pp", "ess_lr")
 """Cases that are tried in every run of the tests, beside those of every layout."""
 TRAINED = [*dict.fromkeys([*EVERYWHERE, *OFTEN, *(TRIED if THOROUGH else ())])]
+WRITTEN = "weights written behind a pass"
 
 
 def another(policy: Any) -> WeightBackup:
@@ -61,7 +66,38 @@ def on_fsdp(model_dir: Path, here: Parallel, case: str, **settings: Any) -> dict
     return train(policy, FsdpOptimizer(policy, OPTIMIZER, steps=10), case)
 
 
+def forward_only(policy: FsdpPolicy) -> torch.Tensor:
+    """Return the hidden states of this rank's rows of a step."""
+    here = policy.parallel
+    batch = make_batches(make_samples(vocab=VOCAB), max_tokens=60, data_parallel=here.dp_size)[here.dp_rank]
+
+    def finish(row: Row, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the hidden states in the place of a result."""
+        return hidden_TH.sum(), hidden_TH
+
+    return torch.cat(policy.run(rows_of(batch, here), finish, forward_only=True))
+
+
+def written_behind_a_pass(model_dir: Path, here: Parallel) -> dict[str, bool]:
+    """Write other weights behind a pass, and the model's own behind the next. Returns whether passes see them."""
+    policy = build_policy(model_dir, dtype="float32", parallel=here)
+    before = forward_only(policy)
+    own = {name: weight.clone() for name, weight in policy.named_weights()}
+    # As a pass leaves the root, whatever ``run`` does behind it. Of one rank alone it would be the parts' memory.
+    cast(FSDPModule, policy.root).unshard()
+    for _, weight in policy.named_weights():
+        weight.mul_(0.9)
+    policy.weights_changed()
+    changed = not torch.equal(forward_only(policy), before)
+    cast(FSDPModule, policy.root).unshard()
+    for name, weight in policy.named_weights():
+        weight.copy_(own[name])
+    policy.weights_changed()
+    return {"changed": changed, "restored": torch.equal(forward_only(policy), before)}
+
+
 def main(model_dir: Path, out: Path) -> None:
     with joined() as here:
-        results = {case: on_fsdp(model_dir, here, case) for case in TRAINED}
+        results: dict[str, Any] = {case: on_fsdp(model_dir, here, case) for case in TRAINED}
+        results[WRITTEN] = written_behind_a_pass(model_dir, here)
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

@@ -179,9 +179,31 @@ def poisoned(model_dir: Path, here: Parallel) -> dict[str, Any]:
     return {"skipped": skipped, "stayed": stayed, "next": learner.train(STEPS[0], samples)["train/skipped_minibatches"]}
 
 
+def beside_torch(model_dir: Path, here: Parallel) -> float:
+    """Return the largest difference of matrices from those of torch's Muon, which gets the same gradients, whole."""
+    kind = Kind(learner=replace(BASE, optimizer=replace(OPTIMIZER, name="muon", clip_grad=0.0)))
+    learner, config = opened(model_dir, here, kind), kind.learner.optimizer
+    weights = [learner.optimizer.parameters[f"model.layers.{layer}.mlp.up_proj.weight"] for layer in (0, 1)]
+    copies = [weight.full_tensor().detach().clone() for weight in weights]
+    decay = {"momentum": config.momentum, "weight_decay": config.weight_decay}
+    torch_muon = torch.optim.Muon(copies, lr=config.lr, adjust_lr_fn="match_rms_adamw", **decay)
+    differences = []
+    for step in STEPS:
+        trained(learner, kind, (step,))
+        for weight, copy in zip(weights, copies, strict=True):
+            copy.grad = weight.grad.full_tensor()
+        torch_muon.step()
+        differences += [
+            float((weight.full_tensor() - copy).detach().abs().max())
+            for weight, copy in zip(weights, copies, strict=True)
+        ]
+    return max(differences)
+
+
 def main(models: dict[str, Path], checkpoints: Path, out: Path) -> None:
     with joined() as here:
         results: dict[str, Any] = {"poisoned": poisoned(models["qwen3"], here)}
+        results["beside torch"] = beside_torch(models["qwen3"], here)
         results["not sent once"] = not_sent_once(opened(models["qwen3"], here, KINDS["lora"]).policy)
         for name, kind in KINDS.items():
             directory = checkpoints / name
