@@ -33,7 +33,8 @@ def read_config(model_dir: Path) -> Any:
             # The model of a directory with images, too, has the configuration of its text alone where that is a class.
             config = AutoModelForCausalLM.from_config(config, trust_remote_code=False).config
     except Exception as error:  # of any family's code
-        raise ConfigRefused("model.path", "a causal language model that transformers has", described(error)) from error
+        reason = described(error).splitlines()[0]  # the rest of it names all types
+        raise ConfigRefused("model.path", "a causal language model that transformers has", reason) from error
     encoding = encoding_of(config)
     if encoding not in ("", *DECODERS):
         raise ConfigRefused(
