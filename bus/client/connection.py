@@ -54,10 +54,11 @@ def translated(where: str) -> Iterator[None]:
     try:
         yield
     except FOREIGN as error:
-        raise _unavailable(where, error) from None
+        raise unavailable(where, error) from None
 
 
-def _unavailable(where: str, error: BaseException) -> BusUnavailable:
+def unavailable(where: str, error: BaseException) -> BusUnavailable:
+    """Return the error of this project for one of the client library."""
     return BusUnavailable(where, str(error) or type(error).__name__)
 
 
@@ -176,7 +177,7 @@ class Connection:
                         remove()
         except FOREIGN as error:
             self.check_allowed(subject)
-            raise _unavailable(subject, error) from None
+            raise unavailable(subject, error) from None
 
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
         """Publish without an answer. Raises Forbidden; BusUnavailable when not connected."""
