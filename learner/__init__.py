@@ -10,20 +10,20 @@ if TYPE_CHECKING:
     from tidemill.learner.algorithms.policy_losses import PolicyLoss
     from tidemill.learner.algorithms.ratios import log_ratio, sequence_means, spread
     from tidemill.learner.algorithms.tokens import Tokens
+    from tidemill.learner.backends.megatron.bridges.local_layers import LocalLayers
     from tidemill.learner.debug.train_file import read_train
     from tidemill.learner.filters import Decision, FilterBuffer, FilterGroup
-    from tidemill.learner.megatron.bridges.local_layers import LocalLayers
-    from tidemill.learner.megatron.hooks import BeforeLogProbs, BeforeStep
+    from tidemill.learner.trainer.hooks import BeforeLogProbs, BeforeStep
 
 _MODULES = {
     "AlgorithmConfig": "algorithms.config",
-    "BeforeLogProbs": "megatron.hooks",
-    "BeforeStep": "megatron.hooks",
+    "BeforeLogProbs": "trainer.hooks",
+    "BeforeStep": "trainer.hooks",
     "Decision": "filters",
     "Denominators": "algorithms.aggregation",
     "FilterBuffer": "filters",
     "FilterGroup": "filters",
-    "LocalLayers": "megatron.bridges.local_layers",
+    "LocalLayers": "backends.megatron.bridges.local_layers",
     "PolicyLoss": "algorithms.policy_losses",
     "Tokens": "algorithms.tokens",
     "log_ratio": "algorithms.ratios",

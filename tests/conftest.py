@@ -35,6 +35,7 @@ start.
 
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 """No test asks the real hub, a name of which a path that does not exist may look like. ``tests.hub_kit`` serves one."""
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # else the library asks this address for names of coding agents first
 
 settings.register_profile(
     "tests",

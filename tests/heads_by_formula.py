@@ -1,4 +1,4 @@
-"""The functions of ``tidemill.learner.megatron.layers.triton_kernels`` in torch's operations: a reference, and a
+"""The functions of ``tidemill.learner.kernels.triton_kernels`` in torch's operations: a reference, and a
 stand-in without Triton.
 """
 

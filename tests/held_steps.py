@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from tests.waits import poll
-from tidemill.learner.megatron.hooks import BeforeStep
+from tidemill.learner.trainer.hooks import BeforeStep
 
 HELD = "HELD_STEP"
 """Environment variable ``STEP:FILE``: no rank takes this step, or a later one, while the file does not exist."""

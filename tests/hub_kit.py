@@ -1,7 +1,7 @@
-"""A hub of models and data sets on this machine, with the requests that ``huggingface_hub`` makes: information, files
-with ranges, uploads. It can cut, stall and falsify what it sends.
+"""A hub of models and data sets on this machine, with the requests that ``huggingface_hub`` makes: information, lists
+of files, files with ranges, uploads. It can cut, stall and falsify what it sends.
 
-Knows nothing of Tidemill. Source of the requests: the library's own client, 0.36.
+Knows nothing of Tidemill. Source of the requests: the library's own client, 2.4.
 """
 
 import asyncio
@@ -20,6 +20,8 @@ from aiohttp import web
 
 LARGE = (".safetensors", ".parquet")
 """Ends of files that lie behind a redirect, by their SHA-256."""
+FILES_HOST = {"127.0.0.1": "localhost", "hub.invalid": "files.invalid"}
+"""Host of large files by host of the hub. The client itself follows a redirect that stays at the hub's."""
 ANSWER_S = 30.0
 
 
@@ -56,7 +58,7 @@ class Hub:
         self.stall: dict[bytes, int] = {}
         """Content -> bytes after which its next answer goes on only when the client has gone."""
         self.sent: dict[bytes, bytes] = {}
-        """Content -> other content of the same length that its next answer has."""
+        """Content -> other content that its next answer has."""
         self.uploads: dict[str, bytes] = {}
         self.url = ""
 
@@ -76,6 +78,7 @@ class Hub:
             at = f"/api/{kind}s/{{org}}/{{name}}"
             app.router.add_get(at, self._info)
             app.router.add_get(at + "/revision/{revision}", self._info)
+            app.router.add_get(at + "/tree/{revision}", self._tree)
             app.router.add_post(at + "/preupload/{revision}", self._preupload)
             app.router.add_post(at + "/commit/{revision}", self._commit)
             app.router.add_get(prefix + "/{org}/{name}/resolve/{revision}/{path:.+}", self._resolve)
@@ -110,13 +113,22 @@ class Hub:
         repo, commit = self._found(request)
         siblings = []
         for path, data in repo.commits[commit].items():
-            blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-            entry: dict[str, Any] = {"rfilename": path, "size": len(data), "blobId": blob}
+            entry: dict[str, Any] = {"rfilename": path, "size": len(data), "blobId": _blob_digest(data)}
             if path.endswith(LARGE):
                 entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
             siblings.append(entry)
         repo_id = f"{request.match_info['org']}/{request.match_info['name']}"
         return web.json_response({"id": repo_id, "sha": commit, "siblings": siblings, "tags": []})
+
+    async def _tree(self, request: web.Request) -> web.Response:
+        repo, commit = self._found(request)
+        files = []
+        for path, data in repo.commits[commit].items():
+            entry: dict[str, Any] = {"type": "file", "path": path, "size": len(data), "oid": _blob_digest(data)}
+            if path.endswith(LARGE):
+                entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+            files.append(entry)
+        return web.json_response(files)
 
     async def _resolve(self, request: web.Request) -> web.StreamResponse:
         repo, commit = self._found(request)
@@ -129,11 +141,11 @@ class Hub:
         headers = {"X-Repo-Commit": commit}
         if path.endswith(LARGE):
             digest = hashlib.sha256(data).hexdigest()
-            place = f"{request.scheme}://{request.host}/large/{digest}"
+            host, _, port = request.host.partition(":")
+            place = f"{request.scheme}://{FILES_HOST.get(host, host)}:{port or 80}/large/{digest}"
             headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data)), "Location": place}
             return web.Response(status=302, headers=headers)
-        blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        return await self._send(request, data, headers | {"ETag": f'"{blob}"'})
+        return await self._send(request, data, headers | {"ETag": f'"{_blob_digest(data)}"'})
 
     async def _large(self, request: web.Request) -> web.StreamResponse:
         every = (data for repo in self.repos.values() for files in repo.commits.values() for data in files.values())
@@ -146,13 +158,14 @@ class Hub:
             raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{len(whole)}"})
         if begin:
             headers["Content-Range"] = f"bytes {begin}-{len(whole) - 1}/{len(whole)}"
+        data = whole if request.method == "HEAD" else self.sent.pop(whole, whole)
         answer = web.StreamResponse(status=206 if begin else 200, headers=headers)
-        answer.content_length = len(whole) - begin
+        answer.content_length = len(data) - begin
         await answer.prepare(request)
         if request.method == "HEAD":
             return answer
         cut, stall = self.cut.pop(whole, None), self.stall.pop(whole, None)
-        data = self.sent.pop(whole, whole)[begin:]
+        data = data[begin:]
         await answer.write(data[: next((end for end in (cut, stall) if end is not None), len(data))])
         if stall is not None:
             assert request.transport is not None
@@ -172,9 +185,10 @@ class Hub:
             raise web.HTTPUnauthorized
         name = f"{asked['organization']}/{asked['name']}"
         if (asked.get("type", "model"), name) in self.repos:
-            raise web.HTTPConflict
+            error = {"error": "You already created this model repo", "url": f"{self.url}/{name}"}
+            raise web.HTTPConflict(text=json.dumps(error), content_type="application/json")
         repo = self.repo(name)
-        repo.private = asked.get("private")
+        repo.private = asked.get("visibility") == "private"
         repo.commit({})
         return web.json_response({"url": f"{self.url}/{name}", "id": name})
 
@@ -217,6 +231,11 @@ class Hub:
         commit = repo.commit(files)
         repo_id = f"{request.match_info['org']}/{request.match_info['name']}"
         return web.json_response({"commitOid": commit, "commitUrl": f"{self.url}/{repo_id}/commit/{commit}"})
+
+
+def _blob_digest(data: bytes) -> str:
+    """Return git's digest of a file."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 @contextmanager

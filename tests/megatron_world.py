@@ -16,9 +16,10 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from tests.learner_steps import rank_environment
 from tidemill.bus.client.addresses import KeptPort
+from tidemill.learner.backends.megatron import groups
+from tidemill.learner.backends.megatron.model import MegatronPolicy
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.sizes import num_senders
-from tidemill.learner.megatron.model import Policy
 
 
 def free_models() -> None:
@@ -46,11 +47,11 @@ def one_rank(wanted: str = "cpu") -> Iterator[parallel.Parallel]:
         if wanted == "cuda":
             del environment["CUDA_VISIBLE_DEVICES"]
         os.environ.update(environment)
-        joined = parallel.join(tensor_parallel_size=1, device=parallel.choose_device(wanted), seed=0)
+        joined = groups.join(tensor_parallel_size=1, device=parallel.choose_device(wanted), seed=0)
     try:
         yield joined
     finally:
-        parallel.leave()
+        groups.leave()
         free_models()
         torch.use_deterministic_algorithms(False)
         os.environ.clear()
@@ -62,21 +63,21 @@ def joined(**sizes: Any) -> Iterator[parallel.Parallel]:
     """Form the groups of a layout with the other ranks of a test, on the CPU; leave them afterwards, with another port
     for the next ones.
 
-    ``sizes``: arguments of ``parallel.join``.
+    ``sizes``: arguments of ``groups.join``.
     """
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    yield parallel.join(**({"tensor_parallel_size": 1} | sizes), device=torch.device("cpu"), seed=0)
+    yield groups.join(**({"tensor_parallel_size": 1} | sizes), device=torch.device("cpu"), seed=0)
     kept = KeptPort()
     atexit.register(kept.close)  # until then no other process gets it, as the next ranks listen there
     port = [kept.number]
     torch.distributed.broadcast_object_list(port)
-    parallel.leave()
+    groups.leave()
     free_models()
     os.environ["MASTER_PORT"] = str(port[0])
 
 
-def not_sent_once(policy: Policy) -> list[str]:
+def not_sent_once(policy: MegatronPolicy) -> list[str]:
     """Return the names of the tensors that do not have exactly one sender, or that it has with other bits; collective
     over all ranks.
 

@@ -45,9 +45,7 @@ def write_talking_model(directory: Path) -> Path:
     tokenizer.add_tokens([AddedToken(call, normalized=False) for call in CALLS])
     tokenizer.save(str(directory / "tokenizer.json"))
     with torch.no_grad():
-        tiny_model(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=1024).save_pretrained(
-            directory, safe_serialization=True
-        )
+        tiny_model(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=1024).save_pretrained(directory)
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
     return directory

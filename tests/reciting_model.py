@@ -55,5 +55,5 @@ def write_chains(
         for place, (piece, following) in enumerate(pairs):
             model.model.embed_tokens.weight[tokenizer.token_to_id(piece), place] = 1.0
             model.lm_head.weight[tokenizer.token_to_id(following), place] = 20.0
-    model.save_pretrained(directory, safe_serialization=True)
+    model.save_pretrained(directory)
     return directory

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from tests.learner_steps import make_batches
 from tidemill.bus.wire.messages import Sample
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.megatron import convert
-from tidemill.learner.megatron.model import Policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.backends.megatron import convert
+from tidemill.learner.backends.megatron.model import MegatronPolicy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.trainer.trainer import Trainer
 
 LogProbs = Callable[[Tensor, float], Tensor]
 """``(tokens, temperature)``: the log-prob of each token but the first, [T - 1]."""
@@ -54,12 +54,12 @@ def vocabulary(directory: Path) -> int:
 
 
 def scored_rows(
-    policy: Policy, samples: Sequence[Sample], *, max_tokens: int = 1 << 20, pad_to: int = 1
+    policy: MegatronPolicy, samples: Sequence[Sample], *, max_tokens: int = 1 << 20, pad_to: int = 1
 ) -> list[tuple[int, Tensor]]:
     """Return (index of the sample, log-probs of its trained tokens under the policy) of every sample, from rows of
     ``max_tokens``.
     """
-    trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
+    trainer = Trainer(policy, MegatronOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
     batch = make_batches(list(samples), max_tokens=max_tokens, pad_to=pad_to)[0]
     return [
         (int(sample), ours_T[np.flatnonzero((row.sample_T == sample) & row.loss_mask_T)])

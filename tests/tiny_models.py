@@ -7,6 +7,7 @@ import functools
 import json
 import shutil
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "n_group": 1,
         "topk_group": 1,
+        "num_nextn_predict_layers": 0,
     },
     "deepseek_v3": {
         "num_key_value_heads": 4,
@@ -64,6 +66,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "n_group": 4,
         "topk_group": 2,
+        "num_nextn_predict_layers": 0,
     },
 }
 """Further settings of the families with experts."""
@@ -165,7 +168,8 @@ def tiny_config(family: str = "qwen3", *, tied: bool = False, **changes: Any) ->
         "pad_token_id": tokenizer.token_to_id(PAD),
         "initializer_range": 0.3,
     }
-    return AutoConfig.for_model(family, **(settings | (DENSE | EXPERTS)[family] | changes))
+    # transformers writes into the dictionaries that it is given.
+    return AutoConfig.for_model(family, **deepcopy(settings | (DENSE | EXPERTS)[family] | changes))
 
 
 def tiny_model(family: str = "qwen3", *, seed: int = 0, tied: bool = False, **changes: Any) -> Any:
@@ -193,22 +197,29 @@ def write_tiny_model(
 ) -> Path:
     """Write a model directory that transformers, SGLang and the built-in engine can load; return it."""
     write_tiny_tokenizer(directory)
-    tiny_model(family, seed=seed, tied=tied, **changes).save_pretrained(directory, safe_serialization=True)
+    tiny_model(family, seed=seed, tied=tied, **changes).save_pretrained(directory)
     return directory
 
 
-def as_transformers_5(directory: Path, into: Path) -> Path:
-    """Copy a model directory, with config.json and tokenizer_config.json as transformers 5 writes them; return the
-    copy.
-    """
+def as_transformers_4(directory: Path, into: Path) -> Path:
+    """Copy a model directory, with config.json as transformers 4 wrote it; return the copy."""
     shutil.copytree(directory, into)
     file = into / "config.json"
     values = json.loads(file.read_text(encoding="utf-8"))
-    given = {name: values.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in values}
+    rope = values.pop("rope_parameters")
+    values |= {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    values["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     if values["model_type"] == "qwen3_moe":
-        values["num_local_experts"] = values.pop("num_experts")
-    values["rope_parameters"] = {"rope_type": "default", **given, **(values.pop("rope_scaling", None) or {})}
+        values["num_experts"] = values.pop("num_local_experts")
     file.write_text(json.dumps(values), encoding="utf-8")
+    return into
+
+
+def with_tokenizer_of_5(directory: Path, into: Path) -> Path:
+    """Copy a model directory, with tokenizer_config.json and the chat template as transformers 5 writes them; return
+    the copy.
+    """
+    shutil.copytree(directory, into)
     file = into / "tokenizer_config.json"
     words = json.loads(file.read_text(encoding="utf-8"))
     if template := words.pop("chat_template", None):

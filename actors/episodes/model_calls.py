@@ -94,7 +94,7 @@ class ModelCalls:
         """Answer /generate with token ids, and /v1/models. Raises BadRequest, GenerationFailed, Interrupted."""
         if request.path == "/v1/models":
             limit = self._episode.budget.context or self._max_context
-            return Answer.of(HTTPStatus.OK, openai_api.models(self._model, min(self._max_context, limit)))
+            return Answer.of(HTTPStatus.OK, openai_api.models([self._model], min(self._max_context, limit)))
         if request.path != "/generate":
             raise BadRequest(f"{request.path}: not a path of this gateway")
         body = request.json()

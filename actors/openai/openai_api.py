@@ -228,10 +228,10 @@ def prompt_ids(parsed: ParsedRequest, text: Text | None, template: ChatTemplate 
     return prompts
 
 
-def models(name: str, max_context: int) -> JsonObject:
-    """Return the answer of /v1/models with the one model. ``max_context``: tokens of prompt and response."""
-    model = {"id": name, "object": "model", "created": 0, "owned_by": "tidemill", "max_model_len": max_context}
-    return {"object": "list", "data": [model]}
+def models(names: Sequence[str], max_context: int) -> JsonObject:
+    """Return the answer of /v1/models: model and adapters. ``max_context``: tokens of prompt and response."""
+    common = {"object": "model", "created": 0, "owned_by": "tidemill", "max_model_len": max_context}
+    return {"object": "list", "data": [{"id": name, **common} for name in names]}
 
 
 def error(message: str, status: int) -> JsonObject:

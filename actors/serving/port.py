@@ -1,6 +1,6 @@
 """The engine port: the interfaces that an engine process serves, and that its HTTP server calls."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -92,6 +92,11 @@ class Backend(Protocol):
 
     async def abort(self, rid: str | None, body: Body) -> web.StreamResponse:
         """End the request or response ``rid`` with its tokens so far, or all (None)."""
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """Names of the loaded adapters, which requests of OpenAI's API choose as their ``model``."""
+        ...
 
     async def model_info(self) -> Body:
         """Return the answer of GET /model_info."""

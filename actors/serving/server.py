@@ -224,7 +224,8 @@ class OpenAiRoutes:
         }
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response(openai_api.models(self._model, self._engine.limits.max_context))
+        names = (self._model, *self._backend.adapters)
+        return web.json_response(openai_api.models(names, self._engine.limits.max_context))
 
     async def _respond(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         try:
@@ -248,6 +249,8 @@ class OpenAiRoutes:
         )
         body = parsed.generate(prompts, max_context=engine.limits.max_context)
         body["return_logprob"] = parsed.logprobs or parsed.token_ids
+        if parsed.model in self._backend.adapters:
+            body["lora_path"] = parsed.model
         async with aclosing(self._backend.states(body)) as states:
             if parsed.stream:
                 return await self._stream(request, states, builder)

@@ -1,8 +1,7 @@
 """Values of a model's config.json, read without numpy: processes that only check settings start sooner.
 
-Their keys are those of transformers 4, which the learner has. Version 5 writes rotary positions into
-``rope_parameters``, and the number of experts of Qwen3-MoE as ``num_local_experts``. Version 4 reads neither and takes
-its defaults: the model would be trained with wrong positions.
+Their keys are those of transformers 4, which most released files and mbridge have. Version 5 writes rotary positions
+into ``rope_parameters``, and the number of experts of Qwen3-MoE as ``num_local_experts``.
 """
 
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 ROPE, BASE, SCALING, SHARE = "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"
 ROPE_KEYS = (BASE, SCALING, SHARE)
+MTP_LAYERS = "num_nextn_predict_layers"
 EXPERTS, LOCAL_EXPERTS = "num_experts", "num_local_experts"
 RENAMED = ("qwen3_moe",)  # Families for which transformers 5 has another key for the number of experts
 
@@ -31,7 +31,8 @@ def in_older_keys(values: JsonMapping) -> JsonObject:
     ``rope_scaling`` is None for plain positions. Raises ValueError for rotary positions by kind of layer, which no
     family here has.
     """
-    renamed = _rope(values.get(ROPE))
+    # transformers reads nothing of rope_parameters where a file has both.
+    renamed = {} if values.get(SCALING) else _rope(values.get(ROPE))
     if values.get("model_type") in RENAMED and EXPERTS not in values and LOCAL_EXPERTS in values:
         renamed[EXPERTS] = values[LOCAL_EXPERTS]
     return renamed

@@ -82,7 +82,7 @@ PROGRAMS = ("agent:", "slime:")  # Beginnings of `use` with a module and a name 
 GSPO_WIDE = 0.01  # A clip range of GSPO's ratio that is wider than this belongs to another loss
 # Settings of the algorithm that name one function, with the same arguments for every choice.
 OWN_SETTINGS = ("loss", "weight.level", "aggregation")
-HOOK_ARGUMENTS = ("moment",)  # Arguments of a hook (`learner/megatron/hooks.py`)
+HOOK_ARGUMENTS = ("moment",)  # Arguments of a hook (`learner/trainer/hooks.py`)
 
 
 def check_reward(

@@ -52,7 +52,7 @@ def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -
     if has_weights(source):
         model_dir, run_bridge = _of_run(source, model)
         with _in_this_process() as parallel:
-            from tidemill.learner.megatron import convert
+            from tidemill.learner.backends.megatron import convert
 
             step = convert.to_model(source, out, model_dir, parallel, bridge_class=bridge or run_bridge)
         print(f"{out}: the model of step {step}")
@@ -60,7 +60,7 @@ def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -
         if model is not None:
             raise ValueError(f"--model: want none with a model directory, got {model}")
         with _in_this_process() as parallel:
-            from tidemill.learner.megatron import convert
+            from tidemill.learner.backends.megatron import convert
 
             convert.to_checkpoint(source, out, parallel, bridge_class=bridge)
         print(f"{out}: a checkpoint with its weights, for learner.from_checkpoint")
@@ -89,7 +89,7 @@ def weights_of(checkpoint: Path, model: Path | None) -> "dict[str, Tensor]":
     """
     model_dir, bridge = _of_run(checkpoint, model)
     with _in_this_process() as parallel:
-        from tidemill.learner.megatron import convert
+        from tidemill.learner.backends.megatron import convert
 
         return convert.weights_of(checkpoint, model_dir, parallel, bridge_class=bridge)
 
@@ -102,7 +102,7 @@ def _in_this_process() -> "Iterator[Parallel]":
         # Before torch looks for devices: this needs none.
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number)}
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        from tidemill.learner.megatron import convert
+        from tidemill.learner.backends.megatron import convert
 
         try:
             with convert.one_process() as parallel:

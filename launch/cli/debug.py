@@ -237,19 +237,20 @@ def score_by_learner(
     """Return the outputs of the modules, as ``megatron.activations.module_outputs``. Raises ConfigRefused."""
     import torch
 
-    from tidemill.learner.layout import parallel
-    from tidemill.learner.megatron.activations import module_outputs
-    from tidemill.learner.megatron.model import build_policy
+    from tidemill.learner.backends.megatron import groups
+    from tidemill.learner.backends.megatron.activations import module_outputs
+    from tidemill.learner.backends.megatron.model import build_policy
+    from tidemill.learner.layout.parallel import choose_device
 
     with KeptPort() as port:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number)}
         torch.use_deterministic_algorithms(True)
-        world = parallel.join(tensor_parallel_size=1, device=parallel.choose_device("auto"), seed=0)
+        world = groups.join(tensor_parallel_size=1, device=choose_device("auto"), seed=0)
     try:
         return module_outputs(build_policy(directory, dtype=dtype, parallel=world), prompts, names)
     finally:
-        parallel.leave()
+        groups.leave()
 
 
 ANSWER_S = 120.0  # seconds for an engine to score a prompt

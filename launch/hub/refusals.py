@@ -30,8 +30,8 @@ class HubUnreachable(HubRefused):
 @contextmanager
 def explained(where: str, repo: str, kind: str) -> Iterator[None]:
     """Raise HubRefused in place of the library's errors, with the setting or option at ``where``."""
+    from httpx2 import HTTPError
     from huggingface_hub import errors
-    from requests import RequestException
 
     path = "a path of prompts" if kind == DATASET else "a directory with a Hugging Face model"
     what = f"{path}, or a repository of the hub"
@@ -53,14 +53,9 @@ def explained(where: str, repo: str, kind: str) -> Iterator[None]:
         got = f"{repo}, which is no path here and not in {cache()}, in offline mode"
         raise HubUnreachable(where, what, got, WAY_OUT) from None
     except errors.HfHubHTTPError as error:
-        _raise_status(where, what, repo, error.response.status_code if error.response is not None else 0)
-    # hf_xet, which transfers large files of huggingface.co, raises RuntimeError where a connection fails.
-    except (RequestException, errors.FileMetadataError, RuntimeError) as error:
-        got = f"{repo}, which is no path here, and no answer of {endpoint()} ({type(error).__name__})"
-        raise HubUnreachable(where, what, got, WAY_OUT) from None
-    except OSError as error:
-        got = f"{error.filename or cache()}: {error.strerror or error}"
-        raise HubRefused(where, f"a cache that can be written for {repo}", got, "set HF_HOME") from None
+        _raise_status(where, what, repo, error.response.status_code)
+    except (HTTPError, OSError, RuntimeError) as error:
+        _raise_failure(where, what, repo, error)
 
 
 def endpoint() -> str:
@@ -78,9 +73,20 @@ def is_offline() -> bool:
     return is_set or bool(constants.HF_HUB_OFFLINE)
 
 
+def _raise_failure(where: str, what: str, repo: str, error: Exception) -> None:
+    # An OSError of the file system has a number. The library's own and those of hf_xet, which transfers large files,
+    # have none. hf_xet raises RuntimeError too where a connection fails.
+    if isinstance(error, OSError) and error.errno is not None:
+        got = f"{error.filename or cache()}: {error.strerror}"
+        raise HubRefused(where, f"a cache that can be written for {repo}", got, "set HF_HOME") from None
+    reason = type(error.__cause__ or error).__name__
+    got = f"{repo}, which is no path here, and no answer of {endpoint()} ({reason})"
+    raise HubUnreachable(where, what, got, WAY_OUT) from None
+
+
 def _raise_status(where: str, what: str, repo: str, status: int) -> None:
     if status in (401, 403):
         got = f"status {status} of {endpoint()} for {repo}: the token is wrong, or lacks the right"
         raise HubRefused(where, what, got, TOKEN) from None
     got = f"status {status} of {endpoint()} for {repo}"
-    raise (HubUnreachable if status >= 500 or status in (0, 429) else HubRefused)(where, what, got, WAY_OUT) from None
+    raise (HubUnreachable if status >= 500 or status == 429 else HubRefused)(where, what, got, WAY_OUT) from None

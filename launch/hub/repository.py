@@ -1,7 +1,8 @@
 """The files of named repositories in this machine's cache: listed, downloaded, compared with their digests.
 
-Downloads go through the proxies of the environment, and continue where they were cut. Every file is fetched at one
-commit, and a branch counts as cached only when all its files are there.
+Downloads go through the proxies of the environment. A transfer that is cut continues where it was cut; a process that
+starts again keeps the files that were whole. Every file is fetched at one commit, and a branch counts as cached only
+when all its files are there.
 """
 
 import glob
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 RECORD = "hub.json"  # File in a run's directory with the names it uses, and their files with bytes and digests
 ANSWER_S = 30.0  # Seconds for the list of a repository's files
-TRIES = 6  # Number of downloads in a row that may end without a further file or byte
+TRIES = 6  # Number of downloads in a row that may end without a further file
 PAUSE_S = 0.5  # Seconds before the second try; each further pause is twice as long
 BLOCK = 1 << 22
 _WRONG = "fewer, or some with another digest than the hub lists"
@@ -181,11 +182,11 @@ def _download(name: HubName, where: str, listing: Listing, files: list[str], say
     _refuse_full_disk(name, where, size := sum(listing.files[file][0] for file in missing))
     show_progress()
     say(f"{name.repo}: fetching {_amount(len(missing), size)}, from {endpoint()}")
-    tries, before, anew = 0, -1, False
+    tries, before = 0, -1
     while missing:
         try:
             with explained(where, name.repo, name.kind):
-                anew = not _downloaded(name, missing, anew=anew)
+                _download_snapshot(name, missing)
             error = HubRefused(where, f"the files of {name}", _WRONG, WAY_OUT)
             missing = _verified(name, listing, missing)
         except HubUnreachable as unreachable:
@@ -200,10 +201,9 @@ def _download(name: HubName, where: str, listing: Listing, files: list[str], say
             time.sleep(PAUSE_S * 2**tries)
 
 
-def _downloaded(name: HubName, files: list[str], *, anew: bool) -> bool:
-    """Download files, behind the bytes of an earlier try or ``anew``. Returns False where those bytes are of no use."""
+def _download_snapshot(name: HubName, files: list[str]) -> None:
+    """Download files; a file of another length than the hub lists is left out. Raises the library's errors."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         snapshot_download(
@@ -213,18 +213,11 @@ def _downloaded(name: HubName, files: list[str], *, anew: bool) -> bool:
             allow_patterns=[glob.escape(file) for file in files],
             cache_dir=cache(),
             endpoint=endpoint(),
-            force_download=anew,
             library_name="tidemill",
         )
-    except HfHubHTTPError as error:
-        if error.response is None or error.response.status_code != 416:
-            raise
-        return False
     except OSError as error:
         if "Consistency check failed" not in str(error):
             raise
-        return False
-    return True
 
 
 def _missing(name: HubName, files: list[str]) -> list[str]:
@@ -252,7 +245,7 @@ def _digest(path: Path, kind: str) -> str:
 
 
 def _bytes_here(name: HubName) -> int:
-    """Return the bytes of a repository's content in the cache, of cut downloads too."""
+    """Return the bytes of a repository's content in the cache."""
     return sum(file.stat().st_size for file in (name.storage / "blobs").glob("*") if file.is_file())
 
 

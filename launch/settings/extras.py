@@ -14,7 +14,7 @@ EXTRAS = {
     "metrics": ("tensorboardX",),
     "plots": ("matplotlib",),
     "gguf": ("gguf",),
-    "hub": ("huggingface_hub",),
+    "hub": ("huggingface_hub", "httpx2"),
     "engine": ("torch", "safetensors", "tokenizers", "zmq"),
     "learner": (
         *("torch", "megatron", "mbridge", "transformers", "tokenizers", "safetensors"),

@@ -268,13 +268,15 @@ def _fast(tokenizer: object) -> Any:
 def _save_weights(directory: Path, config: PrepareConfig, vocab_size: int) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     values = {**config.values, "vocab_size": vocab_size}
     shape = Qwen3Config(**values, bos_token_id=None, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = Qwen3ForCausalLM(shape)
-    model.save_pretrained(directory, safe_serialization=True)
+    disable_progress_bar()  # of a single file
+    model.save_pretrained(directory)
 
 
 RECORD = "prepared.json"

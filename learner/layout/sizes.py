@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.bus.wire.model_values import EXPERTS_OF, as_older, num_experts, sparse_layers
+from tidemill.bus.wire.model_values import EXPERTS_OF, MTP_LAYERS, as_older, num_experts, sparse_layers
 from tidemill.learner.errors import ConfigRefused
 
 FAMILIES = (
@@ -29,7 +29,7 @@ FAMILIES = (
 )
 """Values of ``model_type`` that have a bridge."""
 WITH_BIAS = ("deepseek_v3", "glm4_moe")  # families with a bias per expert in their routers
-LOGITS_AT_ONCE = 1 << 23  # number of logits in memory at once (32 MB in float32); see ``learner/megatron/logprobs.py``
+LOGITS_AT_ONCE = 1 << 23  # number of logits in memory at once (32 MB in float32); see ``learner/kernels/logprobs.py``
 FUSED_CHUNKS = 8  # factor of that number with fused kernels, which need no memory beside the logits
 OFFLOADED_AT_ONCE = 1 << 26
 """Weights with offloaded state on the device at a time: a power of two, to which pinned allocations are rounded up."""
@@ -214,10 +214,11 @@ def _attention_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str,
 
 
 def _expert_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str, str]]:
-    if values.get("num_nextn_predict_layers"):
+    if values.get(MTP_LAYERS):
         yield (
-            "num_nextn_predict_layers",
-            "0: layers for multi-token prediction are not trained, and a push would leave them out",
+            MTP_LAYERS,
+            "0: layers for multi-token prediction are not trained, and a push would leave them out; "
+            "if the files have none, set 0",
         )
     by_softmax = family in ("qwen3_moe", "mixtral") or (family == "qwen2_moe" and values.get("norm_topk_prob"))
     if by_softmax and values.get("num_experts_per_tok") == 1:

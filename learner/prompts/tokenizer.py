@@ -1,9 +1,6 @@
 """Tokenizer and chat template of a model directory, for prompts and for recorded responses. Knows no row."""
 
-import json
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -13,40 +10,17 @@ from tidemill.bus.wire.messages import Prompt
 from tidemill.learner.errors import CannotRender, TemplateLacks, TextTooLong
 from tidemill.rewards.model_text import MessageTemplate, ToolsLeftOut
 
-NEW_CLASS, EXTRA = "TokenizersBackend", "extra_special_tokens"
-"""In tokenizer_config.json of transformers 5: its class, and a key with a list, where version 4 has a map."""
-
 
 def saved_tokenizer(directory: Path) -> Any:
     """Return the tokenizer. Raises OSError or ValueError for a directory without one.
 
-    Version 4 lacks the class that version 5 names. Both classes only wrap tokenizer.json, which has the tokens and the
-    rules.
+    AutoTokenizer would make the tokenizer of some classes anew, by the rules of the class and not by tokenizer.json,
+    which the engines read.
     """
-    import transformers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if int(transformers.__version__.split(".")[0]) >= 5:
-        return transformers.AutoTokenizer.from_pretrained(directory)
-    file = directory / "tokenizer_config.json"
-    values = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    extra = values.get(EXTRA)
-    changes: dict[str, Any] = {EXTRA: {}, "additional_special_tokens": extra} if isinstance(extra, list) else {}
-    if values.get("tokenizer_class") != NEW_CLASS:
-        return transformers.AutoTokenizer.from_pretrained(directory, **changes)
-    with _silenced_warning():
-        return transformers.PreTrainedTokenizerFast.from_pretrained(directory, **changes)
-
-
-@contextmanager
-def _silenced_warning() -> Iterator[None]:
-    """Silence the warning that the class differs."""
-    log = logging.getLogger("transformers.tokenization_utils_base")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
+    reader = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
+    return reader.from_pretrained(directory)
 
 
 Tokenize = Callable[..., Sequence[int]]

@@ -30,15 +30,14 @@ from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, CheckpointManifest, FileEntry
 from tidemill.learner.checkpoints.object_store import ObjectStore
 from tidemill.learner.checkpoints.remote_files import CheckpointFiles, Peer, PeerClient
+from tidemill.learner.checkpoints.staged_files import HostCopies, Staged, files_of, trim_heap
 from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
 from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.feed.feeder_settings import RankPlaces
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.backups import NO_OTHER_MODELS, OtherModels
-from tidemill.learner.megatron.checkpoint_files import HostCopies, Staged, files_of, trim_heap
-from tidemill.learner.megatron.model import Policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.settings.checkpoint_store import SHARED, CheckpointConfig
+from tidemill.learner.trainer.backend import AnyBackend, Policy
+from tidemill.learner.trainer.backups import NO_OTHER_MODELS, OtherModels
+from tidemill.learner.trainer.optimizer import Optimizer
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +85,9 @@ class Checkpoints:
         self,
         places: RankPlaces,
         report: Callable[[int, str], None],
+        backend: AnyBackend,
         policy: Policy,
-        optimizer: PolicyOptimizer,
+        optimizer: Optimizer,
         *,
         config: CheckpointConfig,
         timeout_s: float,
@@ -95,6 +95,7 @@ class Checkpoints:
     ) -> None:
         """``report`` is called on rank 0 with step and path of a checkpoint that is written."""
         self._root, self._report = places.checkpoints, report
+        self._backend = backend
         self._policy, self._optimizer, self._others = policy, optimizer, others
         self._copies = HostCopies() if config.background else None
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -111,7 +112,7 @@ class Checkpoints:
         """Load the start's checkpoint, with files from elsewhere where this node lacks them. Returns the algorithm's
         numbers.
 
-        Raises CheckpointCorrupt for a file that is intact nowhere, NoCheckpoint without weights, and as ``state.load``.
+        Raises CheckpointCorrupt for a file that is intact nowhere, NoCheckpoint without weights; as ``Backend.load``.
         """
         assert start.checkpoint is not None
         if (Path(start.checkpoint) / disk.NO_WEIGHTS).exists():
@@ -132,7 +133,7 @@ class Checkpoints:
                     remote_files.complete(directory, client, sha256=start.manifest)
                 dist.barrier()
                 files = CheckpointFiles(directory, manifests.read(directory).files, client)
-            _, numbers = state.load(
+            _, numbers = self._backend.load(
                 directory,
                 policy=self._policy,
                 optimizer=self._optimizer,
@@ -158,7 +159,7 @@ class Checkpoints:
         dist.barrier()
         if self._copies is not None:
             trim_heap()  # so that the copies take the place of the step's activations
-        staged = state.stage(
+        staged = self._backend.stage(
             tmp,
             step=step,
             policy=self._policy,

@@ -35,9 +35,8 @@ from tidemill.learner.debug.report import LOOKS, REPORTED_STEPS, Facts, excerpt,
 from tidemill.learner.debug.train_file import write_modules
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.sizes import StepFlops
-from tidemill.learner.megatron.activations import module_outputs
-from tidemill.learner.megatron.model import Policy
 from tidemill.learner.settings.config import LearnerConfig
+from tidemill.learner.trainer.backend import AnyBackend, Policy
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +45,17 @@ class RankDebug:
     """The tools of the settings; with the defaults, one report in the log, and no cost after step 2."""
 
     def __init__(
-        self, config: DebugConfig, learner: LearnerConfig, *, policy: Policy, model_dir: Path, root: Path
+        self,
+        config: DebugConfig,
+        learner: LearnerConfig,
+        *,
+        backend: AnyBackend,
+        policy: Policy,
+        model_dir: Path,
+        root: Path,
     ) -> None:
         """``model_dir``: with the tokenizer. ``root``: the run's directory, for files whose place is not set."""
-        self._config, self._learner, self._policy = config, learner, policy
+        self._config, self._learner, self._backend, self._policy = config, learner, backend, policy
         self._model_dir, self._root = model_dir, root
         parallel = policy.parallel
         self._memory = StepMemory(parallel)
@@ -85,7 +91,7 @@ class RankDebug:
 
     def _dump(self, dump: DumpModulesConfig, step: int) -> None:
         prompts = read_prompts(Path(dump.prompts))
-        outputs = module_outputs(self._policy, prompts, dump.names)
+        outputs = self._backend.module_outputs(self._policy, prompts, dump.names)
         if self._policy.parallel.rank == 0:
             path = Path(dump.path) if dump.path else self._root / "debug" / "modules.safetensors"
             write_modules(path, outputs, prompts=prompts, dtype=self._policy.dtype, source=f"learner, step {step}")
@@ -106,7 +112,7 @@ class RankDebug:
         if self._policy.parallel.rank != 0:
             return {}
         facts = Facts(
-            vocab_size=self._policy.bridge.hf_config.vocab_size,
+            vocab_size=self._policy.vocab_size,
             dtype=self._policy.dtype,
             log_prob_mean=_log_prob_mean(batch),
             excerpt=excerpt(batch, self._model_dir),
@@ -213,7 +219,9 @@ class Meter:
         self._shared_by = ranks.tp_size * ranks.pp_size * ranks.cp_size
         self._on_cuda = self._device.type == "cuda"
         self._peak = (
-            peak_tflops(torch.cuda.get_device_name(self._device)) if self._on_cuda and policy.config.bf16 else None
+            peak_tflops(torch.cuda.get_device_name(self._device))
+            if self._on_cuda and policy.dtype == "bfloat16"
+            else None
         )
 
     def operations(self, step: int, spans: Sequence[tuple[int, int]]) -> float:

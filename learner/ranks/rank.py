@@ -34,16 +34,7 @@ from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.sizes import StepFlops
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.backups import OtherModels, WeightBackup, open_reference
-from tidemill.learner.megatron.critic import open_critic
-from tidemill.learner.megatron.layers.experts import Mixture
-from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.memory import open_memory
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
-from tidemill.learner.megatron.tuning import Tuning
+from tidemill.learner.ranks.backends import open_backend
 from tidemill.learner.ranks.checkpoints import Checkpoints
 from tidemill.learner.ranks.debugging import Meter, RankDebug, WaitClock, agreed
 from tidemill.learner.ranks.pushes import AllTheTime, Pushes, TurnByTurn
@@ -51,6 +42,10 @@ from tidemill.learner.ranks.saved_models import SavedModels
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 from tidemill.learner.settings.step_settings import StepSettings
+from tidemill.learner.trainer.backend import AnyBackend, Policy
+from tidemill.learner.trainer.backups import OtherModels, WeightBackup, open_reference
+from tidemill.learner.trainer.critic import open_critic
+from tidemill.learner.trainer.trainer import Trainer
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.push.publisher import Publisher
 
@@ -83,7 +78,8 @@ def _take_steps(
     debug: DebugConfig,
 ) -> None:
     with ExitStack() as stack:
-        here, rank = _join(stack, learner), None
+        backend = open_backend()
+        here, rank = _join(stack, backend, learner), None
 
         def collect(waits_for: str) -> None:
             # A push that ends during a long wait is reported within a second: the feeder admits tasks by published
@@ -98,10 +94,20 @@ def _take_steps(
             )
         feed = stack.enter_context(_feed_client(places, here, learner.algorithm, on_wait=collect))
         start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
-        policy = _policy(places, learner, here)
-        tools = RankDebug(debug, learner, policy=policy, model_dir=places.model_dir, root=places.final_dir.parent)
+        policy = backend.open_policy(
+            learner,
+            places.model_dir,
+            here,
+            dtype=_chosen_dtype(learner, here),
+            megatron_checkpoint=places.megatron_checkpoint,
+        )
+        tools = RankDebug(
+            debug, learner, backend=backend, policy=policy, model_dir=places.model_dir, root=places.final_dir.parent
+        )
         stack.callback(tools.close)
-        rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus, debug=tools)
+        rank = Rank(
+            places, backend, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus, debug=tools
+        )
         rank.run(start)
 
 
@@ -112,27 +118,15 @@ def _meter(policy: Policy, learner: LearnerConfig, model_dir: Path) -> Meter:
     return Meter(policy, StepFlops.read(model_dir), of_critic, warmup_steps=learner.critic.warmup_steps)
 
 
-def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
-    logging.getLogger("megatron").setLevel(logging.WARNING)  # it logs every parameter
+def _join(stack: ExitStack, backend: AnyBackend, learner: LearnerConfig) -> Parallel:
     torch.manual_seed(learner.seed)
     torch.set_num_threads(learner.threads)
     if learner.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over every new tensor; nothing reads one
     device = parallel.choose_device(learner.device)
-    here = parallel.join(
-        tensor_parallel_size=learner.tensor_parallel,
-        device=device,
-        seed=learner.seed,
-        timeout_s=_timeout_s(learner),
-        pipeline_parallel_size=learner.pipeline_parallel,
-        virtual_pipeline_size=learner.virtual_pipeline,
-        edge_layers=learner.edge_layers,
-        context_parallel_size=learner.context_parallel,
-        expert_parallel_size=learner.expert_parallel,
-        sequence_parallel=learner.sequence_parallel,
-    )
-    stack.callback(parallel.leave)
+    here = backend.join(learner, device=device, timeout_s=_timeout_s(learner))
+    stack.callback(backend.leave)
     return here
 
 
@@ -168,22 +162,6 @@ def _feed_client(
     )
 
 
-def _policy(places: RankPlaces, learner: LearnerConfig, here: Parallel) -> Policy:
-    memory = open_memory(colocated=learner.colocated, device=here.device)
-    return build_policy(
-        places.model_dir,
-        dtype=_chosen_dtype(learner, here),
-        parallel=here,
-        kernels=Wanted.of(learner),
-        replicas=parallel.choose_replicas(learner, here),
-        memory=memory,
-        tuning=Tuning.of(learner),
-        mixture=Mixture.of(learner),
-        bridge_class=learner.bridge,
-        megatron_checkpoint=places.megatron_checkpoint,
-    )
-
-
 def _start_of_turns(
     here: Parallel, feed: FeedClient, places: RankPlaces, weights: WeightsConfig, bus: BusConfig
 ) -> FeedStart:
@@ -213,6 +191,7 @@ class Rank:
     def __init__(
         self,
         places: RankPlaces,
+        backend: AnyBackend,
         policy: Policy,
         feed: FeedClient,
         *,
@@ -223,15 +202,16 @@ class Rank:
         debug: RankDebug,
     ) -> None:
         self._places, self._policy, self._feed, self._learner = places, policy, feed, learner
+        self._backend = backend
         self._push_every = weights.push_every
         self._here, self._debug = policy.parallel, debug
         self._own_settings = self._settings = StepSettings.of(learner)
-        self._optimizer = PolicyOptimizer(
+        self._optimizer = backend.open_optimizer(
             policy, learner.optimizer, steps=learner.steps, offload=learner.offload_optimizer
         )
         self._proximal = WeightBackup(policy) if weights.push_every > 1 else None
-        self._reference = open_reference(policy, places.model_dir, learner.algorithm)
-        critic = open_critic(learner, policy, places.model_dir, debug.critic_collector)
+        self._reference = open_reference(policy, learner.algorithm)
+        critic = open_critic(backend, learner, policy, places.model_dir, debug.critic_collector)
         others = OtherModels(proximal=self._proximal, reference=self._reference.weights, critic=critic)
         self._trainer = self._open_trainer(others, staleness.max_lag)
         self._parts = WeightParts(policy, places, weights)
@@ -249,6 +229,7 @@ class Rank:
         self.checkpoints = Checkpoints(
             places,
             feed.checkpointed,
+            backend,
             policy,
             self._optimizer,
             config=learner.checkpoint,
@@ -303,7 +284,7 @@ class Rank:
 
     def _begin_with(self, directory: Path) -> None:
         # A reference model keeps the initial weights of the model.
-        step = state.load_weights(directory, policy=self._policy, optimizer=self._optimizer)
+        step = self._backend.load_weights(directory, policy=self._policy, optimizer=self._optimizer)
         if self._proximal is not None:
             self._proximal.refresh()
         log.info("begins with the weights of step=%d checkpoint=%s", step, directory)

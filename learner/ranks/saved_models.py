@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.feed.feeder_settings import RankPlaces
-from tidemill.learner.megatron.model import Policy
-from tidemill.learner.megatron.tuning import ADAPTER, write_adapter
 from tidemill.learner.ranks.weight_parts import WeightParts
+from tidemill.learner.trainer.adapter_files import ADAPTER, write_adapter
+from tidemill.learner.trainer.backend import Policy
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.store import snapshot_files
 

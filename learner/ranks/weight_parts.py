@@ -23,7 +23,7 @@ from tidemill.bus.client.addresses import Reach, reach, route_to
 from tidemill.learner.errors import AlarmStop, FeederFailed, FeederLost
 from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.layout.sizes import num_senders
-from tidemill.learner.megatron.model import Policy
+from tidemill.learner.trainer.backend import Policy
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.format.adapters import AdapterSettings
 from tidemill.weightstore.format.manifest import Manifest

@@ -154,16 +154,16 @@ def our_step(
 ) -> Callable[[], Any]:
     """Return a step of the learner in bfloat16. ``wanted``: settings about kernels."""
     from tidemill.learner.algorithms.config import AlgorithmConfig
-    from tidemill.learner.megatron.layers.kernels import Wanted
-    from tidemill.learner.megatron.model import build_policy
-    from tidemill.learner.megatron.optimizer import PolicyOptimizer
-    from tidemill.learner.megatron.trainer import Trainer
+    from tidemill.learner.backends.megatron.layers.kernels import Wanted
+    from tidemill.learner.backends.megatron.model import build_policy
+    from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
     from tidemill.learner.settings.config import OptimizerConfig
+    from tidemill.learner.trainer.trainer import Trainer
 
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     policy = build_policy(directory, dtype="bfloat16", parallel=parallel, kernels=Wanted(**wanted))
-    optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-6), steps=1000)
+    optimizer = MegatronOptimizer(policy, OptimizerConfig(lr=1e-6), steps=1000)
     trainer = Trainer(policy, optimizer, AlgorithmConfig(advantage="reinforce"), max_lag=2)
     return lambda: trainer.train(batch)
 
@@ -326,7 +326,7 @@ async def until_live(url: str, run: str, engine: "subprocess.Popen[bytes]") -> N
 
 def exported(directory: Path, device: torch.device) -> dict[str, torch.Tensor]:
     """Return the weights as the learner exports them, in its order: an engine then copies a bucket at once."""
-    from tidemill.learner.megatron.model import build_policy
+    from tidemill.learner.backends.megatron.model import build_policy
 
     with one_rank(device.type) as parallel:
         policy = build_policy(directory, dtype="bfloat16", parallel=parallel)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tests.bench.learner_step import make_batch, our_step
-from tidemill.learner.megatron.layers.kernels import Wanted
+from tidemill.learner.backends.megatron.layers.kernels import Wanted
 
 SHAPES: dict[str, dict[str, int]] = {
     "8 experts of 32, 2 of them a token (hidden 64)": {"hidden": 64, "experts": 8, "each": 2, "inner": 32},

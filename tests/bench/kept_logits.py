@@ -1,5 +1,5 @@
 """Log-probs of the sampled tokens and entropies from logits that are kept: the reference of
-``tidemill.learner.megatron.logprobs``.
+``tidemill.learner.kernels.logprobs``.
 
 Shape letters: T = tokens, V = the vocabulary, C = the tokens of one chunk.
 """

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.megatron.layers.kernels import Wanted
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
-from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.settings.config import OptimizerConfig
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -63,7 +63,7 @@ GROUP = 8
 ROUNDS = 15
 STEPS = """
 import importlib.util, json, os, pathlib, sys, time, torch
-from tidemill.learner.megatron import trainer
+from tidemill.learner.trainer import trainer
 directory, sizes, file, checkout = sys.argv[1:]
 assert pathlib.Path(trainer.__file__).resolve().is_relative_to(checkout), f"{trainer.__file__} is not of {checkout}"
 spec = importlib.util.spec_from_file_location("learner_step", file)
@@ -184,7 +184,7 @@ def our_step(
     directory: Path, batch: StepBatch, device: str, *, dtype: str = "float32", kernels: Wanted | None = None
 ) -> Callable[[], float]:
     """Return the trainer's step, which returns the loss."""
-    from tidemill.learner.megatron.trainer import Trainer
+    from tidemill.learner.trainer.trainer import Trainer
 
     trainer = Trainer(*_parts(directory, device, dtype=dtype, kernels=kernels), AlgorithmConfig(), max_lag=2)
     return lambda: trainer.train(batch)["train/loss"]
@@ -192,9 +192,10 @@ def our_step(
 
 def _parts(directory: Path, device: str, *, dtype: str, kernels: Wanted | None, lora: int = 0) -> tuple[Any, Any]:
     """Return the policy and its optimizer. ``lora``: rank of the adapters that it trains; 0 = all weights."""
-    from tidemill.learner.layout.parallel import Parallel, choose_device, join
-    from tidemill.learner.megatron.model import build_policy
-    from tidemill.learner.megatron.optimizer import PolicyOptimizer
+    from tidemill.learner.backends.megatron.groups import join
+    from tidemill.learner.backends.megatron.model import build_policy
+    from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+    from tidemill.learner.layout.parallel import Parallel, choose_device
 
     global _parallel
     if _parallel is None:
@@ -203,14 +204,14 @@ def _parts(directory: Path, device: str, *, dtype: str, kernels: Wanted | None, 
             _parallel = join(tensor_parallel_size=1, device=choose_device(device), seed=0)
     assert isinstance(_parallel, Parallel)
     if lora:
-        from tidemill.learner.megatron.tuning import Tuning
+        from tidemill.learner.backends.megatron.tuning import Tuning
         from tidemill.learner.settings.lora import LoraConfig
 
         tuning = {"tuning": Tuning(lora=LoraConfig(rank=lora, alpha=2.0 * lora))}
     else:
         tuning = {}  # an older checkout of ``--against`` may have none
     policy = build_policy(directory, dtype=dtype, parallel=_parallel, kernels=kernels, **tuning)
-    return policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-4), steps=1000)
+    return policy, MegatronOptimizer(policy, OptimizerConfig(lr=1e-4), steps=1000)
 
 
 _parallel: Any = None
@@ -319,7 +320,7 @@ def against(other: Path, name: str, *, rounds: int = ROUNDS) -> dict[str, float]
 def prompts(name: str, *, rounds: int) -> dict[str, float]:
     """Return the median processor time of a step with whole sequences, in seconds, and those of the others to it."""
     from tidemill.learner.batch.repacking import packings, repacked
-    from tidemill.learner.megatron.trainer import Trainer
+    from tidemill.learner.trainer.trainer import Trainer
 
     class Whole(Trainer):
         """A trainer that computes every sequence whole."""
@@ -351,7 +352,7 @@ def prompts(name: str, *, rounds: int) -> dict[str, float]:
 
 def adapters(name: str, rank: int, *, rounds: int) -> dict[str, float]:
     """Return the median processor time of a step with all weights, in seconds, and that with adapters to it."""
-    from tidemill.learner.megatron.trainer import Trainer
+    from tidemill.learner.trainer.trainer import Trainer
 
     layers, _, shape = SMOLLM[name]
     kinds = (("all", 0), ("lora", rank))

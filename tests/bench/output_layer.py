@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.bench import kept_logits
-from tidemill.learner.megatron import logprobs
+from tidemill.learner.kernels import logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,8 @@ EVERYTHING: dict[str, Any] = {
 @functools.cache
 def joined() -> Any:
     """Return the groups of a world of one, joined once."""
-    from tidemill.learner.layout.parallel import choose_device, join
+    from tidemill.learner.backends.megatron.groups import join
+    from tidemill.learner.layout.parallel import choose_device
 
     with KeptPort() as port:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.number))
@@ -45,18 +46,17 @@ def joined() -> Any:
 
 def steps(directory: Path, batch: StepBatch) -> dict[str, Callable[[], Any]]:
     """Return the steps by name, each with a model of its own."""
-    from tidemill.learner.megatron.cpu_shim import megatron_device
-    from tidemill.learner.megatron.model import Policy, build_policy
-    from tidemill.learner.megatron.optimizer import PolicyOptimizer
-    from tidemill.learner.megatron.passes import run_rows
-    from tidemill.learner.megatron.rows import rows_of, step_of
-    from tidemill.learner.megatron.trainer import Trainer
+    from tidemill.learner.backends.megatron.cpu_shim import megatron_device
+    from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+    from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+    from tidemill.learner.trainer.rows import rows_of, step_of
+    from tidemill.learner.trainer.trainer import Trainer
 
     here = joined()
 
-    def trainer(**algorithm: Any) -> tuple[Trainer, Policy, PolicyOptimizer]:
+    def trainer(**algorithm: Any) -> tuple[Trainer, MegatronPolicy, MegatronOptimizer]:
         policy = build_policy(directory, dtype="float32", parallel=here)
-        optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-6), steps=1_000_000)
+        optimizer = MegatronOptimizer(policy, OptimizerConfig(lr=1e-6), steps=1_000_000)
         return Trainer(policy, optimizer, algorithm_of(**algorithm), max_lag=2), policy, optimizer
 
     bare, bare_policy, bare_optimizer = trainer()
@@ -72,7 +72,7 @@ def steps(directory: Path, batch: StepBatch) -> dict[str, Callable[[], Any]]:
         rows = bare._with_advantages(rows_of(batch, here), step_of(batch, constant=0.0))
         with megatron_device():
             bare_optimizer.zero_grad()
-            run_rows(bare_policy, rows, ppo)
+            bare_policy.run(rows, ppo)
             bare_optimizer.step(batch.step, loss=0.0)
 
     made: dict[str, Callable[[], Any]] = {"bare": bare_step}

@@ -173,7 +173,8 @@ def _nobody(response: Response, num_tokens: int, ended: bool) -> None:
 @functools.cache
 def world_of_one() -> Any:
     """Return Megatron's groups for this process alone, joined once."""
-    from tidemill.learner.layout.parallel import choose_device, join
+    from tidemill.learner.backends.megatron.groups import join
+    from tidemill.learner.layout.parallel import choose_device
 
     with KeptPort() as port:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.number))
@@ -202,10 +203,10 @@ class PinnedLoop:
 
         ``parallel``: Megatron's groups of this process; None = a world of one, joined once.
         """
-        from tidemill.learner.megatron.backups import OtherModels, WeightBackup
-        from tidemill.learner.megatron.model import build_policy
-        from tidemill.learner.megatron.optimizer import PolicyOptimizer
-        from tidemill.learner.megatron.trainer import Trainer
+        from tidemill.learner.backends.megatron.model import build_policy
+        from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+        from tidemill.learner.trainer.backups import OtherModels, WeightBackup
+        from tidemill.learner.trainer.trainer import Trainer
 
         self.task, self.lag, self.seed, self.fault, self.corrupt = (
             task or Task(),
@@ -224,7 +225,7 @@ class PinnedLoop:
             (np.array(self.engine.text.encode(row["prompt"]), np.int32), row["label"], row["prompt"]) for row in rows
         ]
         self.policy = build_policy(made.model, dtype="float32", parallel=parallel or world_of_one())
-        optimizer = PolicyOptimizer(self.policy, _optimizer(self.task), steps=versions)
+        optimizer = MegatronOptimizer(self.policy, _optimizer(self.task), steps=versions)
         reference = WeightBackup(self.policy) if algorithm.needs_reference else None
         self.trainer = Trainer(self.policy, optimizer, algorithm, max_lag=lag, others=OtherModels(reference=reference))
         self.version = 0

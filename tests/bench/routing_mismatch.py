@@ -28,7 +28,7 @@ from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.bus.wire.messages import Sample, Sampling, Status
 from tidemill.bus.wire.routed_experts import RoutedShape
-from tidemill.learner.megatron.layers.experts import Mixture
+from tidemill.learner.backends.megatron.layers.experts import Mixture
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "num_experts": 32, "num_experts_per_tok": 4, "initializer_range": 0.2}
 PROMPTS, LENGTH = 32, 64
@@ -114,7 +114,7 @@ def measured(root: Path, case: str) -> dict[str, Measured]:
             for parameter in model.parameters():
                 parameter += 3e-3 * parameter.std() * torch.randn(parameter.shape, generator=generator)
         write_tiny_model(older, "qwen3_moe", **SIZES)
-        model.save_pretrained(older, safe_serialization=True)
+        model.save_pretrained(older)
         samples = asyncio.run(sampled(older, "float32"))
     return {name: mismatch(directory, samples, way) for name, way in WAYS.items()}
 

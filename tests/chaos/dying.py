@@ -30,8 +30,8 @@ from tidemill.learner.ranks.process import NodePart, _rank_environment
 
 INSTANTS = {
     "planned": ("feeder", "tidemill.learner.feed.feeder_loops:Feeder._apply", 4),
-    "fetched": ("rank", "tidemill.learner.megatron.trainer:Trainer.train", 5),
-    "stepping": ("rank", "tidemill.learner.megatron.optimizer:PolicyOptimizer.step", 4),
+    "fetched": ("rank", "tidemill.learner.trainer.trainer:Trainer.train", 5),
+    "stepping": ("rank", "tidemill.learner.trainer.optimizer:Optimizer.step", 4),
     "stepped": ("rank", "tidemill.learner.feed.feed_client:FeedClient.done", 5),
     "reported": ("feeder", "tidemill.learner.feed.outcomes:Outcomes._step_done", 4),
     "pushed": ("rank", "tidemill.weightstore.store.registry:VersionRegistry.publish", 3),

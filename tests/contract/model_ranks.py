@@ -12,12 +12,12 @@ import torch
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tests.same_model import AlgorithmConfig, scored_rows, vocabulary, weights_in
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.backups import OtherModels
-from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import HooksConfig, OptimizerConfig
+from tidemill.learner.trainer.backups import OtherModels
+from tidemill.learner.trainer.trainer import Trainer
 
 
 def bridged(model_dir: Path, bridge: str, out: Path) -> None:
@@ -45,7 +45,7 @@ def hooked(model_dir: Path, name: str, path: str, steps: tuple[int, ...], out: P
     """Train steps with a hook on two data-parallel ranks, each with its own half of the samples."""
     with joined() as here:
         policy = build_policy(model_dir, dtype="float32", parallel=here)
-        optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=20)
+        optimizer = MegatronOptimizer(policy, OptimizerConfig(lr=1e-3), steps=20)
         trainer = Trainer(
             policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherModels(), hooks=HooksConfig(**{name: path})
         )

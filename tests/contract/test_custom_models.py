@@ -36,12 +36,12 @@ from tests.skips import inapplicable
 from tests.tiny_models import write_tiny_model, write_tiny_pond
 from tidemill.bus.wire.messages import Sample, Span
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.megatron.backups import OtherModels
-from tidemill.learner.megatron.hooks import BeforeLogProbs, BeforeStep, Hooks
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.settings.config import HooksConfig, OptimizerConfig
+from tidemill.learner.trainer.backups import OtherModels
+from tidemill.learner.trainer.hooks import BeforeLogProbs, BeforeStep, Hooks
+from tidemill.learner.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -154,12 +154,12 @@ def model(request: pytest.FixtureRequest, bridge: str, pond: Model) -> Model:
 
 
 @pytest.fixture
-def policy(here: "Parallel", bridge: str, model: Model) -> Policy:
+def policy(here: "Parallel", bridge: str, model: Model) -> MegatronPolicy:
     return build_policy(model.directory, dtype="float32", parallel=here, bridge_class=bridge)
 
 
 def test_a_bridge_gives_the_files_again(
-    here: "Parallel", tmp_path: Path, bridge: str, model: Model, policy: Policy
+    here: "Parallel", tmp_path: Path, bridge: str, model: Model, policy: MegatronPolicy
 ) -> None:
     """Every tensor of the files, bit for bit: as pushed to engines, and by way of a checkpoint as ``tidemill convert``
     writes it.
@@ -168,15 +168,17 @@ def test_a_bridge_gives_the_files_again(
     assert_converts(model.directory, tmp_path, here, bridge_class=bridge)
 
 
-def test_log_probs_through_a_bridge_are_those_of_the_model(model: Model, policy: Policy) -> None:
+def test_log_probs_through_a_bridge_are_those_of_the_model(model: Model, policy: MegatronPolicy) -> None:
     """Of transformers or of ``--bridge-log-probs``: in rows of many sequences, at every place."""
     samples, wanted = model.reference()
     assert_log_probs(scored_rows(policy, samples, max_tokens=100), samples, wanted, tolerance=TOLERANCE)
 
 
-def test_a_step_through_a_bridge_changes_the_weights_and_not_their_names(model: Model, policy: Policy) -> None:
+def test_a_step_through_a_bridge_changes_the_weights_and_not_their_names(model: Model, policy: MegatronPolicy) -> None:
     before = {name: weight.clone() for name, weight in policy.export()}
-    trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=10), AlgorithmConfig(), max_lag=2)
+    trainer = Trainer(
+        policy, MegatronOptimizer(policy, OptimizerConfig(lr=1e-3), steps=10), AlgorithmConfig(), max_lag=2
+    )
     metrics = trainer.train(make_batches(make_samples(vocab=vocabulary(model.directory)), max_tokens=100)[0])
     assert metrics["train/skipped_minibatches"] == 0 and metrics["train/grad_norm"] > 0
     after = dict(policy.export())
@@ -187,7 +189,7 @@ def test_a_step_through_a_bridge_changes_the_weights_and_not_their_names(model: 
 
 
 def test_two_ranks_through_a_bridge_have_the_model_of_one(
-    tmp_path: Path, bridge: str, model: Model, policy: Policy
+    tmp_path: Path, bridge: str, model: Model, policy: MegatronPolicy
 ) -> None:
     """Tensor parallelism divides every tensor that can be: the same log-probs, and the files again, bit for bit."""
     ranks = run_ranks(model_ranks.bridged, (model.directory, bridge), world=2, out=tmp_path, timeout_s=300)
@@ -226,7 +228,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _trained(here: "Parallel", model_dir: Path, hooks: HooksConfig, steps: tuple[int, ...]) -> tuple[str, list[float]]:
     """Train steps of two minibatches from the files' weights. Returns the digest of the weights and the losses."""
     policy = build_policy(model_dir, dtype="float32", parallel=here)
-    optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=20)
+    optimizer = MegatronOptimizer(policy, OptimizerConfig(lr=1e-3), steps=20)
     trainer = Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherModels(), hooks=hooks)
     samples = {step: make_samples(vocab=vocabulary(model_dir), step=step) for step in steps}
     metrics = [trainer.train(make_batches(samples[step], step=step, minibatches=2)[0]) for step in steps]

@@ -209,6 +209,14 @@ async def test_requests_name_adapters_and_share_a_batch(tmp_path: Path) -> None:
             got = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
             assert near(got, want), name
             assert answer["meta_info"]["weight_version"] == {None: "0", "first": "3", "second": "4"}[name]
+        asked = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+        for name in (None, "first"):
+            greedy = await response(name, temperature=0)
+            _, completed = await served.post("/v1/completions", asked | {"model": name or model_dir.name})
+            assert completed["choices"][0]["token_ids"] == greedy["output_ids"]
+            assert completed["model"] == (name or model_dir.name)
+        listed = (await served.get("/v1/models"))[1]["data"]
+        assert [one["id"] for one in listed] == [model_dir.name, "first", "second"]
         scored = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
         _, answer = await served.post("/generate", scored | {"logprob_start_len": 0, "lora_path": "second"})
         got = torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])

@@ -35,7 +35,7 @@ def models() -> list[Any]:
 @pytest.fixture(scope="module")
 def first_model(models: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_tiny_model(tmp_path_factory.mktemp("models") / "0", **CHANGES)
-    copy.deepcopy(models[0]).bfloat16().save_pretrained(directory, safe_serialization=True)
+    copy.deepcopy(models[0]).bfloat16().save_pretrained(directory)
     return directory
 
 

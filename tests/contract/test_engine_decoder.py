@@ -12,7 +12,7 @@ import torch
 
 from tests.engine_decoding import decode_all, decode_attention, load, new_memory, prefill_attention
 from tests.refusals import refusal
-from tests.tiny_models import FAMILIES, SERVED, as_transformers_5, tiny_model, write_tiny_model
+from tests.tiny_models import FAMILIES, SERVED, as_transformers_4, tiny_model, write_tiny_model
 from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin import decoder
 from tidemill.actors.serving.builtin.shape import ModelShape
@@ -55,10 +55,10 @@ def test_scores_are_those_of_transformers(tmp_path: Path, family: str, changes: 
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
-def test_settings_of_transformers_5_give_the_same_shape(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
-    directory = write_tiny_model(tmp_path / "4", family, **({"rope_theta": 500.0} | changes))
+def test_settings_of_transformers_4_give_the_same_shape(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    directory = write_tiny_model(tmp_path / "5", family, **({"rope_theta": 500.0} | changes))
     shape = ModelShape.read(directory)
-    assert ModelShape.read(as_transformers_5(directory, tmp_path / "5")) == shape
+    assert ModelShape.read(as_transformers_4(directory, tmp_path / "4")) == shape
     assert shape.rope.theta == changes.get("rope_theta", 500.0)
 
 

@@ -193,7 +193,9 @@ def test_the_same_messages_have_the_same_ids_everywhere(
     talk = data.draw(conversations(most_calls=1 if name == "llama-3" else 3, with_text=name != "deepseek-v3"))
     tools = data.draw(st.sampled_from([[], [TOOL]])) if name != "deepseek-v3" else []
     plain = [in_openais_form(message, empty=None) for message in talk.plain] if name == "deepseek-v3" else talk.plain
-    wanted = tokenizer.apply_chat_template(plain, tools=tools or None, add_generation_prompt=True, **ways.args)
+    wanted = tokenizer.apply_chat_template(
+        plain, tools=tools or None, add_generation_prompt=True, return_dict=False, **ways.args
+    )
     for messages in (talk.plain, talk.written):
         assert ways.ids(messages, tools) == dict.fromkeys(WAYS, wanted)
 

@@ -44,15 +44,15 @@ def checkpoint(model_dir: str, directory: str) -> dict[str, Any]:
     from tests.learner_steps import make_batches, make_samples
     from tests.megatron_world import one_rank
     from tidemill.learner.algorithms.config import AlgorithmConfig
-    from tidemill.learner.megatron import state
-    from tidemill.learner.megatron.backups import OtherModels, WeightBackup
-    from tidemill.learner.megatron.model import build_policy
-    from tidemill.learner.megatron.optimizer import PolicyOptimizer
-    from tidemill.learner.megatron.trainer import Trainer
+    from tidemill.learner.backends.megatron import state
+    from tidemill.learner.backends.megatron.model import build_policy
+    from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+    from tidemill.learner.trainer.backups import OtherModels, WeightBackup
+    from tidemill.learner.trainer.trainer import Trainer
 
     with one_rank() as here:
         policy = build_policy(Path(model_dir), dtype="float32", parallel=here)
-        optimizer, proximal = PolicyOptimizer(policy, OPTIMIZER, steps=10), WeightBackup(policy)
+        optimizer, proximal = MegatronOptimizer(policy, OPTIMIZER, steps=10), WeightBackup(policy)
         trainer = Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherModels(proximal=proximal))
         trainer.train(make_batches(make_samples(vocab=VOCAB, step=3), step=3)[0])
         state.save(Path(directory), step=3, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal))
@@ -64,7 +64,8 @@ def join(wanted: str) -> list[dict[str, Any]]:
     """Join a world of one, use its groups, leave, and do it again; return the findings of both rounds."""
     from tests.learner_steps import rank_environment
     from tests.megatron_world import KeptPort
-    from tidemill.learner.layout.parallel import choose_device, join, leave
+    from tidemill.learner.backends.megatron.groups import join, leave
+    from tidemill.learner.layout.parallel import choose_device
 
     found = []
     for seed in (1, 1):

@@ -18,8 +18,8 @@ import torch
 from tests.gpu.child import ROOT
 from tests.megatron_world import one_rank
 from tests.skips import inapplicable
+from tidemill.learner.kernels.choices import CUDNN_CAPABILITY
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron.layers.kernels import CUDNN_CAPABILITY
 
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.skips import inapplicable
+from tidemill.learner.backends.megatron.layers.attention import CORE_ATTENTION, PackedParams, SDPACoreAttention
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.kernels.choices import CUDNN, CUDNN_CAPABILITY, LONG_SEQUENCE, SDPA, VARLEN
+from tidemill.learner.kernels.packed_rows import packed_row
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron.layers.attention import CORE_ATTENTION, SDPACoreAttention
-from tidemill.learner.megatron.layers.kernels import CUDNN, CUDNN_CAPABILITY, LONG_SEQUENCE, SDPA, VARLEN
-from tidemill.learner.megatron.layers.packed_rows import packed_row
-from tidemill.learner.megatron.model import build_policy
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ def attention(kernel: str = SDPA) -> SDPACoreAttention:
 def row_of(lengths: tuple[int, ...], device: torch.device) -> Any:
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    return packed_row(bounds, positions)
+    return PackedParams.of(packed_row(bounds, positions))
 
 
 def made_inputs(

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.backends.megatron.model import build_policy
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron.backups import OtherWeights, WeightBackup
-from tidemill.learner.megatron.model import build_policy
+from tidemill.learner.trainer.backups import OtherWeights, WeightBackup
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.transport.handles import HostMemory
 from tidemill.weightstore.transport.staging import StagingPool

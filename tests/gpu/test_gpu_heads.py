@@ -74,7 +74,7 @@ def test_rotary_positions_are_exact(
         return q, k
 
     def ours(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        from tidemill.learner.megatron.layers.triton_kernels import rotated
+        from tidemill.learner.kernels.triton_kernels import rotated
 
         return rotated(
             *parts(inputs[0]), angles_TF.cos().to(device), angles_TF.sin().to(device), interleaved=interleaved
@@ -94,7 +94,7 @@ def test_norms_of_heads_are_exact(
     """The norm of keys, which are a view; the last case has more rows than one tile of each program."""
 
     def ours(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        from tidemill.learner.megatron.layers.triton_kernels import head_norm
+        from tidemill.learner.kernels.triton_kernels import head_norm
 
         return (head_norm(inputs[0][:, :, groups:], inputs[1], EPS),)
 
@@ -108,7 +108,7 @@ def test_they_are_faster_than_the_separate_operations(cuda: torch.device, capsys
     """Norms and rotary positions of 8,192 tokens with 16 heads and 8 groups of 128, in bfloat16, forward and
     backward.
     """
-    from tidemill.learner.megatron.layers import triton_kernels
+    from tidemill.learner.kernels import triton_kernels
 
     joint = torch.randn(8192, 1, 32, 128, device=cuda, dtype=torch.bfloat16, requires_grad=True)
     weights = [torch.ones(128, device=cuda, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.skips import inapplicable
-from tidemill.learner.megatron import logprobs
-from tidemill.learner.megatron.logprobs import listed_log_probs, log_probs_and_entropy
+from tidemill.learner.kernels import logprobs
+from tidemill.learner.kernels.logprobs import listed_log_probs, log_probs_and_entropy
 
 pytestmark = pytest.mark.gpu
 

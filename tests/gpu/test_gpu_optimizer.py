@@ -10,12 +10,13 @@ from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.skips import inapplicable
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.layout.parallel import Parallel, Replicas
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.offload import OffloadedAdam
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.backends.megatron import state
+from tidemill.learner.backends.megatron.groups import Replicas
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.offload import OffloadedAdam
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -31,10 +32,10 @@ WAYS: dict[str, tuple[Replicas | None, bool]] = {
 }
 
 
-def learner(model_dir: Path, rank: Parallel, dtype: str, way: str) -> tuple[Trainer, Policy, PolicyOptimizer]:
+def learner(model_dir: Path, rank: Parallel, dtype: str, way: str) -> tuple[Trainer, MegatronPolicy, MegatronOptimizer]:
     replicas, offload = WAYS[way]
     policy = build_policy(model_dir, dtype=dtype, parallel=rank, replicas=replicas)
-    optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10, offload=offload)
+    optimizer = MegatronOptimizer(policy, OPTIMIZER, steps=10, offload=offload)
     return Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2), policy, optimizer
 
 

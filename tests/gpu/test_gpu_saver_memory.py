@@ -15,12 +15,13 @@ from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.tiny_models import write_tiny_model
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.megatron.groups import Replicas
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.errors import MemoryReleased
-from tidemill.learner.layout.parallel import Parallel, Replicas
-from tidemill.learner.megatron.memory import Memory, open_memory
-from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.trainer.memory import Memory, open_memory
+from tidemill.learner.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -43,7 +44,7 @@ of these.
 
 def learner(model_dir: Path, rank: Parallel, memory: Memory, replicas: Replicas | None = None) -> Trainer:
     policy = build_policy(model_dir, dtype="bfloat16", parallel=rank, replicas=replicas, memory=memory)
-    return Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
+    return Trainer(policy, MegatronOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
 
 
 def steps(trainer: Trainer, memory: Memory) -> list[str]:
@@ -98,7 +99,7 @@ def test_released_memory_is_free_for_others_and_cannot_be_used(
 
 ENDS = """
 import torch
-from tidemill.learner.megatron.memory import open_memory
+from tidemill.learner.trainer.memory import open_memory
 memory = open_memory(colocated=True, device=torch.device("cuda"))
 with memory.region():
     kept = torch.ones(1 << 20, device="cuda")

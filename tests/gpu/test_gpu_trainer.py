@@ -15,13 +15,13 @@ from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.tiny_models import DENSE, EXPERTS, write_tiny_model
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.megatron import state
+from tidemill.learner.backends.megatron.layers.kernels import Wanted
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.backups import OtherModels, WeightBackup
-from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.trainer.backups import OtherModels, WeightBackup
+from tidemill.learner.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -30,9 +30,9 @@ TIMES = {"train/step_seconds", "train/tokens_per_second"}
 
 def learner(
     model_dir: Path, rank: Parallel, dtype: str = "float32", kernels: Wanted | None = None
-) -> tuple[Trainer, Policy, PolicyOptimizer, WeightBackup]:
+) -> tuple[Trainer, MegatronPolicy, MegatronOptimizer, WeightBackup]:
     policy = build_policy(model_dir, dtype=dtype, parallel=rank, kernels=kernels)
-    optimizer, proximal = PolicyOptimizer(policy, OPTIMIZER, steps=10), WeightBackup(policy)
+    optimizer, proximal = MegatronOptimizer(policy, OPTIMIZER, steps=10), WeightBackup(policy)
     return (
         Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherModels(proximal=proximal)),
         policy,
@@ -56,7 +56,7 @@ def test_log_probs_are_those_of_transformers(family: str, rank: Parallel, tmp_pa
     directory = write_tiny_model(tmp_path, family)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().to(rank.device)
     policy = build_policy(directory, dtype="float32", parallel=rank)
-    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
+    trainer = Trainer(policy, MegatronOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
     samples = make_samples(vocab=reference.config.vocab_size, temperature=0.7)
     step = make_batches(samples, max_tokens=100)[0]
     compared = 0

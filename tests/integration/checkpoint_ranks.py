@@ -11,18 +11,19 @@ from tests.chaos.dying import die_at
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.megatron import state
+from tidemill.learner.backends.megatron.backend import MegatronBackend
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints import remote_files
 from tidemill.learner.checkpoints.remote_files import CheckpointFiles, Peer, PeerClient
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.layout import parallel
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.ranks.checkpoints import Checkpoints
 from tidemill.learner.settings.config import CheckpointConfig, OptimizerConfig
+from tidemill.learner.trainer.trainer import Trainer
 
 VOCAB = 300
 STEP = 3
@@ -52,9 +53,9 @@ def places(model_dir: Path, root: Path, node: int) -> RankPlaces:
     )
 
 
-def built(model_dir: Path, here: parallel.Parallel) -> tuple[Policy, PolicyOptimizer, Trainer]:
+def built(model_dir: Path, here: parallel.Parallel) -> tuple[MegatronPolicy, MegatronOptimizer, Trainer]:
     policy = build_policy(model_dir, dtype="float32", parallel=here)
-    optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=3e-3), steps=10)
+    optimizer = MegatronOptimizer(policy, OptimizerConfig(lr=3e-3), steps=10)
     return policy, optimizer, Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2)
 
 
@@ -78,6 +79,7 @@ def _saved(model_dir: Path, root: Path, store: str, here: parallel.Parallel) -> 
     saved = Checkpoints(
         places(model_dir, root, here.rank),
         reports.checkpointed,
+        MegatronBackend(),
         policy,
         optimizer,
         config=CheckpointConfig(store=store),
@@ -93,7 +95,7 @@ def _saved(model_dir: Path, root: Path, store: str, here: parallel.Parallel) -> 
 INSTANTS = {
     "in its file": ("torch.distributed.checkpoint.filesystem:_write_item", 12),
     "behind its file": ("tidemill.learner.checkpoints.disk:digest", 1),
-    "before the index": ("tidemill.learner.megatron.checkpoint_files:Staged.finish", 1),
+    "before the index": ("tidemill.learner.checkpoints.staged_files:Staged.finish", 1),
     "before the manifest": ("tidemill.learner.checkpoints.disk:write_manifest", 1),
     "before the name": ("tidemill.learner.checkpoints.disk:publish", 1),
 }
@@ -108,7 +110,13 @@ def killed(model_dir: Path, root: Path, rank: int, instant: str, out: Path) -> N
         policy, optimizer, trainer = built(model_dir, here)
         reports, config = Reports(), CheckpointConfig()
         saved = Checkpoints(
-            places(model_dir, root, 0), reports.checkpointed, policy, optimizer, config=config, timeout_s=300
+            places(model_dir, root, 0),
+            reports.checkpointed,
+            MegatronBackend(),
+            policy,
+            optimizer,
+            config=config,
+            timeout_s=300,
         )
         train(trainer, here, STEP)
         saved.begin(STEP, 1, b"data state", numbers={"kl_scale": 2.5})

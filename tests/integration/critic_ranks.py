@@ -16,16 +16,18 @@ from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.sections import KLConfig
+from tidemill.learner.backends.megatron import state
+from tidemill.learner.backends.megatron.backend import MegatronBackend
+from tidemill.learner.backends.megatron.groups import Replicas
+from tidemill.learner.backends.megatron.layers.kernels import Wanted
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.debug.collector import Collector
-from tidemill.learner.layout.parallel import Parallel, Replicas
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.backups import OtherModels, Reference, open_reference
-from tidemill.learner.megatron.critic import Critic, open_critic
-from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import CriticConfig, LearnerConfig, OptimizerConfig
+from tidemill.learner.trainer.backups import OtherModels, Reference, open_reference
+from tidemill.learner.trainer.critic import Critic, open_critic
+from tidemill.learner.trainer.trainer import Trainer
 
 STEPS = (3, 4, 5)
 OF_RANKS = STEPS[:2]
@@ -53,8 +55,8 @@ class Built:
     """One rank of a learner with a critic."""
 
     trainer: Trainer
-    policy: Policy
-    optimizer: PolicyOptimizer
+    policy: MegatronPolicy
+    optimizer: MegatronOptimizer
     critic: Critic
     reference: Reference
 
@@ -105,10 +107,10 @@ def build(
     )
     learner = replace(learner, offload_optimizer=offload, recompute=recompute)
     policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=replicas, kernels=Wanted.of(learner))
-    optimizer = PolicyOptimizer(policy, learner.optimizer, steps=learner.steps, offload=learner.offload_optimizer)
-    reference = open_reference(policy, model_dir, learner.algorithm)
+    optimizer = MegatronOptimizer(policy, learner.optimizer, steps=learner.steps, offload=learner.offload_optimizer)
+    reference = open_reference(policy, learner.algorithm)
     collectors = [Collector(saves, here, role=role) if saves else None for role in ("actor", "critic")]
-    critic = open_critic(learner, policy, model_dir, collectors[1])
+    critic = open_critic(MegatronBackend(), learner, policy, model_dir, collectors[1])
     assert critic is not None
     others = OtherModels(reference=reference.weights, critic=critic)
     trainer = Trainer(policy, optimizer, learner.algorithm, max_lag=2, others=others, collector=collectors[0])

@@ -16,6 +16,9 @@ from tests.integration.expert_ranks import LAYOUTS, OF_FOUR
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.megatron.activations import module_outputs
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.plans import GENESIS
@@ -24,11 +27,8 @@ from tidemill.learner.debug.config import ProfileRequest
 from tidemill.learner.debug.rollout_file import Packing, load_rollout, planned_again
 from tidemill.learner.debug.train_file import write_modules
 from tidemill.learner.layout import parallel
-from tidemill.learner.megatron.activations import module_outputs
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.ranks.debugging import StepMemory, agreed
+from tidemill.learner.trainer.trainer import Trainer
 
 STEP_LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
@@ -65,7 +65,7 @@ def _train(model_dir: Path, file: Path, out: Path, name: str, here: parallel.Par
     policy = build_policy(model_dir, dtype="float32", parallel=here)
     collector = Collector(f"{out}/{name}_{{step}}_{{rank}}.safetensors", here)
     trainer = Trainer(
-        policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2, collector=collector
+        policy, MegatronOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2, collector=collector
     )
     trainer.train(
         packed(file, data_parallel=here.dp_size, max_tokens=80, pad_to=here.tp_size * here.cp_size)[here.dp_rank]
@@ -95,13 +95,13 @@ DUMPED = [
 DUMPED_OF_FOUR = [*((EXPERTS, layout) for layout in OF_FOUR), (DENSE, "TP2 PP2 VP2")]
 
 
-def offset_stage(policy: Policy, other: Path) -> None:
+def offset_stage(policy: MegatronPolicy, other: Path) -> None:
     """Give the second stage the weights of another directory: there, its layers have those of the first stage."""
     if policy.parallel.pp_rank == 1:
         policy.bridge.load(policy.chunks, other)
 
 
-def stale_shard(part: str, policy: Policy, other: Path) -> None:
+def stale_shard(part: str, policy: MegatronPolicy, other: Path) -> None:
     """Give the second tensor-parallel rank the weights of another version where their names begin with ``part``."""
     if policy.parallel.tp_rank == 1:
         kept = {name: weight.detach().clone() for name, weight in policy.named_weights() if not name.startswith(part)}
@@ -112,7 +112,7 @@ def stale_shard(part: str, policy: Policy, other: Path) -> None:
                     weight.copy_(kept[name])
 
 
-Plant = Callable[[Policy, Path], None]
+Plant = Callable[[MegatronPolicy, Path], None]
 
 
 def modules(
@@ -137,7 +137,7 @@ def modules(
     (out / f"rank-{os.environ['RANK']}.json").write_text("{}")
 
 
-def _write(policy: Policy, file: Path) -> None:
+def _write(policy: MegatronPolicy, file: Path) -> None:
     outputs = module_outputs(policy, PROMPTS)
     if policy.parallel.rank == 0:
         write_modules(file, outputs, prompts=PROMPTS, dtype="float32", source="learner")

@@ -20,16 +20,16 @@ from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tests.tiny_models import EXPERTS
+from tidemill.learner.backends.megatron import state
+from tidemill.learner.backends.megatron.groups import Replicas
+from tidemill.learner.backends.megatron.layers.experts import Mixture
+from tidemill.learner.backends.megatron.layers.kernels import Wanted
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.layout import parallel
-from tidemill.learner.layout.parallel import Replicas
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.backups import OtherModels, WeightBackup
-from tidemill.learner.megatron.layers.experts import Mixture
-from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.trainer.backups import OtherModels, WeightBackup
+from tidemill.learner.trainer.trainer import Trainer
 
 VOCAB = 300
 STEPS = (3, 4)
@@ -229,8 +229,8 @@ RESUMES = [
 class Learner:
     """A policy with its optimizer and its trainer."""
 
-    policy: Policy
-    optimizer: PolicyOptimizer
+    policy: MegatronPolicy
+    optimizer: MegatronOptimizer
     trainer: Trainer
     proximal: WeightBackup
 
@@ -241,7 +241,7 @@ def learner(model_dir: Path, here: parallel.Parallel, way: Way, config: Optimize
     policy = build_policy(
         model_dir, dtype="float32", parallel=here, replicas=way.replicas, kernels=kernels, mixture=way.mixture
     )
-    optimizer = PolicyOptimizer(policy, config or replace(OPTIMIZER, lr=way.lr), steps=10)
+    optimizer = MegatronOptimizer(policy, config or replace(OPTIMIZER, lr=way.lr), steps=10)
     proximal = WeightBackup(policy)
     return Learner(
         policy,

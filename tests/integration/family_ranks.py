@@ -16,10 +16,10 @@ from tests.integration.expert_ranks import VOCAB, WAYS, Way, learner, take
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined, not_sent_once
 from tests.tiny_models import DENSE, EXPERTS
+from tidemill.learner.backends.megatron import state
+from tidemill.learner.backends.megatron.model import build_policy
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.backups import OtherModels
-from tidemill.learner.megatron.model import build_policy
+from tidemill.learner.trainer.backups import OtherModels
 
 STEPS = (3, 4)
 LAYOUTS: dict[str, dict[str, Any]] = {

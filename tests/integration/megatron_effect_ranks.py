@@ -11,11 +11,11 @@ from megatron.core.pipeline_parallel import schedules
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.backends.megatron.layers.kernels import Wanted
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.trainer.trainer import Trainer
 
 
 def main(model_dir: Path, out: Path) -> None:
@@ -33,7 +33,7 @@ def main(model_dir: Path, out: Path) -> None:
             kernels = Wanted(megatron={"deallocate_pipeline_outputs": frees})
             policy = build_policy(model_dir, dtype="float32", parallel=here, kernels=kernels)
             trainer = Trainer(
-                policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=3), AlgorithmConfig(), max_lag=2
+                policy, MegatronOptimizer(policy, OptimizerConfig(lr=1e-3), steps=3), AlgorithmConfig(), max_lag=2
             )
             trainer.train(make_batches(make_samples(vocab=128), max_tokens=90)[0])
             results[str(frees)] = {"digest": policy.digest(), "sent": [size for size in sizes]}

@@ -28,14 +28,15 @@ from tests.integration.gradients import PLAIN, save, taken
 from tests.learner_steps import make_batches, make_samples, with_long_prompts
 from tests.megatron_world import joined, not_sent_once
 from tidemill.bus.wire.messages import Sample, Span, Status
+from tidemill.learner.backends.megatron import groups
+from tidemill.learner.backends.megatron.layers.kernels import Wanted
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.kernels import logprobs
 from tidemill.learner.layout import parallel
-from tidemill.learner.megatron import logprobs
-from tidemill.learner.megatron.backups import OtherModels, WeightBackup
-from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.trainer.backups import OtherModels, WeightBackup
+from tidemill.learner.trainer.trainer import Trainer
 
 VOCAB = 300
 STEPS = (3, 4)
@@ -100,7 +101,7 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Arguments of ``parallel.join``."""
+        """Arguments of ``groups.join``."""
         return {
             "tensor_parallel_size": self.tensor_parallel,
             "pipeline_parallel_size": self.pipeline_parallel,
@@ -116,7 +117,7 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -
     CUDA.
     """
     config, minibatches = algorithm(case), CASES[case][1]
-    replicas = parallel.Replicas(
+    replicas = groups.Replicas(
         distributed_optimizer=layout.sharded,
         overlap_grad_reduce=layout.overlap,
         overlap_param_gather=layout.overlap and layout.sharded,
@@ -128,7 +129,7 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -
     )
     trainer = Trainer(
         policy,
-        PolicyOptimizer(policy, OPTIMIZER, steps=10, offload=layout.offload),
+        MegatronOptimizer(policy, OPTIMIZER, steps=10, offload=layout.offload),
         config,
         max_lag=2,
         others=OtherModels(reference=reference),
@@ -191,7 +192,7 @@ def gradients(
     model_dir: Path, here: parallel.Parallel, layout: Layout, max_tokens: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return the gradient of each weight of the whole model in one step, and the step's metrics."""
-    replicas = parallel.Replicas(
+    replicas = groups.Replicas(
         distributed_optimizer=layout.sharded,
         overlap_grad_reduce=layout.overlap,
         overlap_param_gather=layout.overlap and layout.sharded,
@@ -199,7 +200,7 @@ def gradients(
     policy = build_policy(
         model_dir, dtype=layout.dtype, parallel=here, replicas=replicas, kernels=Wanted(recompute=layout.recompute)
     )
-    trainer = Trainer(policy, PolicyOptimizer(policy, PLAIN, steps=10), WITH_GRADIENTS, max_lag=2)
+    trainer = Trainer(policy, MegatronOptimizer(policy, PLAIN, steps=10), WITH_GRADIENTS, max_lag=2)
     samples = [
         sample for sample in samples_of(EVERY_TERM, STEPS[0]) if sample.task in (2, 3)
     ]  # demonstrations, and a group of a policy
@@ -214,7 +215,7 @@ def gradients(
 
 
 @torch.no_grad()
-def another(policy: Policy) -> WeightBackup:
+def another(policy: MegatronPolicy) -> WeightBackup:
     """Return the weights of another model, the same at every layout."""
     backup = WeightBackup(policy)
     backup.restore({name: 0.9 * weight for name, weight in backup.tensors.items()})

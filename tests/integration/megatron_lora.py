@@ -13,16 +13,17 @@ from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.sections import KLConfig
-from tidemill.learner.layout.parallel import Parallel, Replicas
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.backups import OtherModels, WeightBackup, initial_weights
-from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
-from tidemill.learner.megatron.tuning import Tuning
+from tidemill.learner.backends.megatron import state
+from tidemill.learner.backends.megatron.groups import Replicas
+from tidemill.learner.backends.megatron.layers.kernels import Wanted
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.backends.megatron.tuning import Tuning
+from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.lora import LoraConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.trainer.backups import OtherModels, WeightBackup, initial_weights
+from tidemill.learner.trainer.trainer import Trainer
 
 STEPS = (3, 4)
 LORA = LoraConfig(rank=4, alpha=8)
@@ -53,8 +54,8 @@ WAYS = {
 class Learner:
     """The parts of a rank that trains adapters."""
 
-    policy: Policy
-    optimizer: PolicyOptimizer
+    policy: MegatronPolicy
+    optimizer: MegatronOptimizer
     trainer: Trainer
     proximal: WeightBackup
 
@@ -79,7 +80,7 @@ def learner(
         kernels=Wanted(recompute=way.recompute),
         tuning=tuning,
     )
-    optimizer = PolicyOptimizer(policy, config, steps=10, offload=way.offload)
+    optimizer = MegatronOptimizer(policy, config, steps=10, offload=way.offload)
     reference = WeightBackup(policy, whole=True) if whole else initial_weights(policy)
     proximal = WeightBackup(policy)
     trainer = Trainer(

@@ -15,9 +15,9 @@ from tidemill.learner.algorithms.advantages import grpo_no_std
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.feed.feeder_settings import RankPlaces
-from tidemill.learner.megatron.hooks import BeforeStep
 from tidemill.learner.ranks.rank import main
 from tidemill.learner.settings.config import HooksConfig, LearnerConfig, OptimizerConfig, StalenessConfig
+from tidemill.learner.trainer.hooks import BeforeStep
 from tidemill.weightstore.config import WeightsConfig
 
 MARK = "marked"

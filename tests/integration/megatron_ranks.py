@@ -17,16 +17,16 @@ from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.policy_losses import LOSS_FUNCTIONS, PolicyLoss
 from tidemill.learner.algorithms.tokens import Tokens
+from tidemill.learner.backends.megatron import groups, state
+from tidemill.learner.backends.megatron.cpu_shim import megatron_device
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.backends.megatron.optimizer_pieces import buffers_of
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.layout import parallel
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.backups import OtherModels, WeightBackup
-from tidemill.learner.megatron.cpu_shim import megatron_device
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.optimizer_pieces import buffers_of
-from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.trainer.backups import OtherModels, WeightBackup
+from tidemill.learner.trainer.trainer import Trainer
 
 VOCAB = 300
 STEPS = (3, 4)
@@ -40,7 +40,7 @@ def train(
 ) -> dict[str, object]:
     """Train ``STEPS`` and return the results; with ``checkpoint``, load it first and train only the last step."""
     policy = build_policy(model_dir, dtype="float32", parallel=here)
-    optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
+    optimizer = MegatronOptimizer(policy, OPTIMIZER, steps=10)
     proximal = WeightBackup(policy)
     trainer = Trainer(
         policy, optimizer, algorithm_of(entropy={"coef": 0.01}), max_lag=2, others=OtherModels(proximal=proximal)
@@ -68,7 +68,7 @@ def spoilt(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Algori
     return replace(made, loss_T=made.loss_T + (math.nan if bad else 0.0))
 
 
-def skips(model_dir: Path, here: parallel.Parallel, replicas: parallel.Replicas | None = None) -> dict[str, object]:
+def skips(model_dir: Path, here: parallel.Parallel, replicas: groups.Replicas | None = None) -> dict[str, object]:
     """Train a good step, one with a NaN loss on rank 1, and a good one; then a step with an infinite gradient there.
 
     That one is in the last buffer of the last chunk, that of its experts where it has some: no other rank has their
@@ -85,9 +85,9 @@ def skips(model_dir: Path, here: parallel.Parallel, replicas: parallel.Replicas 
         ]
         batches.append(make_batches(samples, step=step, data_parallel=here.dp_size, pad_to=here.cp_size)[here.dp_rank])
 
-    def trained(chosen: list[StepBatch]) -> tuple[list[float], list[str], PolicyOptimizer, Policy]:
+    def trained(chosen: list[StepBatch]) -> tuple[list[float], list[str], MegatronOptimizer, MegatronPolicy]:
         policy = build_policy(model_dir, dtype="float32", parallel=here, replicas=replicas)
-        optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
+        optimizer = MegatronOptimizer(policy, OPTIMIZER, steps=10)
         trainer = Trainer(policy, optimizer, algorithm, max_lag=2)
         skipped, digests = [], []
         for batch in chosen:

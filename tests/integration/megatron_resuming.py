@@ -17,14 +17,14 @@ from tests.integration.megatron_layouts import Layout
 from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
+from tidemill.learner.backends.megatron import groups, state
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.layout import parallel
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.backups import OtherModels, WeightBackup
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.trainer.backups import OtherModels, WeightBackup
+from tidemill.learner.trainer.trainer import Trainer
 
 VOCAB = 300
 STEPS = (3, 4)
@@ -55,10 +55,10 @@ class Learner:
 
     def __init__(self, model_dir: Path, here: parallel.Parallel, layout: Layout | None = None) -> None:
         layout = layout or Layout()
-        replicas = parallel.Replicas(distributed_optimizer=layout.sharded)
+        replicas = groups.Replicas(distributed_optimizer=layout.sharded)
         self.here = here
-        self.policy: Policy = build_policy(model_dir, dtype="float32", parallel=here, replicas=replicas)
-        self.optimizer = PolicyOptimizer(self.policy, OPTIMIZER, steps=10, offload=layout.offload)
+        self.policy: MegatronPolicy = build_policy(model_dir, dtype="float32", parallel=here, replicas=replicas)
+        self.optimizer = MegatronOptimizer(self.policy, OPTIMIZER, steps=10, offload=layout.offload)
         self.proximal = WeightBackup(self.policy)
         self.trainer = Trainer(
             self.policy,

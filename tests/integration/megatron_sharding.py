@@ -14,12 +14,14 @@ from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.layout.parallel import Parallel, Replicas
-from tidemill.learner.megatron import logprobs, state
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.backends.megatron import state
+from tidemill.learner.backends.megatron.groups import Replicas
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.kernels import logprobs
+from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.trainer.trainer import Trainer
 
 VOCAB = 300
 STEPS = (3, 4)
@@ -93,9 +95,9 @@ def resumes(dtype: str) -> list[tuple[str, str]]:
 
 def learner(
     model_dir: Path, here: Parallel, dtype: str, way: Way, settings: OptimizerConfig
-) -> tuple[Trainer, Policy, PolicyOptimizer]:
+) -> tuple[Trainer, MegatronPolicy, MegatronOptimizer]:
     policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=way.replicas)
-    optimizer = PolicyOptimizer(policy, settings, steps=10, offload=way.offload)
+    optimizer = MegatronOptimizer(policy, settings, steps=10, offload=way.offload)
     return Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2), policy, optimizer
 
 
@@ -127,7 +129,7 @@ def trained(
     }
 
 
-def saved(directory: Path, policy: Policy, optimizer: PolicyOptimizer) -> Path:
+def saved(directory: Path, policy: MegatronPolicy, optimizer: MegatronOptimizer) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     state.save(directory, step=STEPS[0], policy=policy, optimizer=optimizer)

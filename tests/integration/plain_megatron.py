@@ -27,10 +27,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.megatron_world import joined
+from tidemill.learner.backends.megatron.cpu_shim import megatron_device
+from tidemill.learner.backends.megatron.model import build_policy
 from tidemill.learner.checkpoints import torch_dist
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron.cpu_shim import megatron_device
-from tidemill.learner.megatron.model import build_policy
 
 PADDED = 384
 """Rows of the vocabulary in the checkpoints; the models have fewer."""

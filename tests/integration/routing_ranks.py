@@ -21,13 +21,13 @@ from tests.integration.expert_ranks import WAYS as EXPERT_WAYS
 from tests.learner_steps import make_batches, make_samples, with_random_experts
 from tests.megatron_world import joined
 from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.learner.backends.megatron.layers.experts import Mixture
+from tidemill.learner.backends.megatron.model import MegatronPolicy
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.collector import Collector
 from tidemill.learner.layout import parallel
-from tidemill.learner.megatron.backups import OtherModels
-from tidemill.learner.megatron.layers.experts import Mixture
-from tidemill.learner.megatron.model import Policy
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.trainer.backups import OtherModels
+from tidemill.learner.trainer.trainer import Trainer
 
 GIVEN = Mixture(replay=True, given=True)
 WAYS = {
@@ -69,7 +69,7 @@ STEP = 3
 class RouterCalls:
     """The tokens that a model's routers have sent to experts in one step, beside those that its rows were given."""
 
-    def __init__(self, policy: Policy, shape: RoutedShape) -> None:
+    def __init__(self, policy: MegatronPolicy, shape: RoutedShape) -> None:
         self._here, self._shape = policy.parallel, shape
         self._calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
         """Layer -> the experts of each pass, and those that the router alone would choose by its logits, [T, K] in
@@ -145,7 +145,7 @@ def train(model_dir: Path, here: parallel.Parallel, way: str) -> dict[str, Any]:
     assert here.pp_size == 1 or not chosen.own_rows or len(batches[here.dp_rank].micro_batches) % 2 == 1
     routers = [parameter for name, parameter in made.policy.named_weights() if name.endswith("router.weight")]
     biases, before = (
-        [bias.clone() for bias in made.policy.router_biases()],
+        [bias.clone() for bias in made.policy.moving_biases()],
         [router.detach().clone() for router in routers],
     )
     metrics = made.trainer.train(batches[here.dp_rank])
@@ -154,7 +154,7 @@ def train(model_dir: Path, here: parallel.Parallel, way: str) -> dict[str, Any]:
         "rows": calls.found(batches[here.dp_rank]) if chosen.mixture.given else [],
         "biases_moved": [
             float((now - was)[0]) - float((now - was)[-1])
-            for now, was in zip(made.policy.router_biases(), biases, strict=True)
+            for now, was in zip(made.policy.moving_biases(), biases, strict=True)
         ],
         "routers_moved": all(not torch.equal(now.detach(), was) for now, was in zip(routers, before, strict=True)),
     }

@@ -17,10 +17,10 @@ from tests.tiny_models import write_tiny_model
 from tidemill.bus.wire.messages import Sample
 from tidemill.learner.algorithms.choices import AGGREGATIONS
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.trainer.trainer import Trainer
 
 VOCAB = 128
 STEPS = range(1, 21 if THOROUGH else 9)
@@ -79,7 +79,7 @@ def test_steps_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     found = []
     with one_rank() as here:
         policy = build_policy(model_dir, dtype="float32", parallel=here)
-        trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=len(steps)), AlgorithmConfig(), max_lag=2)
+        trainer = Trainer(policy, MegatronOptimizer(policy, OPTIMIZER, steps=len(steps)), AlgorithmConfig(), max_lag=2)
         for step, samples in zip(STEPS, steps, strict=True):
             metrics = trainer.train(make_batches(samples, step=step, max_tokens=90)[0])
             found.append((metrics["train/loss"], metrics["train/grad_norm"]))
@@ -124,7 +124,7 @@ def test_two_unequal_minibatches_are_those_of_a_plain_loop(tmp_path: Path, mode:
     with one_rank() as here:
         policy = build_policy(model_dir, dtype="float32", parallel=here)
         trainer = Trainer(
-            policy, PolicyOptimizer(policy, optimizer, steps=3), AlgorithmConfig(aggregation=mode), max_lag=2
+            policy, MegatronOptimizer(policy, optimizer, steps=3), AlgorithmConfig(aggregation=mode), max_lag=2
         )
         metrics = trainer.train(batch)
         weights = {name: tensor.clone() for name, tensor in policy.export()}

@@ -26,10 +26,10 @@ from tidemill.launch.checks.model import tensors_in
 from tidemill.launch.checks.weights import check_megatron, differing
 from tidemill.launch.cli.main import main
 from tidemill.launch.settings.config_loader import load
+from tidemill.learner.backends.megatron.model import build_policy
 from tidemill.learner.checkpoints import torch_dist
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.backups import reference_weights
-from tidemill.learner.megatron.model import build_policy
+from tidemill.learner.trainer.backups import reference_weights
 
 VOCAB = 300
 _LAYER = re.compile(r"layers\.\d+\.")
@@ -130,7 +130,7 @@ def test_other_weights_in_between_leave_the_initial_ones(written: Written) -> No
         )
         wanted = digest({name: tensor.float() for name, tensor in weights(written.dense, torch.bfloat16).items()})
         assert policy.digest() == wanted
-        reference = reference_weights(policy, written.base, written.base)
+        reference = reference_weights(policy, written.base)
         assert policy.digest() == wanted
         assert torch.equal(
             reference.tensors["decoder.final_layernorm.weight"], weights(written.base)["model.norm.weight"]

@@ -12,17 +12,18 @@ import pytest
 from tests.integration.checkpoint_ranks import VOCAB, Reports, built, places, train
 from tests.refusals import refusal
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.backends.megatron import state
+from tidemill.learner.backends.megatron.backend import MegatronBackend
+from tidemill.learner.backends.megatron.model import MegatronPolicy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints.staged_files import Staged
 from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
 from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.checkpoint_files import Staged
-from tidemill.learner.megatron.model import Policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.ranks.checkpoints import Checkpoints
 from tidemill.learner.settings.config import CheckpointConfig
+from tidemill.learner.trainer.trainer import Trainer
 
 
 @dataclass
@@ -30,8 +31,8 @@ class Learner:
     """A learner's rank with its checkpoints; the writing waits for ``gate``."""
 
     here: Parallel
-    policy: Policy
-    optimizer: PolicyOptimizer
+    policy: MegatronPolicy
+    optimizer: MegatronOptimizer
     trainer: Trainer
     checkpoints: Checkpoints
     reports: Reports
@@ -56,6 +57,7 @@ def make(here: Parallel, tmp_path: Path) -> Any:
         checkpoints = Checkpoints(
             places(tmp_path / "model", root, 0),
             reports.checkpointed,
+            MegatronBackend(),
             policy,
             optimizer,
             config=CheckpointConfig(**settings),

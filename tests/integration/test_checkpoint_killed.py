@@ -14,8 +14,8 @@ from tests.learner_steps import rank_environment
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
 from tidemill.bus.client.addresses import KeptPort
+from tidemill.learner.backends.megatron import state
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.megatron import state
 
 IN_FILE = "in its file"
 PAIRS = [

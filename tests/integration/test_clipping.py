@@ -11,11 +11,11 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.backends.megatron.cpu_shim import megatron_device
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.backends.megatron.optimizer_pieces import clip_factor, clipped, norm_over_ranks
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron.cpu_shim import megatron_device
-from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.optimizer_pieces import clip_factor, clipped, norm_over_ranks
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def test_a_rank_without_gradients_takes_part(rank: Parallel) -> None:
 def test_the_gradients_of_a_model_are_clipped_together(family: str, rank: Parallel, tmp_path: Path) -> None:
     """Those of experts are in an optimizer of their own, and have the same norm and factor."""
     policy = build_policy(write_tiny_model(tmp_path, family), dtype="float32", parallel=rank)
-    optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
+    optimizer = MegatronOptimizer(policy, OPTIMIZER, steps=10)
     generator = torch.Generator().manual_seed(0)
     optimizer.zero_grad()
     grads = [parameter.main_grad for parameter in policy.chunks[0].parameters()]  # type: ignore[attr-defined]

@@ -34,15 +34,14 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.main import main
+from tidemill.learner.backends.megatron import groups, state
+from tidemill.learner.backends.megatron.checkpoint_files import StagedSave
+from tidemill.learner.backends.megatron.cpu_shim import megatron_device
+from tidemill.learner.backends.megatron.initial_weights import OTHER_NAMES
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.layout import parallel
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.checkpoint_files import StagedSave
-from tidemill.learner.megatron.cpu_shim import megatron_device
-from tidemill.learner.megatron.initial_weights import OTHER_NAMES
-from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
 from tidemill.learner.settings.lora import LoraConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
 
@@ -73,12 +72,12 @@ def committed(root: Path, name: str) -> Path:
 
 def two_ranks(model_dir: Path, tensor_parallel: int, way: str, dtype: str, out: Path) -> None:
     """Train a step on this rank, one of two, and save checkpoint and digest."""
-    here = parallel.join(tensor_parallel_size=tensor_parallel, device=torch.device("cpu"), seed=0)
+    here = groups.join(tensor_parallel_size=tensor_parallel, device=torch.device("cpu"), seed=0)
     trainer, policy, optimizer = whole_learner(model_dir, here, dtype, WAYS[way], OptimizerConfig(lr=1e-2))
     take_step(trainer, 3, here)
     saved(out / "saved", policy, optimizer)
     digest = policy.digest()
-    parallel.leave()
+    groups.leave()
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(digest))
 
 
@@ -108,7 +107,7 @@ def test_a_checkpoint_of_two_ranks_is_the_model_that_they_had(
     assert (tmp_path / "there" / "tokenizer.json").is_file()
     with one_rank() as here:
         policy = build_policy(model_dir, dtype=dtype, parallel=here)
-        optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-2), steps=2)
+        optimizer = MegatronOptimizer(policy, OptimizerConfig(lr=1e-2), steps=2)
         disk.verify(tmp_path / "back")
         assert state.load_weights(tmp_path / "back", policy=policy, optimizer=optimizer) == 0
         assert policy.digest() == digest

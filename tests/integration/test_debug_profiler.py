@@ -10,9 +10,10 @@ import torch
 
 from tests.refusals import refusal
 from tidemill.launch.cli.main import main
+from tidemill.learner.backends.megatron.backend import MegatronBackend
+from tidemill.learner.backends.megatron.model import build_policy
 from tidemill.learner.debug.config import DebugConfig, ProfileRequest, request_file, take_request, write_request
 from tidemill.learner.layout import parallel
-from tidemill.learner.megatron.model import build_policy
 from tidemill.learner.ranks.debugging import Profiler, RankDebug
 from tidemill.learner.settings.config import LearnerConfig
 
@@ -133,7 +134,14 @@ def test_a_wrong_request_does_not_end_a_run(
     here: parallel.Parallel, model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = build_policy(model_dir, dtype="float32", parallel=here)
-    tools = RankDebug(DebugConfig(), LearnerConfig(steps=1), policy=policy, model_dir=model_dir, root=tmp_path)
+    tools = RankDebug(
+        DebugConfig(),
+        LearnerConfig(steps=1),
+        backend=MegatronBackend(),
+        policy=policy,
+        model_dir=model_dir,
+        root=tmp_path,
+    )
     write_request(tmp_path, ProfileRequest(steps=1, rank=1))
     assert tools.take_request() is None and not request_file(tmp_path).exists()
     assert "profile not begun" in caplog.text and "rank: want 0..0, one of the 1 ranks" in caplog.text

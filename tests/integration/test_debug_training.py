@@ -21,15 +21,15 @@ from tests.integration.debug_ranks import main as two_ranks
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.learner_steps import make_batches, make_samples, run_ranks
 from tidemill.learner.algorithms.sections import EntropyConfig, KLConfig
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector
 from tidemill.learner.debug.comparison import compare_train
 from tidemill.learner.debug.rollout_file import save_rollout
 from tidemill.learner.debug.train_file import TrainDump, critic_path, read, read_train, record_path
 from tidemill.learner.layout import parallel
-from tidemill.learner.megatron.backups import OtherModels, WeightBackup
-from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.trainer.backups import OtherModels, WeightBackup
+from tidemill.learner.trainer.trainer import Trainer
 
 FILES = "t_{step}_{rank}.safetensors"
 COMPARED = ("old_log_probs", "current_log_probs", "policy_importance_ratio")
@@ -46,7 +46,7 @@ def make(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> Any:
         config = algorithm_of(**algorithm)
         trainer = Trainer(
             policy,
-            PolicyOptimizer(policy, OPTIMIZER, steps=400),
+            MegatronOptimizer(policy, OPTIMIZER, steps=400),
             config,
             max_lag=2,
             others=OtherModels(reference=WeightBackup(policy) if reference else None),

@@ -14,13 +14,13 @@ from tests.megatron_world import one_rank
 from tests.same_metrics import assert_same
 from tests.tiny_models import write_tiny_model
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.megatron.layers.experts import Mixture
+from tidemill.learner.backends.megatron.layers.kernels import Wanted
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron.layers.experts import Mixture
-from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.trainer.trainer import Trainer
 
 STEP = 3
 FAMILIES = ("qwen3_moe", "glm4_moe")
@@ -63,12 +63,12 @@ def trained(model_dir: Path, here: Parallel, batch: StepBatch, mixture: Mixture,
     policy = build_policy(
         model_dir, dtype="float32", parallel=here, kernels=Wanted(recompute=recompute), mixture=mixture
     )
-    optimizer = PolicyOptimizer(policy, replace(OPTIMIZER, clip_grad=0.0), steps=10)
+    optimizer = MegatronOptimizer(policy, replace(OPTIMIZER, clip_grad=0.0), steps=10)
     metrics = Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2).train(batch)
     gradients = {
         name: weight.main_grad.clone() for name, weight in policy.named_weights() if hasattr(weight, "main_grad")
     }
-    return Result(metrics, gradients, [bias.clone() for bias in policy.router_biases()])
+    return Result(metrics, gradients, [bias.clone() for bias in policy.moving_biases()])
 
 
 def assert_same_result(ours: Result, wanted: Result) -> None:

@@ -212,11 +212,11 @@ def test_a_skipped_step_moves_no_bias(tmp_path: Path, monkeypatch: pytest.Monkey
     with one_rank() as here:
         made = learner(write_tiny_model(tmp_path, "glm4_moe", vocab_size=VOCAB), here, way)
         monkeypatch.setattr(made.optimizer, "_finite", lambda *_: finite)
-        began, biases = made.policy.digest(), [bias.clone() for bias in made.policy.router_biases()]
+        began, biases = made.policy.digest(), [bias.clone() for bias in made.policy.moving_biases()]
         [metrics] = take(made, (3,), here, way)
         assert metrics["train/skipped_minibatches"] == (not finite)
         assert (made.policy.digest() == began) is not finite
         moved = [
-            not bool((now == before).all()) for now, before in zip(made.policy.router_biases(), biases, strict=True)
+            not bool((now == before).all()) for now, before in zip(made.policy.moving_biases(), biases, strict=True)
         ]
         assert moved == [finite]

@@ -56,7 +56,7 @@ from uniform_engine import UniformEngine
 from tidemill.rewards.group import GroupReward
 from my_group_reward import behind_the_best
 from my_hooks import log_norms, log_pass
-from tidemill.learner.megatron.hooks import BeforeLogProbs, BeforeStep
+from tidemill.learner.trainer.hooks import BeforeLogProbs, BeforeStep
 from my_rewards import tagged
 from tidemill.weightstore.transport.port import WeightReceiver
 

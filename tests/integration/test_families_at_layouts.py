@@ -18,7 +18,7 @@ from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import assert_same
 from tests.tiny_models import write_tiny_model
-from tidemill.learner.megatron import convert
+from tidemill.learner.backends.megatron import convert
 
 
 class World:

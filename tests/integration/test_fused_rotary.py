@@ -19,19 +19,16 @@ from tests.megatron_world import one_rank
 from tests.refusals import refusal
 from tests.tiny_models import write_tiny_model
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.megatron.bridges import local_layers
+from tidemill.learner.backends.megatron.layers.attention import FusedRotary, PackedParams, PackedRotary
+from tidemill.learner.backends.megatron.layers.dense import FusedHeadNorm
+from tidemill.learner.backends.megatron.layers.kernels import Kernels, Wanted
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron.bridges import local_layers
-from tidemill.learner.megatron.cpu_shim import megatron_device
-from tidemill.learner.megatron.layers.attention import FusedRotary, PackedRotary
-from tidemill.learner.megatron.layers.dense import FusedHeadNorm
-from tidemill.learner.megatron.layers.kernels import Kernels, Wanted
-from tidemill.learner.megatron.layers.packed_rows import Rotation
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.passes import run_rows
-from tidemill.learner.megatron.rows import rows_of
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.trainer.rows import rows_of
+from tidemill.learner.trainer.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +39,14 @@ def rank() -> Iterator[Parallel]:
 
 def build(
     directory: Path, rank: Parallel, monkeypatch: pytest.MonkeyPatch, *, fused: bool, recompute: str = "none"
-) -> Policy:
+) -> MegatronPolicy:
     choose = local_layers.chosen
 
     def chosen(*args: Any, **kwargs: Any) -> Kernels:
         return dataclasses.replace(choose(*args, **kwargs), fused_rotary=fused)
 
     monkeypatch.setattr(local_layers, "chosen", chosen)
-    monkeypatch.setitem(sys.modules, "tidemill.learner.megatron.layers.triton_kernels", heads_by_formula)
+    monkeypatch.setitem(sys.modules, "tidemill.learner.kernels.triton_kernels", heads_by_formula)
     policy = build_policy(directory, dtype="float32", parallel=rank, kernels=Wanted(recompute=recompute))
     monkeypatch.setattr(local_layers, "chosen", choose)
     return policy
@@ -68,7 +65,7 @@ def test_a_step_is_the_same(
         norms = [module for module in policy.chunks[0].modules() if isinstance(module, FusedHeadNorm)]
         assert isinstance(policy.chunks[0].rotary_pos_emb, FusedRotary) is fused
         assert len(norms) == (2 * policy.config.num_layers if fused and policy.config.qk_layernorm else 0)
-        trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
+        trainer = Trainer(policy, MegatronOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
         batch = make_batches(make_samples(vocab=len(policy.chunks[0].embedding.word_embeddings.weight)), max_tokens=60)[
             0
         ]
@@ -85,21 +82,25 @@ def test_a_step_is_the_same(
 def test_rows_do_not_keep_their_positions_and_pass_none_on(
     recompute: str, rank: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A critic of another family may get the same rows, and a step has many of them."""
+    """A step has many rows, and each has the positions of all its tokens."""
     policy = build(write_tiny_model(tmp_path, "qwen3"), rank, monkeypatch, fused=True, recompute=recompute)
     rows = rows_of(make_batches(make_samples(vocab=299), max_tokens=60)[0], rank)
-    for row in rows:
-        row.packed.rotation = Rotation(torch.full((1, 8), torch.nan), torch.full((1, 8), torch.nan), False)
-    finished: list[Any] = []
+    passed: dict[int, PackedParams] = {}
+
+    def note(module: Any, inputs: Any, given: dict[str, Any]) -> None:
+        params = given["packed_seq_params"]
+        assert params.rotation is not None
+        passed[id(params.row)] = params
 
     def finish(row: Any, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        kept = [other.packed.rotation is not None for other in (*finished, row)]
-        finished.append(row)
+        kept = [params.rotation is not None for params in passed.values()]
         return hidden_TH.float().square().sum(), kept == [False] * (len(kept) - 1) + [recompute == "full"]
 
-    with megatron_device():
-        assert run_rows(policy, rows, finish) == [True] * len(rows) and len(rows) > 2
-    assert all(row.packed.rotation is None for row in rows)
+    core = policy.module.decoder.layers[0].self_attention.core_attention
+    core.register_forward_pre_hook(note, with_kwargs=True)
+    with policy.ready():
+        assert policy.run(rows, finish) == [True] * len(rows) and len(rows) > 2
+    assert len(passed) == len(rows) and all(params.rotation is None for params in passed.values())
     assert all(bool(parameter.main_grad.isfinite().all()) for parameter in policy.chunks[0].parameters())  # type: ignore[attr-defined]
 
 

@@ -9,11 +9,11 @@ from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.megatron.layers.dense import GatedSilu
-from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.backends.megatron.layers.dense import GatedSilu
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.trainer.trainer import Trainer
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -26,7 +26,7 @@ def test_a_step_ends_with_the_bits_of_megatrons_activation(tmp_path: Path, dtype
             assert all(isinstance(mlp.activation_func, GatedSilu) for mlp in modules)
             before = policy.digest()
             policy.config.use_te_activation_func = is_ours  # Megatron's operations follow the configuration
-            optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-2), steps=2)
+            optimizer = MegatronOptimizer(policy, OptimizerConfig(lr=1e-2), steps=2)
             Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2).train(make_batches(make_samples(vocab=64))[0])
             assert policy.digest() != before
             digests.add(policy.digest())

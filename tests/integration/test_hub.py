@@ -95,23 +95,16 @@ def test_a_download_goes_on_where_it_was_cut(
     assert first == "" and 0 < int(second.removeprefix("bytes=").removesuffix("-")) <= 100_000
 
 
-def test_bytes_that_are_not_those_of_the_hub_are_fetched_again(hub: Hub, files: dict[str, bytes]) -> None:
+@pytest.mark.parametrize("num_bytes", [-1, 0, 1])
+def test_bytes_that_are_not_those_of_the_hub_are_fetched_again(
+    hub: Hub, files: dict[str, bytes], num_bytes: int
+) -> None:
     weights = files["model.safetensors"]
     hub.repo("org/tiny").commit(files)
-    hub.sent[weights] = weights[:-1] + bytes([weights[-1] ^ 1])
+    flipped = weights[:-1] + bytes([weights[-1] ^ 1])
+    hub.sent[weights] = {-1: weights[:-1], 0: flipped, 1: weights + b"0"}[num_bytes]
     fetched = fetch(model("org/tiny"))
     assert (fetched.name.folder / "model.safetensors").read_bytes() == weights
-
-
-def test_bytes_of_an_earlier_try_that_are_too_many_are_dropped(hub: Hub, files: dict[str, bytes]) -> None:
-    import hashlib
-
-    weights = files["model.safetensors"]
-    hub.repo("org/tiny").commit(files)
-    blobs = model("org/tiny").storage / "blobs"
-    blobs.mkdir(parents=True)
-    (blobs / f"{hashlib.sha256(weights).hexdigest()}.incomplete").write_bytes(weights + b"more")
-    assert (fetch(model("org/tiny")).name.folder / "model.safetensors").read_bytes() == weights
 
 
 def gsm8k(**more: bytes) -> dict[str, bytes]:
@@ -209,15 +202,17 @@ def test_offline_the_last_whole_commit_counts(
     assert len(hub.requests) == asked
 
 
-def test_a_cut_download_is_no_cached_branch(hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next fetch of the branch that is interrupted leaves the one before it as the last whole one."""
+def test_a_failed_download_is_no_cached_branch(
+    hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next fetch of the branch that fails leaves the one before it as the last whole one."""
     repo = hub.repo("org/tiny")
     first = repo.commit(files)
     fetch(model("org/tiny"))
     second = repo.commit(files | {"model.safetensors": files["model.safetensors"] + b"0"})
     monkeypatch.setattr(repository, "TRIES", 0)
-    hub.cut[repo.commits[second]["model.safetensors"]] = 10
-    assert "no answer" in refused(model("org/tiny"))
+    hub.sent[repo.commits[second]["model.safetensors"]] = b"0"
+    assert "another digest" in refused(model("org/tiny"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert fetch(model("org/tiny")).name.revision == first
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
 
 from tests import hub_kit
 from tests.check_kit import write_model, write_prompts
@@ -145,6 +145,15 @@ def test_an_actor_elsewhere_fetches_the_tokenizer_alone(hub: Hub, config: Path, 
     assert asked is None, "an engine takes the weights from the learner"
 
 
+@pytest.fixture
+def new_session() -> Iterator[None]:
+    """Close the library's HTTP client, which has the proxies of its first request, before and after the test."""
+    close_session()
+    yield
+    close_session()
+
+
+@pytest.mark.usefixtures("new_session")
 def test_downloads_go_through_the_proxy(hub: Hub, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", hub.url)
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
@@ -152,7 +161,7 @@ def test_downloads_go_through_the_proxy(hub: Hub, config: Path, monkeypatch: pyt
         monkeypatch.delenv(name, raising=False)
     args = arguments(config)
     with_fetched(args, loaded_config(args))
-    assert {headers["Host"] for _, _, headers in hub.requests} == {"hub.invalid"}
+    assert {headers["Host"] for _, _, headers in hub.requests} == {"hub.invalid", "files.invalid"}
 
 
 def finished_run(config: Path) -> Path:
@@ -182,6 +191,9 @@ def test_a_finished_model_is_pushed_with_a_card(
     assert "want a token that may write to me/trained, got none; set HF_TOKEN" in capsys.readouterr().err
     monkeypatch.delenv("HF_TOKEN")
     (tmp_path / ".env").write_text("HF_TOKEN=hf_secret\n")
+    assert cli.main(words) == 78
+    assert f"no answer of {hub.url}" in capsys.readouterr().err, "it has no storage by chunks (xet)"
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     assert cli.main(words) == 0
     output = capsys.readouterr()
     assert f"{hub.url}/me/trained/commit/" in output.out and "hf_secret" not in output.out + output.err

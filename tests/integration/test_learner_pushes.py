@@ -18,11 +18,11 @@ from tests.metric_names import undocumented
 from tests.receiver_app import digest, receivers, tiny_tensors, write_tiny_companions
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.learner.backends.megatron.model import MegatronPolicy
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.feed.feeder_settings import RankPlaces
-from tidemill.learner.megatron.model import Policy
 from tidemill.learner.ranks.pushes import Pushes
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.weightstore.config import WeightsConfig
@@ -71,9 +71,9 @@ def pushing(
         final_dir=directory / "final",
     )
     weights = WeightsConfig(phase_deadline_s=5.0, **settings)
-    parts = WeightParts(cast(Policy, policy), places, weights)
+    parts = WeightParts(cast(MegatronPolicy, policy), places, weights)
     pushes = Pushes(
-        cast(Policy, policy), parts, cast(FeedClient, feed), places, bus=BusConfig(), weights=weights, wait=wait
+        cast(MegatronPolicy, policy), parts, cast(FeedClient, feed), places, bus=BusConfig(), weights=weights, wait=wait
     )
     with parts.open(), pushes.open(START):
         yield pushes

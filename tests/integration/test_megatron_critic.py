@@ -37,16 +37,16 @@ from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.launch.devices.memory_table import valued
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.sections import KLConfig
+from tidemill.learner.backends.megatron import state
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.debug.comparison import compare_train
 from tidemill.learner.debug.train_file import critic_path, read_train, record_path
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.backups import OtherModels, OtherWeights
-from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import CriticConfig, LearnerConfig, OptimizerConfig
+from tidemill.learner.trainer.backups import OtherModels, OtherWeights
+from tidemill.learner.trainer.trainer import Trainer
 
 
 def same(ours: dict[str, float], wanted: dict[str, float], *, tolerance: float = 1e-5) -> None:
@@ -135,7 +135,7 @@ def test_policy_and_critic_have_the_numbers_of_each_alone(here: parallel.Paralle
     both = build(model_dir, here, learner=learner)
     policy = build_policy(model_dir, dtype="float32", parallel=here)
     alone = Trainer(
-        policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(advantage="reinforce_pp"), max_lag=2
+        policy, MegatronOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(advantage="reinforce_pp"), max_lag=2
     )
     for step in STEPS:
         batch = make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=60)[0]

@@ -44,16 +44,17 @@ from tests.tiny_models import write_tiny_model
 from tidemill.launch.checks.model import tensors_in
 from tidemill.launch.devices.shapes import adapter_tensors
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.megatron import groups, state
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.backends.megatron.tuning import Tuning
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.backups import OtherWeights, initial_weights, reference_weights
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
-from tidemill.learner.megatron.tuning import Tuning, write_adapter
 from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.lora import TARGETS, LoraConfig, adapter_refusals
+from tidemill.learner.trainer.adapter_files import write_adapter
+from tidemill.learner.trainer.backups import OtherWeights, initial_weights, reference_weights
+from tidemill.learner.trainer.trainer import Trainer
 from tidemill.weightstore.format.adapters import CONFIG, WEIGHTS
 
 SOME = LoraConfig(rank=3, alpha=6, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
@@ -72,7 +73,7 @@ def close(ours: Mapping[str, float], wanted: Mapping[str, float], tolerance: flo
     )
 
 
-def lora_policy(model_dir: Path, here: parallel.Parallel, lora: LoraConfig, *, filled: bool = True) -> Policy:
+def lora_policy(model_dir: Path, here: parallel.Parallel, lora: LoraConfig, *, filled: bool = True) -> MegatronPolicy:
     """Return a policy with adapters; ``filled``: their second matrices are random, as after some steps."""
     policy = build_policy(model_dir, dtype="float32", parallel=here, tuning=Tuning(lora=lora))
     generator = torch.Generator().manual_seed(3)
@@ -82,7 +83,7 @@ def lora_policy(model_dir: Path, here: parallel.Parallel, lora: LoraConfig, *, f
     return policy
 
 
-def wrote(directory: Path, policy: Policy, model_dir: Path) -> None:
+def wrote(directory: Path, policy: MegatronPolicy, model_dir: Path) -> None:
     """Write the policy's adapters."""
     assert policy.adapters is not None
     write_adapter(directory, dict(policy.adapters.export()), policy.adapters.config, model_dir)
@@ -122,7 +123,7 @@ def test_the_model_with_adapters_is_that_of_transformers(
     by_hand = with_adapter(model_dir, tmp_path / "adapter")
     for name, tensor in policy.export():
         torch.testing.assert_close(tensor, dict(by_hand.named_parameters())[name].data, atol=1e-6, rtol=0)
-    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
+    trainer = Trainer(policy, MegatronOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
     samples = make_samples(vocab=VOCAB)
     [row] = (batch := make_batches(samples)[0]).micro_batches
     [ours_T] = trainer.log_probs(batch)
@@ -175,7 +176,7 @@ FROZEN = pytest.mark.parametrize(
 @FROZEN
 def test_a_frozen_weight_has_no_gradient(here: Any, model_dir: Path, tuning: Tuning) -> None:
     policy = build_policy(model_dir, dtype="float32", parallel=here, tuning=tuning)
-    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
+    trainer = Trainer(policy, MegatronOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
     with Products() as products:
         assert trainer.train(make_batches(make_samples(vocab=VOCAB))[0])["train/grad_norm"] > 0
     frozen = {tuple(weight.shape) for weight in policy.module.parameters() if not weight.requires_grad}
@@ -221,7 +222,7 @@ def test_the_reference_is_the_model_without_adapters(here: Any, model_dir: Path,
     other = write_tiny_model(tmp_path / "other", seed=8, vocab_size=VOCAB)
     policy = lora_policy(model_dir, here, LORA)
     digest, off = policy.digest(), initial_weights(policy)
-    backup = reference_weights(policy, model_dir, other)
+    backup = reference_weights(policy, other)
     assert policy.digest() == digest
     assert (
         len(off.tensors) == len(backup.tensors.keys() & off.tensors.keys())
@@ -374,7 +375,7 @@ def test_a_checkpoint_has_the_adapters_and_belongs_to_their_model(here: Any, mod
     ]
     for directory, lora, message in refused:
         policy = build_policy(directory, dtype="float32", parallel=here, tuning=Tuning(lora=lora))
-        optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
+        optimizer = MegatronOptimizer(policy, OPTIMIZER, steps=10)
         for loads in (state.load, state.load_weights):
             with pytest.raises(ConfigRefused, match=message):
                 loads(tmp_path / "saved", policy=policy, optimizer=optimizer)
@@ -435,7 +436,7 @@ def test_the_check_knows_the_layers_that_have_adapters(
 
 def in_stages(model_dir: Path, out: Path) -> None:
     """Write the adapters of each of two stages: their number, or the refusal."""
-    joined = parallel.join(tensor_parallel_size=1, pipeline_parallel_size=2, device=torch.device("cpu"), seed=0)
+    joined = groups.join(tensor_parallel_size=1, pipeline_parallel_size=2, device=torch.device("cpu"), seed=0)
     found: dict[str, object] = {}
     tunings = {
         "all": Tuning(lora=LoraConfig(rank=2)),
@@ -448,7 +449,7 @@ def in_stages(model_dir: Path, out: Path) -> None:
             found[name] = len(policy.adapters.names("A")) if policy.adapters is not None else None
         except ConfigRefused as refused:
             found[name] = str(refused)
-    parallel.leave()
+    groups.leave()
     (out / f"rank-{joined.rank}.json").write_text(json.dumps(found))
 
 

@@ -12,14 +12,14 @@ from tests.garbage import freeze_again
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.megatron import groups, state
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.errors import MemoryReleased
 from tidemill.learner.layout import parallel
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.backups import OtherModels, WeightBackup
-from tidemill.learner.megatron.memory import Memory
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.trainer.backups import OtherModels, WeightBackup
+from tidemill.learner.trainer.memory import Memory
+from tidemill.learner.trainer.trainer import Trainer
 
 
 class LossyMemory(Memory):
@@ -75,15 +75,15 @@ def _older_objects_are_not_searched() -> None:
     freeze_again()
 
 
-SHARES = parallel.Replicas(distributed_optimizer=True)
+SHARES = groups.Replicas(distributed_optimizer=True)
 """With one replica the share is everything, but weights are in the wrapper's buffer."""
 
 
 def learner(
-    model_dir: Path, here: parallel.Parallel, memory: Memory, dtype: str, replicas: parallel.Replicas | None = None
-) -> tuple[Policy, PolicyOptimizer, Trainer, WeightBackup]:
+    model_dir: Path, here: parallel.Parallel, memory: Memory, dtype: str, replicas: groups.Replicas | None = None
+) -> tuple[MegatronPolicy, MegatronOptimizer, Trainer, WeightBackup]:
     policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=replicas, memory=memory)
-    optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
+    optimizer = MegatronOptimizer(policy, OPTIMIZER, steps=10)
     backup = WeightBackup(policy)
     return (
         policy,
@@ -96,7 +96,7 @@ def learner(
 @pytest.mark.parametrize("replicas", [None, SHARES], ids=["plain", "distributed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_with_releases_between_them_are_the_same_bits(
-    here: parallel.Parallel, model_dir: Path, tmp_path: Path, dtype: str, replicas: parallel.Replicas | None
+    here: parallel.Parallel, model_dir: Path, tmp_path: Path, dtype: str, replicas: groups.Replicas | None
 ) -> None:
     batches = [make_batches(make_samples(vocab=VOCAB, seed=seed))[0] for seed in range(3)]
     digests = []
@@ -114,7 +114,7 @@ def test_steps_with_releases_between_them_are_the_same_bits(
         checkpoint.mkdir()
         state.save(checkpoint, step=3, policy=policy, optimizer=optimizer)
         again = build_policy(model_dir, dtype=dtype, parallel=here, replicas=replicas, memory=type(memory)())
-        restored = PolicyOptimizer(again, OPTIMIZER, steps=10)
+        restored = MegatronOptimizer(again, OPTIMIZER, steps=10)
         state.load(checkpoint, policy=again, optimizer=restored)
         again.memory.release()
         again.memory.resume()
@@ -159,7 +159,7 @@ def test_what_is_released_cannot_be_used(here: parallel.Parallel, model_dir: Pat
         policy.digest,
         backup.refresh,
         lambda: state.save(tmp_path, step=1, policy=policy, optimizer=optimizer),
-        lambda: PolicyOptimizer(policy, OPTIMIZER, steps=10),
+        lambda: MegatronOptimizer(policy, OPTIMIZER, steps=10),
         memory.release,
     ):
         with pytest.raises(MemoryReleased, match="released"):

@@ -27,7 +27,7 @@ from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import TIMES
 from tests.tiny_models import write_tiny_model
-from tidemill.learner.megatron import state
+from tidemill.learner.backends.megatron import state
 
 DTYPES = ("float32", "bfloat16")
 

@@ -17,10 +17,10 @@ from tests.learner_steps import make_batches, make_samples
 from tests.metric_names import undocumented
 from tidemill.bus.wire.messages import Sample
 from tidemill.learner.algorithms.aggregation import Denominators
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.layout import parallel
-from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.trainer.trainer import Trainer
 
 SEED = 5
 
@@ -31,7 +31,7 @@ def make(here: parallel.Parallel, model_dir: Path) -> Any:
 
     def build(**algorithm: Any) -> Trainer:
         policy = build_policy(model_dir, dtype="float32", parallel=here)
-        return Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), algorithm_of(**algorithm), max_lag=2)
+        return Trainer(policy, MegatronOptimizer(policy, OPTIMIZER, steps=10), algorithm_of(**algorithm), max_lag=2)
 
     return build
 

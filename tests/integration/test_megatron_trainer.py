@@ -30,19 +30,21 @@ from tidemill.bus.wire.messages import Sample, Status
 from tidemill.learner.algorithms.advantages import grpo_no_std
 from tidemill.learner.algorithms.choices import PRESETS
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.megatron import state
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.batch.batch import MicroBatch
 from tidemill.learner.errors import ConfigRefused, HookFailed
+from tidemill.learner.kernels import logprobs
+from tidemill.learner.kernels.packed_rows import packed_row
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.sizes import StepFlops
-from tidemill.learner.megatron import logprobs, state
-from tidemill.learner.megatron.backups import OtherModels, OtherWeights, WeightBackup, reference_weights
-from tidemill.learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
-from tidemill.learner.megatron.layers.packed_rows import packed_row
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer, learning_rate
-from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.ranks.debugging import Meter, peak_tflops
 from tidemill.learner.settings.config import HooksConfig, OptimizerConfig
+from tidemill.learner.settings.schedule import learning_rate
+from tidemill.learner.trainer.backups import OtherModels, OtherWeights, WeightBackup, reference_weights
+from tidemill.learner.trainer.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
+from tidemill.learner.trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -58,9 +60,9 @@ def make(here: parallel.Parallel, model_dir: Path) -> Any:
         model: Path = model_dir,
         hooks: HooksConfig = NO_HOOKS,
         **algorithm: Any,
-    ) -> tuple[Trainer, Policy, PolicyOptimizer, WeightBackup | None]:
+    ) -> tuple[Trainer, MegatronPolicy, MegatronOptimizer, WeightBackup | None]:
         policy = build_policy(model, dtype=dtype, parallel=here)
-        optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
+        optimizer = MegatronOptimizer(policy, OPTIMIZER, steps=10)
         proximal = WeightBackup(policy) if with_proximal else None
         settings = algorithm_of(**({"entropy": {"coef": 0.01}} | algorithm))
         others = OtherModels(proximal=proximal)
@@ -81,8 +83,8 @@ def test_a_teacher_in_the_learner_is_compared_over_its_most_probable_tokens(
     student, teacher = (write_tiny_model(tmp_path / str(seed), "qwen3", seed=seed) for seed in (0, 1))
     policy = build_policy(student, dtype="float32", parallel=here)
     config = algorithm_of(advantage="none", distill={"coef": 0.5, "loss": kind, "top_k": top_k})
-    others = OtherModels(reference=reference_weights(policy, student, teacher))
-    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), config, max_lag=2, others=others)
+    others = OtherModels(reference=reference_weights(policy, teacher))
+    trainer = Trainer(policy, MegatronOptimizer(policy, OPTIMIZER, steps=10), config, max_lag=2, others=others)
     samples = make_samples(vocab=299, temperature=0.7)
     metrics = trainer.train(make_batches(samples, max_tokens=100)[0])
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (student, teacher)]
@@ -124,7 +126,7 @@ def test_log_probs_and_weights_are_those_of_transformers(
     directory = write_tiny_model(tmp_path, family, **changes)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     policy = build_policy(directory, dtype="float32", parallel=here)
-    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
+    trainer = Trainer(policy, MegatronOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
     samples = make_samples(vocab=reference.config.vocab_size, temperature=0.7)
     mixed = make_samples(vocab=reference.config.vocab_size, temperature=(0.7, 1.0, 1.4))
     for each in (samples, mixed):
@@ -417,7 +419,7 @@ def test_a_checkpoint_of_another_model_is_refused(
         write_tiny_model(tmp_path / "other", family=family, vocab_size=VOCAB, **changes), dtype="float32", parallel=here
     )
     with pytest.raises(ConfigRefused, match=message) as error:
-        state.load(checkpoint, policy=other, optimizer=PolicyOptimizer(other, OPTIMIZER, steps=10))
+        state.load(checkpoint, policy=other, optimizer=MegatronOptimizer(other, OPTIMIZER, steps=10))
     assert error.value.exit_code == 78
 
 
@@ -624,10 +626,10 @@ def test_the_learning_rate_warms_up_and_decays() -> None:
 def test_a_schedule_by_tokens_goes_on_behind_a_checkpoint(here: parallel.Parallel, model_dir: Path) -> None:
     config = OptimizerConfig(lr=1e-3, warmup_tokens=10**6)
     policy = build_policy(model_dir, dtype="float32", parallel=here)
-    trainer = Trainer(policy, PolicyOptimizer(policy, config, steps=10), AlgorithmConfig(), max_lag=2)
+    trainer = Trainer(policy, MegatronOptimizer(policy, config, steps=10), AlgorithmConfig(), max_lag=2)
     first, second = (make_batches(make_samples(vocab=VOCAB, step=step), step=step)[0] for step in (3, 4))
     assert trainer.train(first)["train/lr"] == pytest.approx(1e-9 * first.num_tokens)
-    again = Trainer(policy, PolicyOptimizer(policy, config, steps=10), AlgorithmConfig(), max_lag=2)
+    again = Trainer(policy, MegatronOptimizer(policy, config, steps=10), AlgorithmConfig(), max_lag=2)
     again.restore(trainer.numbers)
     for each in (trainer, again):
         assert each.train(second)["train/lr"] == pytest.approx(1e-9 * (first.num_tokens + second.num_tokens))
@@ -644,7 +646,7 @@ def test_the_coefficient_of_the_entropy_bonus_adapts_and_goes_on_behind_a_checkp
 
     def trainer(**entropy: float) -> Trainer:
         algorithm = algorithm_of(entropy={"coef": 0.01} | entropy)
-        return Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-12), steps=10), algorithm, max_lag=2)
+        return Trainer(policy, MegatronOptimizer(policy, OptimizerConfig(lr=1e-12), steps=10), algorithm, max_lag=2)
 
     fixed, low = trainer(), trainer(target=99.0, delta=0.25, coef_max=0.4)
     found = [low.train(batch) for batch in batches]
@@ -678,8 +680,8 @@ def test_running_baselines_go_on_behind_a_checkpoint_and_repeat_its_steps(
         (batch,) = make_batches(make_samples(vocab=VOCAB, step=step), step=step)
         batches.append(replace(batch, metadata=tuple({"player": number % 2} for number in range(len(batch.rewards_N)))))
 
-    def trainer(**settings: Any) -> tuple[Trainer, PolicyOptimizer]:
-        optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-12), steps=10)
+    def trainer(**settings: Any) -> tuple[Trainer, MegatronOptimizer]:
+        optimizer = MegatronOptimizer(policy, OptimizerConfig(lr=1e-12), steps=10)
         algorithm = algorithm_of(**({"advantage": "rae", "rae": {"role": "player", "decay": 0.5}} | settings))
         return Trainer(policy, optimizer, algorithm, max_lag=2), optimizer
 
@@ -717,7 +719,7 @@ def test_a_discounted_return_trains_late_tokens_more(here: parallel.Parallel, mo
 
     def loss(gamma: float) -> float:
         algorithm = AlgorithmConfig(correction="none", advantage="reinforce", gamma=gamma)
-        trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-12), steps=10), algorithm, max_lag=2)
+        trainer = Trainer(policy, MegatronOptimizer(policy, OptimizerConfig(lr=1e-12), steps=10), algorithm, max_lag=2)
         return trainer.train(batch)["train/loss"]
 
     for gamma in (0.0, 0.7, 1.0):

@@ -15,16 +15,16 @@ from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.refusals import refusal
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.megatron import state
+from tidemill.learner.backends.megatron.cpu_shim import megatron_device
+from tidemill.learner.backends.megatron.layers.kernels import Wanted
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.backends.megatron.tuning import Tuning
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
-from tidemill.learner.megatron import state
-from tidemill.learner.megatron.cpu_shim import megatron_device
-from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
-from tidemill.learner.megatron.tuning import Tuning
 from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.trainer.trainer import Trainer
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-5, weight_decay=0.1)
 BELOW = ("embed_tokens", r"layers\.0\.", r"layers\.1\.(input_layernorm|self_attn)")
@@ -37,10 +37,10 @@ def learner(
     *,
     recompute: str = "none",
     offload: bool = False,
-) -> tuple[Trainer, Policy, PolicyOptimizer]:
+) -> tuple[Trainer, MegatronPolicy, MegatronOptimizer]:
     tuning = Tuning(freeze=settings.freeze)
     policy = build_policy(model_dir, dtype="float32", parallel=here, kernels=Wanted(recompute=recompute), tuning=tuning)
-    optimizer = PolicyOptimizer(policy, settings, steps=10, offload=offload)
+    optimizer = MegatronOptimizer(policy, settings, steps=10, offload=offload)
     return Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2), policy, optimizer
 
 
@@ -48,7 +48,7 @@ def take(trainer: Trainer, step: int = 3, minibatches: int = 1) -> dict[str, flo
     return trainer.train(make_batches(make_samples(vocab=VOCAB, step=step), step=step, minibatches=minibatches)[0])
 
 
-def exported(policy: Policy) -> dict[str, Tensor]:
+def exported(policy: MegatronPolicy) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in policy.export()}
 
 
@@ -104,7 +104,7 @@ def test_each_optimizer_takes_the_textbook_step_and_goes_on_from_a_checkpoint(
 ) -> None:
     settings = replace(OPTIMIZER, name=name, clip_grad=1e9)
 
-    def stepped(optimizer: PolicyOptimizer, policy: Policy, steps: tuple[int, ...]) -> None:
+    def stepped(optimizer: MegatronOptimizer, policy: MegatronPolicy, steps: tuple[int, ...]) -> None:
         for step in steps:
             optimizer.zero_grad()
             for buffer in policy.ddp.buffers:

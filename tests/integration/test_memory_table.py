@@ -23,21 +23,23 @@ from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.launch.devices.activations import Activations
 from tidemill.launch.devices.memory_table import buffer_elements, memory_rows, optimizer_bytes, parameters
 from tidemill.launch.settings.config_loader import load
-from tidemill.learner.layout import parallel
-from tidemill.learner.layout.parallel import Parallel, Replicas
-from tidemill.learner.megatron.backups import OtherModels, WeightBackup, initial_weights
-from tidemill.learner.megatron.checkpoint_files import HostCopies
-from tidemill.learner.megatron.cpu_shim import megatron_device, plain_torch
-from tidemill.learner.megatron.layers.kernels import Kernels, Wanted
-from tidemill.learner.megatron.layers.packed_rows import packed_row
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.offload import OffloadedAdam
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.optimizer_pieces import whole_pieces
-from tidemill.learner.megatron.state import stage
-from tidemill.learner.megatron.tuning import Tuning
+from tidemill.learner.backends.megatron import groups
+from tidemill.learner.backends.megatron.cpu_shim import megatron_device, plain_torch
+from tidemill.learner.backends.megatron.groups import Replicas
+from tidemill.learner.backends.megatron.layers.attention import PackedParams
+from tidemill.learner.backends.megatron.layers.kernels import Kernels, Wanted
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.offload import OffloadedAdam
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.backends.megatron.optimizer_pieces import whole_pieces
+from tidemill.learner.backends.megatron.state import stage
+from tidemill.learner.backends.megatron.tuning import Tuning
+from tidemill.learner.checkpoints.staged_files import HostCopies
+from tidemill.learner.kernels.packed_rows import packed_row
+from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import RECOMPUTE, OptimizerConfig
 from tidemill.learner.settings.lora import TARGETS, LoraConfig
+from tidemill.learner.trainer.backups import OtherModels, WeightBackup, initial_weights
 
 SIZES = {
     "hidden_size": 48,
@@ -57,7 +59,7 @@ def world() -> Iterator[Parallel]:
         yield joined
 
 
-def kept_bytes(policy: Policy) -> int:
+def kept_bytes(policy: MegatronPolicy) -> int:
     """Return the bytes that the forward pass of two packed sequences keeps for its backward pass, weights not counted.
 
     The result is among them: the loss keeps it.
@@ -70,10 +72,10 @@ def kept_bytes(policy: Policy) -> int:
         return tensor
 
     row = packed_row(np.array([0, TOKENS // 2, TOKENS], np.int32), torch.arange(TOKENS) % (TOKENS // 2))
-    tokens_T = torch.arange(TOKENS) % 200 + 3
+    tokens_T, params = torch.arange(TOKENS) % 200 + 3, PackedParams.of(row)
     more = {"fp32_output": False} if policy.config.bf16 else {}
     with megatron_device(), saved_tensors_hooks(keep, lambda tensor: tensor), plain_torch():
-        keep(policy.ddp(tokens_T[None], row.position_ids_T[None], None, packed_seq_params=row, **more))  # type: ignore[index]
+        keep(policy.ddp(tokens_T[None], row.position_ids_T[None], None, packed_seq_params=params, **more))
     return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
 
 
@@ -92,7 +94,7 @@ def test_the_table_agrees_with_a_rank(world: Parallel, tmp_path: Path, family: s
     assert sum(buffer.grad_data.nbytes for buffer in policy.ddp.buffers) == 4 * parameters(shape)
     assert kept_bytes(policy) == TOKENS * Activations(dtype=dtype).kept_per_token(shape)
 
-    optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=2)
+    optimizer = MegatronOptimizer(policy, OptimizerConfig(lr=1e-3), steps=2)
     optimizer.zero_grad()
     with megatron_device():
         optimizer.step(1, loss=0.0)
@@ -163,7 +165,7 @@ def test_the_table_agrees_with_a_rank_that_trains_adapters(world: Parallel, tmp_
     proximal, reference, copies = WeightBackup(policy), initial_weights(policy), HostCopies()
     assert sum(copy.nbytes for copy in reference.tensors.values()) == rows["reference model"]
     assert sum(copy.nbytes for copy in proximal.tensors.values()) == rows["weights of the last version"]
-    optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=2)
+    optimizer = MegatronOptimizer(policy, OptimizerConfig(lr=1e-3), steps=2)
     optimizer.zero_grad()
     with megatron_device():
         optimizer.step(1, loss=0.0)
@@ -192,7 +194,7 @@ def test_the_table_agrees_with_the_activations_of_a_rank_that_trains_adapters(
 
 def measured(model_dir: Path, dtype: str, out: Path) -> None:
     """Write the sizes of this rank, one of two that share the model, to ``out/rank-<r>.json``."""
-    joined = parallel.join(tensor_parallel_size=2, device=torch.device("cpu"), seed=0)
+    joined = groups.join(tensor_parallel_size=2, device=torch.device("cpu"), seed=0)
     policy = build_policy(model_dir, dtype=dtype, parallel=joined)
     found = {
         "parameters": sum(parameter.numel() for parameter in policy.module.parameters()),
@@ -203,7 +205,7 @@ def measured(model_dir: Path, dtype: str, out: Path) -> None:
             build_policy(model_dir, dtype=dtype, parallel=joined, kernels=Wanted(recompute=recompute))
         )
     (out / f"rank-{joined.rank}.json").write_text(json.dumps(found))
-    parallel.leave()
+    groups.leave()
 
 
 @pytest.mark.parametrize(
@@ -222,9 +224,9 @@ def test_the_table_agrees_with_two_ranks_that_share_the_model(tmp_path: Path, fa
 
 def measured_experts(model_dir: Path, out: Path) -> None:
     """Write the bytes of this rank, one of two over which experts are spread, to ``out/rank-<r>.json``."""
-    joined = parallel.join(tensor_parallel_size=1, expert_parallel_size=2, device=torch.device("cpu"), seed=0)
+    joined = groups.join(tensor_parallel_size=1, expert_parallel_size=2, device=torch.device("cpu"), seed=0)
     policy = build_policy(model_dir, dtype="float32", parallel=joined, replicas=Replicas(distributed_optimizer=True))
-    optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=2)
+    optimizer = MegatronOptimizer(policy, OptimizerConfig(lr=1e-3), steps=2)
     buffers = [*policy.ddp.buffers, *policy.ddp.expert_parallel_buffers]
     optimizer.zero_grad()
     with megatron_device():
@@ -243,7 +245,7 @@ def measured_experts(model_dir: Path, out: Path) -> None:
     gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
     found = {"weights": sum(weights.values()), "gradients": gradients, "Adam": sum(tensor.nbytes for tensor in state)}
     (out / f"rank-{joined.rank}.json").write_text(json.dumps(found))
-    parallel.leave()
+    groups.leave()
 
 
 def test_the_table_agrees_with_two_ranks_over_which_experts_are_spread(tmp_path: Path) -> None:
@@ -267,9 +269,9 @@ def measured_shares(model_dir: Path, dtype: str, offload: bool, out: Path) -> No
     """Write the sizes of this rank, one of two replicas with a share of the optimizer's state each, to
     ``out/rank-<r>.json``.
     """
-    joined = parallel.join(tensor_parallel_size=1, device=torch.device("cpu"), seed=0)
+    joined = groups.join(tensor_parallel_size=1, device=torch.device("cpu"), seed=0)
     policy = build_policy(model_dir, dtype=dtype, parallel=joined, replicas=Replicas(distributed_optimizer=True))
-    optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=2, offload=offload)
+    optimizer = MegatronOptimizer(policy, OptimizerConfig(lr=1e-3), steps=2, offload=offload)
     optimizer.zero_grad()
     with megatron_device():
         optimizer.step(1, loss=0.0)
@@ -285,7 +287,7 @@ def measured_shares(model_dir: Path, dtype: str, offload: bool, out: Path) -> No
         "state": sum(sizes.values()),
     }
     (out / f"rank-{joined.rank}.json").write_text(json.dumps(found))
-    parallel.leave()
+    groups.leave()
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offloaded"])

@@ -17,16 +17,16 @@ from tests.examples import some
 from tests.learner_steps import make_batches, make_samples
 from tests.refusals import refusal
 from tests.same_model import assert_converts, assert_log_probs, assert_weights, of_transformers, scored_rows, vocabulary
-from tests.tiny_models import DENSE, EXPERTS, as_pond, as_transformers_5, write_tiny_model, write_tiny_pond
+from tests.tiny_models import DENSE, EXPERTS, as_pond, as_transformers_4, write_tiny_model, write_tiny_pond
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.megatron.layers.experts import GroupedExperts
+from tidemill.learner.backends.megatron.layers.kernels import Wanted
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.backups import OtherWeights, reference_weights
-from tidemill.learner.megatron.layers.experts import GroupedExperts
-from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.trainer.backups import OtherWeights, reference_weights
+from tidemill.learner.trainer.trainer import Trainer
 
 YARN = {
     "rope_type": "yarn",
@@ -71,7 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 TRIED = [*DENSE, *EXPERTS, *some([name for name in CASES if name not in DENSE and name not in EXPERTS], 2)]
 """Cases that are tried: every family as it is, and every other one of its variants."""
 
-OF_TRANSFORMERS_5: dict[str, tuple[str, dict[str, Any]]] = {
+OF_TRANSFORMERS_4: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, another base": ("llama", {"rope_theta": 500.0}),
     "llama, scaled as Llama 3's": ("llama", {"rope_theta": 500.0, "rope_scaling": LLAMA3}),
     "qwen3, linear scaling": ("qwen3", {"rope_theta": 500.0, "rope_scaling": LINEAR}),
@@ -91,12 +91,12 @@ def test_log_probs_and_weights_are_those_of_transformers(
     assert_same_model(write_tiny_model(tmp_path, family, **changes), tmp_path, here)
 
 
-@pytest.mark.parametrize(("family", "changes"), OF_TRANSFORMERS_5.values(), ids=OF_TRANSFORMERS_5)
-def test_a_model_that_transformers_5_has_written_has_its_own_positions(
+@pytest.mark.parametrize(("family", "changes"), OF_TRANSFORMERS_4.values(), ids=OF_TRANSFORMERS_4)
+def test_a_model_that_transformers_4_has_written_has_its_own_positions(
     here: Any, tmp_path: Path, family: str, changes: dict[str, Any]
 ) -> None:
-    directory = write_tiny_model(tmp_path / "4", family, **changes)
-    assert_same_model(as_transformers_5(directory, tmp_path / "5"), directory, here)
+    directory = write_tiny_model(tmp_path / "5", family, **changes)
+    assert_same_model(as_transformers_4(directory, tmp_path / "4"), directory, here)
 
 
 def assert_same_model(directory: Path, of_reference: Path, here: Any) -> None:
@@ -116,7 +116,10 @@ def test_grouped_experts_train_as_those_one_after_the_other(here: Any, tmp_path:
         kinds = {type(module) for module in policy.chunks[0].modules() if isinstance(module, SequentialMLP)}
         assert kinds == {GroupedExperts if wanted == "always" else SequentialMLP}
         trainer = Trainer(
-            policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-2, eps=1e-5), steps=10), AlgorithmConfig(), max_lag=2
+            policy,
+            MegatronOptimizer(policy, OptimizerConfig(lr=1e-2, eps=1e-5), steps=10),
+            AlgorithmConfig(),
+            max_lag=2,
         )
         found[wanted] = trainer.train(batch), dict(policy.export())
     (grouped, weights), (sequential, theirs) = found["always"], found["never"]
@@ -176,7 +179,7 @@ def test_a_bridge_of_ones_own_serves_a_family_that_is_not_known(here: Any, tmp_p
         )
         assert first.keys() == there.keys() and all(torch.equal(first[name], there[name]) for name in there)
         trainer = Trainer(
-            policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=10), AlgorithmConfig(), max_lag=2
+            policy, MegatronOptimizer(policy, OptimizerConfig(lr=1e-3), steps=10), AlgorithmConfig(), max_lag=2
         )
         assert trainer.train(batch)["train/skipped_minibatches"] == 0
         exported.append({name: tensor.clone() for name, tensor in policy.export()})
@@ -217,12 +220,12 @@ def test_another_models_weights_come_with_the_biases_of_its_routers(here: Any, t
     """A reference model scores as transformers does, and afterwards the policy has its own biases again."""
     directory, other = write_tiny_model(tmp_path / "a", family), write_tiny_model(tmp_path / "b", family, seed=1)
     policy = build_policy(directory, dtype="float32", parallel=here)
-    trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
-    backup = reference_weights(policy, directory, other)
+    trainer = Trainer(policy, MegatronOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
+    backup = reference_weights(policy, other)
     batch = make_batches(make_samples(vocab=299))[0]
     wanted = Trainer(
         (twin := build_policy(other, dtype="float32", parallel=here)),
-        PolicyOptimizer(twin, OptimizerConfig(), steps=10),
+        MegatronOptimizer(twin, OptimizerConfig(), steps=10),
         AlgorithmConfig(),
         max_lag=2,
     ).log_probs(batch)
@@ -245,7 +248,9 @@ def test_bfloat16_keeps_the_biases_of_routers_in_float32(here: Any, tmp_path: Pa
     for name, tensor in exported.items():
         kept = name.endswith("e_score_correction_bias")
         assert torch.equal(tensor, there[name] if kept else there[name].bfloat16()), name
-    trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=10), AlgorithmConfig(), max_lag=2)
+    trainer = Trainer(
+        policy, MegatronOptimizer(policy, OptimizerConfig(lr=1e-3), steps=10), AlgorithmConfig(), max_lag=2
+    )
     assert trainer.train(make_batches(make_samples(vocab=299))[0])["train/skipped_minibatches"] == 0
     after = dict(policy.export())
     assert any(not torch.equal(after[name], exported[name]) for name in after)
@@ -290,7 +295,7 @@ def test_weights_of_another_shape_are_refused(here: Any, tmp_path: Path) -> None
 @pytest.mark.parametrize("family", ["glm4", *EXPERTS])
 def test_a_step_uses_only_what_has_a_deterministic_kernel_on_cuda(here: Any, tmp_path: Path, family: str) -> None:
     policy = build_policy(write_tiny_model(tmp_path, family), dtype="float32", parallel=here)
-    trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
+    trainer = Trainer(policy, MegatronOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
     seen = RaisingOnCuda()
     with seen:
         trainer.train(make_batches(make_samples(vocab=299), max_tokens=100)[0])

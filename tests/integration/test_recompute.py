@@ -17,15 +17,15 @@ from tests.megatron_world import one_rank
 from tests.refusals import refusal
 from tests.same_metrics import TIMES
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.backends.megatron import groups
+from tidemill.learner.backends.megatron.layers.kernels import Wanted
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron.backups import OtherModels, WeightBackup
-from tidemill.learner.megatron.layers.kernels import Wanted
-from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import RECOMPUTE, OptimizerConfig
+from tidemill.learner.trainer.backups import OtherModels, WeightBackup
+from tidemill.learner.trainer.trainer import Trainer
 
 VOCAB = 300
 
@@ -42,7 +42,7 @@ def trained(model_dir: Path, here: Parallel, recompute: str, dtype: str = "float
     """
     policy = build_policy(model_dir, dtype=dtype, parallel=here, kernels=Wanted(recompute=recompute))
     assert policy.bridge.kernels.recompute == recompute
-    optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=3e-3, weight_decay=0.01), steps=10)
+    optimizer = MegatronOptimizer(policy, OptimizerConfig(lr=3e-3, weight_decay=0.01), steps=10)
     trainer = Trainer(
         policy,
         optimizer,
@@ -85,9 +85,9 @@ def main(model_dir: Path, out: Path) -> None:
     """One of two ranks that share the model."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    here = parallel.join(tensor_parallel_size=2, device=torch.device("cpu"), seed=0)
+    here = groups.join(tensor_parallel_size=2, device=torch.device("cpu"), seed=0)
     results = {recompute: trained(model_dir, here, recompute) for recompute in RECOMPUTE}
-    parallel.leave()
+    groups.leave()
     (out / f"rank-{here.rank}.json").write_text(json.dumps(results))
 
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from tests.feeder_kit import KEYS
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.tuning import Tuning
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.layout import parallel
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.tuning import Tuning
 from tidemill.learner.ranks.saved_models import SavedModels, prune
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.learner.settings.lora import LoraConfig
@@ -33,7 +33,7 @@ class Held(SavedModels):
         super()._write(*arguments)  # type: ignore[arg-type]
 
 
-def held(policy: Policy, directory: Path, *, keep: int = 0) -> Held:
+def held(policy: MegatronPolicy, directory: Path, *, keep: int = 0) -> Held:
     places = RankPlaces(
         run="r",
         bus_url="",

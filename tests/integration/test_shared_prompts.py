@@ -16,15 +16,16 @@ from tests.learner_steps import make_batches, make_samples, with_long_prompts
 from tests.same_metrics import assert_same
 from tests.tiny_models import write_tiny_model
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.megatron import model
+from tidemill.learner.backends.megatron.backend import MegatronBackend
+from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.backends.megatron.optimizer_pieces import buffers_of
 from tidemill.learner.batch.batch import StepBatch
-from tidemill.learner.megatron import model
-from tidemill.learner.megatron.backups import OtherModels
-from tidemill.learner.megatron.critic import open_critic
-from tidemill.learner.megatron.model import Policy, build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.optimizer_pieces import buffers_of
-from tidemill.learner.megatron.trainer import Trainer
 from tidemill.learner.settings.config import LearnerConfig
+from tidemill.learner.trainer.backups import OtherModels
+from tidemill.learner.trainer.critic import open_critic
+from tidemill.learner.trainer.trainer import Trainer
 
 OFTEN = [EVERY_TERM, EVERY_REJECTION, "gspo", "topr", "kl in the reward of tokens", "top entropy"]
 REJECT_ALL = ("geo_mask", "geo_mask, loose", "rejections", "seq_mis")
@@ -41,7 +42,7 @@ class Whole(Trainer):
         self._obstacle = "the other side of the comparison"
 
 
-class Read(PolicyOptimizer):
+class Read(MegatronOptimizer):
     """An optimizer that keeps the gradients of its steps and leaves the weights as they are."""
 
     gradients: tuple[Tensor, ...] = ()
@@ -51,7 +52,9 @@ class Read(PolicyOptimizer):
         return 1.0, 0.0
 
 
-def step_of(kind: type[Trainer], policy: Policy, config: AlgorithmConfig, batch: StepBatch, **others: Any) -> Any:
+def step_of(
+    kind: type[Trainer], policy: MegatronPolicy, config: AlgorithmConfig, batch: StepBatch, **others: Any
+) -> Any:
     """Return the gradients of a step and its metrics."""
     optimizer = Read(policy, PLAIN, steps=10)
     trainer = kind(policy, optimizer, config, max_lag=2, others=OtherModels(**others))
@@ -61,7 +64,7 @@ def step_of(kind: type[Trainer], policy: Policy, config: AlgorithmConfig, batch:
 
 
 def assert_shared(
-    policy: Policy,
+    policy: MegatronPolicy,
     config: AlgorithmConfig,
     batch: StepBatch,
     *,
@@ -81,14 +84,14 @@ def assert_shared(
 
 
 @pytest.fixture
-def policy(here: Any, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Policy:
+def policy(here: Any, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> MegatronPolicy:
     monkeypatch.setitem(model.DTYPES, "float64", torch.float64)
     return build_policy(model_dir, dtype="float64", parallel=here)
 
 
 @pytest.mark.parametrize("max_tokens", [1 << 20, 300], ids=["one row", "several"])
 @pytest.mark.parametrize("name", [*OFTEN, *rarely(sorted({*CASES} - {*OFTEN}))])
-def test_gradients_are_those_of_whole_sequences(policy: Policy, name: str, max_tokens: int) -> None:
+def test_gradients_are_those_of_whole_sequences(policy: MegatronPolicy, name: str, max_tokens: int) -> None:
     config = algorithm(name)
     batch = make_batches(
         with_long_prompts(samples_of(name, 3), vocab=VOCAB), max_tokens=max_tokens, minibatches=CASES[name][1]
@@ -112,8 +115,8 @@ def test_a_critic_shares_prompts(here: Any, model_dir: Path) -> None:
     found = []
     for kind in (Trainer, Whole):
         policy = build_policy(model_dir, dtype="float32", parallel=here)
-        critic = open_critic(learner, policy, model_dir)
-        optimizer = PolicyOptimizer(policy, learner.optimizer, steps=10)
+        critic = open_critic(MegatronBackend(), learner, policy, model_dir)
+        optimizer = MegatronOptimizer(policy, learner.optimizer, steps=10)
         trainer = kind(policy, optimizer, config, max_lag=2, others=OtherModels(critic=critic))
         found.append([trainer.train(batch) for _ in range(2)])
     for ours, wanted in zip(*found, strict=True):

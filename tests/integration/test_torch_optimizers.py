@@ -10,10 +10,10 @@ import torch
 
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
-from tidemill.learner.layout.parallel import Replicas
-from tidemill.learner.megatron import optimizer
-from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.backends.megatron import optimizer
+from tidemill.learner.backends.megatron.groups import Replicas
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.settings.config import OptimizerConfig
 
 
@@ -45,7 +45,7 @@ def test_the_optimizer_is_torchs(tmp_path: Path, family: str) -> None:
                 policy = build_policy(
                     model_dir, dtype="bfloat16", parallel=here, replicas=Replicas(distributed_optimizer=shares)
                 )
-                inner = PolicyOptimizer(policy, OptimizerConfig(name=name), steps=3).inner
+                inner = MegatronOptimizer(policy, OptimizerConfig(name=name), steps=3).inner
                 assert {type(each.optimizer) for each in inner.chained_optimizers} == {kind}
     for module, name, _ in optimizer.NAMES:
         assert getattr(module, name) in (FusedAdam, False), "changed inside the context only"

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.learner_steps import run_ranks
-from tidemill.learner.megatron import logprobs
-from tidemill.learner.megatron.logprobs import listed_log_probs, most_probable
+from tidemill.learner.kernels import logprobs
+from tidemill.learner.kernels.logprobs import listed_log_probs, most_probable
 
 WORLD, T, V, H, K = 2, 13, 30, 6, 3
 CHUNKS = [V // WORLD, 4]

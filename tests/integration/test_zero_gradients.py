@@ -15,11 +15,11 @@ from tests.examples import rarely, some
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tidemill.bus.wire.messages import Sample
-from tidemill.learner.megatron.backups import OtherModels, WeightBackup
-from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.megatron.optimizer import PolicyOptimizer
-from tidemill.learner.megatron.rows import Step
-from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.trainer.backups import OtherModels, WeightBackup
+from tidemill.learner.trainer.rows import Step
+from tidemill.learner.trainer.trainer import Trainer
 
 STEPS = (3, 4)
 OF_ADVANTAGE = [name for name in CASES if algorithm(name).by_advantage]
@@ -47,7 +47,7 @@ def trained(kind: type[Trainer], model_dir: Path, here: Any, name: str, *, equal
     policy = build_policy(model_dir, dtype="float32", parallel=here)
     trainer = kind(
         policy,
-        PolicyOptimizer(policy, OPTIMIZER, steps=10),
+        MegatronOptimizer(policy, OPTIMIZER, steps=10),
         algorithm(name),
         max_lag=2,
         others=OtherModels(proximal=WeightBackup(policy)),
@@ -101,7 +101,7 @@ def test_a_sample_with_another_term_is_trained(here: Any, model_dir: Path, name:
 def test_the_reported_steps_are_complete(here: Any, model_dir: Path) -> None:
     """Their log-probs and entropies are compared with the engines', also where all rewards are equal."""
     policy = build_policy(model_dir, dtype="float32", parallel=here)
-    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), algorithm("none"), max_lag=2)
+    trainer = Trainer(policy, MegatronOptimizer(policy, OPTIMIZER, steps=10), algorithm("none"), max_lag=2)
     for step, skipped in ((1, 0), (2, 0), (3, 16)):
         samples = [replace(sample, reward=1.0) for sample in make_samples(vocab=VOCAB, step=step)]
         metrics = trainer.train(make_batches(samples, step=step)[0])
@@ -114,6 +114,6 @@ def test_a_sample_without_trainable_tokens_is_left_out(here: Any, model_dir: Pat
     samples = make_samples(vocab=VOCAB)
     samples[2] = replace(samples[2], loss_mask=np.zeros_like(samples[2].loss_mask))
     trainer = Trainer(
-        policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), algorithm("aggregation token_mean"), max_lag=2
+        policy, MegatronOptimizer(policy, OPTIMIZER, steps=10), algorithm("aggregation token_mean"), max_lag=2
     )
     assert trainer.train(make_batches(samples)[0])["train/zero_samples_skipped"] == 1

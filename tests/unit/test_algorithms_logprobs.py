@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.bench.kept_logits import log_probs_and_entropy as of_kept_logits
-from tidemill.learner.megatron import logprobs
-from tidemill.learner.megatron.logprobs import log_probs_and_entropy
+from tidemill.learner.kernels import logprobs
+from tidemill.learner.kernels.logprobs import log_probs_and_entropy
 
 T, V, H = 11, 29, 5
 CHUNKS = pytest.mark.parametrize("columns", [1, 3, 7, V], ids=["1 id", "3 ids", "7 ids", "one chunk"])
@@ -58,6 +58,28 @@ def test_gradcheck(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
         lambda h, w: log_probs_and_entropy(h, w, targets_T, temperature=0.7), (hidden_TH, weight_VH)
     )
     assert torch.equal(hidden_TH, kept[0]) and torch.equal(weight_VH, kept[1])
+
+
+@CHUNKS
+@pytest.mark.parametrize("each", [0.7, 0.0, "by token"])
+@pytest.mark.parametrize(("scale", "cap"), [(0.3, 0.0), (1.0, 2.0), (0.3, 2.0)])
+def test_logits_are_scaled_and_capped_before_the_temperature(
+    scale: float, cap: float, each: float | str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As granite and gemma do."""
+    temperature = torch.linspace(0.3, 1.7, T, dtype=torch.float64) if isinstance(each, str) else each
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", T * columns + 1)
+    hidden_TH, weight_VH, targets_T = _inputs()
+    ours = log_probs_and_entropy(hidden_TH, weight_VH, targets_T, temperature=temperature, scale=scale, cap=cap)
+    logits_TV = scale * hidden_TH @ weight_VH.t()
+    logits_TV = cap * torch.tanh(logits_TV / cap) if cap else logits_TV
+    divisor = temperature[:, None] if isinstance(temperature, Tensor) else temperature or 1.0
+    log_p = (logits_TV / divisor).log_softmax(-1)
+    wanted = log_p.gather(-1, targets_T[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    for parts in ((0,), (0, 1)):
+        found, expected = (_gradients(values, (hidden_TH, weight_VH), parts) for values in (ours, wanted))
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-13)
 
 
 @CHUNKS

@@ -18,31 +18,33 @@ from torch.nn.attention import SDPBackend
 
 from tests.cuda_kernels import RaisingOnCuda
 from tests.refusals import refusal
-from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.megatron.layers import kernels, packed_rows
-from tidemill.learner.megatron.layers.attention import (
+from tidemill.learner.backends.megatron.layers.attention import (
     CORE_ATTENTION,
     CudnnCoreAttention,
+    PackedParams,
     SDPACoreAttention,
-    attend_varlen,
-    padded_length,
 )
-from tidemill.learner.megatron.layers.kernels import (
+from tidemill.learner.backends.megatron.layers.kernels import (
+    Kernels,
+    Wanted,
+    choose_fused_activation,
+    choose_grouped_experts,
+    chosen,
+)
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.kernels import choices, packed_rows
+from tidemill.learner.kernels.attention import attend_varlen, padded_length
+from tidemill.learner.kernels.choices import (
     CUDNN,
     LONG_SEQUENCE,
     SDPA,
     VARLEN,
-    Kernels,
     Site,
-    Wanted,
     choose_attention,
-    choose_fused_activation,
-    choose_grouped_experts,
     choose_own_kernels,
-    chosen,
     varlen_operator,
 )
-from tidemill.learner.megatron.layers.packed_rows import PackedRow, Piece, packed_row
+from tidemill.learner.kernels.packed_rows import PackedRow, Piece, packed_row
 from tidemill.learner.settings.config import LearnerConfig
 
 HOPPER = Site(
@@ -226,7 +228,7 @@ def row_of(lengths: tuple[int, ...]) -> PackedRow:
 
 
 def whole(row: PackedRow) -> Piece:
-    return Piece(sum(LENGTHS), row.max_seqlen_q, row.bounds_S)
+    return Piece(sum(LENGTHS), row.longest, row.bounds_S)
 
 
 def by_formula(
@@ -307,7 +309,9 @@ def test_a_row_by_flash_attentions_arguments_equals_sdpa(
     with RaisingOnCuda() as seen:
         ours = found(lambda q, k, v: attend_varlen(q, k, v, whole(row), operator=operator, scale=scale).flatten(1))
     assert seen.found == []
-    wanted = found(lambda q, k, v: plain(q[:, None], k[:, None], v[:, None], None, packed_seq_params=row)[:, 0])
+    wanted = found(
+        lambda q, k, v: plain(q[:, None], k[:, None], v[:, None], None, packed_seq_params=PackedParams.of(row))[:, 0]
+    )
     torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -341,7 +345,7 @@ def test_long_sequences_apart_equal_the_whole_row(lengths: tuple[int, ...], monk
         SDPACoreAttention(config, 1, None, "self", softmax_scale=0.3),
     ):
         leaf = joint.clone().requires_grad_()
-        out = attention(*leaf.split([4, 2, 2], 2), None, packed_seq_params=row)
+        out = attention(*leaf.split([4, 2, 2], 2), None, packed_seq_params=PackedParams.of(row))
         out.backward(weights)
         found.append((out.detach(), leaf.grad))
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
@@ -373,8 +377,8 @@ def test_the_operator_beneath_varlen_attn_is_taken_while_it_is_the_known_one(mon
 
     try:
         varlen_operator.cache_clear()
-        assert varlen_operator() is kernels._flash_attention
-        monkeypatch.setattr(kernels, "FLASH_ARGUMENTS", kernels.FLASH_ARGUMENTS[:-1])
+        assert varlen_operator() is choices._flash_attention
+        monkeypatch.setattr(choices, "FLASH_ARGUMENTS", choices.FLASH_ARGUMENTS[:-1])
         varlen_operator.cache_clear()
         assert varlen_operator() is varlen_attn
     finally:
@@ -386,7 +390,7 @@ def test_it_takes_grouped_heads_and_a_window() -> None:
     with FakeTensorMode():
         bounds = torch.zeros(3, dtype=torch.int32)
         q, k = (torch.empty(20, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2))
-        out = kernels._flash_attention(q, k, k, bounds, bounds, 10, 10, scale=0.5, window_size=(-1, 0))
+        out = choices._flash_attention(q, k, k, bounds, bounds, 10, 10, scale=0.5, window_size=(-1, 0))
         out.sum().backward()
         assert q.grad is not None and k.grad is not None
         assert (out.shape, q.grad.shape, k.grad.shape) == (q.shape, q.shape, k.shape)

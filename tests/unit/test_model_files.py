@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.refusals import refusal
+from tidemill.learner.backends.megatron.bridges.local_layers import INDEX, ModelFiles
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron.bridges.local_layers import INDEX, ModelFiles
 
 A, B = torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16)
 

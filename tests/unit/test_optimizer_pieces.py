@@ -12,9 +12,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from tests.refusals import refusal
-from tidemill.learner.layout.parallel import Parallel, Replicas, choose_replicas
-from tidemill.learner.megatron.offload import cut
-from tidemill.learner.megatron.optimizer_pieces import OptimizerPiece, rectangles, sharded_pieces
+from tidemill.learner.backends.megatron.groups import Replicas, choose_replicas
+from tidemill.learner.backends.megatron.offload import cut
+from tidemill.learner.backends.megatron.optimizer_pieces import OptimizerPiece, rectangles, sharded_pieces
+from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import LearnerConfig
 
 

@@ -147,7 +147,7 @@ def test_a_prepared_directory_is_what_transformers_loads(tmp_path: Path) -> None
     assert made == Prepared(model=tmp_path / "made" / "model", prompts=tmp_path / "made" / "prompts.jsonl")
     model = AutoModelForCausalLM.from_pretrained(made.model)
     tokenizer = AutoTokenizer.from_pretrained(made.model)
-    assert (model.config.vocab_size, model.config.num_hidden_layers, model.config.rope_theta) == (
+    assert (model.config.vocab_size, model.config.num_hidden_layers, model.config.rope_parameters["rope_theta"]) == (
         len(tokenizer),
         1,
         500.0,

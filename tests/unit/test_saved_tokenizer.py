@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import as_transformers_5, write_tiny_model
+from tests.tiny_models import with_tokenizer_of_5, write_tiny_model
 from tidemill.actors.text.text import Text
 from tidemill.learner.prompts.tokenizer import model_tokenizer, saved_tokenizer
 
@@ -15,7 +15,7 @@ CHAT = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "sev
 
 def test_both_versions_directories_have_the_same_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     old = write_tiny_model(tmp_path / "4", "llama")
-    new = as_transformers_5(old, tmp_path / "5")
+    new = with_tokenizer_of_5(old, tmp_path / "5")
     with caplog.at_level(logging.WARNING):
         first, second = (model_tokenizer(str(directory)) for directory in (old, new))
     assert not caplog.records

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tidemill.learner.errors import MemoryReleased
-from tidemill.learner.megatron.memory import Memory, SaverMemory, open_memory, process_saver
+from tidemill.learner.trainer.memory import Memory, SaverMemory, open_memory, process_saver
 
 
 class StrictSaver:

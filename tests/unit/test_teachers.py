@@ -33,7 +33,7 @@ from tidemill.learner.batch.batch import MicroBatch
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.senders import describe_invalid
 from tidemill.learner.feed.feed_messages import decode_batch, encode_batch
-from tidemill.learner.megatron import logprobs
+from tidemill.learner.kernels import logprobs
 
 R = 8
 SCORED = make_sample(

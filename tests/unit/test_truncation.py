@@ -17,7 +17,7 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import Coupled, Objective
 from tidemill.learner.batch.batch import StepBatch, without_truncated
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.megatron.rows import rows_of, step_of
+from tidemill.learner.trainer.rows import rows_of, step_of
 
 
 def same(one: StepBatch, other: StepBatch, *, but: set[str]) -> None:

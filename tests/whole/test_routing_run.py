@@ -27,7 +27,7 @@ def write_run(directory: Path, rollout: str) -> Path:
     values = json.loads((prepared / "model/config.json").read_text())
     sizes = {name: values[name] for name in ("vocab_size", "eos_token_id", "pad_token_id") if name in values}
     model = tiny_model("qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, max_position_embeddings=64, **sizes)
-    model.save_pretrained(directory / "model", safe_serialization=True)
+    model.save_pretrained(directory / "model")
     settings = yaml.safe_load(SMOKE.read_text())
     del settings["prepare"]
     settings |= {"model": {"path": str(directory / "model")}, "data": {"path": str(prepared / "prompts.jsonl")}}

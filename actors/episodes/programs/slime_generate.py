@@ -17,6 +17,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -122,11 +123,9 @@ class GenerateState:
             from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
             state = super().__new__(cls)
-            try:
-                state.tokenizer = AutoTokenizer.from_pretrained(path)
-            except (ValueError, AttributeError):
-                # Version 5 of transformers wrote it, with a class and a list that version 4 does not know.
-                state.tokenizer = PreTrainedTokenizerFast.from_pretrained(path, extra_special_tokens={})
+            # As the learner does (``learner/prompts/tokenizer.py``), so that both have the same ids.
+            reader = PreTrainedTokenizerFast if (Path(path) / "tokenizer.json").is_file() else AutoTokenizer
+            state.tokenizer = reader.from_pretrained(path)
             state.args = args
             state.semaphore = asyncio.Semaphore(int(getattr(args, "sglang_server_concurrency", 512)))
             state.aborted = False

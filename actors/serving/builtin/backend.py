@@ -182,11 +182,15 @@ class BuiltinBackend:
             if not progress.done:
                 self._abandon(progress)
 
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the loaded adapters, sorted."""
+        return sorted(filter(None, self._scheduler.adapters))
+
     def _require_adapter(self, name: str) -> None:
         """Raise BadRequest for an adapter that is not loaded."""
-        if name not in (loaded := self._scheduler.adapters):
-            known = ", ".join(sorted(filter(None, loaded))) or "none"
-            raise BadRequest(f"lora_path: want a loaded adapter ({known}), got {name!r}")
+        if name not in ("", *self.adapters):
+            raise BadRequest(f"lora_path: want a loaded adapter ({', '.join(self.adapters) or 'none'}), got {name!r}")
 
     def submit(self, generate: Generate) -> Progress:
         """Queue the requested responses, in any phase. Raises EngineUnavailable when the queue is full."""
@@ -322,12 +326,12 @@ class BuiltinBackend:
             body = decode(await command(request), AdapterBody)
             updates = self._host.updates
             await updates.run_shielded(updates.load_adapter(body.lora_name, Path(body.lora_path), body.version or 0))
-            return done("Adapter loaded.", loaded_adapters=sorted(filter(None, self._scheduler.adapters)))
+            return done("Adapter loaded.", loaded_adapters=self.adapters)
 
         async def unload_adapter(request: web.Request) -> web.Response:
             body = decode(await command(request), AdapterBody)
             await _shielded(self._scheduler.drop_adapter(body.lora_name))
-            return done("Adapter unloaded.", loaded_adapters=sorted(filter(None, self._scheduler.adapters)))
+            return done("Adapter unloaded.", loaded_adapters=self.adapters)
 
         return {
             "POST /load_lora_adapter": Route.command(load_adapter),

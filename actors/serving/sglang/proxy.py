@@ -194,6 +194,10 @@ class Proxy:
         async with self._translated(), self._api.open(method, path, body) as answer:
             return web.Response(body=await answer.read(), content_type=answer.content_type)
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return ()  # its arguments for adapters are refused
+
     async def model_info(self) -> JsonObject:
         host = self._host
         info = await self._api.call("GET", "/model_info", timeout_s=COMMAND_S)

@@ -1,0 +1,245 @@
+"""Adam, SGD or an optimizer of torch, with clipping, and a learning rate by step or trained tokens."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from megatron.core import optimizer
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer
+from torch import Tensor
+
+from tidemill.learner.backends.megatron.cpu_shim import megatron_device
+from tidemill.learner.backends.megatron.model import MegatronPolicy
+from tidemill.learner.backends.megatron.offload import OffloadedAdam
+from tidemill.learner.backends.megatron.optimizer_pieces import (
+    OptimizerPiece,
+    buffers_of,
+    clipped,
+    make_leaves,
+    own_pieces,
+    set_steps,
+    sharded_pieces,
+    state_of_pieces,
+    whole_pieces,
+)
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.trainer.optimizer import Optimizer
+
+NAMES: tuple[tuple[ModuleType, str, object], ...] = (
+    (optimizer, "Adam", torch.optim.AdamW),
+    (optimizer, "SGD", torch.optim.SGD),
+    (optimizer, "USING_PYTORCH_OPTIMIZER", True),
+    (distrib_optimizer, "Adam", torch.optim.Adam),
+)
+"""Modules, names in them, and the values that they have where neither package is installed."""
+
+
+@contextmanager
+def torch_optimizers() -> Iterator[None]:
+    """Let Megatron make optimizers of torch inside the context."""
+    before = [(module, name, getattr(module, name)) for module, name, _ in NAMES]
+    for module, name, value in NAMES:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+PIECES = "optimizer_pieces"  # place of the optimizer's state in the content of a checkpoint, where it is in pieces
+
+
+class MegatronOptimizer(Optimizer):
+    """Megatron's optimizer (plain or distributed), or an offloaded one."""
+
+    inner: Any
+    """Megatron's optimizer, or ``OffloadedAdam``."""
+
+    def __init__(self, policy: MegatronPolicy, config: OptimizerConfig, *, steps: int, offload: bool = False) -> None:
+        """``offload``: keep the state in host memory. Raises ConfigRefused where that is not possible."""
+        super().__init__(config, steps=steps, parallel=policy.parallel)
+        self._policy = policy
+        self._has_state = False
+        self._taken = 0  # steps of Adam, those before a restart included; counted for state in pieces only
+        self._distributed = policy.replicas.distributed_optimizer
+        self._experts = bool(policy.config.num_moe_experts)
+        if offload and self._experts:
+            raise ConfigRefused("learner.offload_optimizer", "false for a model with experts", offload)
+        pieces_of = own_pieces if self._distributed else whole_pieces
+        self._pieces = [piece for ddp in policy.ddps for piece in pieces_of(ddp)]
+        offloaded = partial(
+            OffloadedAdam, policy.ddps, self._pieces, distributed=self._distributed, clip_grad=self.max_norm
+        )
+        self._offloaded = offloaded() if offload else None
+        self.inner = self._offloaded or self._megatrons()
+        _prepare(policy, self.inner)
+
+    def _megatrons(self) -> Any:
+        config, policy = self._config, self._policy
+        with megatron_device(), policy.memory.region(), torch_optimizers():
+            inner = get_megatron_optimizer(
+                MegatronOptimizerConfig(
+                    optimizer="sgd" if config.name == "sgd" else "adam",
+                    decoupled_weight_decay=config.name == "adamw",
+                    sgd_momentum=config.momentum,
+                    lr=config.lr,
+                    min_lr=config.min_lr,
+                    weight_decay=config.weight_decay,
+                    adam_beta1=config.beta1,
+                    adam_beta2=config.beta2,
+                    adam_eps=config.eps,
+                    clip_grad=0.0,  # ``clipped`` does it
+                    bf16=policy.config.bf16,
+                    params_dtype=policy.config.params_dtype,
+                    use_distributed_optimizer=self._distributed,
+                    overlap_param_gather=policy.replicas.overlap_param_gather,
+                ),
+                list(policy.ddps),
+            )
+        if self._distributed:
+            make_leaves(inner)
+        for group in inner.param_groups:
+            group["fused"] = True  # one kernel for all parameters of a group, on the CPU too
+        if config.name == "sgd":
+            for part in inner.chained_optimizers:
+                part.init_state_fn = (
+                    _without_momentum  # Megatron has none for SGD, and calls it before it loads a checkpoint
+                )
+        return inner
+
+    def configure(self, config: OptimizerConfig, *, steps: int) -> None:
+        super().configure(config, steps=steps)
+        if self._offloaded is not None:
+            self._offloaded.clip_grad = self.max_norm
+
+    def zero_grad(self) -> None:
+        for ddp in self._policy.ddps:
+            ddp.zero_grad_buffer()
+        self.inner.zero_grad()
+
+    def _update(self, rate: float) -> float:
+        # In each step, because a checkpoint brings the settings of the start that saved it.
+        for group in self.inner.param_groups:
+            group["lr"] = rate * group["lr_mult"]
+            group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
+            group["betas"], group["eps"] = (self._config.beta1, self._config.beta2), self._config.eps
+            group["decoupled_weight_decay"], group["momentum"] = self._config.name == "adamw", self._config.momentum
+        with self._memory_of_state():
+            norm = self._offloaded.step() if self._offloaded is not None else self._step()
+        self._taken += 1
+        return norm
+
+    def _step(self) -> float:
+        """Take a step of Megatron's optimizers, and return the norm before clipping."""
+        self.inner.prepare_grads()
+        norm = clipped(self.inner, self.max_norm, self._policy.parallel.device)
+        self.inner.step_with_ready_grads()
+        return norm
+
+    @torch.no_grad()
+    def _reset(self) -> None:
+        self._taken = 0
+        if self._offloaded is not None:
+            self._offloaded.reset()
+            return
+        for part in self.inner.chained_optimizers:
+            for state in part.optimizer.state.values():
+                for tensor in state.values():
+                    if isinstance(tensor, Tensor):
+                        tensor.zero_()
+
+    def _gradients(self) -> Iterator[Tensor]:
+        # With a distributed optimizer this rank has reduced its share of each bucket.
+        for buffer in (buffer for ddp in self._policy.ddps for buffer in buffers_of(ddp)):
+            group = buffer.data_parallel_group
+            if not self._distributed:
+                yield buffer.grad_data
+                continue
+            for bucket in buffer.buckets:
+                yield bucket.grad_data.chunk(group.size())[group.rank()]
+
+    # ---- in a checkpoint
+
+    @property
+    def kind(self) -> str:
+        """The state in a checkpoint: that of adam, which adamw has as well, or of sgd."""
+        return "sgd" if self._config.name == "sgd" else "adam"
+
+    def sharded(self, model: Mapping[str, Any], *, is_loading: bool) -> dict[str, Any]:
+        """Return the optimizer's part of a checkpoint, under the plain optimizer's names. ``model``: state of all
+        chunks.
+        """
+        if not self._in_pieces:
+            return {"optimizer": self.inner.sharded_state_dict(model, is_loading=is_loading)}
+        entries = {
+            PIECES: sharded_pieces(model, self._state_of_pieces(), replicated=not self._distributed and self._experts)
+        }
+        if is_loading:
+            return entries
+        settings = [
+            {name: value for name, value in group.items() if name not in ("params", "blocks")}
+            for group in self.inner.param_groups
+        ]
+        common = {"param_groups": settings, "state": {"common_step": torch.tensor(float(self._taken))}}
+        return {"optimizer": {"optimizer": common} if self._policy.config.bf16 else common, **entries}
+
+    def restore(self, loaded: Mapping[str, Any]) -> None:
+        """Take over the state that was loaded into the content of ``sharded``."""
+        if not self._in_pieces:
+            self.inner.load_state_dict(loaded["optimizer"])
+            return
+        common = loaded["optimizer"].get("optimizer", loaded["optimizer"])
+        self._taken = int(common["state"].get("common_step", 0))  # the plain optimizer leaves out 0
+        owned = {
+            tensor.untyped_storage().data_ptr() for _, named in self._state_of_pieces() for tensor in named.values()
+        }
+        assert all(tensor.untyped_storage().data_ptr() in owned for tensor in loaded[PIECES]), (
+            "Megatron has loaded into other tensors"
+        )
+        if self._offloaded is not None:
+            self._offloaded.steps = self._taken
+        else:
+            set_steps(self.inner, self._taken)
+
+    @property
+    def _in_pieces(self) -> bool:
+        # With experts there are two optimizers, and Megatron stores each under names of its own.
+        return self._distributed or self._offloaded is not None or self._experts
+
+    def _state_of_pieces(self) -> list[tuple[OptimizerPiece, dict[str, Tensor]]]:
+        return self._offloaded.tensors() if self._offloaded is not None else state_of_pieces(self.inner, self._pieces)
+
+    def _memory_of_state(self) -> AbstractContextManager[None]:
+        """Return the memory region of the first step, which allocates Adam's moments; later none."""
+        first, self._has_state = not self._has_state and self._offloaded is None, True
+        return self._policy.memory.region() if first else nullcontext()
+
+
+def _without_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    # Megatron has none for SGD; the first step treats 0 as none.
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _prepare(policy: MegatronPolicy, inner: Any) -> None:
+    """Set those fields of a model's configuration that the schedule reads."""
+    policy.config.finalize_model_grads_func = _finalize_unscaled
+    policy.config.grad_scale_func = inner.scale_loss
+    if policy.replicas.overlap_grad_reduce:  # only the last micro-batch of a minibatch may start a reduction
+        policy.config.no_sync_func = (
+            policy.ddp.no_sync if len(policy.ddps) == 1 else [ddp.no_sync for ddp in policy.ddps]
+        )
+
+
+def _finalize_unscaled(model: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
+    # Megatron would divide by the tokens; the loss already has the step's own denominator.
+    finalize_model_grads(model, None, **groups)

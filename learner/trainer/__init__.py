@@ -1,0 +1,1 @@
+"""The steps of training: rows, losses, the optimizer's rules, the models beside the policy. Knows no backend."""
