@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidemill.actors.errors import UnsupportedModel
+from tidemill.actors.errors import NotDecoded, UnsupportedModel
+from tidemill.actors.serving.builtin.blocks import RowSizes
+from tidemill.actors.serving.builtin.row_sizes import read_row_sizes
 from tidemill.actors.serving.builtin.shape import FAMILIES as DECODED
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.bus.wire.json_object import JsonObject
@@ -15,8 +17,9 @@ from tidemill.bus.wire.model_values import EXPERTS_OF, ROPE_KEYS, as_older
 from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.weights import check_megatron, check_tuning
+from tidemill.launch.devices.activations import ITEM_BYTES
 from tidemill.launch.devices.demand import ModelSize
-from tidemill.launch.devices.memory_table import MemoryRow, memory_rows, state_rows, valued
+from tidemill.launch.devices.memory_table import MemoryRow, dtype_on, engine_rows, memory_rows, state_rows, valued
 from tidemill.launch.devices.shapes import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
@@ -45,12 +48,14 @@ class CheckedModel:
     vocab_size: int
     context: int  # Tokens of prompt and response together that the model takes, or the engine if it takes fewer
     num_parameters: int  # 0 = not known
-    shape: ModelShape | None  # None for a family that only SGLang serves
+    shape: ModelShape | None  # None for a family that the built-in engine's decoder lacks
     tensors: Shapes = field(default_factory=dict, repr=False)  # Shapes of the weights by name
     # The model in `learner.critic.path`; None = none, or of a family that the built-in engine lacks.
     critic: ModelShape | None = None
     routed_bytes: int = 0  # Bytes of the experts of one token in a sample, where they are replayed; else 0
     num_trained: int | None = None  # Parameters that the learner trains; None = all
+    # Sizes of an engine's rows by its dtype, for a model without ``shape`` that transformers runs in the engine.
+    row_sizes: Mapping[str, RowSizes] = field(default_factory=dict)
 
     @property
     def critic_tensors(self) -> Shapes | None:
@@ -58,13 +63,21 @@ class CheckedModel:
         shape = self.critic or self.shape
         return None if shape is None else valued(shape).tensors()
 
+    def sizes_of_rows(self, dtype: str) -> RowSizes | None:
+        """Return the sizes of the rows of a built-in engine with this dtype; None = SGLang serves the model."""
+        return self.row_sizes.get(dtype) if self.shape is None else RowSizes.of(self.shape, ITEM_BYTES[dtype])
+
 
 def rank_rows(model: CheckedModel, config: RunConfig, *, cuda: bool, engine_memory: int = 0) -> tuple[MemoryRow, ...]:
-    """Return the table of memory; for a family that only SGLang serves without activations, logits and engine.
-    ``engine_memory``: as for ``memory_rows``.
+    """Return the table of memory; for a family that the decoder lacks without activations and logits.
+    ``engine_memory``: as for ``memory_rows``. Raises UnsupportedModel for more rows than there is memory for.
     """
     if model.shape is None:
-        return state_rows(model.tensors, config, cuda=cuda, critic=model.critic_tensors)
+        rows = state_rows(model.tensors, config, cuda=cuda, critic=model.critic_tensors)
+        sizes = model.sizes_of_rows(dtype_on(config.engine.dtype, cuda=cuda))
+        if sizes is None:
+            return rows
+        return *rows, *engine_rows(model.num_parameters, sizes, config, cuda=cuda, memory_bytes=engine_memory)
     return memory_rows(model.shape, config, cuda=cuda, critic=model.critic, engine_memory=engine_memory)
 
 
@@ -83,6 +96,8 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
         cure = "see docs/parallelism.md, or remove it"
         report.error("model", refused.field, want=refused.want, got=refused.got, cure=cure)
     shape = _shape(report, config, values, where)
+    _check_runner(report, config, shape)
+    row_sizes = _row_sizes(report, config, path) if shape is None and len(report.errors) == before else {}
     in_files = _tensors(report, path) if prepare is None and len(report.errors) == before else {}
     if shape is None and len(report.errors) == before:
         for name in (name for name in NEEDED if not isinstance(values.get(name), int)):
@@ -105,6 +120,7 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
         critic=_check_critic(report, config, vocabulary, positions),
         routed_bytes=_routed_bytes(config, values),
         num_trained=sum(map(math.prod, trained_tensors(tensors, config.learner).values())),
+        row_sizes=row_sizes,
     )
     if prepare is None:
         _check_weights(report, path, tensors, in_files)
@@ -180,7 +196,7 @@ def _check_settings(report: Report, config: RunConfig, values: Mapping[str, obje
 
 
 def _shape(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> ModelShape | None:
-    """Return the sizes for the built-in decoder; None for a model that it lacks: an error, unless SGLang serves it."""
+    """Return the sizes for the built-in decoder; None for a model that it lacks: an error where it must run it."""
     family = values.get("model_type")
     is_trainable = family in FAMILIES or bool(config.learner.bridge)  # another one has been reported already
     if not is_trainable or (family not in DECODED and config.engine.kind == "sglang"):
@@ -188,9 +204,32 @@ def _shape(report: Report, config: RunConfig, values: Mapping[str, object], wher
     try:
         return ModelShape.of(values, where=where)
     except UnsupportedModel as error:
+        if isinstance(error, NotDecoded) and config.engine.kind == "builtin" and config.engine.runner != "decoder":
+            return None
         cure = "use another model" if family in DECODED else "use engine.kind: sglang, or another model"
         report.error("model", error.where, want="a model that engine and learner support", got=error.reason, cure=cure)
     return None
+
+
+def _check_runner(report: Report, config: RunConfig, shape: ModelShape | None) -> None:
+    """Refuse settings that transformers as the runner of an engine does not have."""
+    is_decoded = config.engine.kind != "builtin" or (shape is not None and config.engine.runner != "transformers")
+    if config.learner.routing_replay == ROLLOUT and not is_decoded:
+        want = "none where transformers runs the model in the engine, which reports no experts then"
+        cure = "remove it, or use engine.kind: sglang"
+        report.error("model", "learner.routing_replay", want=want, got=ROLLOUT, cure=cure)
+
+
+def _row_sizes(report: Report, config: RunConfig, path: Path) -> Mapping[str, RowSizes]:
+    """Return the sizes of an engine's rows by dtype, for a model that transformers runs; else none."""
+    if config.engine.kind != "builtin":
+        return {}
+    try:
+        return read_row_sizes(path)
+    except UnsupportedModel as error:
+        cure = "use engine.kind: sglang, or another model"
+        report.error("model", error.where, want="a model that the engine can run", got=error.reason, cure=cure)
+    return {}
 
 
 Tensors = Mapping[str, tuple[int, ...]]  # Shapes by name

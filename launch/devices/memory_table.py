@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from tidemill.actors.serving.builtin.blocks import BLOCK, block_bytes, budget
+from tidemill.actors.serving.builtin.blocks import BLOCK, RowSizes, budget
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.launch.devices.activations import FLOAT32, ITEM_BYTES, NONE, Activations, logits_bytes
 from tidemill.launch.devices.shapes import Shapes, is_whole, stages_of, trained_tensors
@@ -62,7 +62,9 @@ def memory_rows(
         *_activations(tokens, shape, critic or shape, config.learner, learner, cuda=cuda),
         *(() if cuda else (libraries,)),
         *_sending(shape.tensors(), config, learner, cuda=cuda),
-        *_engine(shape, config, engine, engine_memory),
+        *engine_rows(
+            parameters(shape), RowSizes.of(shape, ITEM_BYTES[engine]), config, cuda=cuda, memory_bytes=engine_memory
+        ),
     )
 
 
@@ -265,25 +267,32 @@ def _model(
         yield _of_rank(f"{prefix}Adam's state of one block, in a step", block)
 
 
-def _engine(shape: ModelShape, config: RunConfig, dtype: str, memory_bytes: int) -> Iterable[MemoryRow]:
+def engine_rows(
+    num_parameters: int, sizes: RowSizes, config: RunConfig, *, cuda: bool, memory_bytes: int
+) -> Iterable[MemoryRow]:
+    """Yield the rows of one built-in engine. ``sizes``: of its rows in its dtype; ``memory_bytes``: of its device, 0 =
+    not known. Raises UnsupportedModel as ``budget``.
+    """
     if config.engine.kind != "builtin":
         return
-    weights = ITEM_BYTES[dtype] * parameters(shape)
+    weights = ITEM_BYTES[dtype_on(config.engine.dtype, cuda=cuda)] * num_parameters
     yield MemoryRow(process="engine", part="weights", bytes=weights)
     yield MemoryRow(process="engine", part="weights of a push under way", bytes=weights)
-    tokens, kv_bytes = kv_budget(shape, config, dtype, memory_bytes)
+    tokens, kv_bytes = kv_budget(sizes, config, memory_bytes)
     part = f"keys and values of {tokens:,} tokens (engine.kv_tokens), at most"
     yield MemoryRow(process="engine", part=part, bytes=kv_bytes)
+    if states := sizes.states_bytes(config.engine.max_running):
+        part = f"states of {config.engine.max_running} rows (engine.max_running), twice"
+        yield MemoryRow(process="engine", part=part, bytes=states)
 
 
-def kv_budget(shape: ModelShape, config: RunConfig, dtype: str, memory_bytes: int) -> tuple[int, int]:
-    """Return the tokens for whose keys and values a built-in engine has room, and their bytes; ``memory_bytes``: of its
-    device, 0 = not known.
+def kv_budget(sizes: RowSizes, config: RunConfig, memory_bytes: int) -> tuple[int, int]:
+    """Return the tokens for whose keys and values a built-in engine has room, and their bytes. Arguments as for
+    ``engine_rows``.
     """
-    engine, item = config.engine, ITEM_BYTES[dtype]
-    limits = {name: getattr(engine, name) for name in ("max_running", "max_context", "kv_tokens")}
-    num_blocks = budget(shape, item, **limits, memory_bytes=memory_bytes)
-    return num_blocks * BLOCK, num_blocks * block_bytes(shape, item)
+    limits = {name: getattr(config.engine, name) for name in ("max_running", "max_context", "kv_tokens")}
+    num_blocks = budget(sizes, **limits, memory_bytes=memory_bytes)
+    return num_blocks * BLOCK, num_blocks * sizes.block_bytes
 
 
 def row_tokens(shape: ModelShape, config: RunConfig) -> int:
