@@ -239,6 +239,14 @@ def test_dropout_of_a_family_is_left_out(place: Place, tmp_path: Path) -> None:
     torch.testing.assert_close(row_pass(opened(tmp_path, place))[0], wanted, rtol=0, atol=0)
 
 
+def test_the_token_of_padding_is_trained_like_any_other(place: Place, tmp_path: Path) -> None:
+    model = opened(write_family(tmp_path, "llama"), place)
+    padding = model.config.pad_token_id
+    model(torch.full((5,), padding), row_of([5]), lambda hidden_TH: hidden_TH.sum()).backward()
+    gradient_VH = model.transformer.get_input_embeddings().weight.grad.full_tensor()
+    assert bool(gradient_VH[padding].any())
+
+
 def test_missing_weights_are_refused(place: Place, tmp_path: Path) -> None:
     with refusal(ConfigRefused, field="model.path"):
         opened(without_a_matrix(tmp_path), place)

@@ -115,6 +115,9 @@ def build(config: Any, *, packed: bool, kernel: str = SDPA) -> Transformer:
     """
     implementation = {"attn_implementation": PACKED} if packed else {}
     model = AutoModelForCausalLM.from_config(plain_config(config), dtype=torch.float32, **implementation).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # a policy may sample that token, whose row would get no gradient
     row = CurrentRow(kernel=kernel)
     if packed:
         give_row(model, row)
