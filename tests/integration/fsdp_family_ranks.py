@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from tests.families import LENGTHS, VOCAB, place_here, plain_model, sequences
 from tidemill.learner.backends.fsdp.model import FsdpModel, open_model
 from tidemill.learner.backends.fsdp.self_test import row_of
+from tidemill.learner.errors import ConfigRefused
 
 
 def weights_of_tokens() -> Tensor:
@@ -59,12 +60,14 @@ def files_of(directory: Path) -> dict[str, Tensor]:
 
 
 def different(exported: dict[str, Tensor], files: dict[str, Tensor]) -> list[str]:
-    """Return the names that only one of them has, or with other bits."""
-    return sorted(
+    """Return the names that only one of them has, or in another dtype, or with other bits."""
+    common = exported.keys() & files.keys()
+    same = {
         name
-        for name in exported.keys() | files.keys()
-        if name not in exported or name not in files or not torch.equal(exported[name], files[name])
-    )
+        for name in common
+        if exported[name].dtype == files[name].dtype and torch.equal(exported[name], files[name])
+    }
+    return sorted((exported.keys() | files.keys()) - same)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -97,6 +100,16 @@ def main(directories: Sequence[Path], out: Path) -> None:
     dist.init_process_group("gloo")
     results = dict(_measured(directories))
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def refused(directory: Path, out: Path) -> None:
+    """Open a directory that cannot be read, on this rank."""
+    dist.init_process_group("gloo")
+    try:
+        open_model(directory, dtype="float32", place=place_here())
+    except ConfigRefused as error:
+        (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps({"field": error.field}))
     dist.destroy_process_group()
 
 
