@@ -145,6 +145,12 @@ test-all test-sglang-all test-net-all test-env test-gpu test-gpu-logic: export T
 test-all: check
 	$(BIN)/python -m pytest -m "not gpu" tests/chaos tests/net/test_smoke.py $(TESTS) $(BESIDE)
 
+# Every family of transformers in the table of docs/models.md, on one rank and two; `make test` tries one of each kind.
+.PHONY: test-families
+test-families: export THOROUGH := 1
+test-families: setup
+	$(BIN)/python -m pytest tests/integration/test_fsdp_families.py tests/integration/test_fsdp_model.py
+
 # The engine's contract and whole runs on real SGLang servers.
 test-sglang: setup $(SGLANG)/.ready
 	$(BIN)/python -m pytest $(ON_SGLANG) -m "not slow" --sglang-python $(SGLANG)/bin/python $(SERVERS_BESIDE)

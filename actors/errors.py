@@ -104,6 +104,10 @@ class UnsupportedModel(DetailedError, EngineError, ValueError):
     template = "{where}: {reason}"
 
 
+class NotDecoded(UnsupportedModel):
+    """The built-in engine's decoder lacks the model; the library transformers may run it."""
+
+
 class NoDevice(DetailedError, EngineError, ValueError):
     """The settings want a device that this machine does not have."""
 

@@ -1,7 +1,7 @@
 """Both kinds of engine behind one kit: the built-in one in this process, and a proxy in front of a real SGLang server.
 
-Tests of ``tests/contract`` that take ``kind`` run on the built-in engine, and with ``--sglang-python`` on SGLang as
-well.
+Tests of ``tests/contract`` that take ``kind`` run on the built-in engine, the contract of engines also with its runner
+over transformers, and with ``--sglang-python`` on SGLang as well.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import aiohttp
 
@@ -58,14 +58,13 @@ class Builtin:
 
     name, in_standby, seeds = "builtin", True, True
 
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: str, runner: Literal["auto", "transformers"] = "auto") -> None:
+        self.dtype, self._runner = dtype, runner
 
     @asynccontextmanager
     async def serving(self, directory: Path, *, version: int = 0) -> AsyncIterator[Served]:
-        engine = BuiltinEngine(
-            directory, EngineConfig(max_running=MAX_RUNNING, dtype=self.dtype), version=version, authority=UNGUARDED
-        )
+        settings = EngineConfig(max_running=MAX_RUNNING, dtype=self.dtype, runner=self._runner)
+        engine = BuiltinEngine(directory, settings, version=version, authority=UNGUARDED)
         await asyncio.to_thread(engine.load)
         async with _served(engine) as served:
             yield served

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.engine_serving import Served
+from tests.tiny_models import named_weights
 from tidemill.weightstore.transport.broadcast import BroadcastGroup
 
 DEADLINE_S = 45.0
@@ -91,7 +92,7 @@ def told(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[Any]]:
 
 def named(model: Any) -> Iterable[tuple[str, Tensor]]:
     """Return the named tensors without the alias of a tied embedding."""
-    return model.named_parameters()
+    return named_weights(model)
 
 
 @asynccontextmanager

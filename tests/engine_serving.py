@@ -20,6 +20,8 @@ from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.bus.http.access import Rule
 
 LIMIT_S = 60.0
+DEFAULTS: dict[str, Any] = {}
+"""Settings of all engines that a test serves, for tests that run on several runners."""
 HELD_STEP_S = 0.02
 """Seconds between two looks for commands while decoding is held."""
 
@@ -123,7 +125,8 @@ async def _content(response: aiohttp.ClientResponse) -> Any:
 
 @asynccontextmanager
 async def serving(model_dir: Path, phase: str = "serving", version: int = 0, **config: Any) -> AsyncIterator[Served]:
-    engine = BuiltinEngine(model_dir, EngineConfig(**config), version=version, authority=Authority(unguarded=True))
+    settings = EngineConfig(**DEFAULTS | config)
+    engine = BuiltinEngine(model_dir, settings, version=version, authority=Authority(unguarded=True))
     await asyncio.to_thread(engine.load)
     client = HttpEngine(await engine.start())
     engine.phase = phase

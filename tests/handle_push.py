@@ -16,6 +16,7 @@ import zmq.asyncio
 from torch import Tensor
 
 from tests.engine_serving import Served
+from tests.tiny_models import named_weights
 
 LIMIT_S = 60.0
 
@@ -63,7 +64,7 @@ class HandlePush:
 
     async def whole(self, model: Any, version: int) -> Any:
         """Push every tensor of the model in two buckets."""
-        tensors = list(model.named_parameters())
+        tensors = named_weights(model)
         assert (await self.begin(version))[0] == 200
         for part in (tensors[:5], tensors[5:]):
             status, answer = await self.bucket(part)

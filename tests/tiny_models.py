@@ -192,6 +192,13 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, tied: bool = False, **ch
     return model.float().eval()
 
 
+def named_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters of a model by the names in its files, without the alias of a tied embedding."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return list(revert_weight_conversion(model, dict(model.named_parameters())).items())
+
+
 def write_tiny_model(
     directory: Path, family: str = "qwen3", *, seed: int = 0, tied: bool = False, **changes: Any
 ) -> Path:

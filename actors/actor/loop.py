@@ -102,7 +102,7 @@ class Actor:
         """``rollouts``: by name; the empty name makes samples of tasks without one. Other tasks are not leased."""
         self._bus, self._actor_id, self._config, self._activity = bus, actor_id, config, activity
         self._responses, self._rollouts, self._scorers = responses, dict(rollouts), scorers
-        self._scorer = SampleScorer(config, scorers, activity, self._note_outage)
+        self._scorer = SampleScorer(actor_id, config, scorers, activity, self._note_outage)
         self._repeated = FailureLog(logger)
         self._limit = SampleLimit(config.max_samples_in_flight)
         self._in_flight_of: Counter[str] = Counter()
@@ -348,7 +348,8 @@ class Actor:
             return Made(sample=failed_sample(task, index, lease.attempt, f"invalid sample: {error}"))
 
     async def _publish(self, sample: Sample) -> RolloutOutcome:
-        sample = replace(sample, actor=self._actor_id, created_s=time.time())
+        if not sample.created_s:  # the copy with the reward has both: a copy costs as much as encoding the sample
+            sample = replace(sample, actor=self._actor_id, created_s=time.time())
         seq = await self._bus.samples.publish(sample)
         self._activity.counters.samples_published += 1
         if sample.status is not Status.FAILED:

@@ -30,6 +30,7 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.liveness.keys import api_keys
 from tidemill.bus.section import Sections, read
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import cancellable
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.subjects import refused
 
@@ -142,12 +143,12 @@ async def _work(
         heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, row))
         async with asyncio.TaskGroup() as loops:
             tasks = [
-                loops.create_task(engines.run(), name="engines"),
-                loops.create_task(_update_heartbeat(heartbeat, actor, activity, engines), name="live row"),
-                loops.create_task(_watch_refusal(bus, actor_id), name="refusal"),
+                loops.create_task(cancellable(engines.run()), name="engines"),
+                loops.create_task(cancellable(_update_heartbeat(heartbeat, actor, activity, engines)), name="live row"),
+                loops.create_task(cancellable(_watch_refusal(bus, actor_id)), name="refusal"),
             ]
             if scorers.run is not None:
-                tasks.append(loops.create_task(scorers.run(), name="scorers"))
+                tasks.append(loops.create_task(cancellable(scorers.run()), name="scorers"))
             await actor.run(draining)
             for task in tasks:
                 task.cancel()

@@ -47,10 +47,15 @@ class SampleScorer:
     """Scores samples of tasks: a sample whose reward or teacher fails is returned as FAILED. Raises NoServer."""
 
     def __init__(
-        self, config: ActorConfig, scorers: Scorers, activity: Activity, note_outage: Callable[[Task], None]
+        self,
+        actor_id: str,
+        config: ActorConfig,
+        scorers: Scorers,
+        activity: Activity,
+        note_outage: Callable[[Task], None],
     ) -> None:
         """``note_outage``: called for a task whose score fails for a cause outside of its row."""
-        self._config, self._activity, self._note_outage = config, activity, note_outage
+        self._actor_id, self._config, self._activity, self._note_outage = actor_id, config, activity, note_outage
         self._score, self._group_score, self._teachers = scorers.score, scorers.group_score, scorers.teachers
         self._repeated = FailureLog(logger)
         self.running = 0
@@ -91,7 +96,10 @@ class SampleScorer:
             reason = self._reason(task, error)
             self._repeated("group reward failed", f"task={task.id} error={reason}")
             return [failed(sample, f"group reward {self._config.group_reward!r}: {reason}") for sample in samples]
-        return [replace(sample, reward=reward) for sample, reward in zip(samples, group_rewards, strict=True)]
+        return [
+            replace(sample, reward=reward, actor=self._actor_id, created_s=time.time())
+            for sample, reward in zip(samples, group_rewards, strict=True)
+        ]
 
     async def _reward(self, task: Task, made: Made) -> Sample:
         sample = made.sample
@@ -109,7 +117,8 @@ class SampleScorer:
             return failed(sample, f"reward {self._config.reward or 'reward_parts'!r}: {reason}")
         finally:
             self.running -= 1
-        return replace(sample, reward=reward, timings=replace(sample.timings, reward_s=time.monotonic() - begin))
+        timings = replace(sample.timings, reward_s=time.monotonic() - begin)
+        return replace(sample, reward=reward, timings=timings, actor=self._actor_id, created_s=time.time())
 
     async def _teach(self, teachers: Teachers, task: Task, sample: Sample) -> Sample:
         try:

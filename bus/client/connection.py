@@ -22,7 +22,7 @@ from nats.aio.subscription import Subscription
 from tidemill.bus.client.addresses import Address, parse
 from tidemill.bus.config import OLDEST_SERVER
 from tidemill.bus.errors import BusError, BusFull, BusUnavailable, Denied, Forbidden
-from tidemill.bus.system.coroutines import Waiter, ended, heard, to_the_end
+from tidemill.bus.system.coroutines import CANCEL_AGAIN_S, Waiter, ended, heard, to_the_end
 from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire.subjects import inbox_prefix
 
@@ -54,10 +54,11 @@ def translated(where: str) -> Iterator[None]:
     try:
         yield
     except FOREIGN as error:
-        raise _unavailable(where, error) from None
+        raise unavailable(where, error) from None
 
 
-def _unavailable(where: str, error: BaseException) -> BusUnavailable:
+def unavailable(where: str, error: BaseException) -> BusUnavailable:
+    """Return the error of this project for one of the client library."""
     return BusUnavailable(where, str(error) or type(error).__name__)
 
 
@@ -176,7 +177,7 @@ class Connection:
                         remove()
         except FOREIGN as error:
             self.check_allowed(subject)
-            raise _unavailable(subject, error) from None
+            raise unavailable(subject, error) from None
 
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
         """Publish without an answer. Raises Forbidden; BusUnavailable when not connected."""
@@ -242,7 +243,8 @@ class Connection:
             reason = f"waited {time.monotonic() - since:.1f} s: {self.last_error or error or type(error).__name__}"
             raise BusUnavailable(f"connecting {name} to {address}", reason) from None
         finally:
-            await ended(connecting)  # the client library may swallow one cancellation, and would then connect for ever
+            # The client library may swallow one cancellation, and would then connect for ever.
+            await ended(connecting, again_s=CANCEL_AGAIN_S)
             self._opening = None
         version = self.nc.connected_server_version
         if (version.major, version.minor) < OLDEST_SERVER:
@@ -277,7 +279,7 @@ class Connection:
             _log.info("bus: closed while disconnected error=%r", error)
         finally:
             if flushing is not None:
-                await ended(flushing)
+                await ended(flushing, again_s=CANCEL_AGAIN_S)
 
     async def _on_error(self, error: Exception) -> None:
         """Handle a refused publish, which the library reports only here: its caller would wait for the answer."""

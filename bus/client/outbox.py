@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 from nats.aio.msg import Msg
 
-from tidemill.bus.client.connection import Connection, translated
+from tidemill.bus.client.connection import FOREIGN, Connection, unavailable
 from tidemill.bus.errors import BusFull, BusUnavailable, Forbidden, Refused
 from tidemill.bus.system.coroutines import heard
 from tidemill.bus.wire.json_object import JsonObject
@@ -75,9 +75,10 @@ class Outbox:
         if self._sweeping is None:
             self._sweeping = loop.call_later(_ANSWER_S, self._sweep, loop)
         try:
-            with translated(subject):
-                await heard(self._connection.nc.publish(subject, payload, reply=token, headers=headers))
-                answer = await future
+            await heard(self._connection.nc.publish(subject, payload, reply=token, headers=headers))
+            answer = await future
+        except FOREIGN as error:  # without the block of ``translated``: this is done for each sample
+            raise unavailable(subject, error) from None
         finally:
             self._waiting.pop(token, None)
         try:

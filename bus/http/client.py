@@ -70,6 +70,7 @@ class CallFailed(DetailedError, BusError):
 
 Translate = Callable[[CallFailed], Exception]  # Returns the error of the caller's own room for a failed call
 Headers = Callable[[], Awaitable[Mapping[str, str]]]
+Body = Mapping[str, object] | bytes | None  # JSON: a map, or the bytes that a caller has encoded
 
 
 async def no_headers() -> Mapping[str, str]:
@@ -128,9 +129,7 @@ class ApiClient:
         self.url, self._translate, self._headers, self._connect_s = url.rstrip("/"), translate, headers, connect_s
         self._shared, self._opened = session, session
 
-    async def call(
-        self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None
-    ) -> Any:
+    async def call(self, method: str, path: str, body: Body = None, *, timeout_s: float | None = None) -> Any:
         """Return the JSON of the answer; None for an answer of another kind."""
         async with self.open(method, path, body, timeout_s=timeout_s) as response:
             raw = await self._content(path, response)
@@ -140,22 +139,23 @@ class ApiClient:
             failed = CallFailed(self.url, path, Failure.UNREADABLE, f"want JSON: {error}", status=200)
             raise self._translate(failed) from error
 
-    async def read(
-        self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None
-    ) -> bytes:
+    async def read(self, method: str, path: str, body: Body = None, *, timeout_s: float | None = None) -> bytes:
         async with self.open(method, path, body, timeout_s=timeout_s) as response:
             return await self._content(path, response)
 
     @asynccontextmanager
     async def open(
-        self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None
+        self, method: str, path: str, body: Body = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request and yield its answer, of status 200, to be read while entered, all within ``timeout_s``."""
         timeout = aiohttp.ClientTimeout(total=None, connect=self._connect_s)
         try:
             async with asyncio.timeout(timeout_s):
                 headers = {**await self._headers(), "Accept-Encoding": "identity"}
-                sent = self._session.request(method, self.url + path, json=body, headers=headers, timeout=timeout)
+                content: dict[str, Any] = {"json": body}
+                if isinstance(body, bytes):
+                    content, headers["Content-Type"] = {"data": body}, "application/json"
+                sent = self._session.request(method, self.url + path, **content, headers=headers, timeout=timeout)
                 async with sent as response:
                     if response.status != 200:
                         raise await self._refused(path, response)

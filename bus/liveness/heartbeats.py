@@ -12,7 +12,7 @@ from typing import Any, Self
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusError, WireError
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.system.coroutines import Waiter, beside
+from tidemill.bus.system.coroutines import Waiter, beside, ended
 from tidemill.bus.wire.rows import LiveRow, row_of
 from tidemill.bus.wire.subjects import token
 
@@ -64,8 +64,7 @@ class HeartbeatPublisher:
         within_s = (_PERIODS if self._bus.connected else 1) * self._every_s
         if exc_type is None:  # a row in flight may be stored after its own removal: wait for it
             await asyncio.wait({self._beating}, timeout=within_s)
-        self._beating.cancel()
-        await asyncio.gather(self._beating, return_exceptions=True)
+        await ended(self._beating)
         if exc_type is not None:
             return
         try:

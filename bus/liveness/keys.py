@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusError, NotFound
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import all_of
 
 ADMIN_KEY, API_KEY = "admin", "api_key"  # Rows of the buckets ``keys`` and ``run``: ``{"key": "..."}``
 _KEY_BYTES = 24
@@ -126,9 +127,7 @@ async def make_keys(bus: Bus, *, last: str = "") -> Keys:
 async def keep_keys(bus: Bus, keys: Keys) -> None:
     """Store the keys again whenever a row of theirs is lost or unreadable, until cancelled; for the learner."""
     rows = (("keys", ADMIN_KEY, keys.admin), ("run", API_KEY, keys.api))
-    async with asyncio.TaskGroup() as group:
-        for bucket, key, value in rows:
-            group.create_task(bus.rows(bucket).keep(key, {"key": value}), name=f"{bucket}.{key}")
+    await all_of(bus.rows(bucket).keep(key, {"key": value}) for bucket, key, value in rows)
 
 
 async def _key(bus: Bus, bucket: str, name: str) -> str:

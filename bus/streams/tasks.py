@@ -16,7 +16,7 @@ from tidemill.bus.client.rows import Rows, Value
 from tidemill.bus.errors import BusUnavailable, NotFound, WireError
 from tidemill.bus.streams.dead import DeadLetters
 from tidemill.bus.streams.fenced import FencedStream, FencedWriter, Fences, epoch_of, valid
-from tidemill.bus.system.coroutines import ended, to_the_end
+from tidemill.bus.system.coroutines import ended
 from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import decode_partial, decode_record, decode_task, encode_partial, encode_task
 from tidemill.bus.wire.invariants import check_partial
@@ -109,8 +109,7 @@ class Lease:
             yield self
         finally:
             timer.cancel()
-            for task in list(renewing):
-                await to_the_end(ended(task))
+            await ended(*renewing)
 
     async def _answer(self, payload: bytes) -> bool:
         return await self._queue.jet.connection.try_send(self._reply, payload)

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 
-CANCEL_AGAIN_S = 0.1
+CANCEL_AGAIN_S = 0.1  # Seconds after which a call of a client library, which has no cleanup, is cancelled again
+CLEANUP_S = 5.0  # Seconds for the cleanup of a cancelled task, which is cancelled again afterwards
 Result = TypeVar("Result")
 
 
@@ -23,9 +24,7 @@ async def first_of(*works: Awaitable[object]) -> tuple[asyncio.Future[object], .
         for future in done:
             future.result()
     finally:
-        for future in futures:
-            future.cancel()
-        await asyncio.gather(*futures, return_exceptions=True)
+        await ended(*futures)
     return futures
 
 
@@ -36,14 +35,17 @@ async def all_of(
 
     ``on_end``: called when each of them has ended, however it ends.
     """
-    tasks: list[asyncio.Task[Result]] = []
+    # No TaskGroup: it cancels its tasks once, and waits for ever for one that swallows the cancellation.
+    tasks = [asyncio.create_task(work) for work in works]
+    for task in tasks:
+        task.add_done_callback(lambda _: on_end())
     try:
-        async with asyncio.TaskGroup() as group:
-            for work in works:
-                tasks.append(group.create_task(work))
-                tasks[-1].add_done_callback(lambda _: on_end())
-    except BaseExceptionGroup as errors:
-        raise first_error(errors) from None
+        if tasks:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+    finally:
+        await ended(*tasks)
     return [task.result() for task in tasks]
 
 
@@ -56,31 +58,44 @@ async def beside(*works: Coroutine[object, object, object]) -> AsyncIterator[Non
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(*tasks)
 
 
-async def ended(task: "asyncio.Task[Any]") -> None:
-    """Cancel a task until it has ended, also when it swallows cancellations. Its error is not raised."""
-    while not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
-    if not task.cancelled():
-        task.exception()
-
-
-async def cancellable(work: Coroutine[object, None, Result]) -> Result:
-    """Return the result of ``work``, which ends for certain when this is cancelled.
+async def ended(*works: "asyncio.Future[Any]", again_s: float = CLEANUP_S) -> None:
+    """Cancel tasks, and again every ``again_s`` seconds, until all have ended. Their errors are not raised.
 
     ``asyncio.wait_for`` of Python 3.11, which client libraries use, forgets a cancellation that comes together with its
-    result (CPython issue 86296). So ``work`` is cancelled again until it ends.
+    result (CPython issue 86296). A cancellation of the caller cancels them again at once, and is raised at the end.
     """
-    task = asyncio.create_task(work)
+    cancelled, logged = None, False
+    while running := {work for work in works if not work.done()}:
+        for work in running:
+            work.cancel()
+        try:
+            _, late = await asyncio.wait(running, timeout=again_s)
+            if late and not logged:
+                log.info("cancelled again, because a cancellation did not end them tasks=%s", _names(late))
+                logged = True
+        except asyncio.CancelledError as error:
+            cancelled = error
+    for work in works:
+        if not work.cancelled():
+            work.exception()
+    if cancelled is not None:
+        raise cancelled
+
+
+def _names(works: Iterable["asyncio.Future[Any]"]) -> str:
+    return ", ".join(sorted(work.get_name() if isinstance(work, asyncio.Task) else "future" for work in works))
+
+
+async def cancellable(work: Coroutine[object, None, Result], *, again_s: float = CANCEL_AGAIN_S) -> Result:
+    """Return the result of ``work``. When this is cancelled, ``work`` is cancelled as in ``ended`` until it ends."""
+    task = asyncio.create_task(work, name=getattr(work, "__qualname__", None))
     try:
         await asyncio.wait((task,))
     finally:
-        await ended(task)
+        await ended(task, again_s=again_s)
     return task.result()
 
 
@@ -100,11 +115,19 @@ async def to_the_end(work: Coroutine[object, object, Result]) -> Result:
 
 
 async def heard(call: Awaitable[Result]) -> Result:
-    """Await a call that may swallow a cancellation (the client library's publish), which is raised afterwards."""
+    """Await a call that may swallow a cancellation (the client library's), which is raised afterwards.
+
+    Also in the place of an error of the call: that of a request without an answer comes behind a ``wait_for``.
+    """
     task = asyncio.current_task()
     assert task is not None
     before = task.cancelling()  # above 0 in the cleanup of a cancelled task, whose calls may end normally
-    result = await call
+    try:
+        result = await call
+    except Exception as error:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError from error
+        raise
     if task.cancelling() > before:
         raise asyncio.CancelledError
     return result

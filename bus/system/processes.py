@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.bus import exit_codes
+from tidemill.bus.system.coroutines import ended
 
 log = logging.getLogger(__name__)
 
@@ -228,8 +229,7 @@ class Child:
                     sys.stderr.write(f"{self.name}: {text}\n")
             return await process.wait()
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            await ended(looking)
             if not self.running:
                 self._note_reason()
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tidemill.actors.errors import EngineFailed
+from tidemill.actors.errors import EngineFailed, UnsupportedModel
 from tidemill.actors.serving.builtin.blocks import host_memory
 from tidemill.actors.serving.sglang.arguments import OLDEST, release_of, written
 from tidemill.bus.client.addresses import parse
@@ -291,16 +291,21 @@ def check_memory(
     weights = ITEM_BYTES[dtypes[1]] * model.num_parameters
     rank = training_bytes(model.tensors, dtypes[0], config.learner, cuda=False, critic=model.critic_tensors)
     total = host_memory()
-    room, has_blocks = "", engines > 0 and config.engine.kind == "builtin" and model.shape is not None
-    needed = ranks * rank + engines * 2 * weights  # those served, and those being pushed
-    if has_blocks and model.shape is not None:
-        tokens, kv_bytes = kv_budget(model.shape, config, dtypes[1], total)
+    sizes = model.sizes_of_rows(dtypes[1]) if engines > 0 and config.engine.kind == "builtin" else None
+    room, needed = "", ranks * rank + engines * 2 * weights  # those served, and those being pushed
+    if sizes is not None:
+        try:
+            tokens, kv_bytes = kv_budget(sizes, config, total)
+        except UnsupportedModel as error:
+            report.error("memory", error.where, want="fewer rows", got=error.reason, cure="lower it")
+            return
+        needed += engines * sizes.states_bytes(config.engine.max_running)
         room = f"; keys and values of an engine take at most {_gb(kv_bytes)} ({tokens:,} tokens, engine.kv_tokens)"
         if config.engine.kv_tokens:
             needed += engines * kv_bytes
     if needed > total:
         blocks, cure = "", "train a smaller model, lower up.engines or learner.data_parallel, or use a larger machine"
-        if has_blocks and config.engine.kv_tokens:
+        if sizes is not None and config.engine.kv_tokens:
             blocks, cure = ", keys and values", f"lower engine.kv_tokens, or set it to 0; {cure}"
         want = f"{_gb(needed)} of memory for the weights{blocks} of {ranks} rank(s) and {engines} engine(s)"
         where = "engine.kv_tokens" if blocks else "model.path"

@@ -7,34 +7,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidemill.actors.errors import UnsupportedModel
+from tidemill.actors.errors import NotDecoded, UnsupportedModel
+from tidemill.actors.serving.builtin.blocks import RowSizes
+from tidemill.actors.serving.builtin.row_sizes import read_row_sizes
 from tidemill.actors.serving.builtin.shape import FAMILIES as DECODED
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.model_values import EXPERTS_OF, ROPE_KEYS, as_older
+from tidemill.bus.wire.model_values import ROPE_KEYS, as_older
 from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.launch.checks.backends import check_backend, check_megatrons_critic
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.weights import check_megatron, check_tuning
+from tidemill.launch.devices.activations import ITEM_BYTES
 from tidemill.launch.devices.demand import ModelSize
-from tidemill.launch.devices.memory_table import MemoryRow, memory_rows, state_rows, valued
+from tidemill.launch.devices.fsdp_memory import fsdp_rows
+from tidemill.launch.devices.memory_table import MemoryRow, dtype_on, engine_rows, memory_rows, state_rows, valued
 from tidemill.launch.devices.shapes import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
-from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
+from tidemill.learner.layout.backends import choose_backend
+from tidemill.learner.layout.model_files import tensors_in
+from tidemill.learner.layout.sizes import FAMILIES
+from tidemill.learner.settings.backends import FSDP, MEGATRON
 from tidemill.learner.settings.config import ROLLOUT
-from tidemill.learner.settings.megatron_arguments import refusals as argument_refusals
 
 SETTING = "model.path"
-INDEX = "model.safetensors.index.json"
 # Sizes that the checks use for every family.
 NEEDED = ("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size")
-# Settings of the learner that divide a model.
-SPLITS = (
-    *("tensor_parallel", "sequence_parallel", "context_parallel", "expert_parallel"),
-    *("pipeline_parallel", "virtual_pipeline", "first_stage_layers", "last_stage_layers"),
-)
 # Errors of files of any content.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error)
-HEADER_MOST = 100_000_000  # Largest header, in bytes. Source: the safetensors library's own limit.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +45,15 @@ class CheckedModel:
     vocab_size: int
     context: int  # Tokens of prompt and response together that the model takes, or the engine if it takes fewer
     num_parameters: int  # 0 = not known
-    shape: ModelShape | None  # None for a family that only SGLang serves
+    shape: ModelShape | None  # None for a family that the built-in engine's decoder lacks
     tensors: Shapes = field(default_factory=dict, repr=False)  # Shapes of the weights by name
     # The model in `learner.critic.path`; None = none, or of a family that the built-in engine lacks.
     critic: ModelShape | None = None
+    backend: str = MEGATRON  # The one that trains it
     routed_bytes: int = 0  # Bytes of the experts of one token in a sample, where they are replayed; else 0
     num_trained: int | None = None  # Parameters that the learner trains; None = all
+    # Sizes of an engine's rows by its dtype, for a model without ``shape`` that transformers runs in the engine.
+    row_sizes: Mapping[str, RowSizes] = field(default_factory=dict)
 
     @property
     def critic_tensors(self) -> Shapes | None:
@@ -58,14 +61,23 @@ class CheckedModel:
         shape = self.critic or self.shape
         return None if shape is None else valued(shape).tensors()
 
+    def sizes_of_rows(self, dtype: str) -> RowSizes | None:
+        """Return the sizes of the rows of a built-in engine with this dtype; None = SGLang serves the model."""
+        return self.row_sizes.get(dtype) if self.shape is None else RowSizes.of(self.shape, ITEM_BYTES[dtype])
+
 
 def rank_rows(model: CheckedModel, config: RunConfig, *, cuda: bool, engine_memory: int = 0) -> tuple[MemoryRow, ...]:
-    """Return the table of memory; for a family that only SGLang serves without activations, logits and engine.
-    ``engine_memory``: as for ``memory_rows``.
+    """Return the table of memory; for a family that the decoder lacks without activations and logits.
+    ``engine_memory``: as for ``memory_rows``. Raises UnsupportedModel for more rows than there is memory for.
     """
-    if model.shape is None:
-        return state_rows(model.tensors, config, cuda=cuda, critic=model.critic_tensors)
-    return memory_rows(model.shape, config, cuda=cuda, critic=model.critic, engine_memory=engine_memory)
+    if model.backend == MEGATRON and model.shape is not None:
+        return memory_rows(model.shape, config, cuda=cuda, critic=model.critic, engine_memory=engine_memory)
+    rows_of = state_rows if model.backend == MEGATRON else fsdp_rows
+    rows = rows_of(model.tensors, config, cuda=cuda, critic=model.critic_tensors)
+    sizes = model.sizes_of_rows(dtype_on(config.engine.dtype, cuda=cuda))
+    if sizes is None:
+        return rows
+    return *rows, *engine_rows(model.num_parameters, sizes, config, cuda=cuda, memory_bytes=engine_memory)
 
 
 def check_model(report: Report, config: RunConfig, *, prepared: bool) -> CheckedModel | None:
@@ -77,12 +89,11 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
     if values is None:
         return None
     before = len(report.errors)
-    _check_layout(report, config, values, where)
-    _check_settings(report, config, values)
-    for refused in argument_refusals(config.learner.megatron):
-        cure = "see docs/parallelism.md, or remove it"
-        report.error("model", refused.field, want=refused.want, got=refused.got, cure=cure)
-    shape = _shape(report, config, values, where)
+    backend = choose_backend(config.learner, values, megatron_checkpoint=bool(config.model.megatron_checkpoint))
+    check_backend(report, config, values, where, backend.kind)
+    shape = _shape(report, config, values, where, backend.kind)
+    _check_runner(report, config, shape)
+    row_sizes = _row_sizes(report, config, path) if shape is None and len(report.errors) == before else {}
     in_files = _tensors(report, path) if prepare is None and len(report.errors) == before else {}
     if shape is None and len(report.errors) == before:
         for name in (name for name in NEEDED if not isinstance(values.get(name), int)):
@@ -102,9 +113,11 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
         num_parameters=sum(map(math.prod, tensors.values())),
         shape=shape,
         tensors=tensors,
-        critic=_check_critic(report, config, vocabulary, positions),
+        critic=_check_critic(report, config, vocabulary, positions, backend.kind),
+        backend=backend.kind,
         routed_bytes=_routed_bytes(config, values),
         num_trained=sum(map(math.prod, trained_tensors(tensors, config.learner).values())),
+        row_sizes=row_sizes,
     )
     if prepare is None:
         _check_weights(report, path, tensors, in_files)
@@ -113,7 +126,8 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
     check_tuning(report, config, tensors)
     check_megatron(report, config, tensors, num_layers=int(str(values["num_hidden_layers"])))
     if len(report.errors) == before:
-        report.good("model", f"{path if prepare is None else 'made at the start'}: {_in_words(values, model)}")
+        text = f"{_in_words(values, model)}, trained by {backend.kind} ({backend.reason})"
+        report.good("model", f"{path if prepare is None else 'made at the start'}: {text}")
     return model
 
 
@@ -152,45 +166,44 @@ def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:
     return values
 
 
-def _check_layout(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> None:
-    """Refuse values that the learner cannot train, or cannot divide over its ranks."""
-    has_bridge, splits = bool(config.learner.bridge), {name: getattr(config.learner, name) for name in SPLITS}
-    for refused in refusals(values, where=where, own_bridge=has_bridge, **splits):
-        named = [f"learner.{name}" for name in SPLITS if f"learner.{name}" in refused.want]
-        cure = f"lower {' or '.join(named)}" if named else "use another model"
-        report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
-
-
-def _check_settings(report: Report, config: RunConfig, values: Mapping[str, object]) -> None:
-    learner, family = config.learner, values.get("model_type")
-    experts, biased = family in EXPERTS_OF, family in WITH_BIAS
-    if family not in FAMILIES:
-        return
-    refused = {
-        "routing_replay": learner.routing_replay != "none" and not experts,
-        "moe_aux_loss_coef": learner.moe_aux_loss_coef > 0 and not experts,
-        "moe_bias_update_rate": learner.moe_bias_update_rate > 0 and not biased,
-        "offload_optimizer": learner.offload_optimizer and experts,
-        "optimizer.name": learner.optimizer.name == "sgd" and experts,
-    }
-    has = {"moe_bias_update_rate": "no bias per expert"}
-    for name in (name for name, wrong in refused.items() if wrong):
-        want = f"its default for {family}, which has {has.get(name, 'experts' if experts else 'no experts')}"
-        report.error("model", f"learner.{name}", want=want, got=getattr(learner, name), cure="remove the setting")
-
-
-def _shape(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> ModelShape | None:
-    """Return the sizes for the built-in decoder; None for a model that it lacks: an error, unless SGLang serves it."""
+def _shape(
+    report: Report, config: RunConfig, values: Mapping[str, object], where: str, backend: str
+) -> ModelShape | None:
+    """Return the sizes for the built-in decoder; None for a model that it lacks: an error where it must run it."""
     family = values.get("model_type")
-    is_trainable = family in FAMILIES or bool(config.learner.bridge)  # another one has been reported already
+    megatrons = family in FAMILIES or bool(config.learner.bridge)
+    is_trainable = megatrons or backend == FSDP  # another one has been reported already
     if not is_trainable or (family not in DECODED and config.engine.kind == "sglang"):
         return None
     try:
         return ModelShape.of(values, where=where)
     except UnsupportedModel as error:
+        if isinstance(error, NotDecoded) and config.engine.kind == "builtin" and config.engine.runner != "decoder":
+            return None
         cure = "use another model" if family in DECODED else "use engine.kind: sglang, or another model"
         report.error("model", error.where, want="a model that engine and learner support", got=error.reason, cure=cure)
     return None
+
+
+def _check_runner(report: Report, config: RunConfig, shape: ModelShape | None) -> None:
+    """Refuse settings that transformers as the runner of an engine does not have."""
+    is_decoded = config.engine.kind != "builtin" or (shape is not None and config.engine.runner != "transformers")
+    if config.learner.routing_replay == ROLLOUT and not is_decoded:
+        want = "none where transformers runs the model in the engine, which reports no experts then"
+        cure = "remove it, or use engine.kind: sglang"
+        report.error("model", "learner.routing_replay", want=want, got=ROLLOUT, cure=cure)
+
+
+def _row_sizes(report: Report, config: RunConfig, path: Path) -> Mapping[str, RowSizes]:
+    """Return the sizes of an engine's rows by dtype, for a model that transformers runs; else none."""
+    if config.engine.kind != "builtin":
+        return {}
+    try:
+        return read_row_sizes(path)
+    except UnsupportedModel as error:
+        cure = "use engine.kind: sglang, or another model"
+        report.error("model", error.where, want="a model that the engine can run", got=error.reason, cure=cure)
+    return {}
 
 
 Tensors = Mapping[str, tuple[int, ...]]  # Shapes by name
@@ -232,33 +245,6 @@ def _critic_tensors(path: Path) -> Tensors | None:
         return valued(ModelShape.read(path)).tensors()
     except (UnsupportedModel, *UNREADABLE):
         return None
-
-
-def tensors_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor, from the headers of the safetensors files. Raises ValueError, OSError."""
-    if (path / INDEX).is_file():
-        files = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        files = sorted(file.name for file in path.glob("*.safetensors"))
-    if not files:
-        raise ValueError("no such file")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in files:
-        shapes |= _header(path / name)
-    return shapes
-
-
-def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes in a header: eight bytes of length, a JSON map (huggingface.co/docs/safetensors, "Format")."""
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        if length > HEADER_MOST:
-            raise ValueError(f"{file}: no safetensors file")
-        header = json.loads(opened.read(length))
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    if file.stat().st_size < 8 + length + end:
-        raise ValueError(f"{file}: cut off after {file.stat().st_size} of {8 + length + end} bytes")
-    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
 
 
 def _check_context(report: Report, config: RunConfig, model: CheckedModel, positions: int) -> None:
@@ -315,7 +301,9 @@ def _check_reference(report: Report, config: RunConfig, values: Mapping[str, obj
             report.error("model", where, want=want, got=f"{theirs} in {reference}", cure=cure)
 
 
-def _check_critic(report: Report, config: RunConfig, vocab_size: int, max_positions: int) -> ModelShape | None:
+def _check_critic(
+    report: Report, config: RunConfig, vocab_size: int, max_positions: int, backend: str
+) -> ModelShape | None:
     """Check the model that the critic starts from, and return its shape: it reads the policy's tokens."""
     learner = config.learner
     if not learner.critic.path:
@@ -334,13 +322,8 @@ def _check_critic(report: Report, config: RunConfig, vocab_size: int, max_positi
         got = f"{vocabulary} tokens, context {positions} in {path}"
         report.error("critic", where, want=want, got=got, cure="use a model with the policy's tokenizer")
         return None
-    has_bridge, splits = bool(learner.bridge), {name: getattr(learner, name) for name in SPLITS}
-    for refused in refusals(values, where=f"{path}/config.json", own_bridge=has_bridge, **splits):
-        report.error("critic", refused.field, want=refused.want, got=refused.got, cure=f"use another model ({where})")
-    if learner.offload_optimizer and values.get("model_type") in EXPERTS_OF:
-        want = f"false with a critic that has experts ({values['model_type']} in {path})"
-        cure = "remove the setting, or use another critic"
-        report.error("critic", "learner.offload_optimizer", want=want, got=True, cure=cure)
+    if backend == MEGATRON:
+        check_megatrons_critic(report, config, values, where)
     try:
         return ModelShape.of(values, where=str(path))
     except UnsupportedModel:  # no engine will serve it

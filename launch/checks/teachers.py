@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tidemill.actors.config import TeacherConfig, chosen
-from tidemill.actors.errors import UnsupportedModel
+from tidemill.actors.errors import NotDecoded, UnsupportedModel
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.bus.system.processes import direct_opener
 from tidemill.launch.checks.data import Prompts
@@ -39,12 +39,12 @@ def _check_directory(
 ) -> None:
     path, want = Path(teacher.model), "the directory of a Hugging Face model that the built-in engine serves"
     try:
-        shape = ModelShape.read(path)
-    except UnsupportedModel as error:
+        num_ids, positions, size = _sizes(path)
+    except (UnsupportedModel, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         cure = "fix the path, or start another server (SGLang) and set urls"
         report.error("teachers", where, want=want, got=f"{teacher.name}: {teacher.model!r}: {error}", cure=cure)
         return
-    if not _same_vocabulary(report, teacher.name, shape.vocab_size, where, model):
+    if not _same_vocabulary(report, teacher.name, num_ids, where, model):
         return
     ours, theirs = Path(config.model.path) / TOKENIZER, path / TOKENIZER
     is_there = model is not None and model.directory is not None and ours.is_file() and theirs.is_file()
@@ -53,13 +53,27 @@ def _check_directory(
         cure = "use a teacher of the same family: ids must mean the same tokens"
         report.error("teachers", where, want=want, got=got, cure=cure)
         return
-    if model is not None and shape.max_positions < model.context:
+    if model is not None and positions < model.context:
         want = f"a context of at least {model.context} tokens, the trained model's"
-        got = f"{teacher.name}: {shape.max_positions}"
+        got = f"{teacher.name}: {positions}"
         report.error("teachers", where, want=want, got=got, cure="use another teacher, or set engine.max_context")
         return
-    size = f"{shape.num_layers} layers of {shape.hidden}"
     report.good("teachers", f"{teacher.name}: {teacher.model}, {size}, started beside the run")
+
+
+def _sizes(path: Path) -> tuple[int, int, str]:
+    """Return the vocabulary, the context and the size in words of a model directory. Raises UnsupportedModel and the
+    errors of files of any content.
+    """
+    try:
+        shape = ModelShape.read(path)
+    except NotDecoded:  # transformers runs it, which the teacher finds out
+        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        values = values.get("text_config") or values
+        names = ("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size")
+        num_ids, positions, layers, hidden = (int(values[name]) for name in names)
+        return num_ids, positions, f"{layers} layers of {hidden}"
+    return shape.vocab_size, shape.max_positions, f"{shape.num_layers} layers of {shape.hidden}"
 
 
 def _same_vocabulary(report: Report, name: str, num_ids: int, where: str, model: CheckedModel | None) -> bool:

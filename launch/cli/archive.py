@@ -22,6 +22,7 @@ from rich.console import Console
 from tidemill.bus.errors import StreamTrimmed, WireError
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.streams.readers import LEAVE, WAIT, Cursors, History, Reader, StoredSample
+from tidemill.bus.system.coroutines import ended
 from tidemill.bus.wire.rows import ReaderRow
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import change, look, read_until_drained
@@ -119,10 +120,7 @@ async def _fill(
         await asyncio.to_thread(recordings.sync)
         await reader.advance(newest_seq)
     finally:
-        tasks = [task for task in (upcoming, drained) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(*(task for task in (upcoming, drained) if task is not None))
         await samples.aclose()  # type: ignore[attr-defined]
 
 

@@ -19,8 +19,8 @@ NOT_COUNTED = (
     "about a tenth). Copies for checkpoints are there from the copy until they are written."
 )
 OF_ANY_FAMILY = (
-    "Nor counted for this family: activations, logits, and what its engine needs. Matrices that it keeps "
-    "whole on every tensor-parallel rank count as split."
+    "Nor counted for this family: activations and logits. Matrices that it keeps whole on every tensor-parallel "
+    "rank count as split."
 )
 
 

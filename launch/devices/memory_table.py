@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from tidemill.actors.serving.builtin.blocks import BLOCK, block_bytes, budget
+from tidemill.actors.serving.builtin.blocks import BLOCK, RowSizes, budget
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.launch.devices.activations import FLOAT32, ITEM_BYTES, NONE, Activations, logits_bytes
 from tidemill.launch.devices.shapes import Shapes, is_whole, stages_of, trained_tensors
@@ -41,7 +41,8 @@ class MemoryRow:
     on_host: bool = False  # True for memory of the host even where the process computes on an accelerator
 
 
-def _of_rank(part: str, num_bytes: int, *, on_host: bool = False) -> MemoryRow:
+def of_rank(part: str, num_bytes: int, *, on_host: bool = False) -> MemoryRow:
+    """Return a row of a rank."""
     return MemoryRow(process="rank", part=part, bytes=num_bytes, on_host=on_host)
 
 
@@ -56,13 +57,15 @@ def memory_rows(
     """
     learner, engine = (dtype_on(setting, cuda=cuda) for setting in (config.learner.dtype, config.engine.dtype))
     tokens = -(-row_tokens(shape, config) // config.learner.context_parallel)
-    libraries = _of_rank("Python, torch and Megatron, about", LIBRARY_BYTES)
+    libraries = of_rank("Python, torch and Megatron, about", LIBRARY_BYTES)
     return (
         *_state(shape.tensors(), valued(critic or shape).tensors(), config, learner, cuda=cuda),
         *_activations(tokens, shape, critic or shape, config.learner, learner, cuda=cuda),
         *(() if cuda else (libraries,)),
-        *_sending(shape.tensors(), config, learner, cuda=cuda),
-        *_engine(shape, config, engine, engine_memory),
+        *sending_rows(shape.tensors(), config, cuda=cuda),
+        *engine_rows(
+            parameters(shape), RowSizes.of(shape, ITEM_BYTES[engine]), config, cuda=cuda, memory_bytes=engine_memory
+        ),
     )
 
 
@@ -76,7 +79,7 @@ def state_rows(
     """
     dtype = dtype_on(config.learner.dtype, cuda=cuda)
     whose = tensors if critic is None else critic
-    return (*_state(tensors, whose, config, dtype, cuda=cuda), *_sending(tensors, config, dtype, cuda=cuda))
+    return (*_state(tensors, whose, config, dtype, cuda=cuda), *sending_rows(tensors, config, cuda=cuda))
 
 
 def dtype_on(setting: str, *, cuda: bool) -> str:
@@ -133,7 +136,7 @@ def _state(tensors: Shapes, critic: Shapes, config: RunConfig, dtype: str, *, cu
     if copies and cuda:
         copies.append(("own weights, while one of the other two is in their place", item * away))
     for part, num_bytes in copies:
-        yield _of_rank(part, num_bytes, on_host=cuda)
+        yield of_rank(part, num_bytes, on_host=cuda)
     if learner.checkpoint.background:
         # Each tensor is copied by one of the replicas that have it, so another rank may have less.
         weights = item * saved * (2 if config.weights.push_every > 1 else 1) + (
@@ -142,10 +145,12 @@ def _state(tensors: Shapes, critic: Shapes, config: RunConfig, dtype: str, *, cu
         state = optimizer_bytes(policys.share, dtype)
         if learner.algorithm.by_critic:
             weights, state = weights + item * its, state + optimizer_bytes(critics.share, dtype)
-        yield _of_rank("copy of weights and Adam's state, for checkpoints, at most", weights + state, on_host=cuda)
+        yield of_rank("copy of weights and Adam's state, for checkpoints, at most", weights + state, on_host=cuda)
 
 
-def _sending(tensors: Shapes, config: RunConfig, dtype: str, *, cuda: bool) -> Iterable[MemoryRow]:
+def sending_rows(tensors: Shapes, config: RunConfig, *, cuda: bool) -> Iterable[MemoryRow]:
+    """Yield the rows of the rank that sends weights, for its copies and its processes."""
+    dtype = dtype_on(config.learner.dtype, cuda=cuda)
     yield MemoryRow(
         process=SENDER,
         part=f"{STAGED_COPIES} copies of its part of the weights, for pushes",
@@ -200,19 +205,19 @@ def _activations(
     # The first stage of a pipeline keeps as many rows as there are stages, each in its share of the layers.
     kept = f"kept for the backward pass of {tokens:,} tokens"
     trained = [shape, *([critic] if learner.algorithm.by_critic else [])]  # in turn, so the larger one counts
-    yield _of_rank(f"activations {kept}", tokens * max(map(activations.kept_per_token, trained)))
+    yield of_rank(f"activations {kept}", tokens * max(map(activations.kept_per_token, trained)))
     if learner.recompute != NONE:
         again = max(map(activations.again_per_token, trained))
-        yield _of_rank("activations of one layer, computed again", tokens * again)
+        yield of_rank("activations of one layer, computed again", tokens * again)
     if shape.experts is not None and learner.grouped_experts != "never" and (dtype == "bfloat16" or not cuda):
         weights = 2 * shape.hidden * shape.experts.intermediate * (shape.experts.count // learner.expert_parallel)
-        yield _of_rank("experts of one layer, side by side, and their gradient", 2 * weights * ITEM_BYTES[dtype])
+        yield of_rank("experts of one layer, side by side, and their gradient", 2 * weights * ITEM_BYTES[dtype])
     fused, vocabulary = cuda and learner.fused_log_probs != "never", shape.vocab_size // split
     logits = logits_bytes(tokens, vocabulary, shape.hidden, dtype, fused=fused)
-    yield _of_rank(f"logits of {tokens:,} tokens, at once", logits)
+    yield of_rank(f"logits of {tokens:,} tokens, at once", logits)
     if _overlapped(learner, cuda=cuda) and not (shape.tied and learner.pipeline_parallel == 1):
         part = "gradient of the output weight, without values, for the overlapped reduction"
-        yield _of_rank(part, vocabulary * shape.hidden * ITEM_BYTES[dtype])
+        yield of_rank(part, vocabulary * shape.hidden * ITEM_BYTES[dtype])
 
 
 def _overlapped(learner: LearnerConfig, *, cuda: bool) -> bool:
@@ -251,39 +256,46 @@ def _model(
 ) -> Iterable[MemoryRow]:
     """Yield the rows of a model that is trained, or a part of it: weights, gradients, Adam's state."""
     among = ", adapters among them" if adapters else ""
-    yield _of_rank(f"{prefix}weights{among}", ITEM_BYTES[dtype] * elements.own)
-    yield _of_rank(f"{prefix}gradients, float32", FLOAT32 * elements.trained)
+    yield of_rank(f"{prefix}weights{among}", ITEM_BYTES[dtype] * elements.own)
+    yield of_rank(f"{prefix}gradients, float32", FLOAT32 * elements.trained)
     divided = f", 1/{num_shares(learner)} of them" if num_shares(learner) > 1 else ""
     if divided and elements.experts:
         divided += f" and 1/{num_expert_shares(learner)} of its experts'"
     main = "" if dtype == "float32" else " and main weights"
     state = optimizer_bytes(elements.share, dtype)
     on_host = learner.offload_optimizer and cuda
-    yield _of_rank(f"{prefix}Adam: two moments{main}, float32{divided}", state, on_host=on_host)
+    yield of_rank(f"{prefix}Adam: two moments{main}, float32{divided}", state, on_host=on_host)
     if learner.offload_optimizer:
         block = optimizer_bytes(min(elements.share, OFFLOADED_AT_ONCE), dtype)
-        yield _of_rank(f"{prefix}Adam's state of one block, in a step", block)
+        yield of_rank(f"{prefix}Adam's state of one block, in a step", block)
 
 
-def _engine(shape: ModelShape, config: RunConfig, dtype: str, memory_bytes: int) -> Iterable[MemoryRow]:
+def engine_rows(
+    num_parameters: int, sizes: RowSizes, config: RunConfig, *, cuda: bool, memory_bytes: int
+) -> Iterable[MemoryRow]:
+    """Yield the rows of one built-in engine. ``sizes``: of its rows in its dtype; ``memory_bytes``: of its device, 0 =
+    not known. Raises UnsupportedModel as ``budget``.
+    """
     if config.engine.kind != "builtin":
         return
-    weights = ITEM_BYTES[dtype] * parameters(shape)
+    weights = ITEM_BYTES[dtype_on(config.engine.dtype, cuda=cuda)] * num_parameters
     yield MemoryRow(process="engine", part="weights", bytes=weights)
     yield MemoryRow(process="engine", part="weights of a push under way", bytes=weights)
-    tokens, kv_bytes = kv_budget(shape, config, dtype, memory_bytes)
+    tokens, kv_bytes = kv_budget(sizes, config, memory_bytes)
     part = f"keys and values of {tokens:,} tokens (engine.kv_tokens), at most"
     yield MemoryRow(process="engine", part=part, bytes=kv_bytes)
+    if states := sizes.states_bytes(config.engine.max_running):
+        part = f"states of {config.engine.max_running} rows (engine.max_running), twice"
+        yield MemoryRow(process="engine", part=part, bytes=states)
 
 
-def kv_budget(shape: ModelShape, config: RunConfig, dtype: str, memory_bytes: int) -> tuple[int, int]:
-    """Return the tokens for whose keys and values a built-in engine has room, and their bytes; ``memory_bytes``: of its
-    device, 0 = not known.
+def kv_budget(sizes: RowSizes, config: RunConfig, memory_bytes: int) -> tuple[int, int]:
+    """Return the tokens for whose keys and values a built-in engine has room, and their bytes. Arguments as for
+    ``engine_rows``.
     """
-    engine, item = config.engine, ITEM_BYTES[dtype]
-    limits = {name: getattr(engine, name) for name in ("max_running", "max_context", "kv_tokens")}
-    num_blocks = budget(shape, item, **limits, memory_bytes=memory_bytes)
-    return num_blocks * BLOCK, num_blocks * block_bytes(shape, item)
+    limits = {name: getattr(config.engine, name) for name in ("max_running", "max_context", "kv_tokens")}
+    num_blocks = budget(sizes, **limits, memory_bytes=memory_bytes)
+    return num_blocks * BLOCK, num_blocks * sizes.block_bytes
 
 
 def row_tokens(shape: ModelShape, config: RunConfig) -> int:

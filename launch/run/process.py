@@ -88,6 +88,7 @@ def _state(pid: int) -> str:
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+CLEANUP_S = 30.0  # Seconds for the cleanup of a process that is cancelled, which is cancelled again afterwards
 SAME_SIGNAL_S = 1.0  # Seconds after the first signal in which further ones count as the same
 
 
@@ -140,7 +141,7 @@ async def _supervised(
     loop, draining = asyncio.get_running_loop(), asyncio.Event()
     # Nohup
     numbers = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    work = loop.create_task(cancellable(main(draining)), name="main")
+    work = loop.create_task(cancellable(main(draining), again_s=CLEANUP_S), name="main")
     first_s = 0.0
 
     def on_signal(number: int) -> None:

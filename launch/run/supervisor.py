@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tidemill.bus import exit_codes
+from tidemill.bus.system.coroutines import ended
 from tidemill.bus.system.processes import Child
 from tidemill.launch.run.process import launched
 
@@ -126,9 +127,7 @@ class Supervisor:
 
     async def end(self, names: Sequence[str], *, within_s: float) -> dict[str, int | None]:
         """Drain processes, all at once; kill those left at the deadline. Returns their exit codes."""
-        for name in names:
-            self._keepers[name].cancel()
-        await asyncio.gather(*(self._keepers[name] for name in names), return_exceptions=True)
+        await ended(*(self._keepers[name] for name in names))
         codes = await asyncio.gather(*(self._children[name].end(within_s) for name in names))
         for name, code in zip(names, codes, strict=True):
             if code == -signal.SIGKILL:

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +41,7 @@ from tidemill.launch.run.directory import CannotBegin, directory_of_one
 from tidemill.launch.run.engine_devices import EngineDevices
 from tidemill.launch.run.host import Host
 from tidemill.launch.run.supervisor import GaveUp, Supervisor
-from tidemill.launch.run.watch import RunWatch
+from tidemill.launch.run.watch import LOOK_EVERY_S, RunWatch
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import Loaded, to_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
@@ -90,6 +90,22 @@ def log_to_file(file: Path) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s up: %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.getLogger("nats").setLevel(logging.CRITICAL)
+
+
+async def with_bus(
+    work: Coroutine[object, object, None], bus: Bus, supervisor: Supervisor, *, away_s: float = BUS_START_S
+) -> None:
+    """Run ``work``, which waits for the bus without end, when no process and no view is left that reports its absence.
+
+    Raises GaveUp when the bus is not started again, and BusUnavailable when it is away for ``away_s``.
+    """
+
+    async def away() -> None:
+        while True:
+            await bus.wait_connected(away_s)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    await first_of(work, supervisor.failed(), away())
 
 
 class Up:
@@ -228,7 +244,7 @@ class Up:
             await self._drain()
         finished = not self.code and await self._trained_to_the_end(bus)
         if finished or (self._watch.step and not self.code):
-            await self._audit(bus, self._watch.elapsed_s, finished=finished)
+            await with_bus(self._audit(bus, self._watch.elapsed_s, finished=finished), bus, self._supervisor)
         if not finished:
             who = "the learner" if is_over else "all"
             self._print(f"{who} drained at step {self._watch.step} of {self._watch.steps}; {self._cure}")

@@ -21,6 +21,7 @@ from tidemill.bus.client.jetstream import StreamState
 from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import all_of
 from tidemill.bus.wire.messages import Done, Evaluated, Sample
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run import summary
@@ -176,11 +177,7 @@ class RunWatch:
 
     async def run(self) -> None:
         """Background loop: watch until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._follow_outcomes(), name="outcomes")
-            group.create_task(self._read_state(), name="state")
-            group.create_task(self._watch_room(), name="room of the bus")
-            group.create_task(self.await_answers(), name="answers")
+        await all_of((self._follow_outcomes(), self._read_state(), self._watch_room(), self.await_answers()))
 
     async def _follow_outcomes(self) -> None:
         async for _, record in self.bus.plans.follow():

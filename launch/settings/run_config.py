@@ -260,6 +260,7 @@ _SAME_BITS = frozenset(
 )
 # Settings that came later, with their defaults, at which they are no part of the digest: those of former runs stay.
 _LATER_OF_LEARNER: JsonMapping = {
+    "backend": "auto",
     "distributed_optimizer": False,
     "num_epochs": 0,
     "first_stage_layers": 0,

@@ -91,16 +91,25 @@ def padded_length(length: int) -> int:
 
 
 def attend_varlen(
-    q: Tensor, k: Tensor, v: Tensor, piece: Piece, *, operator: Callable[..., Any], scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    piece: Piece,
+    *,
+    operator: Callable[..., Any],
+    scale: float | None,
+    window: int = 0,
 ) -> Tensor:
     """Attend causally within each sequence of a piece: q [T, n, d], k and v [T, groups, d] -> [T, n, d].
 
-    ``operator`` has the signature of ``torch.nn.attention.varlen.varlen_attn``, where (-1, 0) is a causal window. Where
-    it has no ``enable_gqa`` (torch 2.11), it takes fewer heads of keys and values as they are.
+    ``window``: tokens that a query sees, its own included; 0 = all before it. ``operator`` has the signature of
+    ``torch.nn.attention.varlen.varlen_attn``, where (-1, 0) is a causal window. Where it has no ``enable_gqa`` (torch
+    2.11), it takes fewer heads of keys and values as they are.
     """
     groups = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_groups(operator) else {}
     bounds, longest = piece.bounds_S, piece.longest
-    out: Tensor = operator(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **groups)
+    left = window - 1 if window else -1
+    out: Tensor = operator(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **groups)
     return out
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.model_values import EXPERTS_OF, MTP_LAYERS, as_older, num_experts, sparse_layers
 from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout.model_files import tensors_in
 
 FAMILIES = (
     "deepseek_v3",
@@ -65,7 +66,7 @@ def refusals(
     """
     family = values.get("model_type")
     if family not in FAMILIES and not own_bridge:
-        want = f"one of {', '.join(FAMILIES)}, or learner.bridge for another family"
+        want = f"one of {', '.join(FAMILIES)}, or for another family learner.backend: fsdp or learner.bridge"
         return [ConfigRefused(f"{where}: model_type", want, family)]
     family = str(family)
     problems = [
@@ -293,9 +294,38 @@ class StepFlops:
         return cls(per_token=PASSES * PER_PRODUCT * weights, per_pair=PASSES * PER_PRODUCT * layers * pair)
 
     @classmethod
+    def of_tensors(
+        cls, values: JsonMapping, tensors: Mapping[str, tuple[int, ...]], *, value_head: bool = False
+    ) -> "StepFlops":
+        """Return the operations for a model of any family, about: those of its matrices, and of softmax attention.
+
+        Of the experts in the files a token counts its own. Linear attention counts by its matrices alone.
+        """
+        values = values.get("text_config") or values
+        share = _share_of_experts(values)
+        weights = 0.0
+        for name, shape in tensors.items():
+            if len(shape) > 1 and not any(part in name for part in _NO_PRODUCT):
+                weights += math.prod(shape) * (share if ".experts." in name else 1.0)
+        heads, hidden = int(values.get("num_attention_heads") or 0), int(values["hidden_size"])
+        weights += hidden * (1 if value_head else int(values["vocab_size"]))
+        size = int(values.get("head_dim") or (hidden // heads if heads else 0))
+        kinds = values.get("layer_types") or [""] * int(values["num_hidden_layers"])
+        layers = sum(
+            kind in ("", "attention") or kind.endswith(("full_attention", "sliding_attention")) for kind in kinds
+        )
+        return cls(
+            per_token=round(PASSES * PER_PRODUCT * weights),
+            per_pair=max(1, PASSES * PER_PRODUCT * layers * 2 * heads * size),
+        )
+
+    @classmethod
     def read(cls, model_dir: Path, *, value_head: bool = False) -> "StepFlops":
-        """Return the operations for a Hugging Face directory, as ``of``."""
-        return cls.of(json.loads((model_dir / "config.json").read_text()), value_head=value_head)
+        """Return the operations for a Hugging Face directory, as ``of`` or, for other families, ``of_tensors``."""
+        values = json.loads((model_dir / "config.json").read_text())
+        if values.get("model_type") in FAMILIES:
+            return cls.of(values, value_head=value_head)
+        return cls.of_tensors(values, tensors_in(model_dir), value_head=value_head)
 
     @property
     def pair_tokens(self) -> int:
@@ -312,6 +342,19 @@ class StepFlops:
             length * self.per_token + (before * length + length * (length + 1) // 2) * self.per_pair
             for before, length in spans
         )
+
+
+_SOFTMAX = ("", "attention", "full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers (``layer_types``) with softmax attention; "" = the configuration does not tell layers apart."""
+_NO_PRODUCT = ("embed", "wte.", "lm_head.", "visual.", "vision", "audio")
+"""In names of tensors that no token of text is multiplied with; the output layer is counted by its sizes."""
+
+
+def _share_of_experts(values: JsonMapping) -> float:
+    """Return the share of the experts that a token passes."""
+    totals = (values.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    total = next((total for total in totals if total), 0)
+    return int(values.get("num_experts_per_tok") or total) / total if total else 1.0
 
 
 def _attention(values: JsonMapping) -> tuple[int, int]:

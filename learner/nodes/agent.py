@@ -21,7 +21,7 @@ from tidemill.bus import exit_codes
 from tidemill.bus.client.addresses import in_url
 from tidemill.bus.errors import BusError, RowConflict, UnreadableRow
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.system.coroutines import Waiter, ended
 from tidemill.bus.wire.rows import Attempt, NodeRow, Phase, State
 from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.errors import LearnerEnded, NodeRefused
@@ -105,7 +105,7 @@ class Agent:
             loops = [asyncio.create_task(work, name=name) for name, work in works.items()]
             for loop in loops:
                 loop.add_done_callback(lambda _: self._wake.wake())
-            stack.push_async_callback(_cancel, loops)
+            stack.push_async_callback(ended, *loops)
             await stack.enter_async_context(self._work.opened(self._bus))
             stack.push_async_callback(self._end_ranks)
             try:
@@ -301,9 +301,3 @@ class Agent:
         await draining.wait()
         self._stopped = True
         self._wake.wake()
-
-
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

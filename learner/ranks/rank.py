@@ -78,7 +78,7 @@ def _take_steps(
     debug: DebugConfig,
 ) -> None:
     with ExitStack() as stack:
-        backend = open_backend()
+        backend = open_backend(learner, places.model_dir, megatron_checkpoint=places.megatron_checkpoint is not None)
         here, rank = _join(stack, backend, learner), None
 
         def collect(waits_for: str) -> None:

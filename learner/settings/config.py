@@ -20,6 +20,7 @@ from tidemill.bus.section import (
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.algorithms.choices import CREDITS
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.settings.backends import BACKENDS
 from tidemill.learner.settings.checkpoint_store import CheckpointConfig
 from tidemill.learner.settings.contradictions import refuse_contradictions
 from tidemill.learner.settings.lora import LoraConfig
@@ -126,8 +127,12 @@ class LearnerConfig:
     """Optimizer steps per batch and version, each on its share of the groups."""
     max_tokens_per_micro_batch: Positive = 8192
     """Token budget of one packed row; micro-batches are filled to it."""
+    backend: Annotated[str, OneOf(BACKENDS)] = "auto"
+    """auto | megatron | fsdp (docs/parallelism.md). megatron = its families, with every kind of parallelism; fsdp = any
+    model of transformers, divided over the data-parallel ranks; auto = megatron where the model or a setting has it.
+    """
     data_parallel: Positive = 1
-    """Replicas of the model."""
+    """Replicas of the model; with backend fsdp the ranks, over which its weights are divided."""
     tensor_parallel: Positive = 1
     """Ranks over which every matrix is split; must divide vocabulary, key/value heads and intermediate size."""
     sequence_parallel: bool = False

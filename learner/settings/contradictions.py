@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tidemill.learner.algorithms.choices import BY_CRITIC, OF_GROUPS, OF_TURNS
+from tidemill.learner.settings.backends import FSDP, MEGATRON, MUON, OF_MEGATRON, fsdp_settings, megatron_settings
 from tidemill.learner.settings.megatron_arguments import refuse_untried
 from tidemill.learner.settings.schedule import FALLING
 
@@ -19,6 +20,7 @@ def refuse_contradictions(learner: "LearnerConfig") -> None:
         raise ValueError(
             f"nodes: want 1 with colocated, whose memory turns are those of one machine, got {learner.nodes}"
         )
+    _refuse_other_backends(learner)
     _refuse_sizes(learner)
     refuse_untried(learner.megatron)
     if learner.minibatches > learner.groups_per_step:
@@ -41,6 +43,20 @@ def refuse_contradictions(learner: "LearnerConfig") -> None:
     _refuse_critic(learner)
     _refuse_kernels(learner)
     _refuse_tuning(learner)
+
+
+def _refuse_other_backends(learner: "LearnerConfig") -> None:
+    """Refuse what only Megatron has with ``backend: fsdp``, and the reverse; ``auto`` takes the one that has it."""
+    megatrons = megatron_settings(learner)
+    needs = learner.backend == MEGATRON or megatrons
+    for name in fsdp_settings(learner) if needs and learner.backend != FSDP else ():
+        why = "backend: megatron" if learner.backend == MEGATRON else f"{next(iter(megatrons))}, which needs Megatron"
+        raise ValueError(f"{name}: want adamw, adam or sgd with {why}, got {MUON!r}")
+    if learner.backend != FSDP:
+        return
+    for name, default in megatrons.items():
+        got = getattr(learner, name)
+        raise ValueError(f"{name}: want {default!r} with backend: fsdp, where {OF_MEGATRON[name]}, got {got!r}")
 
 
 def _refuse_sizes(learner: "LearnerConfig") -> None:

@@ -13,22 +13,17 @@ from tidemill.bus.section import BASIC, NotNegative, NotNegativeFloat, OneOf, Po
 FALLING = ("linear", "cosine", "wsd")
 """Decays that reach min_lr."""
 DECAYS = ("constant", *FALLING, "inverse_sqrt")
-OPTIMIZERS = ("adamw", "adam", "sgd")
-MUON = {
-    "muon": (
-        " (Megatron's Muon needs the package emerging-optimizers, which this learner does not use, and no "
-        "distributed optimizer)"
-    )
-}
+OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
 
 
 @section
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer: AdamW, Adam or SGD."""
+    """The optimizer: AdamW, Adam, SGD or Muon."""
 
-    name: Annotated[str, OneOf(OPTIMIZERS, refused=MUON)] = "adamw"
-    """adamw | adam (weight decay is added to the gradient) | sgd (with ``momentum``)."""
+    name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
+    """adamw | adam (weight decay is added to the gradient) | sgd (with ``momentum``) | muon (of the matrices of layers,
+    with ``momentum``, and adamw of other weights; on the backend fsdp alone)."""
     lr: Annotated[PositiveFloat, BASIC] = 1e-6
     """Peak learning rate."""
     warmup_steps: NotNegative = 0
@@ -54,7 +49,7 @@ class OptimizerConfig:
     eps: PositiveFloat = 1e-8
     """Adam's term in the denominator."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Momentum of ``sgd``."""
+    """Momentum of ``sgd`` and ``muon``."""
     weight_decay: NotNegativeFloat = 0.0
     """Weight decay of matrices; norms and biases have none."""
     clip_grad: NotNegativeFloat = 1.0

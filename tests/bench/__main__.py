@@ -42,6 +42,7 @@ NAMES = {
     "gpu": "step, pushes and engine on one GPU, beside a step of transformers; tiny on a CPU",
     "evaluation": "evaluation beside training, against training without it (about 2 minutes)",
     "digits": "CPU time of the main job by process, against another checkout (--against)",
+    "actor_cost": "CPU time of an actor for a sample, against another checkout (--against)",
     "in_flight": "samples in flight: auto against the best fixed number, simulated",
     "loop": "the whole loop, against its slower half",
     "warm_start": "reward against seconds after a warm start, against RL alone in the same time (about 5 minutes)",

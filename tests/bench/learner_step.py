@@ -9,6 +9,8 @@ with whole sequences, and against one in which half of the groups have equal rew
 
 ``--lora RANK``: a step that trains adapters on that shape, against the same step with all weights.
 
+``--backends``: the same step on FSDP2 over transformers against the one on Megatron; processor time, in turn.
+
 ``--against DIRECTORY``: the trainer of another checkout instead, such as that of an older commit (``git worktree add
 DIRECTORY COMMIT``, of 2026-11-29 or later), each in a process of its own, step by step in turn.
 """
@@ -190,7 +192,9 @@ def our_step(
     return lambda: trainer.train(batch)["train/loss"]
 
 
-def _parts(directory: Path, device: str, *, dtype: str, kernels: Wanted | None, lora: int = 0) -> tuple[Any, Any]:
+def _parts(
+    directory: Path, device: str, *, dtype: str, kernels: Wanted | None, lora: int = 0, fsdp: bool = False
+) -> tuple[Any, Any]:
     """Return the policy and its optimizer. ``lora``: rank of the adapters that it trains; 0 = all weights."""
     from tidemill.learner.backends.megatron.groups import join
     from tidemill.learner.backends.megatron.model import build_policy
@@ -203,6 +207,12 @@ def _parts(directory: Path, device: str, *, dtype: str, kernels: Wanted | None, 
             os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.number))
             _parallel = join(tensor_parallel_size=1, device=choose_device(device), seed=0)
     assert isinstance(_parallel, Parallel)
+    if fsdp:
+        from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
+        from tidemill.learner.backends.fsdp.policy import build_policy as build_fsdp_policy
+
+        model = build_fsdp_policy(directory, dtype=dtype, parallel=_parallel)
+        return model, FsdpOptimizer(model, OptimizerConfig(lr=1e-4), steps=1000)
     if lora:
         from tidemill.learner.backends.megatron.tuning import Tuning
         from tidemill.learner.settings.lora import LoraConfig
@@ -373,6 +383,36 @@ def adapters(name: str, rank: int, *, rounds: int) -> dict[str, float]:
     return {"all_s": median["all"], "ratio": median["lora"] / median["all"]}
 
 
+def backends(name: str, *, rounds: int) -> dict[str, float]:
+    """Return the median processor time of a step on Megatron, in seconds, and that on FSDP2 to it."""
+    from tidemill.learner.trainer.trainer import Trainer
+
+    with tempfile.TemporaryDirectory() as directory:
+        if name in SMOLLM:
+            layers, _, batch_shape = SMOLLM[name]
+            make_smollm(Path(directory), layers)
+        else:
+            shape = SHAPES[name]
+            batch_shape = {key: shape[key] for key in ("sequences", "prompt", "response", "vocab")}
+            make_model(Path(directory), layers=shape["layers"], hidden=shape["hidden"], vocab=shape["vocab"])
+        parts = {
+            kind: _parts(Path(directory), "cpu", dtype="float32", kernels=None, fsdp=kind == "fsdp")
+            for kind in ("megatron", "fsdp")
+        }
+    batch = make_batch(**batch_shape)
+    trainers = {kind: Trainer(*arguments, AlgorithmConfig(), max_lag=2) for kind, arguments in parts.items()}
+    first = {kind: trainer.train(batch)["train/loss"] for kind, trainer in trainers.items()}
+    assert abs(first["megatron"] - first["fsdp"]) < 1e-5, first
+    times: dict[str, list[float]] = {kind: [] for kind in trainers}
+    for _ in range(rounds):
+        for kind, trainer in trainers.items():
+            began = time.process_time()
+            trainer.train(batch)
+            times[kind].append(time.process_time() - began)
+    median = {kind: statistics.median(values) for kind, values in times.items()}
+    return {"megatron_s": median["megatron"], "ratio": median["fsdp"] / median["megatron"]}
+
+
 def _step_of(child: Any) -> tuple[float, float]:
     """Return processor time in seconds and loss of a child's next step."""
     child.stdin.write("step\n")
@@ -395,8 +435,14 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--prompts", action="store_true", help="prompts computed once, and groups without gradient")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="a step of adapters of this rank")
+    parser.add_argument("--backends", action="store_true", help="FSDP2 over transformers against Megatron")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if args.backends:
+        for name in (*args.shapes, "prompt 60, response 24") if args.shapes == list(SHAPES) else args.shapes:
+            ratio = backends(name, rounds=args.rounds)
+            print(name, " ".join(f"{key}={value:.3f}" for key, value in ratio.items()), flush=True)
+        return
     if args.prompts or args.lora:
         for name in args.shapes if set(args.shapes) <= set(SMOLLM) else SMOLLM:
             found = adapters(name, args.lora, rounds=args.rounds) if args.lora else prompts(name, rounds=args.rounds)

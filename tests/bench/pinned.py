@@ -25,6 +25,7 @@ from torch import Tensor
 from tidemill.actors.generate_body import SamplingParams
 from tidemill.actors.serving.builtin.batch import Event
 from tidemill.actors.serving.builtin.blocks import blocks_of
+from tidemill.actors.serving.builtin.decoder_runner import DecoderRunner
 from tidemill.actors.serving.builtin.scheduler import Scheduler
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest
 from tidemill.actors.serving.builtin.sequence import Sequence as Response
@@ -113,10 +114,9 @@ class LocalEngine:
         self._facts = Model(eos_ids=self.eos_ids, max_context=self._context, text=text)
         self._done, self._open = threading.Event(), 0
         self._scheduler = Scheduler(
-            weights,
+            DecoderRunner(weights, num_blocks=max_running * blocks_of(self._context)),
             0,
             max_running=max_running,
-            num_blocks=max_running * blocks_of(self._context),
             share_prefix=True,
             threads=1,
             post=self._count,

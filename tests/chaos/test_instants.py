@@ -50,6 +50,11 @@ def test_killed_with_a_critic_and_a_moving_reference(tmp_path: Path) -> None:
     _killed_at(tmp_path, TELLING, *CRITIC)
 
 
+@pytest.mark.slow
+def test_killed_where_fsdp_trains(tmp_path: Path) -> None:
+    _killed_at(tmp_path, TELLING, "learner.backend=fsdp")
+
+
 def _killed_at(tmp_path: Path, instants: tuple[str, ...], *settings: str) -> None:
     with parts(tmp_path, *SETTINGS, *settings) as run:
         asyncio.run(_killed_and_resumed(run, instants))

@@ -24,9 +24,10 @@ from tests.tiny_models import SERVED, write_tiny_model
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.generate_body import SamplingParams
 from tidemill.actors.serving.builtin import decoder
+from tidemill.actors.serving.builtin.blocks import BlockTable
+from tidemill.actors.serving.builtin.decoder_runner import DecoderRunner
 from tidemill.actors.serving.builtin.input_scores import without_cache
 from tidemill.actors.serving.builtin.lora import Adapter, AdapterRows, IncomingAdapter
-from tidemill.actors.serving.builtin.runner import ModelRunner
 from tidemill.actors.serving.builtin.scheduler import OTHER_WEIGHTS
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest
 from tidemill.actors.serving.builtin.sequence import Sequence as Response
@@ -107,13 +108,13 @@ def test_a_runner_decodes_rows_of_different_lengths_with_their_adapters(tmp_path
     weights = load(write_tiny_model(tmp_path))
     matrices = {name: adapter(weights_of(tmp_path), seed) for seed, name in enumerate(("", "second"))}
     models = {name: merged(weights, tmp_path, one) for name, one in matrices.items()} | {"none": weights}
-    runner = ModelRunner(weights, num_blocks=64)
+    runner = DecoderRunner(weights, num_blocks=64)
     runner.adapters = {name: received(weights, one) for name, one in matrices.items()}
     runner.memory.touch(64)
     draws = np.random.default_rng(3)
     names = ["second", "", "none", "", "second"]
     rows = [draws.integers(3, 299, length).astype(np.int32) for length in (5, 90, 17, 33, 100)]
-    tables = [list(range(8 * row, 8 * row + 8)) for row in range(5)]
+    tables = [BlockTable(list(range(8 * row, 8 * row + 8)), 0, 0) for row in range(5)]
     scores, _ = runner.prefill(rows, [0] * 5, tables, range(5), names)
     for _ in range(3):
         for row, name in enumerate(names):

@@ -1,6 +1,7 @@
 """A response that is begun in one request and continued in another equals the response of one undisturbed request."""
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -34,7 +35,7 @@ class AsToSglang(HttpEngine):
     """A client with requests in the form in which the proxy passes them on to SGLang."""
 
     async def _call(self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
-        known = {name: value for name, value in body.items() if name not in OURS}
+        known = {name: value for name, value in json.loads(body).items() if name not in OURS}
         return await super()._call(method, path, known, timeout_s=timeout_s)
 
 

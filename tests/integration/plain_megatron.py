@@ -97,9 +97,9 @@ def save(
 
 def _settings(config: dict[str, Any], here: Parallel, dtype: torch.dtype) -> TransformerConfig:
     experts: dict[str, Any] = {}
-    if "num_experts" in config:
+    if num_experts := config.get("num_experts", config.get("num_local_experts")):  # transformers 5 writes the second
         experts = {
-            "num_moe_experts": config["num_experts"],
+            "num_moe_experts": num_experts,
             "moe_router_topk": config["num_experts_per_tok"],
             "moe_ffn_hidden_size": config["moe_intermediate_size"],
             "moe_router_load_balancing_type": "none",

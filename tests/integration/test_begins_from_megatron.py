@@ -22,13 +22,13 @@ from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
 from tidemill.launch.checks.findings import Report
-from tidemill.launch.checks.model import tensors_in
 from tidemill.launch.checks.weights import check_megatron, differing
 from tidemill.launch.cli.main import main
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.backends.megatron.model import build_policy
 from tidemill.learner.checkpoints import torch_dist
 from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout.model_files import tensors_in
 from tidemill.learner.trainer.backups import reference_weights
 
 VOCAB = 300

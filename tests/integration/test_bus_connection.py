@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -259,6 +260,22 @@ async def test_a_connection_lost_twice_in_a_moment_notifies_every_listener(open_
             with pytest.raises(BusUnavailable):
                 await request
             assert (len(heard), connection.connected) == (2, False), turns
+
+
+async def test_a_request_that_no_process_answers_is_cancelled_at_any_moment(open_bus: BusOpener) -> None:
+    """Also when the server's answer (no responders) has arrived and is not read yet: the library's ``wait_for`` then
+    forgets the cancellation. The view of a run asks so every second.
+    """
+    async with open_bus() as bus:
+        ends = Counter[str]()
+        for number in range(1500):
+            asking = asyncio.create_task(bus.full())
+            for _ in range(number % 60):  # an answer comes after 20 to 40 turns of the loop
+                await turn()
+            was_running = asking.cancel()
+            await asyncio.wait({asking})
+            ends["answered" if not was_running else "cancelled" if asking.cancelled() else "forgotten"] += 1
+        assert ends["forgotten"] == 0 and ends["cancelled"] > 100 and ends["answered"] > 100, ends
 
 
 async def test_a_client_library_that_swallows_a_cancellation_does_not_connect_for_ever(

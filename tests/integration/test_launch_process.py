@@ -105,6 +105,22 @@ def test_a_second_signal_does_not_wait() -> None:
     assert child.returncode == 75
 
 
+def test_what_a_second_signal_cancels_has_time_for_its_cleanup() -> None:
+    """A run ends its processes then (``CANCELLED_S`` of ``up``), which takes longer than one turn of the loop."""
+    body = """await draining.wait(); print("drains", flush=True)
+    try: await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0.5)
+        print("cleaned", flush=True)"""
+    child = start(body, drain_s=300, same_signal_s=0)
+    child.send_signal(signal.SIGTERM)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "drains\n"
+    child.send_signal(signal.SIGTERM)
+    out, errors = child.communicate(timeout=30)
+    assert (child.returncode, out) == (75, "cleaned\n"), errors
+
+
 def test_a_terminal_that_closes_twice_still_drains() -> None:
     """The kernel and the shell of a closed terminal both send SIGHUP, at any distance."""
     body = "await draining.wait(); print('drains', flush=True); await asyncio.to_thread(sys.stdin.readline)"

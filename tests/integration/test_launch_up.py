@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,18 +20,22 @@ import pytest
 from rich.console import Console
 
 from tests import data_kit
+from tests.bus_fixtures import BusOpener
 from tests.check_kit import write_model, write_prompts
 from tests.forked import Forked
 from tests.launched import Ended, run_tidemill, tidemill
+from tests.refusals import refusal
 from tests.unhurried import UNHURRIED
 from tests.waits import until
 from tests.whole.running import ROOT, SMOKE, UP_LIMIT_S, live, until_step, up
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import BusUnavailable
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Done
-from tidemill.launch.run.up import Up
+from tidemill.launch.run.supervisor import GaveUp, Supervisor
+from tidemill.launch.run.up import Up, with_bus
 from tidemill.launch.settings.config_loader import load
 
 pytestmark = pytest.mark.usefixtures("fork_server")
@@ -192,3 +197,19 @@ async def test_processes_not_drained_in_time_are_named(tmp_path: Path) -> None:
         await work
     assert run.failure == "not drained in time; still running: bus"
     assert run._supervisor.running == {}
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+async def test_an_audit_does_not_wait_for_ever_for_a_bus_that_is_gone(
+    tmp_path: Path, nats_server: EmbeddedServer, open_bus: BusOpener, given_up: bool
+) -> None:
+    """An external bus is away for too long, or the supervisor gives up the one of this machine."""
+    supervisor = Supervisor(tmp_path, restarts=0, window_s=60)
+    async with open_bus() as bus:
+        if given_up:
+            (tmp_path / "file").touch()
+            supervisor.keep("bus", ["bus", "--config", str(SMOKE), "--set", f"directory={tmp_path}/file/run"])
+        nats_server.kill()
+        with refusal(GaveUp, name="bus") if given_up else refusal(BusUnavailable, reason=re.compile("not connected")):
+            await with_bus(asyncio.Event().wait(), bus, supervisor, away_s=3600 if given_up else 0.1)
+        await with_bus(asyncio.sleep(0), bus, Supervisor(tmp_path, restarts=0, window_s=60))

@@ -41,7 +41,6 @@ from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import TIMES
 from tests.tiny_models import write_tiny_model
-from tidemill.launch.checks.model import tensors_in
 from tidemill.launch.devices.shapes import adapter_tensors
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.backends.megatron import groups, state
@@ -50,6 +49,7 @@ from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.backends.megatron.tuning import Tuning
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
+from tidemill.learner.layout.model_files import tensors_in
 from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.lora import TARGETS, LoraConfig, adapter_refusals
 from tidemill.learner.trainer.adapter_files import write_adapter

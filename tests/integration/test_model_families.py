@@ -207,7 +207,7 @@ def test_what_is_no_bridge_is_refused(here: Any, tmp_path: Path, path: str, mess
 def test_a_family_without_a_bridge_is_refused_with_the_setting(here: Any, tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path, "qwen2")
     for name, message in (
-        ("gpt2", "or learner.bridge for another family, got 'gpt2'"),
+        ("gpt2", "for another family learner.backend: fsdp or learner.bridge, got 'gpt2'"),
         ("nowhere", "AutoConfig.register"),
     ):
         (directory / "config.json").write_text(json.dumps({"model_type": name}))

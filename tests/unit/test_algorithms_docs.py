@@ -160,7 +160,7 @@ def test_a_row_begins_with_a_setting_of_ours() -> None:
 def test_a_metric_that_is_named_exists() -> None:
     sources = "".join(
         (ROOT / "learner" / name).read_text()
-        for name in ("algorithms/diagnostics.py", "megatron/trainer.py", "megatron/critic.py")
+        for name in ("algorithms/diagnostics.py", "trainer/trainer.py", "trainer/critic.py")
     )
     metrics = {quote for quote in QUOTED if re.fullmatch(r"(train|offpolicy|critic)/[\w/]+", quote)}
     assert len(metrics) > 10

@@ -99,11 +99,11 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a family of models that is not known": Mistake(
         "model/config.json: model_type",
-        "one of deepseek_v3, glm4, glm4_moe, llama",
-        "got gemma3_text",
+        "that the installed transformers has a language model for",
+        "got pond",
         "use another model",
         (),
-        lambda root, _: write_config(root, "gemma3_text"),
+        lambda root, _: write_config(root, "pond"),
     ),
     "tensor parallelism that does not divide the heads": Mistake(
         "config.json: num_attention_heads",

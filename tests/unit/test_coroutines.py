@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 
 from tests.waits import turn, until
-from tidemill.bus.system.coroutines import beside, first_error, first_of, heard, to_the_end
+from tidemill.bus.system.coroutines import all_of, beside, ended, first_error, first_of, heard, to_the_end
 
 
 async def test_the_first_end_cancels_the_others_and_is_reported() -> None:
@@ -88,6 +88,100 @@ async def test_a_cancellation_that_a_call_swallows_is_raised() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await heard(swallows(asyncio.Event()))
+
+
+async def test_a_cancellation_that_comes_together_with_the_error_of_a_call_is_raised() -> None:
+    """The client library's request waits with ``wait_for``, and raises for an answer of the server without a body."""
+    answer = asyncio.get_running_loop().create_future()
+
+    async def request() -> None:
+        await asyncio.wait_for(answer, 60)
+        raise KeyError("no responders")
+
+    task = asyncio.create_task(heard(request()))
+    await turn()
+    answer.add_done_callback(lambda _: task.cancel())  # after the callback of ``wait_for``
+    answer.set_result(None)
+    await asyncio.wait({task})
+    assert task.cancelled()
+    with pytest.raises(KeyError):
+        await heard(request())
+
+
+class Stubborn:
+    """Work that swallows its first ``swallows`` cancellations."""
+
+    def __init__(self, swallows: int) -> None:
+        self.begun, self.swallows, self.cancellations = asyncio.Event(), swallows, 0
+
+    async def run(self) -> None:
+        self.begun.set()
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancellations += 1
+                if self.cancellations > self.swallows:
+                    raise
+
+
+async def test_a_task_that_swallows_cancellations_is_cancelled_until_it_ends_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    stubborn = Stubborn(swallows=3)
+    task = asyncio.create_task(stubborn.run(), name="room of the bus")
+    await stubborn.begun.wait()
+    await ended(task, again_s=0.001)
+    assert task.cancelled() and stubborn.cancellations == 4
+    (record,) = caplog.records
+    assert "room of the bus" in record.message
+
+
+async def test_nothing_that_runs_others_waits_for_ever_for_one_that_swallows_a_cancellation() -> None:
+    """Each of them cancels again after the time for a cleanup. The waits of all three pass at the same time."""
+
+    async def leaves(stubborn: Stubborn) -> None:
+        async with beside(stubborn.run()):
+            await stubborn.begun.wait()
+
+    async def fails(stubborn: Stubborn) -> None:
+        await stubborn.begun.wait()
+        raise KeyError("x")
+
+    works = [Stubborn(swallows=1) for _ in range(3)]
+    results = await asyncio.gather(
+        leaves(works[0]),
+        first_of(works[1].run(), works[1].begun.wait()),
+        all_of([works[2].run(), fails(works[2])]),
+        return_exceptions=True,
+    )
+    assert [work.cancellations for work in works] == [2, 2, 2]
+    assert results[0] is None and isinstance(results[2], KeyError)
+
+
+async def test_a_second_cancellation_reaches_what_swallowed_the_first_at_once() -> None:
+    """A TaskGroup passes only the first one on. And the caller ends after its tasks, not before them."""
+    stubborn = Stubborn(swallows=1)
+    task = asyncio.create_task(all_of([stubborn.run()]))
+    await stubborn.begun.wait()
+    task.cancel()
+    await turn()
+    await turn()
+    assert not task.done() and stubborn.cancellations == 1
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled() and stubborn.cancellations == 2
+
+
+async def test_results_come_in_order_and_each_end_is_reported() -> None:
+    ends: list[int] = []
+
+    async def number(value: int) -> int:
+        return value
+
+    assert await all_of(map(number, range(3)), on_end=lambda: ends.append(1)) == [0, 1, 2]
+    assert await all_of(()) == [] and len(ends) == 3
 
 
 async def test_a_call_in_the_cleanup_of_a_cancelled_task_gives_its_result() -> None:

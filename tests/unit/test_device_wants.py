@@ -372,7 +372,7 @@ def test_a_family_of_sglang_alone_has_its_memory_checked_by_its_tensors(
     assert cli.main(["config", str(file), *words, "--memory"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "rank weights" in shown and "rank Adam: two moments and main" in shown and "activations kept" not in shown
-    assert "Nor counted for this family: activations, logits, and what its engine needs." in shown
+    assert "Nor counted for this family: activations and logits." in shown
     size = size_here(load(file, settings).config)
     monkeypatch.setenv(
         "PATH",

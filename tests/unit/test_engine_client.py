@@ -1,6 +1,7 @@
 """Client results for answers of an engine in which nothing was generated."""
 
 import asyncio
+import json
 from typing import Any
 
 import numpy as np
@@ -62,9 +63,37 @@ async def test_a_request_is_cancelled_when_the_batcher_is_closed() -> None:
         await asyncio.Event().wait()
 
     batcher = RequestBatcher()
-    asking = asyncio.create_task(batcher.request({"input_ids": [1]}, send))
+    asking = asyncio.create_task(batcher.request(np.array([1]), {"rid": "a"}, send))
     await until(lambda: batcher._sending, every_s=0)
     await batcher.close()
     async with asyncio.timeout(60):
         await asyncio.wait({asking})
     assert asking.cancelled()
+
+
+async def test_requests_for_one_prompt_are_one_body_and_each_gets_its_own_answer() -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def send(body: bytes) -> Any:
+        sent.append(json.loads(body))
+        rid = sent[-1]["rid"]
+        return [f"answer to {name}" for name in rid] if isinstance(rid, list) else f"answer to {rid}"
+
+    def body(rid: str, version: int) -> dict[str, Any]:
+        return {
+            "rid": rid,
+            "sampling_params": {"sampling_seed": rid},
+            "return_logprob": True,
+            "min_version": version,
+        }
+
+    batcher, prompt = RequestBatcher(), np.array([7, 2**31 - 1], np.int32)
+    asked = [(prompt, "a", 1), (prompt.copy(), "b", 1), (prompt, "c", 2), (prompt[:1], "d", 1)]
+    answers = await asyncio.gather(*(batcher.request(ids, body(rid, version), send) for ids, rid, version in asked))
+    assert answers == [f"answer to {rid}" for _, rid, _ in asked]
+    joined = body("a", 1) | {"rid": ["a", "b"], "sampling_params": [{"sampling_seed": "a"}, {"sampling_seed": "b"}]}
+    assert sent == [
+        joined | {"input_ids": [[7, 2**31 - 1]] * 2},
+        body("c", 2) | {"input_ids": [7, 2**31 - 1]},
+        body("d", 1) | {"input_ids": [7]},
+    ]

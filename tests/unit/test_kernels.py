@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.nn.attention import SDPBackend
 
 from tests.cuda_kernels import RaisingOnCuda
 from tests.refusals import refusal
+from tidemill.learner.backends.fsdp.attention import CurrentRow, attend
 from tidemill.learner.backends.megatron.layers.attention import (
     CORE_ATTENTION,
     CudnnCoreAttention,
@@ -313,6 +315,18 @@ def test_a_row_by_flash_attentions_arguments_equals_sdpa(
         lambda q, k, v: plain(q[:, None], k[:, None], v[:, None], None, packed_seq_params=PackedParams.of(row))[:, 0]
     )
     torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [1, 3, 200])
+def test_flash_attention_with_a_window_equals_the_buckets(window: int) -> None:
+    row, generator = row_of(LENGTHS), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(LENGTHS), heads, 16, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    ours = attend_varlen(q, k, v, whole(row), operator=by_formula, scale=None, window=window)
+    current = CurrentRow()
+    current.set(row)
+    layer = SimpleNamespace(current_row=current)
+    wanted, _ = attend(layer, *(x.transpose(0, 1)[None] for x in (q, k, v)), None, sliding_window=window)
+    torch.testing.assert_close(ours, wanted[0], rtol=1e-10, atol=1e-12)
 
 
 class OnTheCpu(CudnnCoreAttention):

@@ -227,10 +227,11 @@ def model_errors(directory: Path, *settings: str, family: str = "glm4", **change
     return [error.text for error in check(load(file, settings), Purpose()).errors if error.topic == "model"]
 
 
-def test_a_family_that_only_sglang_serves_needs_sglang(tmp_path: Path) -> None:
-    [found] = model_errors(tmp_path / "a", family="mixtral")
-    assert "model_type" in found and "the built-in engine decodes" in found and "engine.kind: sglang" in found
+def test_a_family_that_the_decoder_lacks_needs_transformers_or_sglang(tmp_path: Path) -> None:
+    [found] = model_errors(tmp_path / "a", "engine.runner=decoder", family="mixtral")
+    assert "model_type" in found and "the decoder has" in found and "engine.kind: sglang" in found
     assert model_errors(tmp_path / "b", "engine.kind=sglang", family="mixtral") == []
+    assert model_errors(tmp_path / "c", family="mixtral") == []
 
 
 def test_a_bridge_of_ones_own_is_looked_for_and_takes_another_family(
@@ -242,11 +243,13 @@ def test_a_bridge_of_ones_own_is_looked_for_and_takes_another_family(
     bridge, sglang = "learner.bridge=pond_bridge:", "engine.kind=sglang"
     assert model_errors(tmp_path / "a", sglang, bridge + "Pond", model_type="pond") == []
     [found] = model_errors(tmp_path / "b", sglang, model_type="pond")
-    assert "model_type: want one of deepseek_v3" in found and "or learner.bridge for another family, got pond" in found
+    assert "model_type: want one of the " in found and "or learner.bridge, got pond" in found
+    [found] = model_errors(tmp_path / "f", sglang, "learner.backend=megatron", model_type="pond")
+    assert "model_type: want one of deepseek_v3" in found and "fsdp or learner.bridge, got pond" in found
     [found] = model_errors(tmp_path / "c", sglang, bridge + "Lake", model_type="pond")
     assert "learner.bridge: want a class of LocalLayers, got 'pond_bridge:Lake': " in found and "no 'Lake'" in found
     [found] = model_errors(tmp_path / "d", bridge + "Pond", model_type="pond")
-    assert "the built-in engine decodes" in found and "use engine.kind: sglang" in found
+    assert "transformers cannot read it" in found and "use engine.kind: sglang" in found
     [found] = model_errors(tmp_path / "e", sglang, bridge + "Pond", "learner.pipeline_parallel=5", model_type="pond")
     assert "num_hidden_layers: want a multiple of learner.pipeline_parallel = 5" in found
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from tidemill.actors.generate_body import SamplingParams
 from tidemill.actors.serving.builtin import decoder
 from tidemill.actors.serving.builtin.batch import Batch
-from tidemill.actors.serving.builtin.blocks import BLOCK, block_bytes, blocks_of, budget
-from tidemill.actors.serving.builtin.runner import ModelRunner
+from tidemill.actors.serving.builtin.blocks import BLOCK, RowSizes, blocks_of, budget
+from tidemill.actors.serving.builtin.decoder_runner import DecoderRunner
 from tidemill.actors.serving.builtin.sampler import Sampler
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
 from tidemill.actors.serving.builtin.shape import ModelShape
@@ -85,7 +85,7 @@ class Played:
     """A batch that is driven step by step, and the admissions of each sequence: (tokens it had, version)."""
 
     def __init__(self, num_blocks: int, *, max_running: int = 8, share_prefix: bool = True) -> None:
-        runner = ModelRunner(WEIGHTS[0], num_blocks=num_blocks)
+        runner = DecoderRunner(WEIGHTS[0], num_blocks=num_blocks)
         self.batch = Batch(runner, max_running=max_running, share_prefix=share_prefix, version=0)
         self.runner, self.pool = runner, self.batch.pool
         self.sequences: list[Sequence] = []
@@ -309,11 +309,13 @@ def test_a_sequence_whose_numbers_are_not_finite_spoils_no_other_one() -> None:
 
 
 def test_the_budget_is_all_rows_or_a_quarter_of_the_memory() -> None:
-    size = block_bytes(SHAPE, 4)
+    size = RowSizes.of(SHAPE, 4).block_bytes
     assert size == 2 * 2 * 2 * 8 * BLOCK * 4
 
     def blocks(**changes: int) -> int:
-        return budget(SHAPE, 4, **({"max_running": 6, "max_context": 0, "kv_tokens": 0, "memory_bytes": 0} | changes))
+        return budget(
+            RowSizes.of(SHAPE, 4), **({"max_running": 6, "max_context": 0, "kv_tokens": 0, "memory_bytes": 0} | changes)
+        )
 
     assert blocks() == 6 * blocks_of(CONTEXT)
     assert blocks(max_context=17) == 12
@@ -323,7 +325,7 @@ def test_the_budget_is_all_rows_or_a_quarter_of_the_memory() -> None:
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [9, 4, 1], [40, 20, 19, 2]])
 def test_chunks_have_rows_of_similar_length_and_a_bounded_size(lengths: list[int]) -> None:
-    memory = ModelRunner(WEIGHTS[0], num_blocks=100).memory
+    memory = DecoderRunner(WEIGHTS[0], num_blocks=100).memory
     memory.blocks_at_once = 60
     parts = list(memory.divide(lengths))
     assert [row for rows, _ in parts for row in range(rows.start, rows.stop)] == list(range(len(lengths)))

@@ -105,7 +105,7 @@ def test_names_are_searched_by_patterns() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"optimizer": {"name": "muon"}}, "name: want adamw, adam or sgd (Megatron's Muon needs"),
+        ({"optimizer": {"name": "lion"}}, "name: want adamw, adam, sgd or muon"),
         ({"optimizer": {"lr_decay": "exp"}}, "lr_decay: want constant, linear, cosine, wsd or inverse_sqrt, got 'exp'"),
         (
             {"optimizer": {"warmup_steps": 5, "lr_decay_steps": 5}},

@@ -56,6 +56,18 @@ def test_transformers_loads_it_as_a_model_directory(tmp_path: Path, shard_bytes:
     snapshot_files.verify(tmp_path / "export")
 
 
+def test_the_configuration_of_plain_tensors_names_no_encoding(tmp_path: Path) -> None:
+    """A model that was trained from FP8 files has plain weights: a loader would look for the scales."""
+    model_dir = write_tiny_model(tmp_path / "model")
+    config = json.loads((model_dir / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": "fp8"}, "text_config": {"quantization_config": None}}
+    (model_dir / "config.json").write_text(json.dumps(config))
+    snapshot_files.write(tmp_path / "saved", tiny_tensors(1), version=1, step=1, model_dir=model_dir)
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert "quantization_config" not in saved
+    assert saved["text_config"] == {}
+
+
 @pytest.mark.parametrize("field", ["torch_dtype", "dtype"])
 @pytest.mark.parametrize(
     ("named", "saved"),

@@ -12,8 +12,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.check_kit import write_model
-from tests.held_steps import HELD
+from tests.held_steps import HELD, reached
 from tests.launched import run_tidemill
+from tests.waits import poll
 from tests.whole.running import UP_LIMIT_S, Up, assert_books_balance, until_step, up
 from tidemill.learner.checkpoints.disk import listed
 
@@ -167,14 +168,9 @@ def test_a_learner_that_is_not_drained_in_time_ends_the_run_with_75(
     """Its second step takes longer than ``up.drain_s``: there is no summary, and the next start takes both steps."""
     held = tmp_path / "goes on"
     monkeypatch.setenv(HELD, f"2:{held}")
-
-    async def stop_in_step_2() -> None:
-        async with run.bus() as bus:
-            await until_step(bus, 1)
-
     settings = ("learner.checkpoint_every=100", "learner.steps=3", "learner.hooks.before_step=tests.held_steps:hold")
     with up(tmp_path, *settings, "up.drain_s=2", "actor.drain_finish_s=1") as run:
-        asyncio.run(asyncio.wait_for(stop_in_step_2(), UP_LIMIT_S))
+        poll(reached(held).exists, timeout_s=UP_LIMIT_S)  # after a signal before it no rank begins the step
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 75, run.log[-4000:]
     assert "the learner was not drained within 2 s (up.drain_s)" in run.log and "--resume" in run.log

@@ -30,6 +30,7 @@ from tidemill.bus.errors import BusError, Fenced
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.liveness.keys import admin_keys
 from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.system.coroutines import cancellable
 from tidemill.bus.wire.rows import VersionRow
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PartLost, PublisherClosed, PushFailed
@@ -253,8 +254,10 @@ class Publisher:
             connected = await self._connect(bus, stack)
             async with asyncio.TaskGroup() as group:
                 background = [
-                    group.create_task(_refresh(connected.view), name="publisher: live rows"),
-                    group.create_task(connected.head.serve_requests(bus), name="publisher: snapshot requests"),
+                    group.create_task(cancellable(_refresh(connected.view)), name="publisher: live rows"),
+                    group.create_task(
+                        cancellable(connected.head.serve_requests(bus)), name="publisher: snapshot requests"
+                    ),
                 ]
                 self.connected = connected
                 self._thread.ready()

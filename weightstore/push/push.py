@@ -24,6 +24,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from tidemill.bus.system.coroutines import ended
 from tidemill.weightstore.errors import PartLost, PeerLost, PublisherClosed, ReceiverFailed
 from tidemill.weightstore.format.adapters import AdapterHeader
 from tidemill.weightstore.push.member import Check, Member, Updated
@@ -437,9 +438,7 @@ class _PushRound:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await ended(*self._tasks)
 
     @property
     def under_way(self) -> list[asyncio.Task[object]]:

@@ -102,8 +102,8 @@ def write(
     contents.
 
     Each tensor is taken from ``tensors`` once, and not kept. Configuration and tokenizer are copied from ``model_dir``,
-    with the tensors' dtype in config.json. With ``durable`` all is synced to the disk; without, a loss of power may
-    leave a directory that ``verify`` refuses.
+    with the tensors' dtype and without an encoding in config.json. With ``durable`` all is synced to the disk; without,
+    a loss of power may leave a directory that ``verify`` refuses.
     """
     aside = directory.with_name(directory.name + ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
@@ -111,7 +111,7 @@ def write(
     manifest = manifest or Manifest.of(tensors.items())
     if model_dir is not None:
         copy_companions(model_dir, aside)
-        _set_dtype(aside / "config.json", manifest)
+        _describe_tensors(aside / "config.json", manifest)
     files = _write_shards(aside, tensors, manifest, shard_bytes)
     for path in sorted(aside.iterdir()):
         if path.name not in files:
@@ -162,8 +162,10 @@ def adopt(model_dir: Path, directory: Path, *, version: int, step: int, digest: 
     return info
 
 
-def _set_dtype(file: Path, manifest: Manifest) -> None:
-    """Set the dtype of most bytes of the tensors in config.json, because a loader casts to it."""
+def _describe_tensors(file: Path, manifest: Manifest) -> None:
+    """Set the dtype of most bytes of the tensors in config.json, because a loader casts to it, and leave out the
+    encoding of the files that were trained: the tensors are plain.
+    """
     sizes: dict[str, int] = {}
     for spec in manifest.specs:
         sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes
@@ -174,10 +176,13 @@ def _set_dtype(file: Path, manifest: Manifest) -> None:
     # A configuration of a model with several parts has one of its own for each; transformers 5 calls the field dtype.
     parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
     named = [(part, field) for part in parts for field in ("torch_dtype", "dtype") if part.get(field)]
-    if all(part[field] == dtype for part, field in named):
+    encoded = [part for part in parts if "quantization_config" in part]
+    if all(part[field] == dtype for part, field in named) and not encoded:
         return
     for part, field in named:
         part[field] = dtype
+    for part in encoded:
+        del part["quantization_config"]
     file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -30,7 +30,7 @@ from tidemill.actors.serving.builtin.sequence import (
     ResponseRequest,
     Sequence,
 )
-from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.actors.serving.builtin.shape import ModelFacts
 from tidemill.actors.serving.builtin.weight_updates import BuiltinUpdates
 from tidemill.actors.serving.command_bodies import AdapterBody, PushBody
 from tidemill.actors.serving.host import PROBE, EngineHost
@@ -99,11 +99,11 @@ class BuiltinBackend:
         self,
         host: EngineHost[BuiltinUpdates],
         scheduler: Scheduler,
-        shape: ModelShape,
+        facts: ModelFacts,
         model: Model,
         peer_snapshots: Callable[[], PeerSnapshotServer],
     ) -> None:
-        self._host, self._scheduler, self._shape, self._model = host, scheduler, shape, model
+        self._host, self._scheduler, self._facts, self._model = host, scheduler, facts, model
         self._peer_snapshots = peer_snapshots
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -195,7 +195,7 @@ class BuiltinBackend:
     def submit(self, generate: Generate) -> Progress:
         """Queue the requested responses, in any phase. Raises EngineUnavailable when the queue is full."""
         self._host.accept(len(generate.prompts))
-        progress, routed = Progress(), self._shape.routed if generate.body.return_routed_experts else None
+        progress, routed = Progress(), self._facts.routed if generate.body.return_routed_experts else None
         for prompt, params, rid, seed in zip(
             generate.prompts, generate.params, generate.rids, seeds(generate), strict=True
         ):
@@ -267,15 +267,15 @@ class BuiltinBackend:
         return web.Response(text="Flush cache failed.\n", status=400)
 
     async def model_info(self) -> JsonObject:
-        host, shape = self._host, self._shape
+        host, facts = self._host, self._facts
         return {
             "model_path": str(host.model_dir),
             "tokenizer_path": str(host.model_dir),
             "is_generation": True,
             "weight_version": str(host.version),
-            "model_type": shape.family,
-            "architectures": [shape.architecture],
-            "vocab_size": shape.vocab_size,
+            "model_type": facts.family,
+            "architectures": [facts.architecture],
+            "vocab_size": facts.vocab_size,
             "eos_token_ids": sorted(self._model.eos_ids),
             "has_tokenizer": host.text is not None,
         }
@@ -299,7 +299,7 @@ class BuiltinBackend:
             "paused": scheduler.paused,
             "released": sorted(scheduler.released),
             "internal_states": [host.stats()],
-            "routed_experts": None if self._shape.routed is None else self._shape.routed.described(),
+            "routed_experts": None if self._facts.routed is None else self._facts.routed.described(),
         }
 
     async def loads(self, request: web.Request) -> web.Response:

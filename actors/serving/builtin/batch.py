@@ -45,6 +45,7 @@ class Batch:
         """What is to be reported, oldest first."""
         self.pool = BlockPool(runner.memory.num_blocks)
         self._runner, self._max_running, self._share_prefix = runner, max_running, share_prefix
+        self._find_prefixes = share_prefix and runner.finds_prefixes
         self._sampler: Sampler | None = None
         """None = the batch has changed."""
         self._last_N, self._positions_N = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -97,7 +98,7 @@ class Batch:
 
     def _admitted(self, sequence: Sequence, spare: int) -> BlockTable | None:
         # At least the last token is computed, for the scores of the next one.
-        digests = sequence.digests(sequence.length - 1, self._version_of(sequence)) if self._share_prefix else []
+        digests = sequence.digests(sequence.length - 1, self._version_of(sequence)) if self._find_prefixes else []
         return self.pool.admit(digests, sequence.length, spare=spare, experts=sequence.experts is not None)
 
     @staticmethod
@@ -120,7 +121,7 @@ class Batch:
         scores_RV, num_padded = self._runner.prefill(
             [sharers[0].context() for sharers in prompts],
             cached,
-            [sequence.table.blocks for sequence in admitted if sequence.table is not None],
+            [sequence.table for sequence in admitted if sequence.table is not None],
             prompt_of_R,
             [sharers[0].adapter for sharers in prompts],
         )
@@ -153,7 +154,7 @@ class Batch:
     def _register(self, sequence: Sequence, num_computed: int) -> None:
         """Let later prompts find the full blocks of the first tokens."""
         table, experts = sequence.table, sequence.experts
-        if self._share_prefix and table is not None and table.registered < num_computed // BLOCK:
+        if self._find_prefixes and table is not None and table.registered < num_computed // BLOCK:
             digests = sequence.digests(num_computed, self._version_of(sequence))
             # After a retraction the first experts are kept, which may be of other weights than the blocks.
             known = experts is not None and not sequence.retractions
@@ -211,7 +212,7 @@ class Batch:
 
     def _set_rows(self) -> None:
         self._runner.set_rows(
-            [sequence.table.blocks for sequence in self.running if sequence.table is not None],
+            [sequence.table for sequence in self.running if sequence.table is not None],
             [sequence.adapter for sequence in self.running],
         )
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin.shape import ModelShape
 
 BLOCK = 16
@@ -38,25 +39,51 @@ def blocks_of(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK)
 
 
-def block_bytes(shape: ModelShape, item_bytes: int) -> int:
-    """Return the bytes of a block: keys and values of its tokens in all layers."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * BLOCK * item_bytes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSizes:
+    """Bytes of what is kept of rows, and the length that the model allows them."""
+
+    token_bytes: int
+    """Keys and values of a token in all layers."""
+    state_bytes: int = 0
+    """States of a row in all layers that have some, whatever its length."""
+    max_positions: int
+
+    @classmethod
+    def of(cls, shape: ModelShape, item_bytes: int) -> "RowSizes":
+        """Return the sizes of a model of the decoder."""
+        token_items = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+        return cls(token_bytes=token_items * item_bytes, max_positions=shape.max_positions)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.token_bytes * BLOCK
+
+    def states_bytes(self, max_running: int) -> int:
+        """Return the bytes of the states of all rows: there are two copies while rows join or leave."""
+        return 2 * max_running * self.state_bytes
 
 
-def budget(
-    shape: ModelShape, item_bytes: int, *, max_running: int, max_context: int, kv_tokens: int, memory_bytes: int
-) -> int:
+def budget(sizes: RowSizes, *, max_running: int, max_context: int, kv_tokens: int, memory_bytes: int) -> int:
     """Return the number of blocks of an engine: of ``kv_tokens``; 0 = of the longest context of each row, in at most a
-    quarter of ``memory_bytes`` (0 = not known).
+    quarter of ``memory_bytes`` (0 = not known), less the states of the rows. Raises UnsupportedModel for more states
+    than that.
     """
+    share = memory_bytes // MEMORY_SHARE
+    if memory_bytes and sizes.state_bytes and sizes.states_bytes(max_running) >= share:
+        most = (share - 1) // (2 * sizes.state_bytes)
+        reason = f"want <= {most}: each row has {sizes.state_bytes:,} bytes of states, twice, in {share:,} bytes"
+        raise UnsupportedModel("engine.max_running", f"{reason}; got {max_running}")
     if kv_tokens:
         return max(1, kv_tokens // BLOCK)
-    every = max_running * blocks_of(max_context or shape.max_positions)
-    share = memory_bytes // MEMORY_SHARE // block_bytes(shape, item_bytes)
-    return max(1, min(every, share)) if memory_bytes else every
+    every = max_running * blocks_of(max_context or sizes.max_positions)
+    if not memory_bytes or not sizes.token_bytes:
+        return every
+    return max(1, min(every, (share - sizes.states_bytes(max_running)) // sizes.block_bytes))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class BlockTable:
     """The blocks of a running sequence, in the order of its tokens."""
 

@@ -13,18 +13,15 @@ import time
 from collections import deque
 from dataclasses import asdict
 
-import torch
-
-from tidemill.actors.errors import EngineFailed, NoDevice
+from tidemill.actors.errors import EngineFailed
 from tidemill.actors.serving.builtin.backend import BuiltinBackend
 from tidemill.actors.serving.builtin.batch import Event
-from tidemill.actors.serving.builtin.blocks import BLOCK, budget, host_memory
+from tidemill.actors.serving.builtin.blocks import BLOCK
+from tidemill.actors.serving.builtin.opening import open_model
 from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
 from tidemill.actors.serving.builtin.scheduler import Scheduler
 from tidemill.actors.serving.builtin.sequence import Model
-from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.builtin.weight_updates import BuiltinUpdates
-from tidemill.actors.serving.builtin.weights import Weights, load_from_directory
 from tidemill.actors.serving.host import EngineHost
 from tidemill.bus.wire.rows import Capabilities
 
@@ -47,37 +44,24 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
     peer_snapshots: PeerSnapshotServer
     _backend: BuiltinBackend
     eos_ids: frozenset[int]
+    _takes_adapters: bool
     _loop: asyncio.AbstractEventLoop
 
     def load(self) -> None:
         """Read the model. Raises UnsupportedModel, NoDevice, SnapshotBroken, UpdateRefused for wrong tensors."""
         config = self.config
-        shape = ModelShape.read(self.model_dir)
-        has_gpu = torch.cuda.is_available()
-        if config.device == "cuda" and not has_gpu:
-            raise NoDevice("engine.device", "auto or cpu where torch finds no GPU", config.device)
-        device = torch.device(("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device)
-        dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
-        self._to_gpu = device.type == "cuda"
-        num_blocks = budget(
-            shape,
-            getattr(torch, dtype).itemsize,
-            max_running=config.max_running,
-            max_context=config.max_context,
-            kv_tokens=config.kv_tokens,
-            memory_bytes=torch.cuda.get_device_properties(device).total_memory if self._to_gpu else host_memory(),
-        )
+        opened = open_model(self.model_dir, config)
+        facts, weights, num_blocks = opened.facts, opened.weights, opened.runner.memory.num_blocks
+        self._to_gpu = weights.device.type == "cuda"
+        self._takes_adapters = weights.adapter_shape is not None
         self._read_limits(
-            shape.vocab_size, shape.max_positions, experts=shape.routed is not None, kv_tokens=num_blocks * BLOCK
+            facts.vocab_size, facts.max_positions, experts=facts.routed is not None, kv_tokens=num_blocks * BLOCK
         )
         text, context = self.text, self.limits.max_context
-        weights = Weights(shape, dtype=getattr(torch, dtype), device=device)
-        load_from_directory(weights, self.model_dir)
         self.scheduler = Scheduler(
-            weights,
+            opened.runner,
             self._first_version,
             max_running=config.max_running,
-            num_blocks=num_blocks,
             share_prefix=config.share_prefix,
             threads=config.threads,
             post=self._post,
@@ -85,11 +69,11 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         self._history: deque[tuple[float, float]] = deque()
         self._updates = BuiltinUpdates(weights, self.scheduler, on_update=self._updated)
         self.peer_snapshots = PeerSnapshotServer(self._updates.served, self.model_dir)
-        self.eos_ids = frozenset(shape.eos_ids)
+        self.eos_ids = frozenset(facts.eos_ids)
         model = Model(eos_ids=self.eos_ids, max_context=context, text=text)
-        self._backend = BuiltinBackend(self, self.scheduler, shape, model, lambda: self.peer_snapshots)
+        self._backend = BuiltinBackend(self, self.scheduler, facts, model, lambda: self.peer_snapshots)
         sizes = f"bytes={weights.size_bytes} context={context} kv_tokens={num_blocks * BLOCK}"
-        log.info("engine loaded model=%s %s device=%s dtype=%s", self.model_dir, sizes, device, dtype)
+        log.info("engine loaded model=%s %s device=%s dtype=%s", self.model_dir, sizes, weights.device, weights.dtype)
 
     async def _open(self) -> BuiltinBackend:
         self._loop = asyncio.get_running_loop()
@@ -123,7 +107,7 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
             peer_snapshots=self.whole
             and not self.config.colocated,  # one that is being written would keep the memory that it releases
             colocated=self.config.colocated,
-            adapters=True,
+            adapters=self._takes_adapters,
         )
 
     @property

@@ -4,7 +4,7 @@ of a pass, T = tokens per sequence (padded), P = its scored places, K = listed t
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -88,14 +88,23 @@ def without_cache(layer: int, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: 
 
 
 def _scores(weights: Weights, scoring: Scoring, x_TE: Tensor, version: int) -> InputScores:
-    targets_P = torch.from_numpy(scoring.tokens[scoring.start + 1 :].astype(np.int64)).to(weights.device)
     x_PE = x_TE[scoring.start : len(scoring.tokens) - 1]
+    return scores_of(
+        scoring, lambda places: decoder.logits(weights, x_PE[places]), weights.shape.vocab_size, version=version
+    )
+
+
+def scores_of(scoring: Scoring, logits_of: Callable[[slice], Tensor], vocab_size: int, *, version: int) -> InputScores:
+    """Return the scores of a sequence. ``logits_of`` returns the logits at some of its scored places, fp32, [P, V].
+    Raises ValueError for NaN.
+    """
+    targets_P = torch.from_numpy(scoring.tokens[scoring.start + 1 :].astype(np.int64))
     picked, ids, values = [], [], []
-    width = max(1, LOGITS_AT_ONCE // weights.shape.vocab_size)
-    for first in range(0, max(len(x_PE), 1), width):  # once where there is none: for empty results
-        logits_PV = decoder.logits(weights, x_PE[first : first + width]) / (scoring.temperature or 1.0)
-        log_probs_PV = logits_PV.log_softmax(-1)
-        picked.append(log_probs_PV.gather(-1, targets_P[first : first + width, None])[:, 0])
+    width = max(1, LOGITS_AT_ONCE // vocab_size)
+    for first in range(0, max(len(targets_P), 1), width):  # once where there is none: for empty results
+        places = slice(first, first + width)
+        log_probs_PV = (logits_of(places) / (scoring.temperature or 1.0)).log_softmax(-1)
+        picked.append(log_probs_PV.gather(-1, targets_P[places, None].to(log_probs_PV.device))[:, 0])
         top = log_probs_PV.topk(scoring.top_k, -1)
         ids.append(top.indices)
         values.append(top.values)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.http_api import decode
 from tidemill.actors.serving.builtin.lora import IncomingAdapter
-from tidemill.actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
+from tidemill.actors.serving.builtin.weight_set import WeightSet
 from tidemill.actors.serving.command_bodies import JoinBody
 from tidemill.actors.serving.updates import require_all, require_new
 from tidemill.bus.wire.json_object import JsonMapping
@@ -128,8 +128,8 @@ class Update:
     """Names of the tensors received, in order of arrival."""
     announced: set[str] = field(default_factory=set)
     """Names of the tensors requested so far."""
-    alias: Tensor | None = None
-    """Output projection that was sent although it is tied to the embedding; kept to be compared."""
+    aliases: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors that were sent although they are tied to others; kept to be compared."""
     is_sent: bool = True
     """True when the tensors are sent in messages, not read from a directory."""
     adapter: IncomingAdapter | None = None
@@ -161,7 +161,7 @@ class Update:
             if not getattr(torch, spec.dtype).is_floating_point:
                 raise UpdateRefused(f"{spec.name}: want floating-point numbers, got {spec.dtype}")
 
-    def check_complete(self, weights: Weights | None) -> None:
+    def check_complete(self, weights: WeightSet | None) -> None:
         """Raise UpdateRefused unless every tensor of ``weights``, and of the adapter, was received."""
         if self.adapter is not None:
             self.adapter.check_complete()
@@ -169,8 +169,10 @@ class Update:
             return
         assert weights is not None
         require_all(weights.named.keys(), self.received.keys())
-        if self.alias is not None and not torch.equal(self.alias.to(weights.device), weights.named[EMBEDDING]):
-            raise UpdateRefused(f"{HEAD}: differs from {EMBEDDING}, to which the model's configuration ties it")
+        for name, alias in self.aliases.items():
+            tied_to = weights.aliases[name]
+            if not torch.equal(alias.to(weights.device), weights.named[tied_to]):
+                raise UpdateRefused(f"{name}: differs from {tied_to}, to which the model's configuration ties it")
 
     def check_version(self, served: int) -> None:
         """Raise UpdateRefused unless the version is known and not older than the served one."""

@@ -33,7 +33,7 @@ from tidemill.actors.serving.builtin.input_scores import Scoring, take_scorings
 from tidemill.actors.serving.builtin.lora import Adapter
 from tidemill.actors.serving.builtin.runner import ModelRunner
 from tidemill.actors.serving.builtin.sequence import CLOSING, Counters, Sequence
-from tidemill.actors.serving.builtin.weights import Weights
+from tidemill.actors.serving.builtin.weight_set import WeightSet
 from tidemill.actors.serving.port import Result
 from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS
 from tidemill.bus.system.functions import settle
@@ -93,23 +93,21 @@ class Scheduler:
 
     def __init__(
         self,
-        weights: Weights,
+        runner: ModelRunner,
         version: int,
         *,
         max_running: int,
-        num_blocks: int,
         share_prefix: bool,
         threads: int,
         post: Callable[[list[Event]], None],
     ) -> None:
-        runner = ModelRunner(weights, num_blocks=num_blocks)
         self.batch = Batch(runner, max_running=max_running, share_prefix=share_prefix, version=version)
         self.paused = False
         self.scorings: deque[Scoring] = deque()
         """Sequences with tokens to be scored."""
         self.released: frozenset[str] = frozenset()
         """Kinds of memory that are released: some of KV_CACHE, WEIGHTS."""
-        self.device, self.dtype = weights.device, weights.dtype
+        self.device, self.dtype = runner.device, runner.weights.dtype
         self._post, self._threads = post, threads
         self.runner = runner
         self._calls = CallQueue()
@@ -310,7 +308,7 @@ class Scheduler:
         return self.counters.tokens_generated
 
     @between_steps
-    def flip(self, weights: Weights, version: int, adapter: Adapter | None = None) -> tuple[Weights | None, float]:
+    def flip(self, weights: WeightSet, version: int, adapter: Adapter | None = None) -> tuple[WeightSet | None, float]:
         """Serve these weights, with the run's adapter, from the next step on. Returns the old ones and the seconds
         without decoding.
         """

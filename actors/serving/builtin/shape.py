@@ -1,11 +1,11 @@
 """The shape of a model, read from its directory: sizes, rotary embedding, names and shapes of its tensors. No torch."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tidemill.actors.errors import UnsupportedModel
+from tidemill.actors.errors import NotDecoded, UnsupportedModel
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.model_values import as_older
 from tidemill.bus.wire.routed_experts import RoutedShape
@@ -51,6 +51,19 @@ class ExpertSizes:
     """True when the shares of a token's experts add up to 1."""
     layers: tuple[int, ...]
     """Layers that have experts instead of one MLP."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Facts about a served model of any family."""
+
+    family: str
+    architecture: str
+    vocab_size: int
+    max_positions: int
+    eos_ids: tuple[int, ...]
+    routed: RoutedShape | None = None
+    """Sizes of the routing; None = the engine reports no experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +116,7 @@ class ModelShape:
     def of(cls, config: Mapping[str, object], *, eos_ids: tuple[int, ...] = (), where: str) -> "ModelShape":
         """Return the shape in the map of a config.json; ``where`` is its path in errors. Raises UnsupportedModel."""
         try:
+            _check_family(config, where)  # first: others may have settings that no older form has
             config = as_older(config)
             _check_supported(config, where)
             return _from_config(config, eos_ids=eos_ids, where=where)
@@ -121,6 +135,18 @@ class ModelShape:
             return None
         return RoutedShape(
             num_layers=self.num_layers, layers=experts.layers, top_k=experts.per_token, num_experts=experts.count
+        )
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The facts that an engine of any family reports."""
+        return ModelFacts(
+            family=self.family,
+            architecture=self.architecture,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            eos_ids=self.eos_ids,
+            routed=self.routed,
         )
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -165,23 +191,37 @@ class ModelShape:
         return shapes
 
 
-def _check_supported(config: JsonMapping, where: str) -> None:
+def choose_runner(runner: str, read: Callable[[], ModelShape]) -> tuple[ModelShape | None, str]:
+    """Return the shape of a model for the decoder, None = transformers runs it, and the reason of the choice.
+    ``runner``: auto | decoder | transformers. ``read`` returns the shape, or raises UnsupportedModel, as this does for
+    a model that ``decoder`` cannot run.
+    """
+    if runner == "transformers":
+        return None, "engine.runner"
+    try:
+        return read(), "the decoder has this model"
+    except NotDecoded as error:
+        if runner == "decoder":
+            raise
+        return None, f"the decoder lacks this model ({error})"
+
+
+def _check_family(config: Mapping[str, object], where: str) -> None:
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise UnsupportedModel(
-            f"{where}: model_type", f"the built-in engine decodes {', '.join(FAMILIES)}; got {family!r}"
-        )
+        raise NotDecoded(f"{where}: model_type", f"the decoder has {', '.join(FAMILIES)}; got {family!r}")
+
+
+def _check_supported(config: JsonMapping, where: str) -> None:
     if config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModel(f"{where}: hidden_act", f"want silu, got {config['hidden_act']!r}")
+        raise NotDecoded(f"{where}: hidden_act", f"want silu, got {config['hidden_act']!r}")
     if config.get("use_sliding_window") or set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
-        raise UnsupportedModel(f"{where}: use_sliding_window", "want full attention in every layer")
+        raise NotDecoded(f"{where}: use_sliding_window", "want full attention in every layer")
     window = config.get("sliding_window")
     if config["model_type"] == "mistral" and window is not None and window < config.get("max_position_embeddings", 0):
-        raise UnsupportedModel(
-            f"{where}: sliding_window", f"want null, or at least max_position_embeddings, got {window}"
-        )
+        raise NotDecoded(f"{where}: sliding_window", f"want null, or at least max_position_embeddings, got {window}")
     if config.get("quantization_config"):
-        raise UnsupportedModel(f"{where}: quantization_config", "want unquantised weights")
+        raise NotDecoded(f"{where}: quantization_config", "want unquantised weights")
 
 
 def _from_config(config: JsonMapping, *, eos_ids: tuple[int, ...], where: str) -> ModelShape:
@@ -241,7 +281,7 @@ def _rope(config: JsonMapping, where: str) -> Rope:
             high_turns=float(scaling["high_freq_factor"]),
             original_context=int(scaling["original_max_position_embeddings"]),
         )
-    raise UnsupportedModel(f"{where}: rope_scaling", f"want default, linear or llama3, got {kind!r}")
+    raise NotDecoded(f"{where}: rope_scaling", f"want default, linear or llama3, got {kind!r}")
 
 
 def _partial(rope: Rope, config: JsonMapping) -> Rope:

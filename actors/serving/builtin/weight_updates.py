@@ -28,10 +28,8 @@ from tidemill.actors.http_api import decode
 from tidemill.actors.serving.builtin.lora import Adapter, IncomingAdapter
 from tidemill.actors.serving.builtin.receiving import Incoming, JoinedGroup, Update, bucket_of
 from tidemill.actors.serving.builtin.scheduler import Scheduler
+from tidemill.actors.serving.builtin.weight_set import WeightSet
 from tidemill.actors.serving.builtin.weights import (
-    EMBEDDING,
-    HEAD,
-    Weights,
     copy_all,
     empty_cache,
     finalize,
@@ -59,19 +57,19 @@ CLOSE_S = 5.0
 class BuiltinUpdates(Updates):
     """Owner of the standby copy and of the order of updates."""
 
-    def __init__(self, served: Weights, scheduler: Scheduler, *, on_update: Callable[[int, int], None]) -> None:
+    def __init__(self, served: WeightSet, scheduler: Scheduler, *, on_update: Callable[[int, int], None]) -> None:
         super().__init__(on_update)
-        self._shape, self._dtype, self._device = served.shape, served.dtype, served.device
-        self._sizes = served.shape.tensors()
-        if served.shape.tied:
-            self._sizes[HEAD] = self._sizes[EMBEDDING]
-        self._served: Weights | None = served
+        self._adapter_shape, self._dtype, self._device = served.adapter_shape, served.dtype, served.device
+        self._sizes = {name: tuple(tensor.shape) for name, tensor in served.with_alias().items()}
+        self._sizes |= served.unused
+        self._empty_copy = served.empty_copy
+        self._served: WeightSet | None = served
         self._scheduler = scheduler
         self._adapter: Adapter | None = None
         """The adapter that is added to the served weights; None = there is none, or it is merged into them."""
         self._base = ""
         """Digest of the served weights without the adapter; "" = not computed since they changed."""
-        self._standby: Weights | None = None
+        self._standby: WeightSet | None = None
         self._open: Update | None = None
         self._groups: dict[str, JoinedGroup] = {}
         self._order: tuple[str, ...] = ()
@@ -124,12 +122,12 @@ class BuiltinUpdates(Updates):
         return self._scheduler.version
 
     @property
-    def weights(self) -> Weights | None:
+    def weights(self) -> WeightSet | None:
         """Weights that requests are answered with; None while their memory is released."""
         return self._served
 
     @property
-    def standby(self) -> Weights | None:
+    def standby(self) -> WeightSet | None:
         """Copy that the next update is written into, from the first update on."""
         return self._standby
 
@@ -312,9 +310,7 @@ class BuiltinUpdates(Updates):
         self._require_weight_memory()
         if self._open is not None:
             self._discard(reason)
-        incoming = (
-            None if adapter is None else IncomingAdapter(adapter, self._shape, dtype=self._dtype, device=self._device)
-        )
+        incoming = None if adapter is None else self._incoming_adapter(adapter)
         update = Update(self.epoch, version, is_sent=is_sent, adapter=incoming)
         self._set_open(update)
         return update
@@ -340,7 +336,7 @@ class BuiltinUpdates(Updates):
         await asyncio.to_thread(snapshot_files.verify, directory)
         header, tensors = await asyncio.to_thread(adapters.read_directory, directory)
         await self._require_base(header.base)
-        incoming = IncomingAdapter(header, self._shape, dtype=self._dtype, device=self._device)
+        incoming = self._incoming_adapter(header)
         incoming.check_new([spec_of(name, tensor) for name, tensor in tensors.items()], ())
         await asyncio.to_thread(incoming.take, tensors.items())
         self._check_current(update)
@@ -356,7 +352,7 @@ class BuiltinUpdates(Updates):
             header, tensors = await asyncio.to_thread(adapters.read_directory, directory)
         except (OSError, WeightstoreError, SafetensorError) as error:
             raise UpdateRefused(f"lora_path: {error}") from error
-        incoming = IncomingAdapter(header, self._shape, dtype=self._dtype, device=self._device)
+        incoming = self._incoming_adapter(header)
         incoming.check_new([spec_of(tensor_name, tensor) for tensor_name, tensor in tensors.items()], ())
         async with self._writing:
             if header.base:
@@ -365,6 +361,12 @@ class BuiltinUpdates(Updates):
             adapter = await asyncio.to_thread(incoming.built)
             await asyncio.wrap_future(self._scheduler.set_adapter(name, adapter, version))
         log.info("adapter loaded name=%s version=%d directory=%s", name, version, directory)
+
+    def _incoming_adapter(self, header: AdapterHeader) -> IncomingAdapter:
+        """Return an empty adapter to fill. Raises UpdateRefused where the runner of the weights takes none."""
+        if self._adapter_shape is None:
+            raise UpdateRefused("adapter: want merged weights: the runner of this model takes no adapters beside them")
+        return IncomingAdapter(header, self._adapter_shape, dtype=self._dtype, device=self._device)
 
     async def _require_base(self, base: str) -> None:
         """Raise UpdateRefused unless the served weights, without their adapter, have this digest."""
@@ -380,7 +382,7 @@ class BuiltinUpdates(Updates):
             named = self._merged(weights.named)
             return await asyncio.to_thread(lambda: {name: sha256([tensor]) for name, tensor in named.items()})
 
-    async def served(self) -> tuple[int, Weights, Adapter | None]:
+    async def served(self) -> tuple[int, WeightSet, Adapter | None]:
         """Return the served version, its weights, into which the next push of weights but one writes, and the adapter
         that is added to them.
         """
@@ -416,7 +418,7 @@ class BuiltinUpdates(Updates):
 
     # -- inside
 
-    def _served_weights(self) -> Weights:
+    def _served_weights(self) -> WeightSet:
         if self._served is None:
             raise UpdateRefused(
                 "there are no weights: their memory was released, and no complete update has been received since"
@@ -458,14 +460,11 @@ class BuiltinUpdates(Updates):
                 raise
             raise UpdateRefused(f"{doing}: {str(error) or at_timeout}") from error
 
-    async def _ensure_standby(self) -> Weights:
+    async def _ensure_standby(self) -> WeightSet:
         """Return a copy to write: a new one for another order of tensors, or if a push may still write the old one."""
         if self._standby is None or self._straight or self._standby.order != self._order:
             self._standby, self._straight = None, set()
-            shape, order = self._shape, self._order
-            self._standby = await asyncio.to_thread(
-                lambda: Weights(shape, dtype=self._dtype, device=self._device, order=order)
-            )
+            self._standby = await asyncio.to_thread(self._empty_copy, self._order)
         return self._standby
 
     async def _receive(self, update: Update, group: JoinedGroup, bucket: Bucket, timeout_s: float) -> Incoming:
@@ -508,7 +507,7 @@ class BuiltinUpdates(Updates):
             self._standby = None
             raise
 
-    def _take(self, update: Update, standby: Weights, bucket: Bucket, flat: Tensor, *, last: bool) -> None:
+    def _take(self, update: Update, standby: WeightSet, bucket: Bucket, flat: Tensor, *, last: bool) -> None:
         """Copy a bucket of the learner's memory, at once if the layouts agree. Finalize after the last one."""
         place = standby.place(bucket)
         if place is None:
@@ -519,9 +518,8 @@ class BuiltinUpdates(Updates):
         if last:
             finalize(standby)
 
-    def _copy(self, update: Update, standby: Weights, bucket: Bucket, message: Tensor) -> None:
-        alias = load_from_bucket(standby, bucket, message, self._copying)
-        update.alias = update.alias if alias is None else alias
+    def _copy(self, update: Update, standby: WeightSet, bucket: Bucket, message: Tensor) -> None:
+        update.aliases |= load_from_bucket(standby, bucket, message, self._copying)
 
     def _check_whole(self, update: Update) -> None:
         self._check_current(update)

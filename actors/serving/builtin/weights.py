@@ -10,7 +10,7 @@ together, D = head size, X = experts, I = inner size of an expert.
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tidemill.actors.errors import UnsupportedModel, UpdateRefused
 from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.actors.serving.builtin.weight_set import WeightSet
 from tidemill.weightstore.format.manifest import Bucket
 from tidemill.weightstore.store import snapshot_files
 
@@ -51,7 +52,7 @@ class LayerWeights:
 
 
 class Weights:
-    """A set of tensors for one model; undefined until every name in ``named`` is filled and ``finalize`` was called."""
+    """The tensors of one model of the decoder (see ``WeightSet``)."""
 
     def __init__(
         self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device, order: Sequence[str] = ()
@@ -60,8 +61,9 @@ class Weights:
         self.shape, self.dtype, self.device, self.order = shape, dtype, device, tuple(order)
         self.named: dict[str, Tensor] = {}
         """Views, by Hugging Face name, of the names in ``shape.tensors()``."""
+        self.aliases = {HEAD: EMBEDDING} if shape.tied else {}
+        self.unused: dict[str, tuple[int, ...]] = {}
         self.writes = 0
-        """Counter, increased whenever some of the tensors are about to be written."""
         self._finalized = -1
         """``writes`` at the last ``finalize``."""
         self._placed: tuple[Bucket | None, Tensor | None] = None, None
@@ -79,11 +81,9 @@ class Weights:
 
     @property
     def final(self) -> bool:
-        """True when nothing was written since ``finalize``."""
         return self._finalized == self.writes
 
     def finalize(self) -> None:
-        """Compute the tensors derived from the named ones, which are complete, before decoding with them."""
         self._finalized = self.writes
         if self._head_norm_LHD is None:
             return
@@ -101,11 +101,18 @@ class Weights:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.named.values())
 
     def with_alias(self) -> dict[str, Tensor]:
-        """Return the named tensors, and an output projection that is tied to the embedding under its own name too."""
-        return self.named | ({HEAD: self.named[EMBEDDING]} if self.shape.tied else {})
+        return self.named | {alias: self.named[name] for alias, name in self.aliases.items()}
+
+    @property
+    def adapter_shape(self) -> ModelShape:
+        return self.shape
+
+    @property
+    def empty_copy(self) -> "Callable[[Sequence[str]], Weights]":
+        shape, dtype, device = self.shape, self.dtype, self.device
+        return lambda order: Weights(shape, dtype=dtype, device=device, order=order)
 
     def place(self, bucket: Bucket) -> Tensor | None:
-        """Return the memory of a bucket's tensors, flat uint8, if it has the layout of the bucket; else None."""
         if self._placed[0] is not bucket:
             self._placed = bucket, self._place(bucket)
         return self._placed[1]
@@ -206,28 +213,34 @@ def _projections(layer: int, block: str, parts: Iterable[str]) -> list[str]:
     return [f"model.layers.{layer}.{block}.{part}_proj." for part in parts]
 
 
-def read_safetensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a model directory (one file, or several with an index), read lazily on the CPU. Raises
-    UnsupportedModel without safetensors, or for an index that names a missing file.
+def weight_files(model_dir: Path) -> list[Path]:
+    """Return the safetensors files of a model directory (one, or several with an index). Raises UnsupportedModel
+    without any, or for an index that names a missing file.
     """
-    from safetensors import safe_open
-
     index = model_dir / "model.safetensors.index.json"
     if index.exists():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     else:
-        files = sorted(path.name for path in model_dir.glob("*.safetensors"))
-    if not files:
+        names = sorted(path.name for path in model_dir.glob("*.safetensors"))
+    if not names:
         raise UnsupportedModel(str(model_dir), "want a directory with *.safetensors")
-    for file in files:
-        if not (model_dir / file).exists():
-            raise UnsupportedModel(str(model_dir / file), "named by the index, but does not exist")
-        with safe_open(model_dir / file, framework="pt", device="cpu") as tensors:
+    for name in names:
+        if not (model_dir / name).exists():
+            raise UnsupportedModel(str(model_dir / name), "named by the index, but does not exist")
+    return [model_dir / name for name in names]
+
+
+def read_safetensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a model directory, read lazily on the CPU. Raises as ``weight_files``."""
+    from safetensors import safe_open
+
+    for file in weight_files(model_dir):
+        with safe_open(file, framework="pt", device="cpu") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
                 yield name, tensors.get_tensor(name)
 
 
-def load_from_directory(weights: Weights, directory: Path) -> None:
+def load_from_directory(weights: WeightSet, directory: Path) -> None:
     """Load and finalize a set of weights. A snapshot is verified byte by byte (SnapshotBroken); other directories have
     no checksums. Raises UpdateRefused unless every tensor is there once, with its shape.
     """
@@ -237,7 +250,7 @@ def load_from_directory(weights: Weights, directory: Path) -> None:
     weights.writes += 1
     for name, tensor in read_safetensors(directory):
         target = weights.named.get(name)
-        if target is None and name == HEAD and weights.shape.tied:
+        if target is None and (name in weights.aliases or name in weights.unused):
             continue
         if target is None or name in filled:
             raise UpdateRefused(
@@ -257,12 +270,12 @@ def load_from_directory(weights: Weights, directory: Path) -> None:
 
 
 def load_from_bucket(
-    weights: Weights, bucket: Bucket, message: Tensor, stream: "torch.cuda.Stream | None" = None
-) -> Tensor | None:
+    weights: WeightSet, bucket: Bucket, message: Tensor, stream: "torch.cuda.Stream | None" = None
+) -> dict[str, Tensor]:
     """Copy the tensors of a flat bucket into ``weights``, which are not finalized. ``stream``: as for ``copy_all``.
-    Returns an output projection that is tied to the embedding, for which ``weights`` have no tensor.
+    Returns copies of tensors that are tied to others, for which ``weights`` have no memory.
     """
-    alias, copies = None, []
+    aliases, copies = {}, []
     weights.writes += 1
     for spec, place in bucket.places():
         part, dtype = message[place], getattr(torch, spec.dtype)
@@ -271,12 +284,12 @@ def load_from_bucket(
         tensor = part.view(dtype).view(spec.shape)
         if spec.name in weights.named:
             copies.append((weights.named[spec.name], tensor))
-        else:
-            alias = tensor.to(weights.dtype, copy=True)
-            if alias.is_cuda:
-                torch.cuda.current_stream(alias.device).synchronize()  # the sender may write there again
+        elif spec.name in weights.aliases:
+            aliases[spec.name] = tensor.to(weights.dtype, copy=True)
+            if tensor.is_cuda:
+                torch.cuda.current_stream(tensor.device).synchronize()  # the sender may write there again
     copy_all(copies, stream)
-    return alias
+    return aliases
 
 
 def copy_all(copies: Sequence[tuple[Tensor, Tensor]], stream: "torch.cuda.Stream | None" = None) -> None:
@@ -298,7 +311,7 @@ def copy_all(copies: Sequence[tuple[Tensor, Tensor]], stream: "torch.cuda.Stream
         stream.synchronize()
 
 
-def finalize(weights: Weights) -> None:
+def finalize(weights: WeightSet) -> None:
     """Compute the derived tensors of complete weights, and wait until all copies are done."""
     weights.finalize()
     if weights.device.type == "cuda":

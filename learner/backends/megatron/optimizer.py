@@ -63,7 +63,10 @@ class MegatronOptimizer(Optimizer):
     """Megatron's optimizer, or ``OffloadedAdam``."""
 
     def __init__(self, policy: MegatronPolicy, config: OptimizerConfig, *, steps: int, offload: bool = False) -> None:
-        """``offload``: keep the state in host memory. Raises ConfigRefused where that is not possible."""
+        """``offload``: keep the state in host memory. Raises ConfigRefused where that is not possible, and for Muon."""
+        if config.name == "muon":
+            # Megatron's own needs another package, and whole matrices on every rank.
+            raise ConfigRefused("learner.optimizer.name", "adamw, adam or sgd with learner.backend: megatron", "muon")
         super().__init__(config, steps=steps, parallel=policy.parallel)
         self._policy = policy
         self._has_state = False

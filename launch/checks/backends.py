@@ -1,0 +1,85 @@
+"""Checks of what one backend of the learner alone has or lacks: layouts, families, settings. Loads no torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tidemill.bus.wire.model_values import EXPERTS_OF
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
+from tidemill.learner.layout.transformers_models import language_models
+from tidemill.learner.settings.backends import MEGATRON
+from tidemill.learner.settings.megatron_arguments import refusals as argument_refusals
+
+SETTING = "model.path"
+# Settings of the learner that divide a model.
+SPLITS = (
+    *("tensor_parallel", "sequence_parallel", "context_parallel", "expert_parallel"),
+    *("pipeline_parallel", "virtual_pipeline", "first_stage_layers", "last_stage_layers"),
+)
+
+
+def check_backend(report: Report, config: RunConfig, values: Mapping[str, object], where: str, kind: str) -> None:
+    """Report values of a model and settings that the backend of this kind cannot train. ``where``: of the values."""
+    if kind == MEGATRON:
+        _check_layout(report, config, values, where)
+        _check_settings(report, config, values)
+    else:
+        _check_transformers(report, config, values, where)
+    for refused in argument_refusals(config.learner.megatron):
+        cure = "see docs/parallelism.md, or remove it"
+        report.error("model", refused.field, want=refused.want, got=refused.got, cure=cure)
+
+
+def _check_layout(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> None:
+    """Refuse values that the learner cannot train, or cannot divide over its ranks."""
+    has_bridge, splits = bool(config.learner.bridge), {name: getattr(config.learner, name) for name in SPLITS}
+    for refused in refusals(values, where=where, own_bridge=has_bridge, **splits):
+        named = [f"learner.{name}" for name in SPLITS if f"learner.{name}" in refused.want]
+        cure = f"lower {' or '.join(named)}" if named else "use another model"
+        report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
+
+
+def _check_transformers(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> None:
+    """Refuse models that transformers cannot train, and settings that FSDP lacks."""
+    family, known = values.get("model_type"), language_models()
+    if known and family not in known:
+        want = f"one of the {len(known)} that the installed transformers has a language model for, or learner.bridge"
+        report.error("model", f"{where}: model_type", want=want, got=family, cure="use another model")
+    if step := config.debug.dump_modules.step:
+        want = "0 with learner.backend: fsdp, whose modules have other names in each family"
+        report.error("model", "debug.dump_modules.step", want=want, got=step, cure="remove the setting")
+    if config.model.megatron_checkpoint:
+        want, got = "none with learner.backend: fsdp", config.model.megatron_checkpoint
+        report.error("model", "model.megatron_checkpoint", want=want, got=got, cure="remove learner.backend")
+
+
+def _check_settings(report: Report, config: RunConfig, values: Mapping[str, object]) -> None:
+    learner, family = config.learner, values.get("model_type")
+    experts, biased = family in EXPERTS_OF, family in WITH_BIAS
+    if family not in FAMILIES:
+        return
+    refused = {
+        "routing_replay": learner.routing_replay != "none" and not experts,
+        "moe_aux_loss_coef": learner.moe_aux_loss_coef > 0 and not experts,
+        "moe_bias_update_rate": learner.moe_bias_update_rate > 0 and not biased,
+        "offload_optimizer": learner.offload_optimizer and experts,
+        "optimizer.name": learner.optimizer.name == "sgd" and experts,
+    }
+    has = {"moe_bias_update_rate": "no bias per expert"}
+    for name in (name for name, wrong in refused.items() if wrong):
+        want = f"its default for {family}, which has {has.get(name, 'experts' if experts else 'no experts')}"
+        report.error("model", f"learner.{name}", want=want, got=getattr(learner, name), cure="remove the setting")
+
+
+def check_megatrons_critic(report: Report, config: RunConfig, values: Mapping[str, Any], where: str) -> None:
+    """Report values of the critic's model that Megatron cannot train. ``where``: the setting of its path."""
+    learner, path = config.learner, Path(config.learner.critic.path)
+    has_bridge, splits = bool(learner.bridge), {name: getattr(learner, name) for name in SPLITS}
+    for refused in refusals(values, where=f"{path}/config.json", own_bridge=has_bridge, **splits):
+        report.error("critic", refused.field, want=refused.want, got=refused.got, cure=f"use another model ({where})")
+    if learner.offload_optimizer and values.get("model_type") in EXPERTS_OF:
+        want = f"false with a critic that has experts ({values['model_type']} in {path})"
+        cure = "remove the setting, or use another critic"
+        report.error("critic", "learner.offload_optimizer", want=want, got=True, cure=cure)

@@ -1,0 +1,72 @@
+"""Memory of a rank with ``learner.backend: fsdp``: tensors are divided over the ranks, and gathered for their layer."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+from tidemill.launch.devices.memory_table import FLOAT32, ITEM_BYTES, MemoryRow, dtype_on, of_rank, sending_rows
+from tidemill.launch.devices.shapes import Shapes, trained_tensors
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.settings.config import LearnerConfig
+
+MOMENTS = 2  # tensors of Adam beside each weight
+GATHERED = 2  # layers that are whole at a time: the one that computes, and the next one, which is gathered meanwhile
+_LAYER = re.compile(r"(.*\.layers\.\d+)\.")
+
+
+def fsdp_rows(tensors: Shapes, config: RunConfig, *, cuda: bool, critic: Shapes | None = None) -> tuple[MemoryRow, ...]:
+    """Return the rows of one rank by the model's tensors, without activations and logits.
+
+    ``critic``: the tensors of the critic's model; None = as many as the policy's. Weights are float32 whatever the
+    dtype of the passes, and Adam has no further copy of them.
+    """
+    learner, item = config.learner, ITEM_BYTES[dtype_on(config.learner.dtype, cuda=cuda)]
+    models = {"": tensors} | ({"critic: ": critic or tensors} if learner.algorithm.by_critic else {})
+    rows = [row for prefix, shapes in models.items() for row in _model(shapes, learner, item, prefix, cuda=cuda)]
+    return (*rows, *_copies(tensors, config, cuda=cuda), *sending_rows(tensors, config, cuda=cuda))
+
+
+def _model(tensors: Shapes, learner: LearnerConfig, item: int, prefix: str, *, cuda: bool) -> Iterable[MemoryRow]:
+    trained = _divided(tensors if prefix else trained_tensors(tensors, learner), learner)
+    share = f", 1/{learner.data_parallel} of them" if learner.data_parallel > 1 else ""
+    yield of_rank(f"{prefix}weights, float32{share}", FLOAT32 * _divided(tensors, learner))
+    yield of_rank(f"{prefix}gradients, float32{share}", FLOAT32 * trained)
+    on_host = learner.offload_optimizer and cuda
+    yield of_rank(f"{prefix}Adam: two moments, float32{share}", MOMENTS * FLOAT32 * trained, on_host=on_host)
+    if learner.data_parallel > 1 or item != FLOAT32:
+        yield of_rank(
+            f"{prefix}whole weights of {GATHERED} layers, and those outside of layers", item * _whole(tensors)
+        )
+
+
+def _copies(tensors: Shapes, config: RunConfig, *, cuda: bool) -> Iterable[MemoryRow]:
+    learner, num_weights = config.learner, _divided(tensors, config.learner)
+    copies = {
+        "reference model": learner.algorithm.needs_reference,
+        "weights of the last version": config.weights.push_every > 1,
+    }
+    kept = [part for part, is_kept in copies.items() if is_kept]
+    for part in [*kept, *(["own weights, while one of these is in their place"] if kept else [])]:
+        yield of_rank(part, FLOAT32 * num_weights, on_host=cuda)
+    if learner.checkpoint.background:
+        saved = 1 + len([part for part in kept if part != "reference model" or learner.algorithm.kl.moves])
+        state = MOMENTS * _divided(trained_tensors(tensors, learner), learner)
+        size = FLOAT32 * (saved * num_weights + state) * (2 if learner.algorithm.by_critic else 1)
+        yield of_rank("copy of weights and Adam's state, for checkpoints, at most", size, on_host=cuda)
+
+
+def _divided(tensors: Shapes, learner: LearnerConfig) -> int:
+    """Return the elements of the rank with the most: every tensor is divided by its rows."""
+    ranks = learner.data_parallel
+    return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) if shape else 1 for shape in tensors.values())
+
+
+def _whole(tensors: Shapes) -> int:
+    """Return the elements that are whole on a rank at a time."""
+    layers: dict[str, int] = defaultdict(int)
+    for name, shape in tensors.items():
+        layer = _LAYER.match(name)
+        layers[layer[1] if layer else ""] += math.prod(shape)
+    outside = layers.pop("", 0)
+    return outside + GATHERED * max(layers.values(), default=0)

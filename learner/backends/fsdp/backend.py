@@ -1,0 +1,143 @@
+"""FSDP2 over models of transformers behind the port of backends (``learner/trainer/backend.py``)."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from tidemill.learner.backends.fsdp import state
+from tidemill.learner.backends.fsdp.lora import Tuning
+from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
+from tidemill.learner.backends.fsdp.policy import FsdpPolicy, build_policy
+from tidemill.learner.checkpoints.remote_files import CheckpointFiles
+from tidemill.learner.checkpoints.staged_files import HostCopies, Staged
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.kernels.choices import choose_own_kernels, this_site
+from tidemill.learner.layout.parallel import Parallel, join_world, of_replicas
+from tidemill.learner.settings.config import ROLLOUT, LearnerConfig
+from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.trainer.backend import DTYPES
+from tidemill.learner.trainer.backups import OtherModels
+from tidemill.learner.trainer.memory import Memory, open_memory
+
+
+class FsdpBackend:
+    """Every family of transformers, with weights, gradients and the optimizer's state divided over all ranks."""
+
+    def join(self, learner: LearnerConfig, *, device: torch.device, timeout_s: float) -> Parallel:
+        """Join the other ranks: each is a replica with its own rows."""
+        join_world(device, timeout_s=timeout_s)
+        torch.manual_seed(learner.seed)
+        return of_replicas(device)
+
+    def leave(self) -> None:
+        """Destroy the process group."""
+        dist.destroy_process_group()
+
+    def open_policy(
+        self,
+        learner: LearnerConfig,
+        model_dir: Path,
+        parallel: Parallel,
+        *,
+        dtype: str,
+        megatron_checkpoint: Path | None = None,
+    ) -> FsdpPolicy:
+        """Build the model, divided over all ranks."""
+        if megatron_checkpoint is not None:
+            raise ConfigRefused(
+                "model.megatron_checkpoint", "none with learner.backend: fsdp", str(megatron_checkpoint)
+            )
+        return self._build(
+            learner,
+            model_dir,
+            parallel,
+            dtype=dtype,
+            memory=open_memory(colocated=learner.colocated, device=parallel.device),
+            tuning=Tuning.of(learner),
+            replays=learner.routing_replay != "none",
+            given=learner.routing_replay == ROLLOUT,
+        )
+
+    def open_value_model(self, learner: LearnerConfig, policy: FsdpPolicy, model_dir: Path) -> FsdpPolicy:
+        """Build the critic. Its routers choose anew in every pass."""
+        directory = Path(learner.critic.path) if learner.critic.path else model_dir
+        return self._build(
+            learner, directory, policy.parallel, dtype=policy.dtype, memory=policy.memory, value_head=True
+        )
+
+    def _build(
+        self,
+        learner: LearnerConfig,
+        model_dir: Path,
+        parallel: Parallel,
+        *,
+        dtype: str,
+        memory: Memory,
+        tuning: Tuning | None = None,
+        replays: bool = False,
+        given: bool = False,
+        value_head: bool = False,
+    ) -> FsdpPolicy:
+        site = this_site(DTYPES[dtype], 0)
+        kernel = choose_own_kernels("learner.fused_log_probs", learner.fused_log_probs, site)
+        return build_policy(
+            model_dir,
+            dtype=dtype,
+            parallel=parallel,
+            memory=memory,
+            tuning=tuning or Tuning(),
+            attention=learner.attention,
+            recompute=learner.recompute != "none",
+            replays=replays,
+            given=given,
+            fused=kernel.kernel == "fused",
+            value_head=value_head,
+        )
+
+    def open_optimizer(
+        self, policy: FsdpPolicy, config: OptimizerConfig, *, steps: int, offload: bool
+    ) -> FsdpOptimizer:
+        """Return an optimizer of torch over the parts of this rank."""
+        return FsdpOptimizer(policy, config, steps=steps, offload=offload)
+
+    def stage(
+        self,
+        directory: Path,
+        *,
+        step: int,
+        policy: FsdpPolicy,
+        optimizer: FsdpOptimizer,
+        others: OtherModels,
+        numbers: Mapping[str, float],
+        copies: HostCopies | None,
+    ) -> Staged:
+        """Plan the files of a checkpoint of torch."""
+        return state.stage(
+            directory, step=step, policy=policy, optimizer=optimizer, others=others, numbers=numbers, copies=copies
+        )
+
+    def load(
+        self,
+        directory: Path,
+        *,
+        policy: FsdpPolicy,
+        optimizer: FsdpOptimizer,
+        others: OtherModels,
+        files: CheckpointFiles | None,
+    ) -> tuple[int, dict[str, float]]:
+        """Load a checkpoint of any number of ranks."""
+        return state.load(directory, policy=policy, optimizer=optimizer, others=others, files=files)
+
+    def load_weights(self, directory: Path, *, policy: FsdpPolicy, optimizer: FsdpOptimizer) -> int:
+        """Load the weights of a checkpoint of this backend."""
+        return state.load_weights(directory, policy=policy, optimizer=optimizer)
+
+    def module_outputs(
+        self, policy: FsdpPolicy, prompts: Sequence[Sequence[int]], names: str
+    ) -> dict[str, NDArray[np.float32]]:
+        """Refuse: modules of transformers differ by family, and no names of them are shared with engines."""
+        raise ConfigRefused("debug.dump_modules", "empty with learner.backend: fsdp", names)

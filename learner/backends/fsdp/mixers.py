@@ -1,0 +1,59 @@
+"""Convolutions and recurrent states over packed rows: each sequence begins with an empty state.
+
+A mixer reads the tokens of a row in their order, without attention. Position ids mean nothing to it, so in a packed row
+the state of one sequence would go on into the next one. Here it sees the sequences in right-padded buckets, which is
+exact: padding comes behind all real tokens. Nothing else of the model is padded.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tidemill.learner.backends.fsdp.attention import CurrentRow
+from tidemill.learner.kernels.attention import Pad, Unpad
+
+_OF_ROW = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+    "attention_mask",
+    "position_ids",
+)
+"""Arguments about the tokens of a row, which a bucket does not have."""
+
+
+def mixers_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules that carry a state from token to token: each has a convolution over time as its first step."""
+    for name, module in model.named_modules():
+        if any(isinstance(child, torch.nn.Conv1d) for child in module.children()):
+            yield name, module
+
+
+def separate_sequences(model: torch.nn.Module, row: CurrentRow) -> list[str]:
+    """Let the mixers of a model compute each sequence of the current row alone. Returns their names."""
+    names = []
+    for name, mixer in mixers_of(model):
+        mixer.forward = partial(_by_bucket, mixer.forward, row)  # type: ignore[method-assign]
+        names.append(name)
+    return names
+
+
+def _by_bucket(
+    forward: Callable[..., Any], row: CurrentRow, hidden_states: Tensor, *positional: Any, **arguments: Any
+) -> Tensor:
+    """Return a mixer's output for each sequence alone: [1, T, H] -> [1, T, H]."""
+    packed, out, place = row.packed, [], 0
+    assert packed is not None and not packed.cuts, "a mixer has whole sequences only"
+    arguments = {name: value for name, value in arguments.items() if name not in _OF_ROW}
+    hidden = Pad.apply(hidden_states[0], packed.take_P, packed.give_T)
+    for count, width in packed.buckets:
+        output = forward(hidden[place : place + count * width].view(count, width, -1), *positional, **arguments)
+        out.append((output[0] if isinstance(output, tuple) else output).reshape(count * width, -1))
+        place += count * width
+    mixed: Tensor = Unpad.apply(out[0] if len(out) == 1 else torch.cat(out), packed.give_T)
+    return mixed[None]

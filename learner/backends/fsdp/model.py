@@ -1,0 +1,267 @@
+"""A model of transformers, sharded over its ranks by fully_shard, which computes packed rows.
+
+    tokens of a row -> layers, each gathered for its own pass -> hidden states -> ``finish`` -> loss
+
+``finish`` runs inside the forward pass of the root, where the weight of the output layer is whole: log-probs are
+computed there without the logits of all tokens. Shape letters: T = tokens of a row, H = hidden size, V = vocabulary.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from tidemill.learner.backends.fsdp import weights
+from tidemill.learner.backends.fsdp.opening import Transformer, build, read_config
+from tidemill.learner.backends.fsdp.self_test import Findings, Head, self_test
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.kernels.choices import FLASH_MULTIPLE, SDPA, choose_attention, this_site
+from tidemill.learner.kernels.packed_rows import PackedRow
+from tidemill.learner.layout.sizes import Dealt
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Result = TypeVar("Result")
+Changed = Callable[[str, Tensor], Tensor]
+
+
+def unchanged(name: str, tensor: Tensor) -> Tensor:
+    """Return a weight as it is."""
+    return tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the parts of a model are."""
+
+    device: torch.device
+    group: dist.ProcessGroup
+    """Ranks over which each weight is divided."""
+
+    @property
+    def is_first(self) -> bool:
+        """True for the rank that reads files."""
+        return dist.get_rank(self.group) == 0
+
+    def mesh(self) -> DeviceMesh:
+        """Return the group as a mesh of one dimension."""
+        return DeviceMesh.from_group(self.group, self.device.type)
+
+
+class FsdpModel(torch.nn.Module):
+    """The root of a sharded model. Its parameters are float32 parts, DTensors, under ``transformer.<name>``."""
+
+    def __init__(
+        self, transformer: Transformer, findings: Findings, place: Place, *, dtype: torch.dtype, is_critic: bool
+    ) -> None:
+        super().__init__()
+        self.transformer, self.config = transformer.model, transformer.model.config.get_text_config()
+        self.findings, self.dtype, self.is_critic = findings, dtype, is_critic
+        self._passes, self._place = transformer, place
+        self._form = weights.FileForm()
+
+    @property
+    def family(self) -> str:
+        """transformers' ``model_type``."""
+        return str(self.transformer.config.model_type)
+
+    @property
+    def head(self) -> Head:
+        """Scale and cap of the logits."""
+        return self.findings.head
+
+    @property
+    def prefix_obstacle(self) -> str:
+        """Why common beginnings of sequences cannot be computed once; empty = they can."""
+        if not self.findings.packed:
+            return f"{self.family} is computed in padded rows"
+        if self.findings.mixers:
+            return f"{self.family} has layers that carry a state from token to token"
+        return "" if self._passes.row.kernel == SDPA else f"attention {self._passes.row.kernel} takes whole sequences"
+
+    def forward(self, tokens_T: Tensor, packed: PackedRow, finish: Callable[[Tensor], Result]) -> Result:
+        """Return ``finish(hidden_TH)`` of a row's hidden states, or of a critic's values, [T, 1] float32.
+
+        Run the backward pass of a row before the next row: checkpointed layers read its layout again. After a pass
+        without gradient call ``weights_changed``: else the root keeps its whole weights, and the next pass does not see
+        what was written into the parts.
+        """
+        hidden_TH = self._passes.hidden_states(tokens_T, packed)
+        if self.is_critic:
+            return finish(hidden_TH.float() @ self.head_weight().float().t())
+        return finish(hidden_TH)
+
+    def head_weight(self) -> Tensor:
+        """Return the weight of the output layer, [V, H], or [1, H] of a critic. It is whole inside ``finish`` only."""
+        weight: Tensor = self.transformer.get_output_embeddings().weight
+        return weight
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's parts of the weights, live, under transformers' names, with biases of routers.
+
+        Call ``weights_changed`` after writing into them.
+        """
+        self.weights_changed()  # else the root may have its whole weights in the places of the parts
+        yield from ((name, weights.local(tensor)) for name, tensor in weights.named_weights(self.transformer))
+
+    def router_biases(self) -> list[Tensor]:
+        """Return the buffers that belong to a checkpoint: biases of routers, whole on every rank."""
+        stored = self.transformer.state_dict().keys()
+        return [buffer for name, buffer in self.transformer.named_buffers() if name in stored]
+
+    def weights_changed(self) -> None:
+        """Free the whole weights that a pass left on the root, so that the next pass gathers the parts again."""
+        cast(FSDPModule, self).reshard()
+
+    def export(self, changed: Changed = unchanged) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole weights by the names of the files, layer by layer. Collective.
+
+        They are in the dtype of the computation, and in float32 where the files have that for a tensor although most of
+        theirs are narrower. ``changed``: gets each weight by its name in memory, in the same order on all ranks, and
+        returns the one to export.
+        """
+        self.weights_changed()
+        yield from self._form.export(self.transformer, dtype=self.dtype, device=self._place.device, changed=changed)
+
+    def export_part(self, senders: int, changed: Changed = unchanged) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of ``export`` that this rank sends. All ranks of the group run the iterator to its end."""
+        dealt, rank = Dealt(senders), dist.get_rank(self._place.group)
+        yield from ((name, tensor) for name, tensor in self.export(changed) if dealt.sender(name) == rank)
+
+    def file_names(self, name: str) -> list[str]:
+        """Return the names in the files of a parameter by its name in memory; several for experts in one tensor."""
+        return self._form.file_names(self.transformer, name)
+
+    def load(self, directory: Path) -> None:
+        """Read the weights of a directory of this model into the live parts. Collective.
+
+        A critic's value head becomes 0. Tensors that no file has (adapters) stay. Raises ConfigRefused, on all ranks.
+        """
+        sources: list[Any] = []
+
+        def read() -> weights.FileForm:
+            sources.append(weights.read_model(read_config(directory), directory))
+            if self.is_critic:
+                give_value_head(sources[0])
+            return weights.FileForm.of(sources[0], directory)
+
+        place = self._place
+        self.weights_changed()
+        self._form = from_first(read, place)
+        weights.distribute(
+            self.transformer, sources[0] if sources else None, self._form.names, device=place.device, group=place.group
+        )
+        self.weights_changed()
+
+
+def open_model(
+    model_dir: Path,
+    *,
+    dtype: str,
+    place: Place,
+    attention: str = "auto",
+    recompute: bool = False,
+    cpu_offload: bool = False,
+    value_head: bool = False,
+    prepare: Callable[[Any], None] | None = None,
+) -> FsdpModel:
+    """Return the model of a directory, divided over the ranks of a group. Collective.
+
+    ``dtype``: of the computation, float32 or bfloat16; weights and the sums of their gradients are float32. Gradients
+    are sums over the ranks, which run the same number of passes. ``attention``: ``learner.attention``. ``recompute``:
+    compute each layer again in the backward pass. ``cpu_offload``: keep the parts in host memory. ``value_head``: for a
+    critic. ``prepare``: gets the model of transformers, without memory, before it is divided, and may freeze parameters
+    and add some; these have no values then. Raises ConfigRefused, on all ranks.
+    """
+    config = read_config(model_dir)
+    findings = from_first(lambda: self_test(config, place.device), place)
+    log.info(
+        "model_family type=%s rows=%s reason=%s",
+        config.model_type,
+        "packed" if findings.packed else "padded",
+        findings.reason,
+    )
+    if value_head:
+        config.tie_word_embeddings = False
+    kernel = choose_attention(
+        attention, this_site(DTYPES[dtype], head_size=FLASH_MULTIPLE)
+    )  # each layer looks at its own
+    log.info("kernel of=attention chosen=%s reason=%s", kernel.kernel, kernel.reason)
+    with torch.device("meta"):
+        transformer = build(config, packed=findings.packed, kernel=kernel.kernel)
+        if value_head:
+            give_value_head(transformer.model)
+    if recompute:
+        transformer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if prepare is not None:
+        prepare(transformer.model)
+    model = FsdpModel(transformer, findings, place, dtype=DTYPES[dtype], is_critic=value_head)
+    shard(model, place, dtype=DTYPES[dtype], cpu_offload=cpu_offload)
+    model.load(model_dir)
+    return model
+
+
+def shard(model: FsdpModel, place: Place, *, dtype: torch.dtype, cpu_offload: bool) -> None:
+    """Give a model without memory the parts of this rank: layer by layer, so that one whole layer at most is there."""
+    options: dict[str, Any] = {"mesh": place.mesh()}
+    if dtype != torch.float32:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=place.device.type == "cuda")
+    layers = layers_of(model.transformer)
+    for layer in layers:
+        layer.to_empty(device=place.device)
+        fully_shard(layer, **options)
+    inner = {id(module) for layer in layers for module in layer.modules()}
+    for module in model.modules():
+        if id(module) not in inner:
+            module.to_empty(device=place.device, recurse=False)
+    model.transformer.tie_weights()  # ``to_empty`` has given the embedding and the output layer a weight each
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # the losses have denominators over all ranks: gradients are sums
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def layers_of(transformer: Any) -> list[torch.nn.Module]:
+    """Return the layers of a model, each of which is gathered for its own pass."""
+    names = set(transformer._no_split_modules or ())
+    layers = [module for module in transformer.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ConfigRefused("model.path", "a model that names its layers", type(transformer).__name__)
+    return layers
+
+
+def give_value_head(transformer: Any) -> None:
+    """Put a value head of zeros in the place of a model's output layer."""
+    embedding = transformer.get_input_embeddings().weight
+    head = torch.nn.Linear(
+        transformer.config.get_text_config().hidden_size, 1, bias=False, device=embedding.device, dtype=embedding.dtype
+    )
+    torch.nn.init.zeros_(head.weight)
+    transformer.set_output_embeddings(head)
+
+
+def from_first(make: Callable[[], Result], place: Place) -> Result:
+    """Return what ``make`` returns on the first rank, on all ranks. Collective. ConfigRefused is raised on all, too."""
+    outcome: list[Any] = [None, None]
+    if place.is_first:
+        try:
+            outcome[0] = make()
+        except ConfigRefused as error:
+            outcome[1] = error
+    if dist.get_world_size(place.group) > 1:
+        dist.broadcast_object_list(outcome, group=place.group, group_src=0, device=place.device)
+    value, refusal = outcome
+    if refusal is not None:
+        raise refusal
+    return value  # type: ignore[no-any-return]

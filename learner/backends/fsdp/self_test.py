@@ -1,0 +1,218 @@
+"""The self-test of a model's family, at every start, on a small model of the same class.
+
+transformers has hundreds of families, and some of them let one sequence of a packed row read another without an error.
+So each family is tried: every sequence of a row alone against all of them together, and the output layer against the
+logits of the whole model, with gradients. A family that leaks is computed in padded rows.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill.bus.system.functions import described
+from tidemill.learner.backends.fsdp.opening import Transformer, base_of, build
+from tidemill.learner.backends.fsdp.small_config import small_config
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.kernels.packed_rows import PackedRow, packed_row
+
+log = logging.getLogger(__name__)
+
+LENGTHS = (23, 1, 40, 17, 2)
+"""Tokens of the sequences: longer and shorter than the windows and chunks of ``small_config``."""
+TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}
+"""Largest difference of log-probs, and of gradients relative to the largest. A leak gives 0.2 to 1, rounding on a CPU
+2e-5. Kernels for CUDA round in lower precisions.
+"""
+LARGEST = 64_000_000
+"""Parameters of the small model above which its test would take longer than a start may."""
+_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")
+"""Settings by which families multiply or divide their logits."""
+
+
+class Head(NamedTuple):
+    """Logits of hidden states h: ``cap * tanh(scale * h @ W.T / cap)``."""
+
+    scale: float = 1.0
+    cap: float = 0.0
+    """0 = there is no cap."""
+
+    def logits(self, hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
+        """Return the logits, [T, V]."""
+        logits_TV = hidden_TH @ weight_VH.t() * self.scale
+        return self.cap * torch.tanh(logits_TV / self.cap) if self.cap else logits_TV
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """Results of the self-test of a family."""
+
+    packed: bool
+    """Rows are packed; else their sequences are padded to the longest."""
+    head: Head
+    mixers: bool
+    """The family has layers that carry a state from token to token."""
+    reason: str
+    """Largest difference of packed rows from single sequences, or why they are padded."""
+
+
+def self_test(config: Any, device: torch.device) -> Findings:
+    """Try the family of a configuration on the device of its training, whose kernels it takes: a second or two.
+
+    Raises ConfigRefused for a family whose logits are not those of its output layer, or that is wrong in padded rows,
+    too.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device, torch.enable_grad():
+        torch.manual_seed(0)
+        try:
+            return _tried(small_config(config), TOLERANCE[device.type])
+        except ConfigRefused:
+            raise
+        except Exception as error:  # of any family's code
+            raise _refused(config, f"a small model of its class: {described(error)}") from error
+
+
+def _tried(config: Any, tolerance: float) -> Findings:
+    """Return the findings about the model of a small configuration. Raises ConfigRefused, and what the model raises."""
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in build(config, packed=False).model.parameters())
+    if size > LARGEST:
+        raise _refused(config, f"no small model of its class: {size:,} parameters")
+    plain = build(config, packed=False)
+    randomize(plain.model)
+    tokens = plain.model.get_input_embeddings().weight.shape[0]
+    alone = Alone.of(plain, [torch.randint(3, tokens, (length,)) for length in LENGTHS])
+    packed = _attempt(alone, lambda: _packed(plain), tolerance)
+    if packed.fault:
+        padded = _attempt(alone, lambda: plain, tolerance)
+        if padded.fault:
+            raise _refused(config, f"padded rows: {padded.fault}")
+    return Findings(
+        packed=not packed.fault,
+        head=alone.head,
+        mixers=bool(plain.mixers),
+        reason=f"packed rows: {packed.fault}"
+        if packed.fault
+        else f"single sequences differ by {packed.difference:.0e}",
+    )
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Draw weights with which the tokens of a small model depend on each other more than with its initial ones."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.5 if "embed" in name else parameter.shape[-1] ** -0.5)
+            elif "bias" in name and "dt" not in name:
+                parameter.normal_(0, 0.05)
+
+
+def row_of(lengths: Sequence[int]) -> PackedRow:
+    """Return the layout of a row with sequences of these lengths."""
+    positions_T = torch.cat([torch.arange(length) for length in lengths])
+    return packed_row(np.cumsum([0, *lengths]).astype(np.int32), positions_T)
+
+
+class Scores(NamedTuple):
+    """Log-probs of a model, and gradients of their sum with fixed weights."""
+
+    log_probs_T: Tensor
+    gradients: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, logits_TV: Tensor, sequences: Sequence[Tensor]) -> "Scores":
+        """Return the scores of a model's logits for the tokens of a row, each with the next one as its target."""
+        targets_T = torch.cat(list(sequences)).roll(-1)
+        log_probs_T = torch.log_softmax(logits_TV.float(), -1).gather(1, targets_T[:, None])[:, 0]
+        model.zero_grad()
+        (log_probs_T * torch.linspace(-1, 1, len(targets_T))).sum().backward()
+        named = ((name, parameter.grad) for name, parameter in model.named_parameters())
+        return cls(log_probs_T.detach(), {name: grad.clone() for name, grad in named if grad is not None})
+
+    def difference(self, other: "Scores") -> float:
+        """Return the largest difference of a log-prob, or of a gradient relative to the largest gradient."""
+        largest = max(float(grad.abs().max()) for grad in self.gradients.values())
+        gaps = [
+            float((grad - other.gradients.get(name, torch.zeros_like(grad))).abs().max()) / largest
+            for name, grad in self.gradients.items()
+        ]
+        total = max(float((self.log_probs_T - other.log_probs_T).abs().max()), *gaps)
+        return total if math.isfinite(total) else math.inf
+
+
+class Alone(NamedTuple):
+    """What transformers computes for each sequence alone."""
+
+    sequences: list[Tensor]
+    head: Head
+    scores: Scores
+
+    @classmethod
+    def of(cls, plain: Transformer, sequences: list[Tensor]) -> "Alone":
+        """Return it for a plain model. Raises ConfigRefused for logits that are no product with the output weight."""
+        logits = [plain.model(input_ids=tokens[None], use_cache=False).logits[0] for tokens in sequences]
+        head = _find_head(plain, sequences, logits)
+        return cls(sequences, head, Scores.of(plain.model, torch.cat(logits), sequences))
+
+    def difference(self, transformer: Transformer) -> float:
+        """Return the largest difference of a model that computes all sequences as one row."""
+        row = row_of([len(tokens) for tokens in self.sequences])
+        hidden_TH = transformer.hidden_states(torch.cat(self.sequences), row)
+        logits_TV = self.head.logits(hidden_TH, transformer.model.get_output_embeddings().weight)
+        return self.scores.difference(Scores.of(transformer.model, logits_TV, self.sequences))
+
+
+class _Attempt(NamedTuple):
+    """A way to compute rows, tried."""
+
+    difference: float
+    fault: str
+    """Empty if it is exact."""
+
+
+def _attempt(alone: Alone, make: Callable[[], Transformer], tolerance: float) -> _Attempt:
+    try:
+        difference = alone.difference(make())
+    except Exception as error:  # of any family's code
+        return _Attempt(math.inf, described(error))
+    exact = difference <= tolerance
+    return _Attempt(difference, "" if exact else f"a sequence differs by {difference:.0e} from itself alone")
+
+
+def _packed(plain: Transformer) -> Transformer:
+    """Return the model with the same weights, for packed rows."""
+    packed = build(plain.model.config, packed=True)
+    packed.model.load_state_dict(plain.model.state_dict())
+    return packed
+
+
+def _find_head(plain: Transformer, sequences: Sequence[Tensor], logits: Sequence[Tensor]) -> Head:
+    """Return the way in which a family's logits follow from its hidden states. Raises ConfigRefused."""
+    config = plain.model.config
+    longest = max(range(len(sequences)), key=lambda place: len(sequences[place]))
+    layer = plain.model.get_output_embeddings()
+    if layer is None:
+        raise _refused(config, "no output layer")
+    with torch.no_grad():
+        states = base_of(plain.model)(input_ids=sequences[longest][None], use_cache=False).last_hidden_state[0]
+        for head in _heads(config):
+            if torch.allclose(head.logits(states, layer.weight), logits[longest], rtol=1e-4, atol=1e-4):
+                return head
+    raise _refused(config, "logits that are not a product of hidden states and output weight, scaled and capped")
+
+
+def _heads(config: Any) -> Iterator[Head]:
+    config = config.get_text_config()
+    factors = [float(factor) for name in _SCALES if (factor := getattr(config, name, None))]
+    cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+    for scale in (1.0, *factors, *(1 / factor for factor in factors)):
+        yield Head(scale, cap)
+
+
+def _refused(config: Any, got: str) -> ConfigRefused:
+    return ConfigRefused("model.path", f"a family that passes the self-test ({config.model_type})", got)

@@ -1,0 +1,40 @@
+"""The choice of the backend that trains a model. Knows no torch."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.learner.layout.sizes import FAMILIES
+from tidemill.learner.settings.backends import FSDP, MEGATRON, fsdp_settings, megatron_settings
+
+if TYPE_CHECKING:
+    from tidemill.learner.settings.config import LearnerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendChoice:
+    """A backend and the reason for it."""
+
+    kind: str
+    reason: str
+
+
+def choose_backend(
+    learner: "LearnerConfig", values: JsonMapping, *, megatron_checkpoint: bool = False
+) -> BackendChoice:
+    """Return the backend for ``learner.backend`` and a model's config.json.
+
+    ``auto``: Megatron for its families, and where a setting needs it; FSDP for all other models.
+    """
+    if learner.backend != "auto":
+        return BackendChoice(kind=learner.backend, reason=f"learner.backend: {learner.backend}")
+    needs = [f"learner.{name}" for name in megatron_settings(learner)]
+    needs += ["model.megatron_checkpoint"] if megatron_checkpoint else []
+    if needs:
+        return BackendChoice(kind=MEGATRON, reason=f"{needs[0]} needs it")
+    if other := fsdp_settings(learner):
+        return BackendChoice(kind=FSDP, reason=f"learner.{other[0]} needs it")
+    family = values.get("model_type")
+    if family in FAMILIES:
+        return BackendChoice(kind=MEGATRON, reason=f"{family} is one of its families")
+    return BackendChoice(kind=FSDP, reason=f"{family} is none of Megatron's families")

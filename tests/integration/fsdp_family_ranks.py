@@ -1,0 +1,119 @@
+"""A row of sequences through a sharded model, and through the plain model of transformers: one after the other there.
+
+``main`` is the body of one rank of a world.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.families import LENGTHS, VOCAB, place_here, plain_model, sequences
+from tidemill.learner.backends.fsdp.model import FsdpModel, open_model
+from tidemill.learner.backends.fsdp.self_test import row_of
+from tidemill.learner.errors import ConfigRefused
+
+
+def weights_of_tokens() -> Tensor:
+    """Return the factor of every log-prob in the loss, [T, V]."""
+    return torch.randn(sum(LENGTHS), VOCAB, generator=torch.Generator().manual_seed(1)) / 100
+
+
+def row_pass(model: FsdpModel) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the log-probs [T, V] of a row, and the gradients of their weighted sum by name, summed over the ranks."""
+
+    def finish(hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs_TV = torch.log_softmax(model.head.logits(hidden_TH, model.head_weight()).float(), -1)
+        return (log_probs_TV * weights_of_tokens()).sum(), log_probs_TV.detach()
+
+    model.zero_grad()
+    loss, log_probs_TV = model(torch.cat(sequences()), row_of(LENGTHS), finish)
+    loss.backward()
+    gradients = {name.removeprefix("transformer."): parameter.grad for name, parameter in model.named_parameters()}
+    return log_probs_TV, {name: whole(grad) for name, grad in gradients.items() if grad is not None}
+
+
+def plain_pass(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the same of transformers' model, which gets each sequence alone."""
+    logits = [model(input_ids=tokens[None], use_cache=False).logits[0] for tokens in sequences()]
+    log_probs_TV = torch.log_softmax(torch.cat(logits), -1)
+    (log_probs_TV * weights_of_tokens()).sum().backward()
+    return log_probs_TV.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gap(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Return the largest difference of the wanted gradients, relative to the largest of them."""
+    largest = max(float(grad.abs().max()) for grad in wanted.values())
+    return max(float((ours[name] - grad).abs().max()) for name, grad in wanted.items()) / largest
+
+
+def files_of(directory: Path) -> dict[str, Tensor]:
+    """Return the tensors of a model's files."""
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def different(exported: dict[str, Tensor], files: dict[str, Tensor]) -> list[str]:
+    """Return the names that only one of them has, or in another dtype, or with other bits."""
+    common = exported.keys() & files.keys()
+    same = {
+        name
+        for name in common
+        if exported[name].dtype == files[name].dtype and torch.equal(exported[name], files[name])
+    }
+    return sorted((exported.keys() | files.keys()) - same)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor of all ranks. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def measured(directory: Path, *, recompute: bool = False) -> tuple[FsdpModel, dict[str, Any]]:
+    """Return a family's model on all ranks, and its differences from transformers. Collective."""
+    model = open_model(directory, dtype="float32", place=place_here(), recompute=recompute)
+    plain = plain_model(directory)
+    log_probs_TV, gradients = row_pass(model)
+    wanted_TV, wanted = plain_pass(plain)
+    summed = {name: grad * dist.get_world_size() for name, grad in wanted.items()}
+    return model, {
+        "log_probs": float((log_probs_TV - wanted_TV).abs().max()),
+        "gradients": gap(gradients, summed),
+        "export": different(dict(model.export()), files_of(directory)),
+    }
+
+
+def sent(model: FsdpModel, senders: int) -> dict[str, int]:
+    """Return the number of elements of every tensor that this rank sends."""
+    return {name: tensor.numel() for name, tensor in model.export_part(senders)}
+
+
+def main(directories: Sequence[Path], out: Path) -> None:
+    """Measure each family on this rank, with and without recomputation."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results = dict(_measured(directories))
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def refused(directory: Path, out: Path) -> None:
+    """Open a directory that cannot be read, on this rank."""
+    dist.init_process_group("gloo")
+    try:
+        open_model(directory, dtype="float32", place=place_here())
+    except ConfigRefused as error:
+        (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps({"field": error.field}))
+    dist.destroy_process_group()
+
+
+def _measured(directories: Sequence[Path]) -> Iterator[tuple[str, Any]]:
+    for directory in directories:
+        model, result = measured(directory, recompute=True)
+        yield directory.name, {**result, "sent": sent(model, dist.get_world_size())}

@@ -1,0 +1,104 @@
+"""The same Trainer on models divided by FSDP2, and the body of one rank of a world of two that trains them. Run by the
+test.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from tests.algorithm_cases import CASES, EVERYWHERE, TRIED, algorithm
+from tests.examples import THOROUGH
+from tests.integration.megatron_layouts import OPTIMIZER, STEPS, VOCAB, projected, samples_of
+from tests.learner_steps import make_batches, make_samples
+from tests.megatron_world import joined
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
+from tidemill.learner.backends.fsdp.policy import FsdpPolicy, build_policy
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.trainer.backups import OtherModels, WeightBackup
+from tidemill.learner.trainer.rows import Row, rows_of
+from tidemill.learner.trainer.trainer import Trainer
+
+TOKENS = {1: 120, 2: 60}
+"""Tokens of a micro-batch at most, by the number of ranks."""
+OFTEN = ("gspo in 2 minibatches", "kl in the reward, adaptive", "advantage reinforce_pp", "ess_lr")
+"""Cases that are tried in every run of the tests, beside those of every layout."""
+TRAINED = [*dict.fromkeys([*EVERYWHERE, *OFTEN, *(TRIED if THOROUGH else ())])]
+WRITTEN = "weights written behind a pass"
+
+
+def another(policy: Any) -> WeightBackup:
+    """Return the weights of another model, the same on both backends."""
+    backup = WeightBackup(policy)
+    backup.restore({name: 0.9 * weight for name, weight in backup.tensors.items()})
+    return backup
+
+
+def others_of(policy: Any, config: AlgorithmConfig) -> OtherModels:
+    """Return a reference other than the policy where the algorithm needs one."""
+    return OtherModels(reference=another(policy) if config.needs_reference else None)
+
+
+def train(policy: Any, optimizer: Any, case: str, *, max_tokens: int = 0) -> dict[str, Any]:
+    """Train two steps of a case. Returns their metrics, and one number for each exported weight."""
+    config, minibatches, here = algorithm(case), CASES[case][1], policy.parallel
+    trainer = Trainer(policy, optimizer, config, max_lag=2, others=others_of(policy, config))
+    metrics = []
+    for step in STEPS:
+        batches = make_batches(
+            samples_of(case, step),
+            step=step,
+            data_parallel=here.dp_size,
+            max_tokens=max_tokens or TOKENS[here.dp_size],
+            minibatches=minibatches,
+        )
+        metrics.append(trainer.train(batches[here.dp_rank]))
+    return {"metrics": metrics, "weights": {name: projected(weight) for name, weight in policy.export()}}
+
+
+def on_fsdp(model_dir: Path, here: Parallel, case: str, **settings: Any) -> dict[str, Any]:
+    """Train a case on this backend."""
+    policy = build_policy(model_dir, dtype="float32", parallel=here, **settings)
+    return train(policy, FsdpOptimizer(policy, OPTIMIZER, steps=10), case)
+
+
+def forward_only(policy: FsdpPolicy) -> torch.Tensor:
+    """Return the hidden states of this rank's rows of a step."""
+    here = policy.parallel
+    batch = make_batches(make_samples(vocab=VOCAB), max_tokens=60, data_parallel=here.dp_size)[here.dp_rank]
+
+    def finish(row: Row, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the hidden states in the place of a result."""
+        return hidden_TH.sum(), hidden_TH
+
+    return torch.cat(policy.run(rows_of(batch, here), finish, forward_only=True))
+
+
+def written_behind_a_pass(model_dir: Path, here: Parallel) -> dict[str, bool]:
+    """Write other weights behind a pass, and the model's own behind the next. Returns whether passes see them."""
+    policy = build_policy(model_dir, dtype="float32", parallel=here)
+    before = forward_only(policy)
+    own = {name: weight.clone() for name, weight in policy.named_weights()}
+    # As a pass leaves the root, whatever ``run`` does behind it. Of one rank alone it would be the parts' memory.
+    cast(FSDPModule, policy.root).unshard()
+    for name, weight in policy.named_weights():
+        if ".layers." not in name:  # layers are gathered anew for every pass
+            weight.mul_(0.9)
+    policy.weights_changed()
+    changed = not torch.equal(forward_only(policy), before)
+    cast(FSDPModule, policy.root).unshard()
+    for name, weight in policy.named_weights():
+        weight.copy_(own[name])
+    policy.weights_changed()
+    return {"changed": changed, "restored": torch.equal(forward_only(policy), before)}
+
+
+def main(model_dir: Path, out: Path) -> None:
+    with joined() as here:
+        results: dict[str, Any] = {case: on_fsdp(model_dir, here, case) for case in TRAINED}
+        results[WRITTEN] = written_behind_a_pass(model_dir, here)
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

@@ -1,0 +1,79 @@
+"""The Trainer gives on FSDP2 what it gives on Megatron, for one rank and for two."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.tensor import DTensor
+
+from tests.algorithm_cases import EQUAL_REWARDS
+from tests.integration import fsdp_ranks
+from tests.integration.fsdp_ranks import TRAINED, WRITTEN, forward_only, on_fsdp, train
+from tests.integration.megatron_layouts import OPTIMIZER, VOCAB
+from tests.learner_steps import run_ranks
+from tests.megatron_world import one_rank
+from tests.same_metrics import assert_same
+from tests.tiny_models import write_tiny_model
+from tidemill.learner.backends.fsdp.policy import build_policy
+from tidemill.learner.backends.megatron.model import build_policy as build_megatron
+from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.layout.parallel import Parallel
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Parallel]:
+    with one_rank() as parallel:
+        yield parallel
+
+
+@pytest.fixture(scope="module")
+def ranks(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Results of two ranks."""
+    return run_ranks(fsdp_ranks.main, (model_dir,), world=2, out=tmp_path_factory.mktemp("out"), timeout_s=300)
+
+
+@pytest.fixture(scope="module")
+def one(model_dir: Path, here: Parallel) -> dict[str, Any]:
+    """Results of one rank."""
+    return {case: on_fsdp(model_dir, here, case) for case in TRAINED}
+
+
+def assert_same_training(ours: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for metrics, wanted_metrics in zip(ours["metrics"], wanted["metrics"], strict=True):
+        assert_same(metrics, wanted_metrics)
+    assert ours["weights"] == pytest.approx(wanted["weights"], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_both_backends_train_the_same(case: str, one: dict[str, Any], model_dir: Path, here: Parallel) -> None:
+    policy = build_megatron(model_dir, dtype="float32", parallel=here)
+    wanted = train(policy, MegatronOptimizer(policy, OPTIMIZER, steps=10), case)
+    assert_same_training(one[case], wanted)
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_two_ranks_train_as_one(case: str, one: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert_same_training(rank[case], one[case])
+
+
+def test_prompts_are_computed_once_and_samples_without_gradient_are_left_out(one: dict[str, Any]) -> None:
+    [_, metrics] = one[EQUAL_REWARDS]["metrics"]
+    assert metrics["train/shared_tokens"] > 0
+    assert metrics["train/zero_samples_skipped"] > 0
+
+
+def test_a_pass_without_gradient_leaves_no_whole_weights_on_a_rank(model_dir: Path, here: Parallel) -> None:
+    policy = build_policy(model_dir, dtype="float32", parallel=here)
+    forward_only(policy)
+    assert all(isinstance(weight, DTensor) for weight in policy.root.parameters())
+
+
+def test_the_next_pass_sees_weights_that_were_written_behind_a_pass(ranks: list[dict[str, Any]]) -> None:
+    assert [rank[WRITTEN] for rank in ranks] == [{"changed": True, "restored": True}] * 2
