@@ -107,6 +107,7 @@ DEEP_BIASED = "glm4_moe, deep"
 """A model of four layers, all but the first with experts that have a bias."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in EXPERTS},
+    "qwen3_moe": ("qwen3_moe", {"seed": 1}),  # with 0 an expert gets no token in the step whose gradients are compared
     DEEP: ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2}),
     DEEP_BIASED: ("glm4_moe", {"num_hidden_layers": 4}),
 }

@@ -92,8 +92,9 @@ def without_bias(tensors: dict[str, torch.Tensor], model: Path) -> None:
 def rotary(tensors: dict[str, torch.Tensor], model: Path) -> None:
     file = model / "config.json"
     config = json.loads(file.read_text())
-    assert config["rope_theta"] != 500.0
-    file.write_text(json.dumps(config | {"rope_theta": 500.0}))
+    assert config["rope_parameters"]["rope_theta"] != 500.0
+    config["rope_parameters"]["rope_theta"] = 500.0
+    file.write_text(json.dumps(config))
 
 
 def stale(tensors: dict[str, torch.Tensor], model: Path) -> None:

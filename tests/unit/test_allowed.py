@@ -37,6 +37,7 @@ OPEN = {
     "engine.device": "one of three",
     "engine.devices": "GPUs of this machine, by number or UUID",
     "engine.dtype": "one of three",
+    "engine.runner": "one of three",
     "engine.sglang": "its parts, each by itself",
     "engine.sglang.url": "an address it asks",
     "engine.sglang.pause": "one of two",

@@ -17,6 +17,7 @@ WALL = {
 """Functions, by the module or class on which they are called."""
 READ_FOR = {
     "actors/actor/loop.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
+    "actors/actor/sample_scoring.py": "created_s of a sample, when its reward is there",
     "learner/feed/recorded_responses.py": "created_s of a sample that a row has recorded, as above",
     "launch/samples/text.py": (
         "times of samples as a person reads them, and `--since 10:00`: where an onlooker begins, nothing else"

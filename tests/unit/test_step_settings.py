@@ -119,6 +119,7 @@ def test_every_setting_of_the_learner_is_one_of_a_step_built_in_or_without_effec
         "deterministic",
     }
     of_the_run = {"seed", "lora"}  # refused on resume at any step: launch/checks/resume.py
+    of_the_run |= {"backend"}  # a checkpoint of the other one is refused: learner/trainer/checkpoint_facts.py
     outside = {
         "checkpoint_every",
         "keep_checkpoints",
