@@ -106,6 +106,7 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
     if shape is not None:
         vocabulary, positions = shape.vocab_size, shape.max_positions
     assert isinstance(vocabulary, int) and isinstance(positions, int)
+    positions = min([positions, *(sizes.max_positions for sizes in row_sizes.values())])
     model = CheckedModel(
         directory=None if prepare is not None else path,
         vocab_size=vocabulary,
@@ -252,7 +253,7 @@ def _check_context(report: Report, config: RunConfig, model: CheckedModel, posit
     _check_stops(report, config, model.vocab_size)
     new, longest = config.sampling.max_new_tokens, config.data.max_prompt_tokens
     if config.engine.max_context > positions:
-        want, where = f"<= {positions} (max_position_embeddings of the model)", "engine.max_context"
+        want, where = f"<= {positions} (the longest context of the model)", "engine.max_context"
         report.error("context", where, want=want, got=config.engine.max_context, cure="lower it, or 0 for all of it")
     if new >= model.context:
         want = f"< {model.context}, the context of prompt and response together"
