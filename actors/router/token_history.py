@@ -30,6 +30,7 @@ from tidemill.actors.router.tree import TokenPiece, TokenTree, columns, ids_of, 
 from tidemill.actors.text.text import Text
 from tidemill.actors.text.tool_calls import ChatTemplate
 from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.model_values import language_values
 
 MAX_CONTEXT = 1 << 15
 """Context length in tokens, where neither the engine nor the model's config states one."""
@@ -369,8 +370,4 @@ async def _refused(answer: Answer) -> Answer:
 def _max_context(directory: Path) -> int:
     file = directory / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return int(
-        config.get("max_position_embeddings")
-        or config.get("text_config", {}).get("max_position_embeddings")
-        or MAX_CONTEXT
-    )
+    return int(language_values(config).get("max_position_embeddings") or MAX_CONTEXT)

@@ -80,7 +80,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         known. Raises UnsupportedModel for too long a context.
         """
         if (context := self.config.max_context) > max_positions:
-            want = f"want <= {max_positions} (max_position_embeddings)"
+            want = f"want <= {max_positions} (the longest context of the model)"
             raise UnsupportedModel("engine.max_context", f"{want}, got {context}")
         max_context, text = self.config.max_context or max_positions, Text.read(self.model_dir)
         max_context = min(max_context, kv_tokens or max_context)

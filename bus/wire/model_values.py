@@ -25,6 +25,12 @@ EXPERTS_OF = {
 }
 
 
+def language_values(values: JsonMapping) -> JsonMapping:
+    """Return the settings of the language model in a config.json: those of its text, where it has images, too."""
+    of_text: JsonMapping = values.get("text_config") or values
+    return of_text
+
+
 def in_older_keys(values: JsonMapping) -> JsonObject:
     """Return the values of a config.json that transformers 4 has under other keys, under these; none for its own files.
 

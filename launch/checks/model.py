@@ -12,8 +12,8 @@ from tidemill.actors.serving.builtin.blocks import RowSizes
 from tidemill.actors.serving.builtin.row_sizes import read_row_sizes
 from tidemill.actors.serving.builtin.shape import FAMILIES as DECODED
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.model_values import ROPE_KEYS, as_older
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.model_values import ROPE, ROPE_KEYS, as_older, language_values
 from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.launch.checks.backends import check_backend, check_megatrons_critic
 from tidemill.launch.checks.findings import Report
@@ -95,17 +95,17 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
     _check_runner(report, config, shape)
     row_sizes = _row_sizes(report, config, path) if shape is None and len(report.errors) == before else {}
     in_files = _tensors(report, path) if prepare is None and len(report.errors) == before else {}
+    of_text = language_values(values)
     if shape is None and len(report.errors) == before:
-        for name in (name for name in NEEDED if not isinstance(values.get(name), int)):
-            cure = "save the model again"
-            report.error("model", f"{where}: {name}", want="a number", got=values.get(name), cure=cure)
+        _require_sizes(report, of_text, where)
     if len(report.errors) > before:
         return None
     tensors = shape.tensors() if shape is not None else in_files
-    vocabulary, positions = (values.get(name) for name in NEEDED[:2])
+    vocabulary, positions = (of_text.get(name) for name in NEEDED[:2])
     if shape is not None:
         vocabulary, positions = shape.vocab_size, shape.max_positions
     assert isinstance(vocabulary, int) and isinstance(positions, int)
+    positions = min([positions, *(sizes.max_positions for sizes in row_sizes.values())])
     model = CheckedModel(
         directory=None if prepare is not None else path,
         vocab_size=vocabulary,
@@ -115,20 +115,25 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
         tensors=tensors,
         critic=_check_critic(report, config, vocabulary, positions, backend.kind),
         backend=backend.kind,
-        routed_bytes=_routed_bytes(config, values),
+        routed_bytes=_routed_bytes(config, of_text),
         num_trained=sum(map(math.prod, trained_tensors(tensors, config.learner).values())),
         row_sizes=row_sizes,
     )
     if prepare is None:
         _check_weights(report, path, tensors, in_files)
     _check_context(report, config, model, positions)
-    _check_reference(report, config, values, tensors)
+    _check_reference(report, config, values, model)
     check_tuning(report, config, tensors)
-    check_megatron(report, config, tensors, num_layers=int(str(values["num_hidden_layers"])))
+    check_megatron(report, config, tensors, num_layers=int(str(of_text["num_hidden_layers"])))
     if len(report.errors) == before:
-        text = f"{_in_words(values, model)}, trained by {backend.kind} ({backend.reason})"
+        text = f"{_in_words(of_text, model)}, trained by {backend.kind} ({backend.reason})"
         report.good("model", f"{path if prepare is None else 'made at the start'}: {text}")
     return model
+
+
+def _require_sizes(report: Report, values: Mapping[str, object], where: str) -> None:
+    for name in (name for name in NEEDED if not isinstance(values.get(name), int)):
+        report.error("model", f"{where}: {name}", want="a number", got=values.get(name), cure="save the model again")
 
 
 def _in_words(values: Mapping[str, object], model: CheckedModel) -> str:
@@ -252,7 +257,7 @@ def _check_context(report: Report, config: RunConfig, model: CheckedModel, posit
     _check_stops(report, config, model.vocab_size)
     new, longest = config.sampling.max_new_tokens, config.data.max_prompt_tokens
     if config.engine.max_context > positions:
-        want, where = f"<= {positions} (max_position_embeddings of the model)", "engine.max_context"
+        want, where = f"<= {positions} (the longest context of the model)", "engine.max_context"
         report.error("context", where, want=want, got=config.engine.max_context, cure="lower it, or 0 for all of it")
     if new >= model.context:
         want = f"< {model.context}, the context of prompt and response together"
@@ -273,7 +278,7 @@ def _check_stops(report: Report, config: RunConfig, vocab_size: int) -> None:
             report.error("model", f"{name}.stop_token_ids", want=want, got=outside[0], cure=cure)
 
 
-def _check_reference(report: Report, config: RunConfig, values: Mapping[str, object], tensors: Tensors) -> None:
+def _check_reference(report: Report, config: RunConfig, values: JsonMapping, model: CheckedModel) -> None:
     """Check the reference model: its weights replace the policy's for a forward pass, so shapes must be equal."""
     reference = config.learner.algorithm.kl.reference
     if not reference:
@@ -283,18 +288,19 @@ def _check_reference(report: Report, config: RunConfig, values: Mapping[str, obj
     try:
         its = json.loads((Path(reference) / "config.json").read_text(encoding="utf-8"))
         family = its["model_type"]
-        shape = ModelShape.of(its, where=reference) if family in DECODED else None
-        reference_tensors = tensors_in(Path(reference)) if shape is None else shape.tensors()
-        configs = as_older(values), as_older(its)
+        is_decoded = model.shape is not None
+        tensors = ModelShape.of(its, where=reference).tensors() if is_decoded else tensors_in(Path(reference))
+        # Other families may have rotary positions by kind of layer, which version 4 has no keys for.
+        configs = (as_older(values), as_older(its)) if is_decoded else (language_values(values), language_values(its))
     except UNREADABLE as error:
         cure = "fix the path, or leave it empty: the model at the start of the run"
         report.error("model", where, want=want, got=str(error), cure=cure)
         return
     cure = "use a reference of the same architecture"
-    if (family, reference_tensors) != (values["model_type"], dict(tensors)):
+    if (family, tensors) != (values["model_type"], dict(model.tensors)):
         got = f"{family}, {its.get('num_hidden_layers')} layers of {its.get('hidden_size')} in {reference}"
         report.error("model", where, want=want, got=got, cure=cure)
-    for name in ROPE_KEYS:
+    for name in ROPE_KEYS if is_decoded else (ROPE, *ROPE_KEYS):
         ours, theirs = (values_of.get(name) for values_of in configs)
         if ours != theirs and all(name in values_of for values_of in configs):
             want = f"a model with the policy's {name} = {ours}"
@@ -312,7 +318,7 @@ def _check_critic(
     cure = "fix the path, or leave it empty: the policy's model"
     try:
         values = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        vocabulary, positions = (int(values[name]) for name in NEEDED[:2])
+        vocabulary, positions = (int(language_values(values)[name]) for name in NEEDED[:2])
         tensors_in(path)
     except UNREADABLE as error:
         report.error("critic", where, want="the directory of a Hugging Face model", got=str(error), cure=cure)

@@ -7,6 +7,7 @@ from tidemill.actors.config import TeacherConfig, chosen
 from tidemill.actors.errors import NotDecoded, UnsupportedModel
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.bus.system.processes import direct_opener
+from tidemill.bus.wire.model_values import language_values
 from tidemill.launch.checks.data import Prompts
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
@@ -68,8 +69,7 @@ def _sizes(path: Path) -> tuple[int, int, str]:
     try:
         shape = ModelShape.read(path)
     except NotDecoded:  # transformers runs it, which the teacher finds out
-        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        values = values.get("text_config") or values
+        values = language_values(json.loads((path / "config.json").read_text(encoding="utf-8")))
         names = ("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size")
         num_ids, positions, layers, hidden = (int(values[name]) for name in names)
         return num_ids, positions, f"{layers} layers of {hidden}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidemill.actors.rollout_settings import recorded_in
+from tidemill.bus.wire.model_values import language_values
 from tidemill.launch.run.workers import importing
 from tidemill.launch.settings.config_loader import SettingsError
 from tidemill.launch.settings.run_config import RunConfig
@@ -202,7 +203,7 @@ def model_shape(model: Path) -> tuple[int, int]:
     if not file.exists():
         want = "a directory with a Hugging Face model (config.json in it)"
         raise SettingsError(f"model.path: want {want}, got {str(model)!r}")
-    values = json.loads(file.read_text())
+    values = language_values(json.loads(file.read_text()))
     return int(values["vocab_size"]), int(values["max_position_embeddings"])
 
 
@@ -212,7 +213,7 @@ def routed_of(model: Path) -> "RoutedShape | None":
 
     from tidemill.bus.wire.routed_experts import RoutedShape
 
-    return RoutedShape.of(json.loads((model / "config.json").read_text()))
+    return RoutedShape.of(language_values(json.loads((model / "config.json").read_text())))
 
 
 def eos_ids(model: Path) -> frozenset[int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.bus.wire.model_values import EXPERTS_OF, MTP_LAYERS, as_older, num_experts, sparse_layers
+from tidemill.bus.wire.model_values import EXPERTS_OF, MTP_LAYERS, as_older, language_values, num_experts, sparse_layers
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.model_files import tensors_in
 
@@ -301,7 +301,7 @@ class StepFlops:
 
         Of the experts in the files a token counts its own. Linear attention counts by its matrices alone.
         """
-        values = values.get("text_config") or values
+        values = language_values(values)
         share = _share_of_experts(values)
         weights = 0.0
         for name, shape in tensors.items():

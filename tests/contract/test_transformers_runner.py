@@ -280,6 +280,26 @@ def test_a_model_that_lacks_tensors_or_is_quantised_is_refused(tmp_path: Path) -
     assert refused.value.where.endswith("quantization_config")
 
 
+def test_weights_in_a_pickle_are_not_read(tmp_path: Path) -> None:
+    write_family_model(tmp_path, "olmo3")
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle, which reading it would tell")
+    with pytest.raises(UnsupportedModel) as refused:
+        opened(tmp_path)
+    assert refused.value.where == str(tmp_path)
+
+
+def test_a_context_ends_where_longrope_would_turn_all_rows(tmp_path: Path) -> None:
+    """Rows of one decoding step have the angles of the longest one."""
+    write_family_model(tmp_path, "phi3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0}
+    config["rope_parameters"] |= {"rope_type": "longrope", "original_max_position_embeddings": 64} | factors
+    (tmp_path / "config.json").write_text(json.dumps(config | {"original_max_position_embeddings": 64}))
+    assert opened(tmp_path).facts.max_positions == 64
+    assert sizes_on_meta(tmp_path, "float32").max_positions == 64
+
+
 async def test_an_adapter_is_refused_and_not_announced(tmp_path: Path) -> None:
     async with serving(write_family_model(tmp_path, "lfm2"), max_running=4) as served:
         assert not served.engine.capabilities.adapters

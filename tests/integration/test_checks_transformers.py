@@ -1,5 +1,6 @@
 """Checks before a run of a model that the engine's decoder lacks: transformers runs it in the engine."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ from tests.model_families import write_family_model
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.cli import main
+from tidemill.launch.run.feeder_process import model_shape
 from tidemill.launch.settings.config_loader import load
 
 ON_CPU = ("learner.device=cpu", "engine.dtype=float32", "engine.max_running=8")
+KL = ("learner.algorithm.kl.coef=0.1",)
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +49,36 @@ def test_keys_and_values_have_room_as_with_the_decoder(run_file: Path, capsys: p
 def test_what_only_the_decoder_or_sglang_has_is_refused(run_file: Path, setting: str, place: str) -> None:
     (error,) = checked(run_file, setting).errors
     assert place in error.text and "engine.kind: sglang" in error.text
+
+
+def test_a_reference_with_rotary_positions_by_kind_of_layer_is_compared(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    write_family_model(tmp_path / "model", "olmo3")
+    write_family_model(tmp_path / "same", "olmo3", seed=1)
+    write_family_model(tmp_path / "other", "olmo2")
+    turned = write_family_model(tmp_path / "turned", "olmo3")
+    config = json.loads((turned / "config.json").read_text())
+    config["rope_parameters"]["full_attention"]["rope_theta"] = 5.0
+    (turned / "config.json").write_text(json.dumps(config))
+    errors = {
+        name: [error.text for error in checked(file, f"learner.algorithm.kl.reference={tmp_path / name}", *KL).errors]
+        for name in ("same", "other", "turned")
+    }
+    assert errors["same"] == []
+    assert "olmo2" in errors["other"][0]
+    assert "rope_parameters" in errors["turned"][0]
+
+
+def test_the_text_of_a_model_with_images_has_the_sizes_of_a_run(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    file = write_run(tmp_path)
+    sizes = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 4}
+    vision = sizes | {"out_hidden_size": 64, "num_position_embeddings": 64}
+    text = AutoConfig.from_pretrained(write_family_model(tmp_path / "text", "qwen3_5_text")).to_dict()
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
+    report = checked(file)
+    assert not report.errors, report.errors
+    assert "512 tokens" in report.on("model")[0]
+    assert model_shape(tmp_path / "model") == (512, 512)

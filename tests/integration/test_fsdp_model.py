@@ -1,6 +1,7 @@
 """A sharded model of transformers: what it reads, what it refuses, and what it writes."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.families import LENGTHS, VOCAB, config_of, one_place, plain_model, sequences, write_family
 from tests.integration import fsdp_family_ranks
@@ -71,6 +72,46 @@ def test_weights_of_another_directory_come_into_the_live_model(qwen3: Path, plac
     after, _ = row_pass(model)
     torch.testing.assert_close(after, row_pass(opened(tmp_path / "other", place))[0])
     assert not torch.allclose(before, after)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensor"),
+    [
+        ({"tie_word_embeddings": False}, "lm_head.weight"),
+        ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "model.layers.3.input_layernorm.weight"),
+        ({"intermediate_size": 128}, "model.layers.0.mlp.down_proj.weight"),
+    ],
+    ids=["untied", "fewer layers", "wider"],
+)
+def test_weights_of_a_model_with_other_tensors_are_refused(
+    settings: dict[str, Any], tensor: str, qwen3: Path, place: Place, tmp_path: Path
+) -> None:
+    """Tensors that one of them lacked were left out: a reference had the policy's output layer, or its last layers."""
+    config = config_of("qwen3, tied")
+    config.update(settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    trained, other = opened(qwen3, place), opened(tmp_path, place)
+    for model, directory in ((trained, tmp_path), (other, qwen3)):
+        with refusal(ConfigRefused, field=str(directory), want=re.compile(re.escape(tensor))):
+            model.load(directory)
+
+
+def test_a_sequence_for_which_longrope_would_turn_the_others_of_its_row_is_refused(
+    place: Place, tmp_path: Path
+) -> None:
+    """10 tokens beside 100 differed by 1.9 nats from themselves alone, with the angles of the long sequence."""
+    config = config_of("phi3")
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0}
+    config.original_max_position_embeddings = 64
+    config.rope_parameters |= {"rope_type": "longrope", "original_max_position_embeddings": 64} | factors
+    model = AutoModelForCausalLM.from_config(config)
+    randomize(model)
+    model.save_pretrained(tmp_path)
+    ours = opened(tmp_path, place)
+    assert ours.findings.packed
+    assert len(hidden_states(ours, torch.cat(sequences((64, 10))), row_of((64, 10)))) == 74
+    with refusal(ConfigRefused, field="engine.max_context", got=65):
+        hidden_states(ours, torch.cat(sequences((65, 10))), row_of((65, 10)))
 
 
 def test_weights_written_after_a_pass_without_gradient_are_seen_by_the_next_one(qwen3: Path, place: Place) -> None:

@@ -32,7 +32,11 @@ def read_row_sizes(model_dir: Path) -> Mapping[str, RowSizes]:
     model that transformers cannot run here.
     """
     command = [sys.executable, "-m", CHILD, str(model_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        want = f"want its sizes on torch's meta device within {LIMIT_S:.0f} s, got none"
+        raise UnsupportedModel(str(model_dir), want) from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise UnsupportedModel(str(model_dir), f"transformers cannot make it: {last}")

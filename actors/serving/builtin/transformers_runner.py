@@ -59,7 +59,7 @@ class TransformersRunner:
             lengths = [len(contexts[prompt]) for prompt in prompts]
             scores_UV = self._prefill([contexts[prompt] for prompt in prompts], lengths, cache)
             scores_U |= dict(zip(prompts, scores_UV, strict=True))
-            rows = [row for row, prompt in enumerate(prompt_of_R) if prompt in scores_U and prompt in prompts]
+            rows = [row for row, prompt in enumerate(prompt_of_R) if prompt in prompts]
             of_rows = [prompts.index(prompt_of_R[row]) for row in rows]
             self.memory.store(cache, lengths, [tables[row] for row in rows], of_rows)
             num_padded += len(prompts) * max(lengths)

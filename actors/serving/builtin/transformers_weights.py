@@ -145,9 +145,18 @@ def facts_of(model: PreTrainedModel, model_dir: Path) -> ModelFacts:
         family=model.config.model_type,
         architecture=type(model).__name__,
         vocab_size=text.vocab_size,
-        max_positions=positions,
+        max_positions=min([positions, *_same_angles(text)]),
         eos_ids=EndTokens.read(model_dir).ids,
     )
+
+
+def _same_angles(text: PreTrainedConfig) -> list[int]:
+    """Return the limits of positions whose angles do not depend on the lengths of rows: with longrope the longest row
+    of a pass chooses the angles of all others.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(of_layers for of_layers in rope.values() if isinstance(of_layers, dict))]
+    return [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
 
 
 def load_transformers_model(model_dir: Path, *, dtype: torch.dtype, device: torch.device) -> TransformersWeights:
@@ -165,6 +174,7 @@ def load_transformers_model(model_dir: Path, *, dtype: torch.dtype, device: torc
             output_loading_info=True,
             local_files_only=True,
             trust_remote_code=False,
+            use_safetensors=True,
             **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:

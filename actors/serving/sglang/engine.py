@@ -22,6 +22,7 @@ from tidemill.actors.serving.sglang.proxy import Proxy
 from tidemill.actors.serving.sglang.server_process import INFO_S, ServerProcess
 from tidemill.actors.serving.sglang.tensors import layout_of
 from tidemill.actors.serving.sglang.weight_updates import SglangUpdates
+from tidemill.bus.wire.model_values import language_values
 from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.bus.wire.rows import Capabilities
 
@@ -52,8 +53,7 @@ class SglangEngine(EngineHost[SglangUpdates]):
         """Read the model's sizes, tokenizer and tensor names, which the proxy needs. Raises UnsupportedModel."""
         file = self.model_dir / "config.json"
         try:
-            values = json.loads(file.read_text())
-            values = values.get("text_config", values)
+            values = language_values(json.loads(file.read_text()))
             vocab_size, context = int(values["vocab_size"]), int(values["max_position_embeddings"])
             self._hidden_size = int(values["hidden_size"])
             self.routed = RoutedShape.of(values)

@@ -26,6 +26,7 @@ from tidemill.actors.serving.sglang.arguments import release_of
 from tidemill.actors.serving.sglang.inside import tidemill_module_outputs as hooks
 from tidemill.actors.serving.sglang.server_process import INFO_S, ServerProcess, server_arguments
 from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.model_values import language_values
 
 Outputs = dict[str, NDArray[np.float32]]
 """``<module>`` or ``<prompt>.<module>`` -> [T, size], in the order of computation."""
@@ -92,7 +93,7 @@ def _refuse_values(value_of: Callable[..., object], where: str) -> None:
 
 def _refuse_unknown_tokens(directory: Path, prompts: Sequence[Sequence[int]]) -> None:
     """Raise UnsupportedModel for a prompt with a token that the model does not have: SGLang would end."""
-    size = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    size = language_values(json.loads((directory / "config.json").read_text(encoding="utf-8"))).get("vocab_size")
     for number, tokens in enumerate(prompts):
         if isinstance(size, int) and max(tokens) >= size:
             raise UnsupportedModel(f"prompt {number}", f"want tokens below {size}, got {max(tokens)}")

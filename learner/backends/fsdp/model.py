@@ -151,6 +151,8 @@ class FsdpModel(torch.nn.Module):
             sources.append(weights.read_model(read_config(directory), directory))
             if self.is_critic:
                 give_value_head(sources[0])
+            if self._form.names:
+                weights.refuse_other_tensors(self.transformer, sources[0], self._form.names, directory)
             return weights.FileForm.of(sources[0], directory)
 
         place = self._place

@@ -87,7 +87,10 @@ class Transformer(NamedTuple):
     """A row is one sequence for all layers but these and attention; else its sequences are padded to the longest."""
 
     def hidden_states(self, tokens_T: Tensor, packed: PackedRow) -> Tensor:
-        """Return the hidden states behind the last norm, [T, H]."""
+        """Return the hidden states behind the last norm, [T, H]. Raises ConfigRefused for a sequence that is longer
+        than the angles of its positions allow.
+        """
+        self._refuse_long(packed)
         self.row.set(packed)
         base = base_of(self.model)
         if self.packed:
@@ -100,6 +103,21 @@ class Transformer(NamedTuple):
         positions_SL = torch.arange(tokens_SL.shape[1], device=tokens_T.device).expand_as(tokens_SL)
         states_SLH = base(input_ids=tokens_SL, position_ids=positions_SL, use_cache=False).last_hidden_state
         return torch.cat([states_LH[:length] for states_LH, length in zip(states_SLH, lengths, strict=True)])
+
+    def _refuse_long(self, packed: PackedRow) -> None:
+        limit, longest = same_angles(self.model.config), max(map(sum, packed.spans), default=0)
+        if longest > limit > 0:
+            # With longrope the longest sequence of a pass chooses the angles of all others.
+            want = f"at most {limit} tokens of prompt and response with longrope ({self.model.config.model_type})"
+            raise ConfigRefused("engine.max_context", want, longest)
+
+
+def same_angles(config: Any) -> int:
+    """Return the number of positions whose angles do not depend on the lengths of sequences; 0 = all."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [rope, *(of_layers for of_layers in rope.values() if isinstance(of_layers, dict))]
+    limits = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min(limits, default=0)
 
 
 def base_of(model: Any) -> Any:

@@ -65,6 +65,20 @@ def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
+def refuse_other_tensors(
+    live: torch.nn.Module, source: torch.nn.Module, names: Collection[str], directory: Path
+) -> None:
+    """Raise ConfigRefused unless the tensors of ``source``, which has been read from a directory, have the names (those
+    of the live model's files) and the shapes of the live ones: with others a model would be mixed of two.
+    """
+    present = {name: tuple(tensor.shape) for name, tensor in named_tensors(live) if name in names}
+    other = {name: tuple(tensor.shape) for name, tensor in named_tensors(source)}
+    for name in sorted(present.keys() | other.keys()):
+        if present.get(name) != other.get(name):
+            want = f"a model with the tensors of the trained one: {name} of {present.get(name, 'no size: it has none')}"
+            raise ConfigRefused(str(directory), want, other.get(name, "none"))
+
+
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and the buffers that belong to a checkpoint (biases of routers)."""
     stored = model.state_dict().keys()
