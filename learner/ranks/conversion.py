@@ -28,6 +28,11 @@ from tidemill.learner.trainer.backend import Policy, named_dtype
 from tidemill.learner.trainer.checkpoint_facts import backend_of, read_facts
 from tidemill.weightstore.store import snapshot_files
 
+_ERRORS: tuple[type[BaseException], ...] = (
+    *(CheckpointException, pickle.UnpicklingError),
+    *(EOFError, RuntimeError, KeyError, ValueError),
+)
+"""Errors of torch for damaged files."""
 _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes by their names in the headers of safetensors."""
 
@@ -131,15 +136,7 @@ def _readable(checkpoint: Path, *errors: type[Exception]) -> Iterator[None]:
         yield
     except LearnerError:
         raise
-    except (
-        *errors,
-        CheckpointException,
-        pickle.UnpicklingError,
-        EOFError,
-        RuntimeError,
-        KeyError,
-        ValueError,
-    ) as error:
+    except _ERRORS + errors as error:
         reason = str(error).strip().splitlines()
         raise CheckpointCorrupt(
             str(checkpoint), "common.pt, .metadata, *.distcp", "a readable torch_dist checkpoint", reason[:1]
