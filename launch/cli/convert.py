@@ -3,7 +3,6 @@ checkpoint; ``tidemill push``: the model of a finished run into a repository of 
 """
 
 import argparse
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -11,7 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tidemill.bus.client.addresses import KeptPort
+from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.checks.resume import began_with
 from tidemill.launch.cli.inputs import read_secrets
 from tidemill.launch.settings.extras import require
@@ -68,8 +70,7 @@ def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "", b
     elif is_model(source):
         if model is not None:
             raise ValueError(f"--model: want none with a model directory, got {model}")
-        values = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        kind = choose_backend(LearnerConfig(backend=backend, bridge=bridge), values).kind
+        kind = choose_backend(LearnerConfig(backend=backend, bridge=bridge), _config_of(source)).kind
         with _conversion(source, bridge, kind) as conversion:
             conversion.to_checkpoint(source, out)
         print(f"{out}: a checkpoint with its weights, for learner.from_checkpoint with learner.backend: {kind}")
@@ -82,6 +83,14 @@ def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "", b
 def is_model(source: Path) -> bool:
     """Return whether a path looks like a model directory, and like no checkpoint."""
     return (source / "config.json").is_file() and not has_weights(source)
+
+
+def _config_of(model_dir: Path) -> JsonObject:
+    file = model_dir / "config.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=JsonObject)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{file}: want a JSON map, got {error}") from None
 
 
 def _from_gguf(file: Path, out: Path, model: Path | None) -> int:

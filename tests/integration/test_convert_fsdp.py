@@ -128,4 +128,7 @@ def test_a_checkpoint_of_fsdp_that_cannot_be_converted_is_refused_in_one_line(
     refused(checkpoint, out, "--model", str(wide), want="--model: want a checkpoint of the model in model.path: model.")
     trained_base = ("--model", str(world.models["olmo3"]))
     refused(str(world.checkpoints["qwen3, bfloat16, adapters"]), out, *trained_base, want="model.path: want")
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        refused(str(tmp_path), out, want=f"{tmp_path}/config.json: want a JSON map, got ")
     assert not Path(out).exists()
