@@ -17,6 +17,7 @@ from pathlib import Path
 from tests.integration.checkpoint_ranks import VOCAB, Reports, built, places, train
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.backends.megatron.backend import MegatronBackend
 from tidemill.learner.ranks.checkpoints import Checkpoints
 from tidemill.learner.settings.config import CheckpointConfig
 
@@ -45,6 +46,7 @@ def main() -> None:
             name: Checkpoints(
                 places(model, root / name, 0),
                 Reports().checkpointed,
+                MegatronBackend(),
                 policy,
                 optimizer,
                 config=CheckpointConfig(background=background),

@@ -49,6 +49,7 @@ def steps(directory: Path, batch: StepBatch) -> dict[str, Callable[[], Any]]:
     from tidemill.learner.backends.megatron.cpu_shim import megatron_device
     from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
     from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+    from tidemill.learner.trainer.passes import Passes
     from tidemill.learner.trainer.rows import rows_of, step_of
     from tidemill.learner.trainer.trainer import Trainer
 
@@ -60,9 +61,10 @@ def steps(directory: Path, batch: StepBatch) -> dict[str, Callable[[], Any]]:
         return Trainer(policy, optimizer, algorithm_of(**algorithm), max_lag=2), policy, optimizer
 
     bare, bare_policy, bare_optimizer = trainer()
+    passes = Passes(bare_policy)
 
     def ppo(row: Any, hidden_TH: Tensor) -> tuple[Tensor, None]:
-        log_probs_T, _, _ = bare._log_probs(row, hidden_TH)
+        log_probs_T, _, _ = passes.read(row, hidden_TH)
         ratio_T = (log_probs_T - log_probs_T.detach()).exp()
         advantages_T = row.seen.advantages_T
         loss_T = -torch.minimum(ratio_T * advantages_T, ratio_T.clamp(0.8, 1.28) * advantages_T)
