@@ -19,7 +19,6 @@ from tidemill.bus.client.addresses import KeptPort
 from tidemill.learner.backends.megatron import groups
 from tidemill.learner.backends.megatron.model import MegatronPolicy
 from tidemill.learner.layout import parallel
-from tidemill.learner.layout.sizes import num_senders
 
 
 def free_models() -> None:
@@ -86,10 +85,7 @@ def not_sent_once(policy: MegatronPolicy) -> list[str]:
     here, whole = policy.parallel, {name: tensor.clone() for name, tensor in policy.export()}
     wrong: list[str] = []
     for at_most in (0, 1):
-        own = {
-            name: tensor.clone()
-            for name, tensor in policy.export_part(num_senders(here.tp_size, here.ep_size, at_most))
-        }
+        own = {name: tensor.clone() for name, tensor in policy.export_part(here.num_senders(at_most))}
         wrong += [name for name, tensor in own.items() if not torch.equal(tensor, whole[name])]
         names: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(names, list(own))

@@ -21,6 +21,7 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.backends.megatron import convert
 from tidemill.learner.backends.megatron.model import MegatronPolicy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.ranks.conversion import Conversion
 from tidemill.learner.settings.config import OptimizerConfig
 from tidemill.learner.trainer.trainer import Trainer
 
@@ -90,8 +91,9 @@ def assert_weights(found: Mapping[str, Tensor], directory: Path) -> None:
 
 def assert_converts(directory: Path, scratch: Path, here: Any, *, bridge_class: str = "") -> None:
     """Assert that a checkpoint made of the files gives these files again, dtypes included."""
-    convert.to_checkpoint(directory, scratch / "checkpoint", here, bridge_class=bridge_class)
-    convert.to_model(scratch / "checkpoint", scratch / "again", directory, here, bridge_class=bridge_class)
+    conversion = Conversion(convert, here, bridge_class=bridge_class)
+    conversion.to_checkpoint(directory, scratch / "checkpoint")
+    conversion.to_model(scratch / "checkpoint", scratch / "again", directory)
     again, there = weights_in(scratch / "again"), weights_in(directory)
     assert_weights(again, directory)
     assert {name: weight.dtype for name, weight in again.items()} == {

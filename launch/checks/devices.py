@@ -19,7 +19,7 @@ def check_devices(
     report: Report, config: RunConfig, model: CheckedModel | None, *, engines: int, learner: bool = True
 ) -> None:
     """Report the places of the ranks and of ``engines`` engines, which are started on this machine."""
-    size = ModelSize() if model is None else ModelSize(model.tensors, model.critic_tensors)
+    size = ModelSize() if model is None else ModelSize(model.tensors, model.critic_tensors, model.backend)
     try:
         node = this_node(os.environ)
         placed = place([node], want_of(config, node, learner=learner, engines=engines, size=size))

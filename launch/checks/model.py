@@ -24,7 +24,7 @@ from tidemill.launch.devices.fsdp_memory import fsdp_rows
 from tidemill.launch.devices.memory_table import MemoryRow, dtype_on, engine_rows, memory_rows, state_rows, valued
 from tidemill.launch.devices.shapes import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
-from tidemill.learner.layout.backends import choose_backend
+from tidemill.learner.layout.backends import BackendChoice, choose_backend
 from tidemill.learner.layout.model_files import tensors_in
 from tidemill.learner.layout.sizes import FAMILIES
 from tidemill.learner.settings.backends import FSDP, MEGATRON
@@ -89,7 +89,7 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
     if values is None:
         return None
     before = len(report.errors)
-    backend = choose_backend(config.learner, values, megatron_checkpoint=bool(config.model.megatron_checkpoint))
+    backend = _backend(config, values)
     check_backend(report, config, values, where, backend.kind)
     shape = _shape(report, config, values, where, backend.kind)
     _check_runner(report, config, shape)
@@ -134,6 +134,10 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
 def _require_sizes(report: Report, values: Mapping[str, object], where: str) -> None:
     for name in (name for name in NEEDED if not isinstance(values.get(name), int)):
         report.error("model", f"{where}: {name}", want="a number", got=values.get(name), cure="save the model again")
+
+
+def _backend(config: RunConfig, values: JsonMapping) -> BackendChoice:
+    return choose_backend(config.learner, values, megatron_checkpoint=bool(config.model.megatron_checkpoint))
 
 
 def _in_words(values: Mapping[str, object], model: CheckedModel) -> str:
@@ -240,7 +244,9 @@ def size_here(config: RunConfig, model: Path | None = None) -> ModelSize:
     if model is None and not config.model.path:
         return ModelSize()
     try:
-        return ModelSize(tensors_in(path), _critic_tensors(Path(config.learner.critic.path or path)))
+        critic = _critic_tensors(Path(config.learner.critic.path or path))
+        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return ModelSize(tensors_in(path), critic, _backend(config, values).kind)
     except UNREADABLE:
         return ModelSize()
 

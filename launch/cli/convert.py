@@ -10,7 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tidemill.bus.client.addresses import KeptPort
+from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.checks.resume import began_with
 from tidemill.launch.cli.inputs import read_secrets
 from tidemill.launch.settings.extras import require
@@ -18,13 +21,17 @@ from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 from tidemill.learner.checkpoints.disk import TORCH_DIST, has_weights
 from tidemill.learner.checkpoints.torch_dist import TRACKER, find
 from tidemill.learner.errors import LearnerError
+from tidemill.learner.layout.backends import choose_backend
+from tidemill.learner.settings.backends import BACKENDS
+from tidemill.learner.settings.config import LearnerConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tidemill.learner.layout.parallel import Parallel
+    from tidemill.learner.ranks.conversion import Conversion
 
 
+AUTO = BACKENDS[0]
 GGUF = ".gguf"  # end of the name of a file in llama.cpp's format
 
 
@@ -32,42 +39,58 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="FROM", help="a checkpoint, a model directory or a GGUF file")
     parser.add_argument("out", type=Path, metavar="TO", help="a directory that does not exist yet")
     parser.add_argument("--model", type=Path, metavar="DIR", help="the checkpoint's model (default: of the run)")
+    parser.add_argument("--backend", choices=BACKENDS, default=AUTO, help="of a checkpoint to make (learner.backend)")
     parser.add_argument("--bridge", default="", metavar="MODULE:CLASS", help="bridge of the family, as learner.bridge")
 
 
 def run(args: argparse.Namespace) -> int:
     """Convert a checkpoint to a model directory, or the reverse. Returns 0. Raises ValueError."""
     require("learner")
-    return run_convert(args.source, args.out, args.model, args.bridge)
+    return run_convert(args.source, args.out, args.model, args.bridge, args.backend)
 
 
-def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -> int:
-    """Convert by the kind of ``source``, in this process, on the CPU. Returns 0. Raises ValueError."""
+def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "", backend: str = AUTO) -> int:
+    """Convert by the kind of ``source``, in this process, on the CPU. Returns 0. Raises ValueError.
+
+    ``backend``: ``learner.backend`` of the runs that begin with a checkpoint made here.
+    """
     if out.exists():
         raise ValueError(f"{out}: want a directory that does not exist yet, got one that does")
+    if backend != AUTO and not is_model(source):
+        raise ValueError(f"--backend: want none without a model directory, got {backend}: a checkpoint names its own")
     if source.suffix == GGUF:
         return _from_gguf(source, out, model)
     if (source / TRACKER).is_file():
         source = find(source)
     if has_weights(source):
         model_dir, run_bridge = _of_run(source, model)
-        with _in_this_process() as parallel:
-            from tidemill.learner.backends.megatron import convert
-
-            step = convert.to_model(source, out, model_dir, parallel, bridge_class=bridge or run_bridge)
+        with _conversion(source, bridge or run_bridge) as conversion:
+            step = conversion.to_model(source, out, model_dir)
         print(f"{out}: the model of step {step}")
-    elif (source / "config.json").is_file():
+    elif is_model(source):
         if model is not None:
             raise ValueError(f"--model: want none with a model directory, got {model}")
-        with _in_this_process() as parallel:
-            from tidemill.learner.backends.megatron import convert
-
-            convert.to_checkpoint(source, out, parallel, bridge_class=bridge)
-        print(f"{out}: a checkpoint with its weights, for learner.from_checkpoint")
+        kind = choose_backend(LearnerConfig(backend=backend, bridge=bridge), _config_of(source)).kind
+        with _conversion(source, bridge, kind) as conversion:
+            conversion.to_checkpoint(source, out)
+        print(f"{out}: a checkpoint with its weights, for learner.from_checkpoint with learner.backend: {kind}")
     else:
         files = ", ".join(TORCH_DIST)
         raise ValueError(f"{source}: want a checkpoint ({files}) or a model directory (config.json), got neither")
     return 0
+
+
+def is_model(source: Path) -> bool:
+    """Return whether a path looks like a model directory, and like no checkpoint."""
+    return (source / "config.json").is_file() and not has_weights(source)
+
+
+def _config_of(model_dir: Path) -> JsonObject:
+    file = model_dir / "config.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=JsonObject)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{file}: want a JSON map, got {error}") from None
 
 
 def _from_gguf(file: Path, out: Path, model: Path | None) -> int:
@@ -88,25 +111,26 @@ def weights_of(checkpoint: Path, model: Path | None) -> "dict[str, Tensor]":
     in one line.
     """
     model_dir, bridge = _of_run(checkpoint, model)
-    with _in_this_process() as parallel:
-        from tidemill.learner.backends.megatron import convert
-
-        return convert.weights_of(checkpoint, model_dir, parallel, bridge_class=bridge)
+    with _conversion(checkpoint, bridge) as conversion:
+        return conversion.weights_of(checkpoint, model_dir)
 
 
 @contextmanager
-def _in_this_process() -> "Iterator[Parallel]":
-    """Form Megatron's groups of this process alone, on the CPU. Raises ValueError for the learner's errors inside."""
+def _conversion(source: Path, bridge: str, kind: str = "") -> "Iterator[Conversion]":
+    """Open the conversion of files of a backend, in this process, on the CPU. ``kind``: empty = of the checkpoint.
+
+    Raises ValueError for the learner's errors inside.
+    """
     logging.getLogger("megatron").setLevel(logging.ERROR)
     with KeptPort() as port:
         # Before torch looks for devices: this needs none.
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number)}
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        from tidemill.learner.backends.megatron import convert
+        from tidemill.learner.ranks import conversion
 
         try:
-            with convert.one_process() as parallel:
-                yield parallel
+            with conversion.one_process(kind or conversion.kind_of(source), bridge_class=bridge) as opened:
+                yield opened
         except (LearnerError, OSError) as error:
             raise ValueError(" ".join(str(error).split())) from error
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 from tidemill.actors.config import OF_RANKS, EngineConfig
 from tidemill.launch.devices.activations import ITEM_BYTES
-from tidemill.launch.devices.memory_table import dtype_on, group_bytes, staged_bytes, training_bytes
+from tidemill.launch.devices.fsdp_memory import sharded_bytes
+from tidemill.launch.devices.memory_table import dtype_on, group_bytes, senders_of, staged_bytes, training_bytes
 from tidemill.launch.devices.placement import engine_place
 from tidemill.launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, PlacementRefused, RankPlace, Shapes, Want
 from tidemill.launch.devices.visible import VARIABLE, nccl_of
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.layout.sizes import num_senders
+from tidemill.learner.settings.backends import FSDP, MEGATRON
 
 # Variable of the setting `engine.devices`: a host names each engine's devices in it.
 ENGINE_DEVICES = "TIDEMILL_ENGINE__DEVICES"
@@ -37,10 +38,11 @@ BY_HAND = ("base_gpu_id", "gpu_id_step")
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """The tensors of a model; none = not known."""
+    """The tensors of a model, and their division by the backend that trains them; none = not known."""
 
     tensors: Shapes = field(default_factory=dict)
     critic: Shapes | None = None  # The tensors of the critic's model; None = as large as the policy
+    backend: str = MEGATRON
 
     @property
     def parameters(self) -> int:
@@ -62,6 +64,8 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
     has_devices = bool(node.devices)
     cuda = has_devices and ours.device != "cpu"
     dtype = dtype_on(ours.dtype, cuda=cuda)
+    is_sharded = size.backend == FSDP
+    sharded, bytes_of = (ours.data_parallel, sharded_bytes) if is_sharded else (1, training_bytes)
     weights = ITEM_BYTES[dtype_on(engine.dtype, cuda=has_devices and num_devices > 0)] * size.parameters
     return Want(
         ranks=ours.num_ranks // max(1, ours.nodes) if learner else 0,
@@ -81,9 +85,11 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
         backend=config.weights.backend,
         nccl_learner=nccl_of() if has_devices and learner else "",
         nccl_engine=nccl_of_engine(engine) if has_devices and engines else "",
-        memory_rank=training_bytes(size.tensors, dtype, ours, cuda=cuda, critic=size.critic),
-        senders=num_senders(ours.tensor_parallel, ours.expert_parallel, config.weights.senders_per_stage),
-        memory_sender=staged_bytes(size.tensors, config, dtype) if config.weights.staging == CUDA else 0,
+        memory_rank=bytes_of(size.tensors, dtype, ours, cuda=cuda, critic=size.critic),
+        senders=senders_of(config, sharded=sharded),
+        memory_sender=(
+            staged_bytes(size.tensors, config, dtype, sharded=sharded) if config.weights.staging == CUDA else 0
+        ),
         memory_group=group_bytes(size.largest_tensor, config, dtype),
         engines_together=config.weights.engines_together,
         memory_engine=weights // max(1, num_devices) if engine.kind == SGLANG else 2 * weights,

@@ -21,10 +21,25 @@ def fsdp_rows(tensors: Shapes, config: RunConfig, *, cuda: bool, critic: Shapes 
     ``critic``: the tensors of the critic's model; None = as many as the policy's. Weights are float32 whatever the
     dtype of the passes, and Adam has no further copy of them.
     """
-    learner, item = config.learner, ITEM_BYTES[dtype_on(config.learner.dtype, cuda=cuda)]
+    learner, dtype = config.learner, dtype_on(config.learner.dtype, cuda=cuda)
+    rows = _models(tensors, dtype, learner, cuda=cuda, critic=critic)
+    sending = sending_rows(tensors, config, cuda=cuda, sharded=learner.data_parallel)
+    return (*rows, *_copies(tensors, config, cuda=cuda), *sending)
+
+
+def sharded_bytes(
+    tensors: Shapes, dtype: str, learner: LearnerConfig, *, cuda: bool, critic: Shapes | None = None
+) -> int:
+    """Return what ``training_bytes`` does, of a rank under FSDP: with the layers that are whole at a time."""
+    return sum(row.bytes for row in _models(tensors, dtype, learner, cuda=cuda, critic=critic) if not row.on_host)
+
+
+def _models(
+    tensors: Shapes, dtype: str, learner: LearnerConfig, *, cuda: bool, critic: Shapes | None
+) -> list[MemoryRow]:
     models = {"": tensors} | ({"critic: ": critic or tensors} if learner.algorithm.by_critic else {})
-    rows = [row for prefix, shapes in models.items() for row in _model(shapes, learner, item, prefix, cuda=cuda)]
-    return (*rows, *_copies(tensors, config, cuda=cuda), *sending_rows(tensors, config, cuda=cuda))
+    item = ITEM_BYTES[dtype]
+    return [row for prefix, shapes in models.items() for row in _model(shapes, learner, item, prefix, cuda=cuda)]
 
 
 def _model(tensors: Shapes, learner: LearnerConfig, item: int, prefix: str, *, cuda: bool) -> Iterable[MemoryRow]:

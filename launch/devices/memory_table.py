@@ -148,17 +148,25 @@ def _state(tensors: Shapes, critic: Shapes, config: RunConfig, dtype: str, *, cu
         yield of_rank("copy of weights and Adam's state, for checkpoints, at most", weights + state, on_host=cuda)
 
 
-def sending_rows(tensors: Shapes, config: RunConfig, *, cuda: bool) -> Iterable[MemoryRow]:
-    """Yield the rows of the rank that sends weights, for its copies and its processes."""
+def sending_rows(tensors: Shapes, config: RunConfig, *, cuda: bool, sharded: int = 1) -> Iterable[MemoryRow]:
+    """Yield the rows of the rank that sends weights, for its copies and its processes. ``sharded``: see
+    ``num_senders``.
+    """
     dtype = dtype_on(config.learner.dtype, cuda=cuda)
     yield MemoryRow(
         process=SENDER,
         part=f"{STAGED_COPIES} copies of its part of the weights, for pushes",
-        bytes=staged_bytes(tensors, config, dtype),
+        bytes=staged_bytes(tensors, config, dtype, sharded=sharded),
         on_host=config.weights.staging != "cuda",
     )
     if cuda:
         yield from _groups(tensors, config, dtype)
+
+
+def senders_of(config: RunConfig, *, sharded: int = 1) -> int:
+    """Return the number of ranks of each stage that send weights. ``sharded``: see ``num_senders``."""
+    ours, at_most = config.learner, config.weights.senders_per_stage
+    return num_senders(ours.tensor_parallel, ours.expert_parallel, at_most, sharded=sharded)
 
 
 def group_bytes(largest_tensor: int, config: RunConfig, dtype: str) -> int:
@@ -178,10 +186,10 @@ def _groups(tensors: Shapes, config: RunConfig, dtype: str) -> Iterable[MemoryRo
     yield MemoryRow(process=SENDER, part=f"{part}, if weights go over it", bytes=size)
 
 
-def staged_bytes(tensors: Shapes, config: RunConfig, dtype: str) -> int:
+def staged_bytes(tensors: Shapes, config: RunConfig, dtype: str, *, sharded: int = 1) -> int:
     """Return the bytes of the copies of the rank that sends the largest part of the weights. ``dtype``: theirs."""
     ours = config.learner
-    senders = num_senders(ours.tensor_parallel, ours.expert_parallel, config.weights.senders_per_stage)
+    senders = senders_of(config, sharded=sharded)
     parts: dict[tuple[int, int], int] = defaultdict(int)
     sent: set[str] = set()
     for stage, of_stage in enumerate(_stages(tensors, ours)):

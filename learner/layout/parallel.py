@@ -51,16 +51,22 @@ class Parallel:
     """
     sequence_parallel: bool
     """Between the split matrices, each tensor-parallel rank has its own part of the tokens."""
+    sharded_size: int = 1
+    """Replicas over which every weight is divided (FSDP); 1 = each replica has the whole."""
 
     @property
     def export_place(self) -> int:
         """Place of this rank among those of its stage."""
         return (self.dp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
 
+    def num_senders(self, at_most: int = 0) -> int:
+        """Return the number of ranks of each stage that send weights. ``at_most``: 0 = all that have parts of them."""
+        return num_senders(self.tp_size, self.ep_size, at_most, sharded=self.sharded_size)
+
     @property
     def exports(self) -> bool:
         """True if this rank takes part in a push: it is in the first copy of the model, or has experts of it."""
-        return self.export_place < num_senders(self.tp_size, self.ep_size)
+        return self.export_place < self.num_senders()
 
     @property
     def sizes(self) -> JsonObject:
@@ -121,7 +127,7 @@ def join_world(device: torch.device, *, timeout_s: float) -> None:
 
 
 def of_replicas(device: torch.device) -> Parallel:
-    """Return this rank's place where every rank is a replica with rows of its own, and nothing else is divided.
+    """Return this rank's place where every rank is a replica with rows of its own, and has a part of every weight.
 
     Collective over all ranks, which have joined.
     """
@@ -142,6 +148,7 @@ def of_replicas(device: torch.device) -> Parallel:
         edge_layers=(0, 0),
         ep_size=1,
         sequence_parallel=False,
+        sharded_size=dist.get_world_size(),
         **single,
     )
 

@@ -117,9 +117,12 @@ def stage_layers(num_layers: int, pipeline_parallel: int, first: int = 0, last: 
     return [*layers[:-1], num_layers - sum(layers[:-1])]
 
 
-def num_senders(tensor_parallel: int, expert_parallel: int, at_most: int = 0) -> int:
-    """Return the number of ranks of each stage with parts of the weights to send. ``at_most``: 0 = no limit."""
-    senders = math.lcm(tensor_parallel, expert_parallel)
+def num_senders(tensor_parallel: int, expert_parallel: int, at_most: int = 0, *, sharded: int = 1) -> int:
+    """Return the number of ranks of each stage with parts of the weights to send. ``at_most``: 0 = no limit.
+
+    ``sharded``: replicas over which every weight is divided (FSDP); 1 = each replica has the whole.
+    """
+    senders = math.lcm(tensor_parallel, expert_parallel) * sharded
     return min(senders, at_most) if at_most else senders
 
 

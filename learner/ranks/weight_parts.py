@@ -22,7 +22,6 @@ from torch import Tensor
 from tidemill.bus.client.addresses import Reach, reach, route_to
 from tidemill.learner.errors import AlarmStop, FeederFailed, FeederLost
 from tidemill.learner.feed.feeder_settings import RankPlaces
-from tidemill.learner.layout.sizes import num_senders
 from tidemill.learner.trainer.backend import Policy
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.format.adapters import AdapterSettings
@@ -50,7 +49,7 @@ class WeightParts:
         """Settings of the adapters that are pushed in the place of weights; None = weights are pushed."""
         # The base and the adapters are on rank 0 alone: they are added up there, for engines that cannot.
         at_most = weights.senders_per_stage if self.adapters is None else 1
-        self._senders = num_senders(parallel.tp_size, parallel.ep_size, at_most)
+        self._senders = parallel.num_senders(at_most)
         self._several = self._senders * parallel.pp_size > 1
         self._server: PartServer | None = None
         self.division = Division(Manifest([]))

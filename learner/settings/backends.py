@@ -33,6 +33,8 @@ OF_MEGATRON = {
 
 
 MUON = "muon"
+NO_MUON = "adamw, adam or sgd where Megatron trains, which has no Muon"
+"""Wanted of an optimizer's name there."""
 
 
 def fsdp_settings(learner: "LearnerConfig") -> list[str]:

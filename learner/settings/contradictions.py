@@ -3,7 +3,15 @@
 from typing import TYPE_CHECKING
 
 from tidemill.learner.algorithms.choices import BY_CRITIC, OF_GROUPS, OF_TURNS
-from tidemill.learner.settings.backends import FSDP, MEGATRON, MUON, OF_MEGATRON, fsdp_settings, megatron_settings
+from tidemill.learner.settings.backends import (
+    FSDP,
+    MEGATRON,
+    MUON,
+    NO_MUON,
+    OF_MEGATRON,
+    fsdp_settings,
+    megatron_settings,
+)
 from tidemill.learner.settings.megatron_arguments import refuse_untried
 from tidemill.learner.settings.schedule import FALLING
 
@@ -50,8 +58,8 @@ def _refuse_other_backends(learner: "LearnerConfig") -> None:
     megatrons = megatron_settings(learner)
     needs = learner.backend == MEGATRON or megatrons
     for name in fsdp_settings(learner) if needs and learner.backend != FSDP else ():
-        why = "backend: megatron" if learner.backend == MEGATRON else f"{next(iter(megatrons))}, which needs Megatron"
-        raise ValueError(f"{name}: want adamw, adam or sgd with {why}, got {MUON!r}")
+        reason = "backend: megatron" if learner.backend == MEGATRON else f"{next(iter(megatrons))} needs it"
+        raise ValueError(f"{name}: want {NO_MUON} ({reason}), got {MUON!r}")
     if learner.backend != FSDP:
         return
     for name, default in megatrons.items():

@@ -23,6 +23,7 @@ from torch import Tensor
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.checkpoints.remote_files import CheckpointFiles
 from tidemill.learner.checkpoints.staged_files import HostCopies, Staged
+from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.packed_rows import PackedRow
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import LearnerConfig
@@ -36,6 +37,14 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Dtypes of weights and activations by the names in the settings."""
+
+
+def named_dtype(dtype: object, where: str) -> str:
+    """Return the name of a dtype in ``DTYPES``. Raises ConfigRefused for another; ``where``: the place that has it."""
+    name = next((name for name, choice in DTYPES.items() if choice == dtype), "")
+    if not name:
+        raise ConfigRefused(where, f"weights in {' or '.join(DTYPES)}", str(dtype))
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

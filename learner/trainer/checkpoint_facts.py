@@ -13,11 +13,15 @@ import torch.distributed as dist
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
+from tidemill.learner.settings.backends import MEGATRON
+from tidemill.learner.settings.lora import LoraConfig
 from tidemill.learner.trainer.backend import Weights
 from tidemill.learner.trainer.backups import OtherModels
 from tidemill.learner.trainer.optimizer import Optimizer
 
 FORMAT = 1  # version of the content of a checkpoint
+COMMON = "common.pt"
+"""File of the facts, beside the index and the files of the ranks. The name is Megatron's."""
 
 
 def facts_of(step: int, policy: Weights, others: OtherModels) -> JsonObject:
@@ -32,9 +36,29 @@ def facts_of(step: int, policy: Weights, others: OtherModels) -> JsonObject:
     return facts if policy.adapters is None else facts | {"lora": policy.adapters.facts()}
 
 
+def read_facts(directory: Path) -> JsonMapping:
+    """Return the facts of a checkpoint; none of one of Megatron's own training."""
+    common = torch.load(directory / COMMON, map_location="cpu", weights_only=False)
+    facts: JsonMapping = common.get("facts", {})
+    return facts
+
+
+def backend_of(facts: JsonMapping) -> str:
+    """Return the backend that has written a checkpoint; one without that fact is of Megatron."""
+    return str(facts.get("backend", MEGATRON))
+
+
+def adapters_in(facts: JsonMapping) -> LoraConfig:
+    """Return the settings of the adapters in a checkpoint; of none, without them."""
+    lora: JsonMapping | None = facts.get("lora")
+    if lora is None:
+        return LoraConfig()
+    return LoraConfig(rank=lora["rank"], alpha=lora["alpha"], rslora=lora["rslora"], targets=tuple(lora["targets"]))
+
+
 def refuse_other_backend(directory: Path, facts: JsonMapping, kind: str) -> None:
-    """Raise ConfigRefused for a checkpoint of another backend; one without that fact is of Megatron."""
-    if (stored := facts.get("backend", "megatron")) != kind:
+    """Raise ConfigRefused for a checkpoint of another backend."""
+    if (stored := backend_of(facts)) != kind:
         raise ConfigRefused("learner.backend", f"{stored}, which has written {directory}", kind)
 
 

@@ -19,6 +19,7 @@ from tests.megatron_world import one_rank
 from tests.same_metrics import assert_same
 from tests.tiny_models import write_tiny_model
 from tidemill.learner.backends.megatron import convert
+from tidemill.learner.ranks.conversion import Conversion
 
 
 class World:
@@ -33,7 +34,7 @@ class World:
                 family, changes = MODELS[name]
                 self.model_dirs[name] = write_tiny_model(root / name, family, vocab_size=VOCAB, **changes)
                 self.checkpoints[name] = root / f"{name}, checkpoint"
-                convert.to_checkpoint(self.model_dirs[name], self.checkpoints[name], here)
+                Conversion(convert, here).to_checkpoint(self.model_dirs[name], self.checkpoints[name])
                 made = learner(self.model_dirs[name], here, way_of("1"))
                 self.one[name] = {"log_probs": scores(made, here), "metrics": take(made, STEPS, here, way_of("1"))}
 
@@ -85,7 +86,7 @@ def _check(world: World, name: str, layout: str) -> None:
             assert_same(found, wanted)
     out = world.root / "out" / f"{name} {layout}"
     with one_rank() as here:
-        assert convert.to_model(out / "saved", out / "model", world.model_dirs[name], here) == STEPS[-1]
+        assert Conversion(convert, here).to_model(out / "saved", out / "model", world.model_dirs[name]) == STEPS[-1]
     found, wanted = load_file(out / "model" / "model.safetensors"), load_file(out / "weights.safetensors")
     assert found.keys() == wanted.keys()
     assert [weight for weight in found if not torch.equal(found[weight], wanted[weight])] == []

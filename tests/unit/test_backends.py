@@ -13,7 +13,7 @@ from tidemill.launch.settings.config_loader import load
 from tidemill.learner.layout.backends import choose_backend
 from tidemill.learner.layout.sizes import FAMILIES, StepFlops
 from tidemill.learner.layout.transformers_models import language_models
-from tidemill.learner.settings.backends import OF_MEGATRON, megatron_settings
+from tidemill.learner.settings.backends import NO_MUON, OF_MEGATRON, megatron_settings
 from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
 
@@ -104,6 +104,16 @@ def test_a_check_refuses_what_transformers_and_fsdp_lack(tmp_path: Path) -> None
     assert "debug.dump_modules.step" in error
     [error], _ = findings(tmp_path / "c", "learner.backend=fsdp", f"model.megatron_checkpoint={tmp_path}")
     assert "model.megatron_checkpoint" in error
+
+
+def test_a_check_refuses_muon_where_a_checkpoint_needs_megatron(tmp_path: Path) -> None:
+    """No setting of the learner alone says so: it is the one of the model that needs Megatron."""
+    begins = (f"model.megatron_checkpoint={tmp_path}", "learner.algorithm.advantage=gae")
+    for number, name in enumerate(("learner.optimizer.name", "learner.critic.optimizer.name")):
+        errors, _ = findings(tmp_path / str(number), *begins, f"{name}=muon")
+        assert any(f"{name}: want {NO_MUON}, got muon" in error for error in errors), errors
+        errors, _ = findings(tmp_path / f"{number}, adamw", *begins)
+        assert not any(NO_MUON in error for error in errors)
 
 
 def test_the_language_models_are_those_of_transformers() -> None:

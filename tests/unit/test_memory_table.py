@@ -12,6 +12,7 @@ from tests.rank_sizes import rank_parameters
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.launch.cli.main import main
 from tidemill.launch.devices.demand import ModelSize, want_of
+from tidemill.launch.devices.fsdp_memory import fsdp_rows
 from tidemill.launch.devices.memory_table import SENDER, MemoryRow, memory_rows, parameters
 from tidemill.launch.devices.shapes import Device, Node
 from tidemill.launch.settings.config_loader import load
@@ -191,6 +192,26 @@ def test_the_placement_counts_what_the_table_counts() -> None:
     assert list(needs.values()) == [72_000_000_000, 48_000_000_000, 24_000_000_000 + (12 << 26)], (
         "an offloaded optimizer has a block here"
     )
+
+
+@pytest.mark.parametrize(("at_most", "senders"), [(0, 4), (1, 1), (2, 2)])
+def test_the_placement_counts_a_rank_of_fsdp_as_its_table_does(at_most: int, senders: int) -> None:
+    """Every weight is divided over the four ranks, each of which sends its share of the layers."""
+    node = Node(devices=tuple(Device(index=number, uuid=f"GPU-{number}") for number in range(4)))
+    size = ModelSize(SHAPE.tensors(), backend="fsdp")
+    staging = ("weights.transport=handles", "weights.staging=cuda")
+    sending = ("learner.data_parallel=4", f"weights.senders_per_stage={at_most}", *staging)
+    config = load([], ("learner.dtype=bfloat16", *sending)).config
+    table = [row for row in fsdp_rows(size.tensors, config, cuda=True) if not row.on_host]
+    want = want_of(config, node, learner=True, engines=0, size=size)
+    assert want.senders == senders
+    assert want.memory_rank == sum(row.bytes for row in table if row.process == "rank")
+    assert 12 * parameters(SHAPE) / 4 < want.memory_rank < 12 * parameters(SHAPE) / 2
+    [copies] = [row.bytes for row in table if "copies of its part" in row.part]
+    assert want.memory_sender == copies
+    layer = sum(math.prod(shape) for name, shape in SHAPE.tensors().items() if ".layers.0." in name)
+    ends = 2 * SHAPE.vocab_size * SHAPE.hidden + SHAPE.hidden
+    assert copies == 2 * 2 * (36 // senders * layer + ends)
 
 
 def test_experts_are_spread_over_their_ranks_and_never_split() -> None:

@@ -57,6 +57,7 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
         # A rank of the experts' group has peers outside it, without which it cannot gather its split weights.
         ({"dp_size": 3, "tp_size": 4, "ep_size": 6}, list(range(12))),
         ({"dp_size": 2, "cp_size": 2}, [0]),
+        ({"dp_size": 4, "sharded_size": 4}, [0, 1, 2, 3]),
     ],
 )
 def test_ranks_of_a_push_are_whole_groups(sizes: dict[str, int], wanted: list[int]) -> None:

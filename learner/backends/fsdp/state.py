@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.backends.fsdp.lora import is_adapter
 from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
 from tidemill.learner.backends.fsdp.policy import FsdpPolicy
@@ -44,7 +44,9 @@ from tidemill.learner.checkpoints.staged_files import (
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.trainer.backups import NO_OTHER_MODELS, OtherModels, WeightBackup
 from tidemill.learner.trainer.checkpoint_facts import (
+    COMMON,
     facts_of,
+    read_facts,
     refuse_missing_state,
     refuse_other_adapters,
     refuse_other_backend,
@@ -59,8 +61,8 @@ log = logging.getLogger(__name__)
 
 KIND = "fsdp"
 """Name of this backend among the facts of a checkpoint."""
-COMMON, FORMAT_FILE = "common.pt", "metadata.json"
-"""Files of facts and of the format, beside torch's index and the files of the ranks; the same as Megatron's."""
+FORMAT_FILE = "metadata.json"
+"""File of the format, beside the facts, torch's index and the files of the ranks; the same as Megatron's."""
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -161,14 +163,18 @@ def stage(
     """
     policy.memory.want("a checkpoint")
     content = _content(policy, optimizer, others) | {_rng_name(): rng_state()}
-    facts = facts_of(step, policy, others) | {
-        "backend": KIND,
+    facts = _facts(step, policy, others) | {
         "optimizer": optimizer.kind,
         "optimizer_steps": optimizer.steps,
         "critic_steps": 0 if others.critic is None else _parts(others.critic)[1].steps,
         "numbers": dict(numbers or {}),
     }
     return _staged(directory, content, facts, copies)
+
+
+def _facts(step: int, policy: FsdpPolicy, others: OtherModels) -> JsonObject:
+    # The weights are float32 whatever the dtype of the passes, in which engines and files have them.
+    return facts_of(step, policy, others) | {"backend": KIND, "dtype": policy.dtype}
 
 
 def _staged(directory: Path, content: Content, facts: JsonObject, copies: HostCopies | None = None) -> Staged:
@@ -256,15 +262,8 @@ def load_model(directory: Path, *, policy: FsdpPolicy, setting: str) -> int:
 
 def save_model(directory: Path, *, policy: FsdpPolicy) -> None:
     """Write the weights alone as a checkpoint of step 0, without a manifest. Raises OSError."""
-    facts = facts_of(0, policy, NO_OTHER_MODELS) | {"backend": KIND, "weights_only": True}
+    facts = _facts(0, policy, NO_OTHER_MODELS) | {"weights_only": True}
     write_staged(_staged(directory, model(policy), facts))
-
-
-def read_facts(directory: Path) -> JsonMapping:
-    """Return the facts of a checkpoint; none of one of Megatron's own training."""
-    common = torch.load(directory / COMMON, map_location="cpu", weights_only=False)
-    facts: JsonMapping = common.get("facts", {})
-    return facts
 
 
 def _read(directory: Path, content: Content, files: CheckpointFiles | None = None) -> None:

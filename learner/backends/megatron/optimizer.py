@@ -28,6 +28,7 @@ from tidemill.learner.backends.megatron.optimizer_pieces import (
     whole_pieces,
 )
 from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.settings.backends import MUON, NO_MUON
 from tidemill.learner.settings.schedule import OptimizerConfig
 from tidemill.learner.trainer.optimizer import Optimizer
 
@@ -64,9 +65,9 @@ class MegatronOptimizer(Optimizer):
 
     def __init__(self, policy: MegatronPolicy, config: OptimizerConfig, *, steps: int, offload: bool = False) -> None:
         """``offload``: keep the state in host memory. Raises ConfigRefused where that is not possible, and for Muon."""
-        if config.name == "muon":
+        if config.name == MUON:
             # Megatron's own needs another package, and whole matrices on every rank.
-            raise ConfigRefused("learner.optimizer.name", "adamw, adam or sgd with learner.backend: megatron", "muon")
+            raise ConfigRefused("learner.optimizer.name", NO_MUON, MUON)
         super().__init__(config, steps=steps, parallel=policy.parallel)
         self._policy = policy
         self._has_state = False
