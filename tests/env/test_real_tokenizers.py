@@ -122,7 +122,7 @@ def write_gpt_oss(directory: Path, vocabulary: Path) -> Path:
     last = max(SPECIAL_OF_HARMONY.values())
     of_id = {number: name for name, number in SPECIAL_OF_HARMONY.items()}
     special = [of_id.get(number, f"<|reserved_{number}|>") for number in range(199998, last + 1)]
-    converter = TikTokenConverter(str(vocabulary), pattern=PIECES_OF_O200K, additional_special_tokens=special)
+    converter = TikTokenConverter(str(vocabulary), pattern=PIECES_OF_O200K, extra_special_tokens=special)
     converter.converted().save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|return|>"}))
     return directory
