@@ -193,8 +193,15 @@ def test_the_same_messages_have_the_same_ids_everywhere(
     talk = data.draw(conversations(most_calls=1 if name == "llama-3" else 3, with_text=name != "deepseek-v3"))
     tools = data.draw(st.sampled_from([[], [TOOL]])) if name != "deepseek-v3" else []
     plain = [in_openais_form(message, empty=None) for message in talk.plain] if name == "deepseek-v3" else talk.plain
+    # transformers 5 drops keys with None before it renders, so its copy of the template asks for the key.
+    template = tokenizer.chat_template.replace("['content'] is none", "['content'] is not defined")
     wanted = tokenizer.apply_chat_template(
-        plain, tools=tools or None, add_generation_prompt=True, return_dict=False, **ways.args
+        plain,
+        tools=tools or None,
+        chat_template=template.replace("['content'] is not none", "['content'] is defined"),
+        add_generation_prompt=True,
+        return_dict=False,
+        **ways.args,
     )
     for messages in (talk.plain, talk.written):
         assert ways.ids(messages, tools) == dict.fromkeys(WAYS, wanted)
