@@ -226,16 +226,7 @@ class Rank:
             colocated=learner.colocated,
             draining=lambda: feed.draining,
         )
-        self.checkpoints = Checkpoints(
-            places,
-            feed.checkpointed,
-            backend,
-            policy,
-            self._optimizer,
-            config=learner.checkpoint,
-            timeout_s=_timeout_s(learner),
-            others=replace(others, reference=self._reference.saved),
-        )
+        self.checkpoints = self._open_checkpoints(replace(others, reference=self._reference.saved))
         self._models = SavedModels(policy, self._parts, places, every=learner.save_hf_every, keep=learner.keep_hf)
         self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
         context = Context(max_lag=staleness.max_lag, dtype=policy.dtype, gate=staleness.gate)
@@ -252,6 +243,18 @@ class Rank:
             turn_gamma=self._settings.turn_gamma,
             collector=self._debug.collector,
             hooks=self._learner.hooks,
+        )
+
+    def _open_checkpoints(self, others: OtherModels) -> Checkpoints:
+        return Checkpoints(
+            self._places,
+            self._feed.checkpointed,
+            self._backend,
+            self._policy,
+            self._optimizer,
+            config=self._learner.checkpoint,
+            timeout_s=_timeout_s(self._learner),
+            others=others,
         )
 
     def run(self, start: FeedStart | None = None) -> None:

@@ -257,8 +257,7 @@ def build_policy(
             adapters = tune(chunks, bridge, parallel, tuning or Tuning())
             inner = [_in_float16(bridge.config, chunk) for chunk in chunks]
         ddps = tuple(
-            _data_parallel(bridge.config, chunk, replicas, memory, is_first=number == 0)
-            for number, chunk in enumerate(inner)
+            _data_parallel(bridge.config, chunk, replicas, memory, is_first=chunk is inner[0]) for chunk in inner
         )
     return MegatronPolicy(
         chunks=chunks,
