@@ -3,6 +3,7 @@ tokens, weights by the names of the files, and pushes between two tokens, agains
 """
 
 import json
+import sys
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,14 @@ def test_weights_in_a_pickle_are_not_read(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel) as refused:
         opened(tmp_path)
     assert refused.value.where == str(tmp_path)
+
+
+def test_an_engine_without_the_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_family_model(tmp_path, "olmo3")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UnsupportedModel) as refused:
+        opened(tmp_path)
+    assert refused.value.where == str(tmp_path) and "pip install" in refused.value.reason
 
 
 def test_a_context_ends_where_longrope_would_turn_all_rows(tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ lacks is run by the library transformers.
 
 import logging
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from tidemill.actors.config import EngineConfig
-from tidemill.actors.errors import NoDevice
+from tidemill.actors.errors import NoDevice, UnsupportedModel
 from tidemill.actors.serving.builtin.blocks import RowSizes, budget, host_memory
 from tidemill.actors.serving.builtin.decoder_runner import DecoderRunner
 from tidemill.actors.serving.builtin.runner import ModelRunner
@@ -75,6 +76,9 @@ def _open_decoder(
 
 
 def _open_transformers(model_dir: Path, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> OpenedModel:
+    if find_spec("transformers") is None:
+        want = "want the library transformers, which runs the families that the decoder lacks, got none of the name"
+        raise UnsupportedModel(str(model_dir), f"{want}; install it: pip install 'transformers==5.24.*'")
     # On use: the library takes seconds to import.
     from tidemill.actors.serving.builtin.transformers_cache import probe, row_sizes
     from tidemill.actors.serving.builtin.transformers_runner import TransformersRunner
