@@ -53,7 +53,7 @@ async def test_its_outputs_are_those_of_transformers(python: str, tmp_path: Path
     found = await asyncio.to_thread(run)
     for number, (prompt, response) in enumerate((prompt, response) for prompt in prompts for response in responses):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        ids = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": response}], tokenize=True)
+        ids = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": response}], return_dict=False)
         with torch.inference_mode():
             want = 2.0 * (model(torch.tensor([ids])).logits[0, 0].item() - 0.25)
         assert found[number] == pytest.approx(want, abs=1e-3), json.dumps(messages)
