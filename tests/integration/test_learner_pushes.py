@@ -41,7 +41,7 @@ class Sharded:
     exports: int = 0
     begins_apart: bool = False
     adapters: None = None
-    parallel: Any = field(default_factory=lambda: SimpleNamespace(rank=0, pp_size=1, tp_size=1, ep_size=1))
+    parallel: Any = field(default_factory=lambda: SimpleNamespace(rank=0, pp_size=1, num_senders=lambda at_most: 1))
 
     def export_part(self, senders: int) -> Iterator[tuple[str, torch.Tensor]]:
         self.exports += 1
