@@ -79,20 +79,23 @@ def forward_only(policy: FsdpPolicy) -> torch.Tensor:
 
 
 def written_behind_a_pass(model_dir: Path, here: Parallel) -> dict[str, bool]:
-    """Write other weights behind a pass, and the model's own behind the next. Returns whether passes see them."""
+    """Write other weights behind a pass, and the model's own behind the next, into parts that are held since the start
+    as an optimizer holds them. Returns whether the passes see them.
+    """
     policy = build_policy(model_dir, dtype="float32", parallel=here)
+    parts = dict(policy.named_weights())
+    own = {name: part.clone() for name, part in parts.items()}
     before = forward_only(policy)
-    own = {name: weight.clone() for name, weight in policy.named_weights()}
     # As a pass leaves the root, whatever ``run`` does behind it. Of one rank alone it would be the parts' memory.
     cast(FSDPModule, policy.root).unshard()
-    for name, weight in policy.named_weights():
+    for name, part in parts.items():
         if ".layers." not in name:  # layers are gathered anew for every pass
-            weight.mul_(0.9)
+            part.mul_(0.9)
     policy.weights_changed()
     changed = not torch.equal(forward_only(policy), before)
     cast(FSDPModule, policy.root).unshard()
-    for name, weight in policy.named_weights():
-        weight.copy_(own[name])
+    for name, part in parts.items():
+        part.copy_(own[name])
     policy.weights_changed()
     return {"changed": changed, "restored": torch.equal(forward_only(policy), before)}
 
