@@ -1,6 +1,6 @@
 """FSDP2 over models of transformers behind the port of backends (``learner/trainer/backend.py``)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +12,12 @@ from tidemill.learner.backends.fsdp import state
 from tidemill.learner.backends.fsdp.lora import Tuning
 from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
 from tidemill.learner.backends.fsdp.policy import FsdpPolicy, build_policy
-from tidemill.learner.checkpoints.remote_files import CheckpointFiles
-from tidemill.learner.checkpoints.staged_files import HostCopies, Staged
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.choices import choose_own_kernels, this_site
 from tidemill.learner.layout.parallel import Parallel, join_world, of_replicas
 from tidemill.learner.settings.config import ROLLOUT, LearnerConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
 from tidemill.learner.trainer.backend import DTYPES
-from tidemill.learner.trainer.backups import OtherModels
 from tidemill.learner.trainer.memory import Memory, open_memory
 
 
@@ -104,37 +101,9 @@ class FsdpBackend:
         """Return an optimizer of torch over the parts of this rank."""
         return FsdpOptimizer(policy, config, steps=steps, offload=offload)
 
-    def stage(
-        self,
-        directory: Path,
-        *,
-        step: int,
-        policy: FsdpPolicy,
-        optimizer: FsdpOptimizer,
-        others: OtherModels,
-        numbers: Mapping[str, float],
-        copies: HostCopies | None,
-    ) -> Staged:
-        """Plan the files of a checkpoint of torch."""
-        return state.stage(
-            directory, step=step, policy=policy, optimizer=optimizer, others=others, numbers=numbers, copies=copies
-        )
-
-    def load(
-        self,
-        directory: Path,
-        *,
-        policy: FsdpPolicy,
-        optimizer: FsdpOptimizer,
-        others: OtherModels,
-        files: CheckpointFiles | None,
-    ) -> tuple[int, dict[str, float]]:
-        """Load a checkpoint of any number of ranks."""
-        return state.load(directory, policy=policy, optimizer=optimizer, others=others, files=files)
-
-    def load_weights(self, directory: Path, *, policy: FsdpPolicy, optimizer: FsdpOptimizer) -> int:
-        """Load the weights of a checkpoint of this backend."""
-        return state.load_weights(directory, policy=policy, optimizer=optimizer)
+    stage = staticmethod(state.stage)
+    load = staticmethod(state.load)
+    load_weights = staticmethod(state.load_weights)
 
     def module_outputs(
         self, policy: FsdpPolicy, prompts: Sequence[Sequence[int]], names: str

@@ -22,16 +22,17 @@ from torch.overrides import TorchFunctionMode
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.packed_rows import PackedRow
 from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.trainer.replay_modes import ReplayModes
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
-class Replay:
+class Replay(ReplayModes):
     """The routers of one model, which runs its rows one after the other, each forward and backward."""
 
     def __init__(self, model: torch.nn.Module, *, replays: bool = False, given: bool = False) -> None:
         """``given``: the rows have their experts already. Raises ConfigRefused for a model without known routers."""
-        self._given, self._mode = given, ""
+        super().__init__(given=given)
         self._row: PackedRow | None = None
         self._routers = [_Router(module) for module in model.modules() if _is_router(module)] if replays else []
         if replays and not self._routers:
@@ -45,32 +46,6 @@ class Replay:
         if not self._given:
             return ()
         return tuple(experts_TEK[:, place].contiguous() for place in range(len(self._routers)))
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the experts of every row that passes inside the context; given ones are taken instead."""
-        with self._in("replay" if self._given else "record"):
-            yield
-
-    @contextmanager
-    def given(self) -> Iterator[None]:
-        """Send tokens to their given experts inside the context; without given ones the routers choose."""
-        with self._in("replay" if self._given else ""):
-            yield
-
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Send tokens to their experts inside the context; rows without any, and tokens without known ones, choose."""
-        with self._in("replay"):
-            yield
-
-    @contextmanager
-    def _in(self, mode: str) -> Iterator[None]:
-        self._mode = mode
-        try:
-            yield
-        finally:
-            self._mode = ""
 
     def observe(self, ranks: Parallel) -> None:
         """Do nothing: routers of transformers give no affinities before groups and bias, so rows record no routing."""

@@ -1,7 +1,7 @@
 """Megatron's models behind the port of backends (``learner/trainer/backend.py``)."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +15,9 @@ from tidemill.learner.backends.megatron.layers.kernels import Wanted
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.backends.megatron.tuning import Tuning
-from tidemill.learner.checkpoints.remote_files import CheckpointFiles
-from tidemill.learner.checkpoints.staged_files import HostCopies, Staged
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
-from tidemill.learner.trainer.backups import OtherModels
 from tidemill.learner.trainer.memory import open_memory
 
 
@@ -90,37 +87,9 @@ class MegatronBackend:
         """Return Megatron's optimizer, or the offloaded one."""
         return MegatronOptimizer(policy, config, steps=steps, offload=offload)
 
-    def stage(
-        self,
-        directory: Path,
-        *,
-        step: int,
-        policy: MegatronPolicy,
-        optimizer: MegatronOptimizer,
-        others: OtherModels,
-        numbers: Mapping[str, float],
-        copies: HostCopies | None,
-    ) -> Staged:
-        """Plan the files of Megatron's distributed checkpoints."""
-        return state.stage(
-            directory, step=step, policy=policy, optimizer=optimizer, others=others, numbers=numbers, copies=copies
-        )
-
-    def load(
-        self,
-        directory: Path,
-        *,
-        policy: MegatronPolicy,
-        optimizer: MegatronOptimizer,
-        others: OtherModels,
-        files: CheckpointFiles | None,
-    ) -> tuple[int, dict[str, float]]:
-        """Load a checkpoint of any layout."""
-        return state.load(directory, policy=policy, optimizer=optimizer, others=others, files=files)
-
-    def load_weights(self, directory: Path, *, policy: MegatronPolicy, optimizer: MegatronOptimizer) -> int:
-        """Load the weights of a checkpoint of Tidemill or Megatron."""
-        return state.load_weights(directory, policy=policy, optimizer=optimizer)
+    stage = staticmethod(state.stage)
+    load = staticmethod(state.load)
+    load_weights = staticmethod(state.load_weights)
 
     def module_outputs(
         self, policy: MegatronPolicy, prompts: Sequence[Sequence[int]], names: str

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tidemill.learner.kernels.packed_rows import PackedRow
 from tidemill.learner.layout.parallel import Parallel, gather_parts
+from tidemill.learner.trainer.replay_modes import ReplayModes
 
 
 def balanced(scale_loss: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[Tensor], Tensor]:
@@ -39,11 +40,12 @@ def balanced(scale_loss: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable
     return scale
 
 
-class MegatronRouting:
+class MegatronRouting(ReplayModes):
     """The routers of one model. Megatron's own setters act on all models of a process."""
 
     def __init__(self, chunks: Sequence[GPTModel] = (), *, given: bool = False) -> None:
         """``given``: the rows have their experts already."""
+        super().__init__(given=given)
         self._all: dict[int, Any] = {layer: router for chunk in chunks for layer, router in _routers(chunk)}
         self._row: PackedRow | None = None
         by_chunk = [
@@ -60,40 +62,15 @@ class MegatronRouting:
             [at for at, has_experts in enumerate(chunks[0].config.moe_layer_freq) if has_experts] if routers else []
         )
         self._places = [sparse.index(layer) for layer, _ in routers]
-        self._given, self._mode = given, ""
 
     def own(self, experts_TEK: Tensor) -> tuple[Tensor, ...]:
         """Return the given experts, [T, layers with experts, K], of this model's layers, [T, K] each."""
         return tuple(experts_TEK[:, place].contiguous() for place in self._places) if self._given else ()
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the experts of every row that passes inside the context; given ones are taken instead."""
-        with self._in("replay" if self._given else "record"):
-            yield
-
-    @contextmanager
-    def given(self) -> Iterator[None]:
-        """Send tokens to their given experts inside the context; without given ones the routers choose."""
-        with self._in("replay" if self._given else ""):
-            yield
-
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Send tokens to their experts inside the context; rows without any, and tokens without known ones, choose."""
-        with self._in("replay"):
-            yield
-
-    @contextmanager
-    def _in(self, mode: str) -> Iterator[None]:
-        self._mode = mode
-        try:
-            yield
-        finally:
-            self._mode = ""
-            for replay in self._replays:
-                replay.clear_router_replay_action()
-                replay.clear_indices()
+    def _clear(self) -> None:
+        for replay in self._replays:
+            replay.clear_router_replay_action()
+            replay.clear_indices()
 
     def observe(self, ranks: Parallel) -> None:
         """Keep in ``PackedRow.routed`` of every row from now on where its last pass sent its tokens.
