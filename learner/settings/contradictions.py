@@ -54,7 +54,7 @@ def refuse_contradictions(learner: "LearnerConfig") -> None:
 
 
 def _refuse_other_backends(learner: "LearnerConfig") -> None:
-    """Refuse what only Megatron has with ``backend: fsdp``, and the reverse; ``auto`` takes the one that has it."""
+    """Refuse settings of Megatron alone with ``backend: fsdp``, and the reverse; with ``auto`` neither."""
     megatrons = megatron_settings(learner)
     needs = learner.backend == MEGATRON or megatrons
     for name in fsdp_settings(learner) if needs and learner.backend != FSDP else ():

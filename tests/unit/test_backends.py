@@ -107,7 +107,7 @@ def test_a_check_refuses_what_transformers_and_fsdp_lack(tmp_path: Path) -> None
 
 
 def test_a_check_refuses_muon_where_a_checkpoint_needs_megatron(tmp_path: Path) -> None:
-    """No setting of the learner alone says so: it is the one of the model that needs Megatron."""
+    """No setting of the learner needs Megatron here, but the checkpoint in the settings of the model."""
     begins = (f"model.megatron_checkpoint={tmp_path}", "learner.algorithm.advantage=gae")
     for number, name in enumerate(("learner.optimizer.name", "learner.critic.optimizer.name")):
         errors, _ = findings(tmp_path / str(number), *begins, f"{name}=muon")

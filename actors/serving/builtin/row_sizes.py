@@ -20,7 +20,7 @@ LIMIT_S = 300.0
 
 
 class SizesRead(msgspec.Struct):
-    """What the child prints: sizes by dtype, or why there are none."""
+    """Output of the child: sizes by dtype, or the reason for which there are none."""
 
     sizes: dict[str, RowSizes] = msgspec.field(default_factory=dict)
     where: str = ""

@@ -146,7 +146,7 @@ class Scores(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """What transformers computes for each sequence alone."""
+    """Values of transformers for each sequence alone."""
 
     sequences: list[Tensor]
     head: Head

@@ -51,7 +51,7 @@ class Wanted:
 
     @classmethod
     def of(cls, learner: LearnerConfig) -> "Wanted":
-        """Return those of a configuration."""
+        """Return the kernels that a configuration wants."""
         return cls(
             attention=learner.attention,
             recompute=learner.recompute,
