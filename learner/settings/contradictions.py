@@ -54,7 +54,7 @@ def refuse_contradictions(learner: "LearnerConfig") -> None:
 
 
 def _refuse_other_backends(learner: "LearnerConfig") -> None:
-    """Refuse settings of Megatron alone with ``backend: fsdp``, and the reverse; with ``auto`` neither."""
+    """Refuse settings of Megatron alone with ``backend: fsdp``, and settings of FSDP2 alone where Megatron trains."""
     megatrons = megatron_settings(learner)
     needs = learner.backend == MEGATRON or megatrons
     for name in fsdp_settings(learner) if needs and learner.backend != FSDP else ():
