@@ -23,6 +23,8 @@ PACKAGES = {
     "umount": "mount",
     "openssl": "openssl",
     "make": "make",
+    "prometheus": "prometheus",
+    "promtool": "prometheus",
 }
 """Debian package of each program."""
 INSTALL_S = 600.0

@@ -255,7 +255,7 @@ _SAME_BITS = frozenset(
     {
         *("checkpoint", "colocated", "devices", "nodes", "nodes_wait_s", "insecure_network"),
         *("offload_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
-        *("failing_tasks", "failing_s"),
+        *("failing_tasks", "failing_s", "record"),
     }
 )
 # Settings that came later, with their defaults, at which they are no part of the digest: those of former runs stay.
