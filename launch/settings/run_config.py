@@ -90,6 +90,8 @@ class UpConfig:
     """
     view: Literal["live", "plain", "auto"] = "auto"
     """live | plain | auto (live on a terminal)."""
+    webhook: Literal["auto", "slack", "json"] = "auto"
+    """Form of the notices to the URL of ``TIDEMILL_WEBHOOK`` (docs/operating.md): auto = slack for Slack's hooks."""
     require_reward: float = -1e30
     """The run fails when the mean reward of its last ten steps is below this."""
 
