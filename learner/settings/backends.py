@@ -32,17 +32,6 @@ OF_MEGATRON = {
 """Settings that only Megatron has, and the reason why FSDP has none of them."""
 
 
-MUON = "muon"
-NO_MUON = "adamw, adam or sgd where Megatron trains, which has no Muon"
-"""Wanted of an optimizer's name there."""
-
-
-def fsdp_settings(learner: "LearnerConfig") -> list[str]:
-    """Return the settings in use that only FSDP has."""
-    optimizers = {"optimizer.name": learner.optimizer.name, "critic.optimizer.name": learner.critic.optimizer.name}
-    return [name for name, chosen in optimizers.items() if chosen == MUON]
-
-
 def megatron_settings(learner: "LearnerConfig") -> dict[str, object]:
     """Return the settings in use that only Megatron has, with the default of each."""
     defaults = {

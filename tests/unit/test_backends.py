@@ -13,7 +13,7 @@ from tidemill.launch.settings.config_loader import load
 from tidemill.learner.layout.backends import choose_backend
 from tidemill.learner.layout.sizes import FAMILIES, StepFlops
 from tidemill.learner.layout.transformers_models import language_models
-from tidemill.learner.settings.backends import NO_MUON, OF_MEGATRON, megatron_settings
+from tidemill.learner.settings.backends import OF_MEGATRON, megatron_settings
 from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
 
@@ -70,13 +70,12 @@ def test_a_setting_decides_where_the_family_does_not() -> None:
     assert (choice.kind, choice.reason) == ("megatron", "model.megatron_checkpoint needs it")
 
 
-def test_muon_is_fsdps() -> None:
+def test_both_backends_have_muon() -> None:
     muon = OptimizerConfig(name="muon")
-    choice = choose_backend(LearnerConfig(optimizer=muon), {"model_type": "qwen3"})
-    assert (choice.kind, choice.reason) == ("fsdp", "learner.optimizer.name needs it")
-    for settings in ({"backend": "megatron"}, {"tensor_parallel": 2}):
-        with refusal(ValueError, place="optimizer.name", got="'muon'"):
-            LearnerConfig(optimizer=muon, **settings)
+    assert choose_backend(LearnerConfig(optimizer=muon), {"model_type": "qwen3"}).kind == "megatron"
+    LearnerConfig(optimizer=muon, backend="fsdp")
+    with refusal(ValueError, place="offload_optimizer", got="true"):
+        LearnerConfig(optimizer=muon, offload_optimizer=True)
 
 
 def findings(directory: Path, *settings: str, family: str = "qwen2") -> tuple[list[str], list[str]]:
@@ -104,16 +103,6 @@ def test_a_check_refuses_what_transformers_and_fsdp_lack(tmp_path: Path) -> None
     assert "debug.dump_modules.step" in error
     [error], _ = findings(tmp_path / "c", "learner.backend=fsdp", f"model.megatron_checkpoint={tmp_path}")
     assert "model.megatron_checkpoint" in error
-
-
-def test_a_check_refuses_muon_where_a_checkpoint_needs_megatron(tmp_path: Path) -> None:
-    """No setting of the learner needs Megatron here, but the checkpoint in the settings of the model."""
-    begins = (f"model.megatron_checkpoint={tmp_path}", "learner.algorithm.advantage=gae")
-    for number, name in enumerate(("learner.optimizer.name", "learner.critic.optimizer.name")):
-        errors, _ = findings(tmp_path / str(number), *begins, f"{name}=muon")
-        assert any(f"{name}: want {NO_MUON}, got muon" in error for error in errors), errors
-        errors, _ = findings(tmp_path / f"{number}, adamw", *begins)
-        assert not any(NO_MUON in error for error in errors)
 
 
 def test_the_language_models_are_those_of_transformers() -> None:

@@ -47,11 +47,6 @@ class FsdpOptimizer(Optimizer):
             for name, part in self._parts.items():
                 self.inner.state[part].update(self._new_state(part, self._moments[name]))
 
-    @property
-    def kind(self) -> str:
-        """The state in a checkpoint: that of adam, which adamw has as well, of sgd or of muon."""
-        return "adam" if self._config.name == "adamw" else self._config.name
-
     def _new_state(self, part: Tensor, moments: Sequence[str]) -> dict[str, Tensor]:
         device = torch.device("cpu") if self._offload else part.device
         pinned = self._offload and part.is_cuda
