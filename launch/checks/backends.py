@@ -7,6 +7,8 @@ from typing import Any
 from tidemill.bus.wire.model_values import EXPERTS_OF
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.checkpoints.disk import written_by
+from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
 from tidemill.learner.layout.transformers_models import language_models
 from tidemill.learner.settings.backends import MEGATRON
@@ -27,9 +29,20 @@ def check_backend(report: Report, config: RunConfig, values: Mapping[str, object
         _check_settings(report, config, values)
     else:
         _check_transformers(report, config, values, where)
+    _check_beginning(report, config.learner.from_checkpoint, kind)
     for refused in argument_refusals(config.learner.megatron):
         cure = "see docs/parallelism.md, or remove it"
         report.error("model", refused.field, want=refused.want, got=refused.got, cure=cure)
+
+
+def _check_beginning(report: Report, checkpoint: str, kind: str) -> None:
+    """Refuse a checkpoint of the other backend as the beginning of a run."""
+    if not checkpoint or not (Path(checkpoint) / MANIFEST).is_file():  # ``check_tuning`` names what it is
+        return
+    if (writer := written_by(Path(checkpoint))) != kind:
+        want, got = f"a checkpoint of learner.backend: {kind}", f"{checkpoint}, of {writer}"
+        cure = f"set learner.backend={writer}, or make it a model directory (tidemill convert) and model.path"
+        report.error("model", "learner.from_checkpoint", want=want, got=got, cure=cure)
 
 
 def _check_layout(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> None:

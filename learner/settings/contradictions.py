@@ -47,9 +47,25 @@ def refuse_contradictions(learner: "LearnerConfig") -> None:
 
 def _refuse_other_backends(learner: "LearnerConfig") -> None:
     """Refuse settings of Megatron alone with ``backend: fsdp``."""
+    if learner.fsdp_replicas != 1:
+        _refuse_copies(learner)
     for name, default in megatron_settings(learner).items() if learner.backend == FSDP else ():
         got = getattr(learner, name)
         raise ValueError(f"{name}: want {default!r} with backend: fsdp, where {OF_MEGATRON[name]}, got {got!r}")
+
+
+def _refuse_copies(learner: "LearnerConfig") -> None:
+    """Refuse copies of a model that FSDP does not divide, or that have no equal numbers of ranks."""
+    copies, ranks = learner.fsdp_replicas, learner.data_parallel
+    if learner.backend != FSDP:
+        raise ValueError(
+            f"fsdp_replicas: want 1 without backend: fsdp, got {copies}: only FSDP divides the weights of a copy"
+        )
+    if not learner.fsdp_copies:
+        raise ValueError("fsdp_replicas: want a number with nodes: 0, which is known to the agents alone, got 0")
+    if ranks % learner.fsdp_copies:
+        names = "fsdp_replicas" if copies else "nodes (fsdp_replicas: 0 = a copy on each)"
+        raise ValueError(f"{names}: want a divisor of data_parallel = {ranks}, got {learner.fsdp_copies}")
 
 
 def _refuse_sizes(learner: "LearnerConfig") -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import _muon
 
 from tests.backend_learner import BackendLearner, open_learner
+from tests.examples import rarely
 from tests.integration.fsdp_state_ranks import BASE, LORA, OPTIMIZER, VOCAB
 from tests.integration.megatron_layouts import projected
 from tests.learner_steps import make_samples
@@ -56,10 +57,16 @@ SPLIT = {"tensor_parallel": 2, "sequence_parallel": True}
 SHARES = {"data_parallel": 2, "distributed_optimizer": True}
 RUNS = {
     "tensor parallel": Run(learner=replace(MUON, **SPLIT)),
-    "tensor parallel, lora": Run(learner=replace(MUON, **SPLIT, lora=LORA)),
-    "pipeline parallel": Run(learner=replace(MUON, pipeline_parallel=2)),
-    "replicas": Run(learner=replace(MUON, data_parallel=2)),
-    "shares": Run(learner=replace(MUON, **SHARES)),
+    **dict(
+        rarely(
+            {
+                "tensor parallel, lora": Run(learner=replace(MUON, **SPLIT, lora=LORA)),
+                "pipeline parallel": Run(learner=replace(MUON, pipeline_parallel=2)),
+                "replicas": Run(learner=replace(MUON, data_parallel=2)),
+                "shares": Run(learner=replace(MUON, **SHARES)),
+            }.items()
+        )
+    ),
     "shares, bfloat16": Run(learner=replace(MUON, **SHARES), dtype="bfloat16"),
     "shares, expert parallel": Run(learner=replace(MUON, **SHARES, expert_parallel=2), family="qwen3_moe"),
 }

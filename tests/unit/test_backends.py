@@ -105,6 +105,46 @@ def test_a_check_refuses_what_transformers_and_fsdp_lack(tmp_path: Path) -> None
     assert "model.megatron_checkpoint" in error
 
 
+@pytest.mark.parametrize("writer", ["megatron", "fsdp"])
+def test_a_check_refuses_the_beginning_of_the_other_backend(tmp_path: Path, writer: str) -> None:
+    other = "fsdp" if writer == "megatron" else "megatron"
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    content = {"sharded_backend": "torch_dist"} | ({"backend": "fsdp"} if writer == "fsdp" else {})
+    for name, text in {"metadata.json": json.dumps(content), "manifest.json": "{}", "common.pt": ""}.items():
+        (checkpoint / name).write_text(text)
+    begins = f"learner.from_checkpoint={checkpoint}"
+    [error], _ = findings(tmp_path / "a", f"learner.backend={other}", begins)
+    assert (
+        f"learner.from_checkpoint: want a checkpoint of learner.backend: {other}, got {checkpoint}, of {writer}"
+        in error
+    )
+    errors, _ = findings(tmp_path / "b", f"learner.backend={writer}", begins)
+    assert errors == []
+
+
+COPIES: dict[str, dict[str, Any]] = {
+    "no divisor": {"fsdp_replicas": 3},
+    "no divisor, by nodes": {"fsdp_replicas": 0, "nodes": 3},
+    "unknown nodes": {"fsdp_replicas": 0, "nodes": 0},
+    "Megatron": {"fsdp_replicas": 2, "backend": "auto"},
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_copies_that_fsdp_cannot_make_are_refused(case: str) -> None:
+    settings = {"backend": "fsdp", "data_parallel": 4} | COPIES[case]
+    with pytest.raises(ValueError, match=r"fsdp_replicas|nodes"):
+        LearnerConfig(**settings)
+
+
+def test_the_copies_are_as_many_as_the_nodes_or_the_setting() -> None:
+    four = {"backend": "fsdp", "data_parallel": 4}
+    assert LearnerConfig(**four).fsdp_copies == 1
+    assert LearnerConfig(**four, fsdp_replicas=4).fsdp_copies == 4
+    assert LearnerConfig(**four, fsdp_replicas=0, nodes=2).fsdp_copies == 2
+
+
 def test_the_language_models_are_those_of_transformers() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -25,10 +25,10 @@ class FsdpBackend:
     """Every family of transformers, with weights, gradients and the optimizer's state divided over all ranks."""
 
     def join(self, learner: LearnerConfig, *, device: torch.device, timeout_s: float) -> Parallel:
-        """Join the other ranks: each is a replica with its own rows."""
+        """Join the other ranks: each is a replica with its own rows. ValueError for ranks that cannot be divided."""
         join_world(device, timeout_s=timeout_s)
         torch.manual_seed(learner.seed)
-        return of_replicas(device)
+        return of_replicas(device, copies=learner.fsdp_copies)
 
     def leave(self) -> None:
         """Destroy the process group."""

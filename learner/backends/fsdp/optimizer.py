@@ -131,11 +131,11 @@ class FsdpOptimizer(Optimizer):
         return norm
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
-        """Return the norm of the gradients of all ranks' parts."""
+        """Return the norm of the gradients of all parts of a copy of the model."""
         squares = [sum_of_squares(gradient).to(self._parallel.device) for gradient in gradients]
         total = torch.stack([torch.zeros((), dtype=torch.float64, device=self._parallel.device), *squares]).sum()
         if self._parallel.dp_size > 1:
-            dist.all_reduce(total, group=self._parallel.dp_group)
+            dist.all_reduce(total, group=self._parallel.shard_group or self._parallel.dp_group)
         return math.sqrt(float(total))
 
     @contextmanager
