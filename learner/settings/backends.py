@@ -15,7 +15,7 @@ OF_MEGATRON = {
     "virtual_pipeline": "there are no stages",
     "first_stage_layers": "there are no stages",
     "last_stage_layers": "there are no stages",
-    "context_parallel": "a row is on one rank",
+    "context_parallel": "a row is on one rank (backend: megatron divides the rows of its families)",
     "expert_parallel": "experts are divided like all other weights, and every rank runs all of them",
     "distributed_optimizer": "weights, gradients and the optimizer's state are always divided over the ranks",
     "overlap_grad_reduce": "FSDP overlaps by itself",

@@ -50,6 +50,11 @@ def test_fsdp_refuses_what_only_megatron_has(name: str) -> None:
         LearnerConfig(**{"backend": "fsdp", name: IN_USE[name]})
 
 
+def test_the_way_to_divide_rows_is_named() -> None:
+    with pytest.raises(ValueError, match=r"context_parallel: want 1 .*backend: megatron divides"):
+        LearnerConfig(backend="fsdp", context_parallel=2)
+
+
 def test_fsdp_takes_what_both_have() -> None:
     learner = LearnerConfig(backend="fsdp", data_parallel=4, recompute="full", offload_optimizer=True, dtype="bfloat16")
     assert megatron_settings(learner) == {}
