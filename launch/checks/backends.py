@@ -60,9 +60,6 @@ def _check_transformers(report: Report, config: RunConfig, values: Mapping[str, 
     if known and family not in known:
         want = f"one of the {len(known)} that the installed transformers has a language model for, or learner.bridge"
         report.error("model", f"{where}: model_type", want=want, got=family, cure="use another model")
-    if step := config.debug.dump_modules.step:
-        want = "0 with learner.backend: fsdp, whose modules have other names in each family"
-        report.error("model", "debug.dump_modules.step", want=want, got=step, cure="remove the setting")
     if config.model.megatron_checkpoint:
         want, got = "none with learner.backend: fsdp", config.model.megatron_checkpoint
         report.error("model", "model.megatron_checkpoint", want=want, got=got, cure="remove learner.backend")

@@ -142,12 +142,11 @@ def of_replicas(device: torch.device, *, copies: int = 1) -> Parallel:
     if left:
         raise ValueError(f"WORLD_SIZE: want a multiple of the {copies} copies of the model, got {size * copies + left}")
     alone, _ = dist.new_subgroups(group_size=1)
-    divided: dict[str, Any] = {}
+    places: dict[str, Any] = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "cp_rank": 0, "cp_size": 1}
     if copies > 1:
         mirrors = [list(range(first, dist.get_world_size(), size)) for first in range(size)]
-        divided["shard_group"], _ = dist.new_subgroups(group_size=size)
-        divided["mirror_group"], _ = dist.new_subgroups_by_enumeration(mirrors)
-    single = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "cp_rank": 0, "cp_size": 1}
+        places["shard_group"], _ = dist.new_subgroups(group_size=size)
+        places["mirror_group"], _ = dist.new_subgroups_by_enumeration(mirrors)
     return Parallel(
         rank=dist.get_rank(),
         dp_rank=dist.get_rank(),
@@ -162,8 +161,7 @@ def of_replicas(device: torch.device, *, copies: int = 1) -> Parallel:
         ep_size=1,
         sequence_parallel=False,
         sharded_size=size,
-        **divided,
-        **single,
+        **places,
     )
 
 

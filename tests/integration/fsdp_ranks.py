@@ -16,6 +16,7 @@ from tests.integration.megatron_layouts import OPTIMIZER, STEPS, VOCAB, projecte
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.fsdp.activations import module_outputs
 from tidemill.learner.backends.fsdp.model import Place, from_first
 from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
 from tidemill.learner.backends.fsdp.policy import FsdpPolicy, build_policy
@@ -30,6 +31,7 @@ TOKENS = {1: 120, 2: 60}
 OFTEN = ("gspo in 2 minibatches", "kl in the reward, adaptive", "advantage reinforce_pp", "ess_lr")
 """Cases that are tried in every run of the tests, beside those of every layout."""
 TRAINED = [*dict.fromkeys([*EVERYWHERE, *OFTEN, *(TRIED if THOROUGH else ())])]
+MODULES = "outputs of modules"
 FAILING = "the first rank fails"
 WRITTEN = "weights written behind a pass"
 
@@ -118,9 +120,17 @@ def failing(here: Parallel) -> dict[str, list[str]]:
     return errors
 
 
+def modules(model_dir: Path, here: Parallel) -> dict[str, float]:
+    """Return one number for each output of a module."""
+    policy = build_policy(model_dir, dtype="float32", parallel=here)
+    outputs = module_outputs(policy, [[5, 9, 33, 77], [17, 3]])
+    return {name: projected(torch.from_numpy(output)) for name, output in outputs.items()}
+
+
 def main(model_dir: Path, out: Path) -> None:
     with joined() as here:
         results: dict[str, Any] = {case: on_fsdp(model_dir, here, case) for case in TRAINED}
         results[FAILING] = failing(here)
+        results[MODULES] = modules(model_dir, here)
         results[WRITTEN] = written_behind_a_pass(model_dir, here)
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

@@ -102,10 +102,6 @@ def test_a_check_names_the_backend_and_the_reason(tmp_path: Path) -> None:
 def test_a_check_refuses_what_transformers_and_fsdp_lack(tmp_path: Path) -> None:
     [error], _ = findings(tmp_path / "a", family="pond")
     assert "model_type" in error and "got pond" in error
-    (tmp_path / "prompts.txt").write_text("what is one plus two\n")
-    dump = (f"debug.dump_modules.prompts={tmp_path}/prompts.txt", "debug.dump_modules.step=1")
-    [error], _ = findings(tmp_path / "b", "learner.backend=fsdp", *dump)
-    assert "debug.dump_modules.step" in error
     [error], _ = findings(tmp_path / "c", "learner.backend=fsdp", f"model.megatron_checkpoint={tmp_path}")
     assert "model.megatron_checkpoint" in error
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from tidemill.learner.backends.fsdp import state
+from tidemill.learner.backends.fsdp.activations import module_outputs
 from tidemill.learner.backends.fsdp.lora import Tuning
 from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
 from tidemill.learner.backends.fsdp.policy import FsdpPolicy, build_policy
@@ -108,5 +109,5 @@ class FsdpBackend:
     def module_outputs(
         self, policy: FsdpPolicy, prompts: Sequence[Sequence[int]], names: str
     ) -> dict[str, NDArray[np.float32]]:
-        """Refuse: modules of transformers differ by family, and no names of them are shared with engines."""
-        raise ConfigRefused("debug.dump_modules", "empty with learner.backend: fsdp", names)
+        """Return the outputs of transformers' modules under names that other implementations share."""
+        return module_outputs(policy, prompts, names)
