@@ -76,10 +76,10 @@ def _trace(args: argparse.Namespace) -> int:
     if type(every) is not int or every < 1:
         raise ValueError(f"--option every: want 1 or more (1 in N samples), got {every!r}")
     traces.headers_in(os.environ.get(traces.HEADERS_VARIABLE, ""))
-    way = {"endpoint": endpoint, "every": every, "from_step": args.from_step}
+    start = {"from_step": args.from_step, "endpoint": endpoint, "every": every}
 
     async def sent(url: str, run: str, draining: asyncio.Event) -> None:
-        counts = await traces.export_traces(url, run, draining, until_end=args.until_end or args.ended, **way)
+        counts = await traces.export_traces(url, run, draining, until_end=args.until_end or args.ended, **start)
         lost = f", {counts.dropped} spans dropped" if counts.dropped else ""
         gone = f", {counts.gone} samples are no longer there" if counts.gone else ""
         print(f"{counts.samples} samples traced in {counts.spans} spans{lost}{gone}")
@@ -90,11 +90,11 @@ def _trace(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace) -> int:
     options = _options(args, "host", "port")
     host, port = options.get("host", "127.0.0.1"), options.get("port", prometheus.PORT)
-    if type(port) is not int or not 0 <= port <= 65535:
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port <= 65535:
         raise ValueError(f"--option port: want 0 (any free one) to 65535, got {port!r}")
-    place = {"host": str(host), "port": port, "token": os.environ.get(TOKEN_VARIABLE, "")}
+    token = os.environ.get(TOKEN_VARIABLE, "")
 
     async def served(url: str, run: str, draining: asyncio.Event) -> None:
-        await prometheus.serve(url, run, draining, **place)
+        await prometheus.serve(url, run, draining, host=str(host), port=port, token=token)
 
     return read_until_drained(args, served, name=PROMETHEUS, user=VIEWER)
