@@ -141,8 +141,7 @@ class App {
       const since = (performance.now() - this.lostSince) / 1e3;
       this.say(`◌ ${this.lostWords}, for ${duration(Math.round(since))}; this page asks again every second`);
     } else if (run?.dead) this.say(`✕ ${run.dead.sentence}`, run.dead.cure);
-    else if (run?.bus && !run.bus.connected)
-      this.say(`◌ ${run.bus.words || `the bus does not answer, for ${duration(Math.round(run.bus.silent_s + age))}`}`);
+    else if (run?.bus && !run.bus.connected) this.say(`◌ ${run.bus.words || "the bus does not answer"}`);
     else this.say("");
     if (!run) return;
     set(this.name, run.run);

@@ -1,5 +1,6 @@
 // A canvas in a panel: size, theme, one draw per frame, pointer and keyboard, and words for those who cannot see it.
 
+import { visible } from "./format.js";
 import { el, table } from "./dom.js";
 
 const LARGEST_STEP = 10; // places that an arrow moves with Shift
@@ -33,16 +34,17 @@ function drawWaiting() {
   for (const chart of batch) chart.drawNow();
 }
 
-/** Base of the charts: `draw(g, width, height)`; there may be `words()`, `hover(x, y)`, `pick(x, y)`, `move(dx, dy)`. */
+/** Base of the charts, which `draw(g, width, height)`, and may have `words`, `hover(x, y)`, `pick(x, y)`, `move(dx, dy)`. */
 export class Chart {
-  constructor(host, { height, label, focus = true }) {
+  constructor(host, { height, label, says = false }) {
     this.host = host;
     this.height = height;
     this.label = label;
-    this.canvas = el("canvas", { role: "img", "aria-label": label, tabindex: focus ? 0 : null });
-    this.readout = el("p.readout", { "aria-live": "polite" });
+    this.canvas = el("canvas", { role: "img", "aria-label": label, tabindex: 0 });
     this.written = 0;
-    host.append(this.canvas, this.readout);
+    host.append(this.canvas);
+    if (says) host.append((this.readout = el("p.readout", { "aria-live": "polite" })));
+    this.canvas.chart = this; // for the console
     this.context = this.canvas.getContext("2d");
     this.observer = new ResizeObserver(() => this.redraw());
     this.observer.observe(host);
@@ -63,6 +65,11 @@ export class Chart {
       event.preventDefault();
       this.move(dx, dy);
     } else if (event.key === "Enter" && this.pick) this.pick(null, null);
+  }
+
+  /** Words about what is under the pointer or the cursor. */
+  say(text) {
+    this.readout.textContent = visible(text);
   }
 
   redraw() {

@@ -8,7 +8,7 @@ import { BOTTOM, LEFT, RIGHT } from "./curves.js";
 /** Shares by column and row, opacity by the square root. `columns`: `[[first, last], …]`, `shares[column][row]`. */
 export class HeatMap extends Chart {
   constructor(host, { height = 170, label, columns, rows, shares, pick, rowName = "lag" }) {
-    super(host, { height, label });
+    super(host, { height, label, says: true });
     Object.assign(this, { columns, rows, shares, rowName, onPick: pick, cell: null });
     this.redraw();
   }
@@ -34,9 +34,9 @@ export class HeatMap extends Chart {
       });
     });
     g.globalAlpha = 1;
-    const wanted = Math.max(2, Math.floor(width / 110));
-    for (const column of ticks(0, this.columns.length - 1, wanted).filter(Number.isInteger)) {
-      writeText(g, num(this.columns[column][0]), LEFT + (column + 0.5) * cell, height - 8, { align: "center" });
+    for (const step of ticks(this.columns[0][0], this.columns.at(-1)[1], Math.max(2, width / 90))) {
+      const column = this.columns.findIndex(([first, last]) => first <= step && step <= last);
+      if (column >= 0) writeText(g, num(step), LEFT + (column + 0.5) * cell, height - 8, { align: "center" });
     }
     if (this.cell) {
       g.strokeStyle = ink("ink");
@@ -53,8 +53,8 @@ export class HeatMap extends Chart {
       const [first, last] = this.columns[column];
       const steps = first === last ? `step ${count(first)}` : `steps ${count(first)} to ${count(last)}`;
       const share = percent(this.shares[column][row]);
-      this.readout.textContent = `${steps} · ${this.rowName} ${this.rows[row]} · ${share} of the tokens`;
-    } else this.readout.textContent = "";
+      this.say(`${steps} · ${this.rowName} ${this.rows[row]} · ${share} of the tokens`);
+    } else this.say("");
     this.redraw();
   }
 
@@ -87,7 +87,7 @@ export class HeatMap extends Chart {
 const NODE = 9;
 const NARROW = 620;
 
-/** Places of a flow's nodes and bands: `{nodes: {id: {…, x, y, size}}, bands: [{…, from, to, y0, y1, size}]}`. Pure. */
+/** Places of a flow's nodes and bands: `{nodes: {id: {…, x, y, size}}, bands: [{…, y0, y1, size}]}`. Pure. */
 export function layFlow(nodes, links, width, height) {
   const columns = [];
   for (const node of nodes) if (node.value || node.column === 0) (columns[node.column] ??= []).push({ ...node });
@@ -247,14 +247,29 @@ export function shareBars(parts) {
   );
 }
 
+const MOST_PIECES = 40; // of a line: a piece must be wide enough for the pointer
+
+/** A row with many pieces as several lines; its padding stands in the last one. */
+function inLines(row) {
+  const lines = [];
+  for (let from = 0; from < row.pieces.length; from += MOST_PIECES) {
+    const pieces = row.pieces.slice(from, from + MOST_PIECES);
+    const tokens = pieces.reduce((sum, piece) => sum + (piece.prompt_tokens ?? 0) + piece.response_tokens, 0);
+    lines.push({ pieces, tokens, padding: from + MOST_PIECES >= row.pieces.length ? row.padding : 0 });
+  }
+  return lines;
+}
+
 /** Rows of a step: tokens by version, padding hatched, ranks below each other. `ranks`: as `/api/batch` has them. */
 export class BatchRows extends Chart {
   constructor(host, { label, ranks, pick }) {
     const rows = ranks.flatMap((rank) =>
-      rank.micro_batches.flatMap((batch) => batch.rows.map((row, place) => ({ ...row, rank, batch, first: !place }))),
+      rank.micro_batches.flatMap((batch) =>
+        batch.rows.flatMap(inLines).map((row, place) => ({ ...row, rank, batch, first: !place })),
+      ),
     );
     const breaks = ranks.length;
-    super(host, { label, height: Math.min(12_000, rows.length * 16 + breaks * 20 + 4) });
+    super(host, { label, says: true, height: Math.min(12_000, rows.length * 16 + breaks * 20 + 4) });
     Object.assign(this, { rows, ranks, onPick: pick, place: -1 });
     this.most = Math.max(1, ...rows.map((row) => row.tokens + row.padding));
     this.newest = Math.max(
@@ -314,7 +329,7 @@ export class BatchRows extends Chart {
   show(place) {
     this.place = place;
     const piece = this.areas[place]?.[4];
-    this.readout.textContent = piece ? pieceWords(piece) : "";
+    this.say(piece ? pieceWords(piece) : "");
     this.redraw();
   }
 

@@ -3,7 +3,7 @@
 import { axisRange, count, num, reduce, ticks, visible } from "./format.js";
 import { Chart, ink, writeText } from "./canvas.js";
 
-export const LEFT = 48;
+export const LEFT = 54;
 export const BOTTOM = 20;
 export const RIGHT = 10;
 const TOP = 10;
@@ -19,7 +19,7 @@ function moveCrosshair(step) {
   for (const reader of crosshair.readers) reader.redraw();
 }
 
-/** Curves over steps. `lines`: `[{name, hue, dash, points: [[step, value|null], …], area: [[step, low, high], …]}]`. */
+/** Curves over steps. A line: `{name, hue, dash, points: [[step, value|null], …], area: [[step, low, high], …]}`. */
 export class Curves extends Chart {
   constructor(host, { height = 110, label, lines = [], band, marks = [], pick, format = num }) {
     super(host, { height, label });
@@ -96,7 +96,7 @@ export class Curves extends Chart {
     }
     g.lineWidth = 1;
     g.strokeStyle = ink("line");
-    for (const value of ticks(low, high, Math.max(2, height / 45))) {
+    for (const value of ticks(low, high, Math.max(2, height / 34))) {
       const place = Math.round(y(this.log ? 10 ** value : value)) + 0.5;
       g.beginPath();
       g.moveTo(LEFT, place);
@@ -104,7 +104,7 @@ export class Curves extends Chart {
       g.stroke();
       writeText(g, this.format(this.log ? 10 ** value : value), LEFT - 6, place, { align: "right", width: LEFT - 8 });
     }
-    for (const step of ticks(first, last, Math.max(2, width / 110)).filter(Number.isInteger)) {
+    for (const step of ticks(first, last, Math.max(3, width / 85)).filter(Number.isInteger)) {
       writeText(g, num(step), Math.min(x(step), width - RIGHT - 8), height - 8, { align: "center" });
     }
     g.strokeStyle = ink("version");

@@ -37,8 +37,12 @@ export function empty(text, command) {
   return el("p.empty", {}, text, command ? el("code", {}, command) : null);
 }
 
-/** A table of cells; a row may be `{cells, onclick, selected, class}`. A number is set to the right. */
+const QUANTITY = /^(?:[-−]?[\d.,]+(?:e-?\d+)?(?: (?:[kMG%]|ms|s|min|h|[KMGT]iB|bytes))?|—)$/;
+
+/** A table; a row may be `{cells, onclick, class}`. A column whose first cell is a quantity is set to the right. */
 export function table(head, rows, { caption, hidden } = {}) {
+  const first = rows[0]?.cells ?? rows[0] ?? [];
+  const right = first.map((cell) => typeof cell === "string" && QUANTITY.test(cell));
   const line = (row) => {
     const { cells, ...attributes } = Array.isArray(row) ? { cells: row } : row;
     if (attributes.onclick) {
@@ -49,7 +53,9 @@ export function table(head, rows, { caption, hidden } = {}) {
     return el(
       "tr",
       attributes,
-      cells.map((cell) => (cell instanceof HTMLTableCellElement ? cell : el("td", {}, cell ?? "—"))),
+      cells.map((cell, place) =>
+        cell instanceof HTMLTableCellElement ? cell : el(right[place] ? "td.number" : "td", {}, cell ?? "—"),
+      ),
     );
   };
   return el(
@@ -62,15 +68,15 @@ export function table(head, rows, { caption, hidden } = {}) {
       el(
         "tr",
         {},
-        head.map((name) => el("th", { scope: "col" }, name)),
+        head.map((name, place) => el(right[place] ? "th.number" : "th", { scope: "col" }, name)),
       ),
     ),
     el("tbody", {}, rows.map(line)),
   );
 }
 
-export function button(text, onclick, attributes = {}) {
-  return el("button", { type: "button", onclick, ...attributes }, text);
+export function button(text, onclick, attributes = {}, ...children) {
+  return el("button", { type: "button", onclick, ...attributes }, text, ...children);
 }
 
 /** A row of buttons of which one is pressed. */

@@ -127,7 +127,9 @@ export async function fleetPage({ source, run, go }) {
     body.replaceChildren(
       lanes.length
         ? table(head, processRows(lanes, operator, source), { caption: "Processes now" })
-        : empty("Processes stand here from their first heartbeat on: ", "tidemill up"),
+        : run().mode === "live"
+          ? empty("Processes stand here from their first heartbeat on.", "tidemill up")
+          : empty("The run has ended: no process sends heartbeats."),
     );
   }
   write();

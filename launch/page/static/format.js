@@ -44,11 +44,11 @@ export function bytes(value) {
   return power ? `${Number((value / 1024 ** power).toPrecision(3))} ${BYTES[power]}` : `${count(value)} bytes`;
 }
 
-const UNITS = { seconds: duration, bytes, share: percent, count };
+const UNITS = { s: duration, bytes, share: percent };
 
-/** A value in the unit that the server names; a number without a known one. */
+/** A value in the unit that the server names. */
 export function inUnit(value, unit) {
-  return unit in UNITS ? UNITS[unit](value) : num(value) + (unit && value != null ? ` ${unit}` : "");
+  return (UNITS[unit] ?? num)(value);
 }
 
 /** The clock of the reader: `14:02:33`, with the date where it is another day. */
@@ -157,6 +157,7 @@ export function axisRange(values, include = []) {
     if (span > 0 && low < inner[0] - 2 * span) low = inner[0] - 0.15 * span;
   }
   for (const value of include) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  if (low === 0 && high === 0) return [0, 1];
   if (low === high) return [low - (Math.abs(low) || 1) * 0.5, high + (Math.abs(high) || 1) * 0.5];
   return [low, high];
 }

@@ -79,7 +79,7 @@ export function phaseShares(segments, lanes, begin, end, bins) {
 /** The lanes of a fleet. `set` takes what `/api/fleet` answers, `add` what `/events` brings. */
 export class Lanes extends Chart {
   constructor(host, { label, pick }) {
-    super(host, { height: 120, label });
+    super(host, { height: 120, label, says: true });
     Object.assign(this, { lanes: [], pushes: [], segments: new Segments(), now: 0, span: 600, shift: 0, onPick: pick });
     Object.assign(this, { place: null, opened: new Set() });
     this.canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
@@ -149,6 +149,7 @@ export class Lanes extends Chart {
   }
 
   draw(g, width) {
+    if (!this.lanes.length) return writeText(g, "no process has sent a heartbeat in the last hour", 0, 12);
     const facts = width < NARROW_LANES ? 0 : FACTS;
     const right = width - facts - 6;
     this.end = this.now - this.shift;
@@ -286,7 +287,7 @@ export class Lanes extends Chart {
         .join(" · ");
       if (segment.version != null) words += ` · v${segment.version}`;
     } else if (row?.lane?.trouble) words = `${row.lane.lane}: ${row.lane.trouble}`;
-    this.readout.textContent = visible(words);
+    this.say(words);
   }
 
   pick(x, y) {

@@ -13,13 +13,15 @@ function tiles(facts) {
   return facts.map((fact) => {
     const mark = MARK[fact.status] ?? "";
     const value = fact.unit === "check" ? (fact.value ? "✓ balance" : "✕ do not") : inUnit(fact.value, fact.unit);
+    const unit =
+      fact.value != null && ["steps", "tokens/s"].includes(fact.unit) ? el("small", {}, ` ${fact.unit}`) : null;
     const name = fact.metric ? el("a", { href: link("learning", "", { q: fact.metric }) }, fact.name) : fact.name;
     const status = mark && fact.unit !== "check" ? el(`b.${fact.status}`, { title: fact.status }, ` ${mark}`) : null;
     return el(
       `div.fact.${fact.status}`,
       {},
       el("dt", {}, name),
-      el("dd", {}, value, status),
+      el("dd", {}, value, unit, status),
       el("small", {}, fact.note || " "),
     );
   });

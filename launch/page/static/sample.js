@@ -246,7 +246,7 @@ function facts(sample) {
   const times = Object.entries(sample.timings ?? {}).map(([name, value]) => [name.replace(/_s$/, ""), duration(value)]);
   const sampling = Object.entries(sample.sampling ?? {}).map(([name, value]) => [
     name,
-    typeof value === "number" ? num(value) : String(value),
+    Number.isInteger(value) ? String(value) : typeof value === "number" ? num(value) : String(value),
   ]);
   const parts = Object.entries(sample.parts ?? {}).map(([name, value]) => [`reward: ${name}`, num(value)]);
   const made = [
@@ -254,7 +254,7 @@ function facts(sample) {
     ["actor", sample.actor],
     ["engine", sample.engine],
     ["attempt", sample.attempt],
-    ["metadata", sample.metadata],
+    ["metadata", sample.metadata === "{}" ? null : sample.metadata],
   ];
   return [...parts, ...times, ...sampling, ...made]
     .filter(([, value]) => value != null && value !== "")
@@ -298,12 +298,12 @@ export async function samplePage({ source, value, query, go, replace }) {
     el("p.mute", {}, summary(sample)),
   );
   if (sample.error) root.append(el("p.badly", { role: "alert" }, sample.error));
-  const talk = panel("Conversation", { size: "wide8" });
+  const talk = panel("Conversation");
   if (sample.renderer) talk.append(await ownRendering(sample));
   talk.append(...conversation(source, sample));
   if (sample.response && !(sample.messages ?? []).some((message) => message.role === "response"))
     talk.append(turn(source, sample.seq, { role: "response", ...sample.response }));
-  const side = panel("Facts", { size: "wide4" });
+  const side = panel("Facts");
   side.append(table(["", ""], facts(sample)));
   const members = (sample.group_members ?? []).filter((member) => member.seq !== sample.seq);
   if (members.length) {
@@ -319,18 +319,19 @@ export async function samplePage({ source, value, query, go, replace }) {
       el("p", {}, el("a", { href: link("samples", "", { filter: `task=${sample.task}` }) }, "side by side")),
     );
   }
-  const grid = el("div.grid", {}, talk, side);
-  root.append(grid);
+  const [left, right] = [el("div.wide8.stack", {}, talk), el("div.wide4.stack", {}, side)];
+  root.append(el("div.grid", {}, left, right));
   if (!sample.tokens?.id?.length) {
     talk.append(empty("It has no response token."));
     return { root };
   }
   const tokens = new Tokens(source, sample, tokenRange(query.t));
-  const box = panel("Tokens", { note: "select some: the address quotes them", size: "wide8" });
+  const box = panel("Tokens", { note: "select some: the address quotes them" });
   box.append(...tokens.elements());
-  const numbers = panel("Token table", { size: "wide4", note: sample.num_tokens > 500 ? "the first 500" : "" });
+  const numbers = panel("Token table", { note: sample.num_tokens > 500 ? "the first 500" : "" });
   numbers.append(tokenTable(sample.tokens));
-  grid.append(box, numbers);
+  left.append(box);
+  right.append(numbers);
   while (tokens.range && tokens.range[1] >= tokens.shown && tokens.shown < tokens.tokens.total && source.live)
     await tokens.next();
 

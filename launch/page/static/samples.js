@@ -17,8 +17,6 @@ export function toggleWord(filter, word) {
   return [...kept, ...(had ? [] : [word])].join(" ");
 }
 
-const rewardCell = (row) => el("td.number", {}, num(row.reward));
-
 /** The members of a group beside each other, best first. */
 export function groupCards(group) {
   const members = [...group.members].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
@@ -26,7 +24,7 @@ export function groupCards(group) {
   return [
     el("p.prompt", { dir: "auto" }, group.prompt || "∅ empty"),
     group.label == null || group.label === "" ? null : el("p", {}, el("span.mute", {}, "label "), String(group.label)),
-    same ? el("p.warned", {}, "△ all rewards are equal: without a baseline beside, the group gives no gradient") : null,
+    same ? el("p.warned", {}, "△ all rewards are equal: the group gives no gradient") : null,
     el(
       "div.cards",
       {},
@@ -82,6 +80,7 @@ export async function samplesPage({ source, go, replace, query }) {
   const more = button("older", () => load(next));
   const preview = panel("Preview", { note: "j, k move; Enter opens", size: "wide4" });
   const pane = el("div", {}, empty("Choose a sample."));
+  preview.classList.add("preview");
   preview.append(pane);
   const left = panel("Samples", { note: "newest first", size: "wide8", tools: [news] });
   left.append(el("div.bar", {}, input, when), chips, error, bins, list, note, more);
@@ -159,7 +158,7 @@ export async function samplesPage({ source, go, replace, query }) {
         `#${row.seq}`,
         clock(row.stored_s),
         row.task == null ? "—" : `${row.task}.${row.index}`,
-        rewardCell(row),
+        num(row.reward),
         row.lag == null ? "—" : count(row.lag),
         versions(row.versions),
         count(row.tokens),
