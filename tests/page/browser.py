@@ -16,7 +16,7 @@ ARGUMENTS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 )
-WAIT_MS = 120_000
+WAIT_MS = 60_000
 """Longest wait for the page; it is an event that ends it."""
 CONTENT = "main:not([aria-busy]) > *"
 
@@ -83,6 +83,6 @@ def reading(browser: Any, address: str, *, width: int = 1440, scheme: str = "lig
         reader.page.goto(address)
         reader.page.wait_for_selector(CONTENT)
         yield reader
-        assert reader.errors == []
+        assert not reader.errors, "\n".join(reader.errors)
     finally:
         context.close()

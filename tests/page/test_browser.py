@@ -109,7 +109,7 @@ def test_hostile_samples_do_nothing(address: str, live: LiveRun, browser: Any) -
         for seq, text in zip(seqs, HOSTILE, strict=True):
             reader.show(f"sample={seq}")
             shown = reader.page.inner_text(".conversation")
-            assert text[:8].replace("\x1b", "\\x1b") in shown
+            assert text[:5].replace("\x1b", "\\x1b") in shown
             assert not {"\x1b", "\u202e", "\u2066", "\u2028", "\x00"} & set(shown)
         assert "\\u202e" in reader.page.inner_text(".conversation")
         reader.show(f"sample={large}")
@@ -119,7 +119,7 @@ def test_hostile_samples_do_nothing(address: str, live: LiveRun, browser: Any) -
         reader.show(f"sample={broken}")
         assert "#" in reader.page.inner_text("main")
         reader.show("samples")
-        reader.wait("() => document.querySelectorAll('main tbody tr').length > 5")
+        reader.wait("() => document.querySelectorAll('[aria-label=Samples] tbody tr').length > 5")
         assert "\u202e" not in reader.page.inner_text("main")
         assert reader.page.evaluate("window.pwned") is None
         assert reader.page.evaluate("document.querySelectorAll('main script, main img, main style').length") == 0
@@ -131,20 +131,20 @@ def test_keyboard_filter_and_quoted_tokens(address: str, browser: Any) -> None:
         reader.show("samples")
         reader.wait("() => document.querySelector('tr[aria-selected]')")
         page.keyboard.press("j")
-        reader.wait("() => document.querySelectorAll('main table tbody tr')[1].matches('[aria-selected]')")
+        reader.wait("() => document.querySelectorAll('[aria-label=Samples] tbody tr')[1].matches('[aria-selected]')")
         seq = page.inner_text("tr[aria-selected] td")
         page.keyboard.press("Enter")
         reader.wait("seq => document.querySelector('.headline h2')?.textContent === seq", seq)
         page.go_back()
         page.wait_for_selector("tr[aria-selected]")
         page.keyboard.press("/")
-        page.keyboard.type("reward=0 task=1")
+        page.keyboard.type("reward=0 task=2")
         page.keyboard.press("Enter")
-        reader.wait("() => location.hash.includes('filter=reward%3D0%20task%3D1')")
-        reader.wait("() => document.querySelectorAll('main table tbody tr').length === 1")
+        reader.wait("() => location.hash.includes('filter=reward%3D0%20task%3D2')")
+        reader.wait("() => document.querySelectorAll('[aria-label=Samples] tbody tr').length === 1")
         page.reload()
         page.wait_for_selector("tr[aria-selected]")
-        assert page.input_value("input[type=search]") == "reward=0 task=1"
+        assert page.input_value("input[type=search]") == "reward=0 task=2"
         reader.show("sample=1&t=1-2")
         assert page.evaluate("document.querySelectorAll('.tokens .quoted').length") == 2
 
@@ -167,4 +167,4 @@ def test_finished_run_and_exported_file(live: LiveRun, browser: Any, tmp_path: P
     with reading(browser, file.as_uri()) as reader:
         look_at_all(reader, tmp_path, 1440)
         reader.show("samples&filter=reward%3D1")
-        assert reader.page.evaluate("document.querySelectorAll('main table tbody tr').length") > 0
+        assert reader.page.evaluate("document.querySelectorAll('[aria-label=Samples] tbody tr').length") > 0

@@ -4,14 +4,7 @@ import { clock, count, duration, link, num, percent, shade, tokenRange, versions
 import { button, choice, el, empty, panel, table } from "./dom.js";
 
 const NEXT_TOKENS = 2_000;
-const ROLES = {
-  system: "system",
-  user: "user",
-  assistant: "assistant",
-  tool: "tool",
-  prompt: "prompt",
-  response: "response",
-};
+const ROLES = ["system", "user", "assistant", "tool", "prompt", "response"];
 const OVERLAYS = {
   probability: { column: "logprob", words: "darker violet: less probable" },
   entropy: { column: "entropy", words: "darker: more entropy" },
@@ -161,39 +154,31 @@ function textPart(source, seq, part) {
 }
 
 function turn(source, seq, message, folded) {
-  const role = ROLES[message.role] ? message.role : "other";
-  const fields = Object.entries(message.fields ?? {});
-  const body = [
-    ...textPart(source, seq, message),
-    ...fields.map(([name, value]) =>
-      el(
-        `div.field.${name === "tool_calls" ? "call" : name.includes("reason") ? "reasoning" : "plain"}`,
-        {},
-        el("b", {}, name),
-        el("pre", { dir: "auto" }, value),
-      ),
-    ),
-  ];
+  const role = ROLES.includes(message.role) ? message.role : "other";
+  const part = (kind, name, text) => text && el(`div.field.${kind}`, {}, el("b", {}, name), el("pre", { dir: "auto" }, text));
+  const reasoning = part("reasoning", "reasoning", message.reasoning);
+  const fields = part(message.fields?.includes("tool_calls") ? "call" : "plain", "fields", message.fields);
+  const body = [reasoning || null, ...textPart(source, seq, message), fields || null];
   const gutter = el("b.role", {}, message.role);
   if (!folded) return el(`div.turn.${role}`, {}, gutter, el("div", {}, body));
-  return el(
-    `details.turn.${role}`,
-    {},
-    el("summary", {}, gutter, el("span.mute", {}, ` ${count(message.text.length + (message.cut || 0))} characters`)),
-    el("div", {}, body),
-  );
+  const length = count(message.text.length + (message.cut || 0));
+  const summary = el("summary", {}, gutter, el("span.mute", {}, ` ${length} characters`));
+  return el(`details.turn.${role}`, {}, summary, el("div", {}, body));
 }
 
 function conversation(source, sample) {
-  const messages = sample.messages ?? [];
+  const messages = [...(sample.messages ?? [])];
+  if (sample.response && !messages.some((message) => message.role === "response")) {
+    messages.push({ role: "response", ...sample.response });
+  }
   const lastUser = messages.findLastIndex((message) => ["user", "prompt"].includes(message.role));
   const turns = messages.map((message, place) =>
     turn(source, sample.seq, message, message.role === "system" || (messages.length > 6 && place < lastUser - 4)),
   );
-  const has = (part) =>
-    messages.some((message) =>
-      part === "tool" ? message.role === "tool" || message.fields?.tool_calls : message.fields?.reasoning_content,
-    );
+  const has = {
+    tools: messages.some((message) => message.role === "tool" || message.fields?.includes("tool_calls")),
+    reasoning: messages.some((message) => message.reasoning),
+  };
   const box = el("div.conversation", {}, turns);
   const hide = (name) =>
     button(
@@ -201,7 +186,7 @@ function conversation(source, sample) {
       (event) => event.target.setAttribute("aria-pressed", String(box.classList.toggle(`no-${name}`))),
       { "aria-pressed": "false" },
     );
-  const switches = [has("tool") ? hide("tools") : null, has("reasoning") ? hide("reasoning") : null].filter(Boolean);
+  const switches = Object.keys(has).filter((name) => has[name]).map(hide);
   return [switches.length ? el("p.bar", {}, switches) : null, box].filter(Boolean);
 }
 
@@ -301,8 +286,6 @@ export async function samplePage({ source, value, query, go, replace }) {
   const talk = panel("Conversation");
   if (sample.renderer) talk.append(await ownRendering(sample));
   talk.append(...conversation(source, sample));
-  if (sample.response && !(sample.messages ?? []).some((message) => message.role === "response"))
-    talk.append(turn(source, sample.seq, { role: "response", ...sample.response }));
   const side = panel("Facts");
   side.append(table(["", ""], facts(sample)));
   const members = (sample.group_members ?? []).filter((member) => member.seq !== sample.seq);
