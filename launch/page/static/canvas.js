@@ -34,7 +34,7 @@ function drawWaiting() {
   for (const chart of batch) chart.drawNow();
 }
 
-/** Base of the charts, which `draw(g, width, height)`, and may have `words`, `hover(x, y)`, `pick(x, y)`, `move(dx, dy)`. */
+/** Base of the charts: they `draw`, and may have `words`, `hover(x, y)`, `pick(x, y)` and `move(dx, dy)`. */
 export class Chart {
   constructor(host, { height, label, says = false }) {
     this.host = host;

@@ -155,15 +155,16 @@ function textPart(source, seq, part) {
 
 function turn(source, seq, message, folded) {
   const role = ROLES.includes(message.role) ? message.role : "other";
-  const part = (kind, name, text) => text && el(`div.field.${kind}`, {}, el("b", {}, name), el("pre", { dir: "auto" }, text));
+  const part = (kind, name, text) =>
+    text && el(`div.field.${kind}`, {}, el("b", {}, name), el("pre", { dir: "auto" }, text));
   const reasoning = part("reasoning", "reasoning", message.reasoning);
   const fields = part(message.fields?.includes("tool_calls") ? "call" : "plain", "fields", message.fields);
   const body = [reasoning || null, ...textPart(source, seq, message), fields || null];
   const gutter = el("b.role", {}, message.role);
   if (!folded) return el(`div.turn.${role}`, {}, gutter, el("div", {}, body));
   const length = count(message.text.length + (message.cut || 0));
-  const summary = el("summary", {}, gutter, el("span.mute", {}, ` ${length} characters`));
-  return el(`details.turn.${role}`, {}, summary, el("div", {}, body));
+  const line = el("summary", {}, gutter, el("span.mute", {}, ` ${length} characters`));
+  return el(`details.turn.${role}`, {}, line, el("div", {}, body));
 }
 
 function conversation(source, sample) {
@@ -186,7 +187,9 @@ function conversation(source, sample) {
       (event) => event.target.setAttribute("aria-pressed", String(box.classList.toggle(`no-${name}`))),
       { "aria-pressed": "false" },
     );
-  const switches = Object.keys(has).filter((name) => has[name]).map(hide);
+  const switches = Object.keys(has)
+    .filter((name) => has[name])
+    .map(hide);
   return [switches.length ? el("p.bar", {}, switches) : null, box].filter(Boolean);
 }
 
