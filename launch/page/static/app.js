@@ -1,6 +1,6 @@
 // The frame of the page: state of the run, tabs, keyboard, and events for the page that is open.
 
-import { count, duration, link, parseLink } from "./format.js";
+import { clock, count, duration, link, parseLink } from "./format.js";
 import { button, el } from "./dom.js";
 import { redrawAll } from "./canvas.js";
 import { openSource } from "./source.js";
@@ -45,6 +45,11 @@ class App {
       this.main,
     );
     this.build();
+    const { exported } = source;
+    if (exported) {
+      const words = `exported by Tidemill ${exported.version}, ${clock(exported.time_s)}`;
+      document.body.append(el("footer.mute", {}, [words, ...(exported.truncated ?? [])].join(" · left out: ")));
+    }
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
     addEventListener("hashchange", () => this.open());
     addEventListener("keydown", (event) => this.key(event));

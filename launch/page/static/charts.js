@@ -23,7 +23,8 @@ export class HeatMap extends Chart {
     const [cell, row] = [(width - LEFT - RIGHT) / this.columns.length, (height - BOTTOM) / this.rows.length];
     Object.assign(this, { cellWidth: cell, rowHeight: row });
     this.rows.forEach((name, place) => {
-      writeText(g, `${this.rowName} ${name}`, LEFT - 6, (place + 0.5) * row, { align: "right", width: LEFT - 6 });
+      const label = name === "over" ? name : `${this.rowName} ${name}`;
+      writeText(g, label, LEFT - 6, (place + 0.5) * row, { align: "right", width: LEFT - 6 });
     });
     g.fillStyle = ink("version");
     this.shares.forEach((shares, column) => {
@@ -119,13 +120,15 @@ export function layFlow(nodes, links, width, height) {
 
 /** The way of the samples as bands whose width is their number; where it is narrow, as bars below each other. */
 export class Flow extends Chart {
-  constructor(host, { height = 260, label, pick }) {
-    super(host, { height, label });
+  constructor(host, { label, pick }) {
+    super(host, { height: 260, label });
     Object.assign(this, { nodes: [], links: [], onPick: pick, place: -1 });
   }
 
   set({ nodes, links }) {
     Object.assign(this, { nodes, links });
+    const bars = nodes.filter((node) => node.value).length;
+    this.height = this.host.clientWidth < NARROW ? Math.max(60, 34 * bars) : 260;
     this.redraw();
   }
 

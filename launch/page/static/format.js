@@ -7,7 +7,7 @@ export function num(value) {
   if (value == null || !Number.isFinite(value)) return "—";
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (size < 0.001) return value.toExponential(1);
+  if (size < 0.001) return value.toExponential(1).replace(".0e", "e");
   if (size >= 999_500_000) return `${(value / 1e9).toPrecision(3)} G`;
   if (size >= 999_500) return `${(value / 1e6).toPrecision(3)} M`;
   if (size >= 9_995) return `${(value / 1e3).toPrecision(3)} k`;
