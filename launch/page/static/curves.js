@@ -96,7 +96,7 @@ export class Curves extends Chart {
     }
     g.lineWidth = 1;
     g.strokeStyle = ink("line");
-    for (const value of ticks(low, high, Math.max(2, height / 26))) {
+    for (const value of ticks(low, high, Math.min(6, height / 26))) {
       const place = Math.round(y(this.log ? 10 ** value : value)) + 0.5;
       g.beginPath();
       g.moveTo(LEFT, place);

@@ -32,7 +32,7 @@ function processRows(lanes, operator, source) {
       lane.phase + (lane.waits_for ? ` (${lane.waits_for})` : ""),
       lane.version == null ? "—" : `v${lane.version}`,
       lane.tokens_per_second == null ? "—" : num(lane.tokens_per_second),
-      load(lane),
+      el("td.text", { title: load(lane) }, load(lane)),
       bytes(lane.memory_bytes),
       (lane.devices ?? []).join(" ") || "CPU",
       count(lane.restarts ?? 0),
