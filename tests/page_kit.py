@@ -89,12 +89,12 @@ class Page:
 
 @asynccontextmanager
 async def page_of(
-    bus: Bus, *, access: PageAccess | None = None, operator: bool = False, **reader_options: Any
+    bus: Bus, *, access: PageAccess | None = None, operator: bool = False, url: str = "", **reader_options: Any
 ) -> AsyncIterator[Page]:
     """Serve the page of a run; the client has the headers that ``access`` needs from a viewer (or the operator)."""
     reader = RunReader(bus, **reader_options)
     access = access or PageAccess()
-    compared = ComparedRuns(bus.nc.connected_url.geturl(), bus.run)
+    compared = ComparedRuns(url or bus.nc.connected_url.geturl(), bus.run)
     routes = commands(bus) if operator else None
     server = PageServer(reader, RunAnswers(reader), SampleAnswers(reader), access, compared, routes)
     cookie = access.cookie("operator" if operator else "viewer")

@@ -1,4 +1,4 @@
-"""``tidemill dashboard``: the page of a run, live or ended, in a browser."""
+"""``tidemill dashboard``: the page of a run, live or ended, in a browser; or the same in one file."""
 
 import argparse
 import os
@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from tidemill.launch.cli.arguments import add_run
-from tidemill.launch.cli.find_run import read_until_drained
+from tidemill.launch.cli.find_run import look, read_until_drained
 from tidemill.launch.run.access import OPERATOR, VIEWER
 
 PORT = 8600
@@ -22,11 +22,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token", action="store_true", help=f"ask for a token on loopback, too ({TOKEN_VARIABLE})")
     parser.add_argument("--operator", action="store_true", help=f"also scale and decide ({OPERATOR_VARIABLE})")
     parser.add_argument("--compare", action="append", default=[], type=Path, metavar="DIR", help="an ended run")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write one HTML file, and end")
     parser.add_argument("--url-file", type=Path, metavar="FILE", help="also write its address to this file")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve the page of a run until drained. Returns the exit code. Raises ValueError."""
+    """Serve the page of a run until drained, or export it. Returns the exit code. Raises ValueError."""
+    if args.export is not None:
+        from tidemill.launch.page.export import export
+
+        return look(args, export)
     from tidemill.launch.page.serve import serve
 
     args.viewer_token, args.operator_token = _token(TOKEN_VARIABLE), _token(OPERATOR_VARIABLE)

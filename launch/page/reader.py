@@ -43,6 +43,7 @@ LOOK_S = 1.0
 ROWS_PER_S = 50  # Live rows read in a second: each is a request, and 200 processes must not cost the bus more
 SLOW_LOOK_S = 5.0  # Interval of reads that change rarely: the run's settings, its end, the keys of its rows
 MAX_PUSHES = 2000
+NEWEST = 500  # Samples whose headers are read before all earlier ones
 UNANSWERED_S = 3.0
 MAX_AUDIT_BYTES = 4 << 30  # Largest stream SAMPLES that the page reads whole for the accounting
 AUDIT_EVERY_S = 60.0
@@ -76,6 +77,8 @@ class RunReader:
         self.planned = self.last_seq = 0
         self.answered_s = time.monotonic()
         self.loaded = asyncio.Event()  # Set when the records that were there at the start are read
+        self.audit_ended = asyncio.Event()
+        self.headers_read, self.looked = asyncio.Event(), asyncio.Event()  # The same for headers, and for rows
         self.changes = RunChanges()
         self._clock_s = (
             time.time() - time.monotonic()
@@ -143,13 +146,16 @@ class RunReader:
         state = await self.bus.retry(self.history.state)
         self.samples = state
         # The newest first, so that a page of a run with millions of samples has its list at once.
-        begin = max(1, state.first_seq, state.last_seq - self.held.size + 1)
-        newest = max(begin, state.last_seq - 500)
-        self.last_seq = state.last_seq
-        if newest > begin:
-            await all_of((self._read_headers(newest, None), self._read_headers(begin, newest - 1)))
-        else:
-            await self._read_headers(begin, None)
+        begin, last = max(1, state.first_seq, state.last_seq - self.held.size + 1), state.last_seq
+        newest = max(begin, last - NEWEST + 1)
+        self.last_seq = last
+        await self._read_headers(newest, last)
+        await all_of((self._read_past_headers(begin, newest - 1), self._read_headers(last + 1, None)))
+
+    async def _read_past_headers(self, first: int, last: int) -> None:
+        if last >= first:
+            await self._read_headers(first, last)
+        self.headers_read.set()
 
     async def _read_headers(self, first: int, last: int | None) -> None:
         async for glimpse in self.history.glimpses(first, last):
@@ -174,6 +180,7 @@ class RunReader:
                 self.ledger.backlog = await self.bus.tasks.backlog()
                 self.answered_s = time.monotonic()
                 self.ledger.remember(self.now_s)
+                self.looked.set()
             except BusError as error:
                 log.info("not read: %s", error)
             await asyncio.sleep(LOOK_S)
@@ -207,6 +214,7 @@ class RunReader:
         if self.samples.bytes > MAX_AUDIT_BYTES:
             words = "too many samples to read here; summary.json of the run has it"
             self.ledger.audited = {"state": "too large", "words": words}
+            self.audit_ended.set()
             return
         self._audit_s, self.ledger.audited = time.monotonic(), {"state": "running"}
         self._auditing = asyncio.create_task(self._audit(), name="audit")
@@ -222,6 +230,8 @@ class RunReader:
             log.warning("audit failed", exc_info=error)
             self.ledger.audited = {"state": "failed", "words": safe(str(error))}
             return
+        finally:
+            self.audit_ended.set()
         if self.ended:
             self.ledger.accounting = result
         self.ledger.audited = {

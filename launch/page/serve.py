@@ -37,7 +37,7 @@ async def serve(args: argparse.Namespace, url: str, run: str, draining: asyncio.
         reader, answers = readers(bus, args)
         stack.push_async_callback(reader.close)
         access = _access(args, url)
-        samples = SampleAnswers(reader, _model_dirs(args))
+        samples = SampleAnswers(reader, model_dirs(args))
         compared = ComparedRuns(url, run, args.compare)
         server = PageServer(reader, answers, samples, access, compared, commands(bus) if args.operator else None)
         await stack.enter_async_context(beside(reader.run()))
@@ -81,7 +81,8 @@ def _has_users(args: argparse.Namespace, url: str) -> bool:
     return bool(parse(url).password)
 
 
-def _model_dirs(args: argparse.Namespace) -> tuple[Path, ...]:
+def model_dirs(args: argparse.Namespace) -> tuple[Path, ...]:
+    """Return the places of the tokenizer in the run's directory, if that is on this machine."""
     return (Path(args.run_dir) / "model",) if args.run_dir else ()
 
 

@@ -93,7 +93,7 @@ class PageServer:
         routes = {f"GET /api/{name}": Route.request(self._answered(answer)) for name, answer in answers.items()}
         return {
             "GET /": Route.request(_file_answer("index.html")),
-            "GET /favicon.ico": Route.request(_file_answer("favicon.svg")),
+            "GET /favicon.ico": Route.request(_file_answer("icon.svg")),
             "GET /static/{name}": Route.request(_static),
             "GET /events": Route.request(self._events),
             **routes,

@@ -2,31 +2,45 @@
 without a token.
 """
 
+import argparse
 import asyncio
+import base64
+import hashlib
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import aiohttp
+import psutil
 import pytest
 
 from tests.bus_fixtures import BusOpener
 from tests.page_kit import LIMIT_S, OPERATOR, VIEWER, Answer, Page, Run, page_of
+from tidemill.bus.client.addresses import parse
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.auth import credentials_file, read_credentials
+from tidemill.bus.server.embedded_bus import EmbeddedBus
 from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
 from tidemill.bus.streams.dead import REQUEUE
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Dead, Evaluated, Status
 from tidemill.launch.cli import main as cli
 from tidemill.launch.cli.tail import tail
+from tidemill.launch.page import export as page_export
 from tidemill.launch.page import feed
 from tidemill.launch.page.access import POLICY, PageAccess
+from tidemill.launch.page.export import joined
 from tidemill.launch.page.texts import MAX_CHARACTERS
 from tidemill.launch.run.audit import audit
+from tidemill.launch.run.page_process import URL_FILE, keep_page
 from tidemill.launch.samples.filters import filter_of
 from tidemill.launch.samples.search import SampleSearch
 
-HOSTILE = "<script>x()</script><img src=y onerror=x()>{{7*7}}\x1b]0;t\x07\u202eevil\u2028\u200b\x00 \ud83d\ude00 ok"
+HOSTILE = "<script>x()</script><img src=y onerror=x()>{{7*7}}\x1b]0;t\x07\u202eevil\u2028\u200b\x00 \U0001f600 ok"
 SHOWN = r"<script>x()</script><img src=y onerror=x()>{{7*7}}\x1b]0;t\x07\u202eevil\u2028\u200b\x00"
 
 
@@ -100,7 +114,7 @@ async def test_a_slow_viewer_loses_the_oldest_events_and_sees_it(
 async def test_hostile_samples_are_text_with_visible_escapes_and_cut(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         run = await Run(bus).begin()
-        task = await run.task(prompt=[{"role": "user\u202e", "content": HOSTILE.encode("utf-8", "replace").decode()}])
+        task = await run.task(prompt=[{"role": "user\u202e", "content": HOSTILE}])
         long = "\u202e" + "abcdefgh" * 1_300_000
         seq = await run.sample(task, 0, response=long, label="</script>\x1b[2J", actor="w1", metadata={"k": "\x9b"})
         parts = {"task": 1, "broken": subjects.sample(bus.run, "train", 0, "w1")}
@@ -349,3 +363,119 @@ async def test_broken_utf8_and_odd_queries_never_get_a_500(open_bus: BusOpener) 
                         answer = await page.request("GET", route.split()[1], params={name: value})
                         assert answer.status < 500, (route, name, value, answer.body)
                         json.loads(answer.body)
+
+
+async def test_a_viewer_of_a_bus_with_users_sees_everything(tmp_path: Path) -> None:
+    """The page needs the rights of `tidemill tail`, and no more."""
+    config = BusConfig(auth=True, port=-1)
+    servers = EmbeddedBus(tmp_path / "bus", "r", config, tmp_path / "auth")
+    servers.start()
+    try:
+        lines = {}
+        for user in ("learner", "viewer"):
+            name, password = read_credentials(credentials_file(tmp_path / "auth", user))
+            lines[user] = replace(parse(servers.url), user=name, password=password).line()
+        async with connect(lines["learner"], "r", config, name="learner") as learner:
+            await learner.create_layout()
+            run = await Run(learner).begin()
+            seq = await run.sample(task := await run.task(), 0)
+            await run.plan({task.id: [seq]})
+            await run.done(1, data__reward_mean=0.5)
+            async with connect(lines["viewer"], "r", config, name="dashboard") as viewer:
+                async with page_of(viewer, url=lines["viewer"]) as page:
+                    await page.until("run", lambda answer: answer["step"] == 1)
+                    query = {"seq": seq, "task": task.id, "step": 1, "field": "response"}
+                    for route in await routes_of(page):
+                        if "/api/" in route:
+                            await page.get(route.removeprefix("GET /api/"), **query)
+    finally:
+        servers.stop()
+
+
+async def test_up_keeps_a_page_beside_the_run(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
+    """It is a process of its own: killed, it is reported; and it ends with `up`."""
+    reports: asyncio.Queue[str] = asyncio.Queue()
+    config = {"run": "t", "bus": {"url": nats_server.url, "auth": False}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    async with open_bus() as bus, asyncio.timeout(LIMIT_S):
+        await Run(bus).begin()
+        for is_killed in (True, False):
+            keeping = asyncio.create_task(keep_page(tmp_path, bus.run, nats_server.url, reports.put_nowait))
+            url = (await reports.get()).rpartition(" ")[2]
+            assert (tmp_path / URL_FILE).stat().st_mode & 0o077 == 0
+            async with aiohttp.ClientSession() as session, session.get(f"{url}api/run") as response:
+                assert (await response.json())["run"] == bus.run
+            (child,) = [one for one in psutil.Process().children() if "dashboard" in one.cmdline()]
+            if is_killed:
+                child.kill()
+                assert "has ended with code -9" in await reports.get()
+            keeping.cancel()
+            await asyncio.wait({keeping})
+            assert not child.is_running() and not (tmp_path / URL_FILE).exists()
+
+
+# ---- export
+
+
+MODULES = {
+    "app.js": 'import { b } from "./b.js";\nimport { c } from "./c.js";\nconst a = b + c;\n',
+    "b.js": 'import { c } from "./c.js";\nexport const b = c;\n',
+    "c.js": "export const c = 1;\nexport function used() {}\n",
+}
+BAD = {
+    "no cycle": {"c.js": 'import { b } from "./b.js";\nexport const c = b;\n'},
+    "one module": {"c.js": "export const c = 1;\nconst a = 2;\n"},
+    "of one line": {"b.js": 'import * as c from "./c.js";\nexport const b = c;\n'},
+    "end of a script": {"c.js": 'export const c = "</script>";\n'},
+}
+
+
+def test_modules_are_joined_behind_those_that_they_import(tmp_path: Path) -> None:
+    def written(changes: dict[str, str]) -> Path:
+        for name, text in {**MODULES, **changes}.items():
+            (tmp_path / name).write_text(text)
+        return tmp_path
+
+    assert joined(written({})) == "const c = 1;\nfunction used() {}\n\nconst b = c;\n\nconst a = b + c;\n"
+    for reason, changes in BAD.items():
+        with pytest.raises(ValueError, match=reason):
+            joined(written(changes))
+
+
+async def test_an_export_holds_the_answers_in_one_file_that_allows_only_itself(
+    open_bus: BusOpener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    static = tmp_path / "static"
+    static.mkdir()
+    for name, text in {**MODULES, "app.css": "p { color: red }", "icon.svg": "<svg/>"}.items():
+        (static / name).write_text(text)
+    monkeypatch.setattr(page_export, "STATIC", static)
+    file = tmp_path / "run.html"
+    async with open_bus() as bus:
+        run = await Run(bus).begin()
+        seqs: dict[int, list[int]] = {}
+        for _ in range(3):
+            task = await run.task()
+            seqs[task.id] = [await run.sample(task, 0, response=HOSTILE + "</script>")]
+        await run.plan(seqs)
+        await run.done(1, data__reward_mean=0.25)
+        args = argparse.Namespace(export=file, ended=True, run_dir="")
+        assert await page_export.export(bus, args) == 0
+        page = file.read_text()
+        monkeypatch.setattr(page_export, "MAX_BYTES", len(page) - 4_000)
+        await page_export.export(bus, args)
+    (data,) = re.findall(r'<script type="application/json" id="exported">(.*?)</script>', page, re.DOTALL)
+    answers = json.loads(data)["answers"]
+    assert answers["/api/run"]["mode"] == "exported"
+    assert answers["/api/series"]["series"]["data/reward_mean"] == [[1, 0.25]]
+    assert answers["/api/flow"]["audit"]["lost"] == 0
+    assert answers["/api/sample?seq=2"]["response"]["text"].startswith(SHOWN)
+    assert answers["/api/batch?step=1"]["samples"] == 3
+    assert page.count("</script>") == 2 and "<img" not in page and "\u202e" not in page
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    for kind, text in (("script", joined(static)), ("style", "p { color: red }")):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy and text in page
+    assert "default-src 'none'" in policy and not re.search(r"(src|href)=\"(?!data:)", page)
+    small = file.read_text()
+    assert len(small) < len(page) and "would be too large" in small
