@@ -48,9 +48,13 @@ class Reader:
         self.expected = re.compile("a^")  # Errors that the test provokes
         self._host = urlsplit(address).netloc
         page.set_default_timeout(WAIT_MS)
-        page.on("console", lambda message: message.type in ("error", "warning") and self._note(message.text))
+        page.on("console", self._note_message)
         page.on("pageerror", lambda error: self._note(f"page error: {error}"))
         page.on("request", self._check_host)
+
+    def _note_message(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self._note(message.text)
 
     def _note(self, text: str) -> None:
         if not self.expected.search(text):

@@ -86,8 +86,8 @@ def test_a_restarted_bus_leaves_no_gap_and_no_double(address: str, live: LiveRun
 
 def test_a_restarted_server_of_the_page(live: LiveRun, browser: Any) -> None:
     with ExitStack() as stack:
-        serving = ExitStack()
-        served = stack.enter_context(serving) and serving.enter_context(dashboard(live))
+        serving = stack.enter_context(ExitStack())
+        served = serving.enter_context(dashboard(live))
         reader = stack.enter_context(reading(browser, served))
         reader.expected = re.compile("ERR_|Failed to fetch")
         reader.show("learning")
