@@ -266,6 +266,7 @@ _SAME_BITS = frozenset(
 _LATER_OF_LEARNER: JsonMapping = {
     "backend": "auto",
     "distributed_optimizer": False,
+    "fsdp_replicas": 1,
     "num_epochs": 0,
     "first_stage_layers": 0,
     "last_stage_layers": 0,
