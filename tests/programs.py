@@ -25,6 +25,7 @@ PACKAGES = {
     "make": "make",
     "prometheus": "prometheus",
     "promtool": "prometheus",
+    "chromium": "chromium",
 }
 """Debian package of each program."""
 INSTALL_S = 600.0

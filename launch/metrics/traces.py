@@ -22,9 +22,9 @@ from tidemill.bus.errors import NotFound, WireError
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.streams.readers import History
 from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.wire.codec import decode_sample
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Done, Plan, Sample, Settle
-from tidemill.launch.samples.search import opened
 
 log = logging.getLogger(__name__)
 
@@ -186,10 +186,10 @@ class Tracer:
         for seq in (seq for seq in seqs if seq % self.every == 0):
             try:
                 stored = await history.payload(seq)
-                sample = opened(stored)
-            except (NotFound, ValueError):
-                sample = None
-            if sample is None or isinstance(sample, WireError):
+                if isinstance(stored.data, WireError):
+                    raise stored.data
+                sample = decode_sample(stored.data)
+            except (NotFound, ValueError):  # a WireError is a ValueError
                 self.sent.gone += 1
                 continue
             way = Way(

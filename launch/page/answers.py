@@ -298,7 +298,9 @@ class RunAnswers:
 
     def flow(self, last_s: float = 0.0) -> JsonObject:
         """Return the counts of samples and tasks by disposition."""
-        return made_safe(self._reader.ledger.as_map(last_s, self._reader.now_s))  # type: ignore[no-any-return]
+        reader = self._reader
+        size = max(0, reader.settings.get("learner.group_size", int, 0))
+        return made_safe(reader.ledger.as_map(last_s, reader.now_s, size))  # type: ignore[no-any-return]
 
     def processes(self) -> list[JsonObject]:
         """Return every process with its newest row."""
