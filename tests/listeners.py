@@ -278,12 +278,14 @@ ROLES: dict[str, Opened] = {
 
 
 def rows(role: str, keys: Mapping[str, str]) -> Iterator[str]:
-    """Yield the rows of a listener's table: the routes of every key."""
-    by_key: dict[str, list[str]] = {}
-    for route, key in keys.items():
-        by_key.setdefault(key, []).append(f"`{route}`")
-    for key, routes in sorted(by_key.items()):
-        yield f"| {role} | {key} | {', '.join(sorted(routes))} |"
+    """Yield the rows of a listener's table: the routes of every key, by their method."""
+    by_key: dict[str, dict[str, list[str]]] = {}
+    for route, key in sorted(keys.items()):
+        method, path = route.split(" ", 1)
+        by_key.setdefault(key, {}).setdefault(method.replace("*", "any method"), []).append(f"`{path}`")
+    for key, methods in sorted(by_key.items()):
+        routes = "; ".join(f"{method} {', '.join(paths)}" for method, paths in methods.items())
+        yield f"| {role} | {key} | {routes} |"
 
 
 async def table(model_dir: Path) -> str:

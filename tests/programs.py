@@ -23,6 +23,7 @@ PACKAGES = {
     "umount": "mount",
     "openssl": "openssl",
     "make": "make",
+    "chromium": "chromium",
 }
 """Debian package of each program."""
 INSTALL_S = 600.0
