@@ -106,6 +106,10 @@ class Weights(Protocol):
         """Memory of the weights, their gradients and the optimizer's state."""
 
     @property
+    def model_dir(self) -> Path:
+        """Directory of the model with which a new run begins."""
+
+    @property
     def adapters(self) -> Adapters | None:
         """The only weights that are trained; None = the model's own."""
 

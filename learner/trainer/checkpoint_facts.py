@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.learner.checkpoints import kept_tensors
 from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
 from tidemill.learner.settings.backends import MEGATRON
 from tidemill.learner.settings.lora import LoraConfig
@@ -25,7 +26,10 @@ COMMON = "common.pt"
 
 
 def facts_of(step: int, policy: Weights, others: OtherModels) -> JsonObject:
-    """Return the facts of a state after ``step``, equal on all ranks, by which ``refuse_...`` tell runs apart."""
+    """Return the facts of a state after ``step``, equal on all ranks, by which ``refuse_...`` tell runs apart.
+
+    Collective.
+    """
     roles = {"proximal": others.proximal, "reference": others.reference, "critic": others.critic}
     facts = {
         "format": FORMAT,
@@ -33,7 +37,9 @@ def facts_of(step: int, policy: Weights, others: OtherModels) -> JsonObject:
         "world": dist.get_world_size(),
         **{name: role is not None for name, role in roles.items()},
     }
-    return facts if policy.adapters is None else facts | {"lora": policy.adapters.facts()}
+    facts |= {} if policy.adapters is None else {"lora": policy.adapters.facts()}
+    # By reference: they are up to a tenth of a model, and a checkpoint would have them again every few steps.
+    return facts | ({"kept": kept} if (kept := _kept(policy)) else {})
 
 
 def read_facts(directory: Path) -> JsonMapping:
@@ -116,6 +122,25 @@ def refuse_other_adapters(directory: Path, facts: JsonMapping, policy: Weights, 
     name = next(name for name, value in stored.items() if current.get(name) != value)
     field = "model.path" if name == "base" else f"learner.lora.{name}"
     raise ConfigRefused(field, f"{want}: {stored[name]!r} in {directory}", current.get(name))
+
+
+def refuse_other_kept(directory: Path, facts: JsonMapping, policy: Weights, setting: str) -> None:
+    """Raise ConfigRefused where the tensors that are not trained are others than when the checkpoint was saved.
+
+    Collective. Checkpoints from before they were recorded are taken.
+    """
+    stored, current = facts.get("kept"), _kept(policy)
+    if stored is not None and stored != current:
+        want = f"a model whose tensors beside the trained ones (MTP, images) are those of the run that saved {directory}"
+        raise ConfigRefused(setting, f"{want}: SHA-256 {stored:.12}", f"{current:.12}" or "none")
+
+
+def _kept(policy: Weights) -> str:
+    """Return the digest of the tensors that are not trained. Collective: the first rank reads them, once."""
+    digest = [kept_tensors.digest(policy.model_dir) if dist.get_rank() == 0 else ""]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(digest, src=0, device=policy.parallel.device)
+    return digest[0]
 
 
 def _rank_of(facts: JsonMapping | None) -> int:

@@ -49,6 +49,7 @@ from tidemill.learner.trainer.checkpoint_facts import (
     read_facts,
     refuse_missing_state,
     refuse_other_adapters,
+    refuse_other_kept,
     refuse_other_backend,
     refuse_other_roles,
     restore_rng,
@@ -220,6 +221,7 @@ def load(
         directory, facts, policy, "the settings of learner.lora and the model that this run began with"
     )
     refuse_other_roles(directory, facts, others)
+    refuse_other_kept(directory, facts, policy, "model.path")
     content, world = _content(policy, optimizer, others), dist.get_world_size()
     want = "the model this run began with (another one needs another run)"
     _refuse_another_model(directory, content, "model.", "model.path", want)
@@ -253,6 +255,7 @@ def load_model(directory: Path, *, policy: FsdpPolicy, setting: str) -> int:
     refuse_other_adapters(
         directory, facts, policy, f"{directory} with the same, or a model directory of it (tidemill convert)"
     )
+    refuse_other_kept(directory, facts, policy, setting)
     content = model(policy)
     _refuse_another_model(directory, content, "model.", setting, "a checkpoint of the model in model.path")
     _read(directory, content)

@@ -29,6 +29,7 @@ from tidemill.learner.trainer.checkpoint_facts import (
     facts_of,
     refuse_missing_state,
     refuse_other_adapters,
+    refuse_other_kept,
     refuse_other_backend,
     refuse_other_roles,
     restore_rng,
@@ -107,6 +108,7 @@ def load(
         directory, facts, policy, "the settings of learner.lora and the model that this run began with"
     )
     refuse_other_roles(directory, facts, others)
+    refuse_other_kept(directory, facts, policy, "model.path")
     with megatron_device(), policy.memory.region():
         content = _sharded(policy, optimizer, others, is_loading=True)
         want = "the model this run began with (another one needs another run)"
@@ -160,6 +162,7 @@ def load_model(directory: Path, *, policy: MegatronPolicy, setting: str) -> int:
     refuse_other_adapters(
         directory, facts, policy, f"{directory} with the same, or a model directory of it (tidemill convert)"
     )
+    refuse_other_kept(directory, facts, policy, setting)
     with megatron_device(), policy.memory.region():
         if not facts:
             return load_megatron(directory, policy.chunks, setting=setting)
