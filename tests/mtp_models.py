@@ -44,13 +44,15 @@ def heads_of(family: str, files: dict[str, Tensor], *, heads: int = 1) -> dict[s
     last = max(numbers)
     own = {name.split(f"layers.{last}.")[1]: tensor for name, tensor in files.items() if f"layers.{last}." in name}
     norm = next(tensor for name, tensor in own.items() if name.endswith("norm.weight") and tensor.dim() == 1)
-    hidden = files[next(name for name in files if name.endswith("embeddings.weight") or "embed_tokens" in name)].shape[1]
+    hidden = next(tensor for name, tensor in files.items() if "embed" in name).shape[1]
     norm, joined = norm.new_ones(hidden), norm.new_ones(hidden, 2 * hidden)
     generator = torch.Generator().manual_seed(7)
 
     def drawn(tensor: Tensor) -> Tensor:
-        noise = torch.randn(tensor.shape, generator=generator) * (0.1 if tensor.dim() == 1 else tensor.shape[-1] ** -0.5)
-        return (noise + (tensor if tensor.dim() == 1 else 0)).to(tensor.dtype)
+        noise = torch.randn(tensor.shape, generator=generator)
+        if tensor.dim() == 1:
+            return (tensor + noise * 0.1).to(tensor.dtype)
+        return (noise * tensor.shape[-1] ** -0.5).to(tensor.dtype)
 
     tensors = {}
     if FAMILIES[family][0] in NUMBERED:

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tidemill.learner.checkpoints.decoding import DECODERS, FP8_SCALE
-from tidemill.learner.layout.model_files import StoredTensor, beside_text_in, stored_in
+from tidemill.learner.layout.model_files import StoredTensor, beside_text_in
 from tidemill.weightstore.format.manifest import Manifest, TensorSpec
 from tidemill.weightstore.store import snapshot_files
 

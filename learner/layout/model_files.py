@@ -52,9 +52,7 @@ def beside_text_in(path: Path) -> dict[str, StoredTensor]:
     if not any(path.glob("*.safetensors")):
         return {}
     layers = _num_layers(path)
-    return {
-        name: stored for name, stored in stored_in(path).items() if _TOWER.search(name) or _is_mtp(name, layers)
-    }
+    return {name: stored for name, stored in stored_in(path).items() if _TOWER.search(name) or _is_mtp(name, layers)}
 
 
 def _is_mtp(name: str, num_layers: float) -> bool:

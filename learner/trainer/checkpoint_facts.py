@@ -131,7 +131,7 @@ def refuse_other_kept(directory: Path, facts: JsonMapping, policy: Weights, sett
     """
     stored, current = facts.get("kept"), _kept(policy)
     if stored is not None and stored != current:
-        want = f"a model whose tensors beside the trained ones (MTP, images) are those of the run that saved {directory}"
+        want = f"a model whose tensors beside the trained ones (MTP, images) are those of the run of {directory}"
         raise ConfigRefused(setting, f"{want}: SHA-256 {stored:.12}", f"{current:.12}" or "none")
 
 

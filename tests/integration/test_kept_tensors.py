@@ -104,7 +104,7 @@ def test_images_are_kept_and_shared_copies_are_those_of_the_trained_model(tmp_pa
 
 
 def test_encoded_heads_are_plain_in_a_plain_model(tmp_path: Path) -> None:
-    """config.json of a trained model has no encoding: tensors of FP8 with factors of blocks would be read as numbers."""
+    """config.json of a trained model has no encoding: loaders would take numbers in FP8 without their factors."""
     model = write_with_heads(tmp_path / "model", "deepseek_v3", dtype=torch.bfloat16)
     name = "model.layers.4.eh_proj.weight"
     files = files_of(model)

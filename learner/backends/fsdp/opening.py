@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tidemill.bus.system.functions import described
 from tidemill.learner.backends.fsdp.attention import PACKED, CurrentRow, give_row
-from tidemill.learner.checkpoints.decoding import DECODERS
 from tidemill.learner.backends.fsdp.mixers import mixers_of, separate_sequences
+from tidemill.learner.checkpoints.decoding import DECODERS
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.choices import SDPA
 from tidemill.learner.kernels.packed_rows import PackedRow

@@ -21,8 +21,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from tidemill.bus.system.functions import described
-from tidemill.learner.checkpoints.decoding import decoded_files
 from tidemill.learner.backends.fsdp.opening import encoding_of, plain_config
+from tidemill.learner.checkpoints.decoding import decoded_files
 from tidemill.learner.errors import ConfigRefused
 
 log = logging.getLogger(__name__)
