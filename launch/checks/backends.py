@@ -9,7 +9,7 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
 from tidemill.learner.layout.transformers_models import language_models
-from tidemill.learner.settings.backends import MEGATRON, MUON, NO_MUON, fsdp_settings
+from tidemill.learner.settings.backends import MEGATRON, fsdp_settings
 from tidemill.learner.settings.megatron_arguments import refusals as argument_refusals
 
 SETTING = "model.path"
@@ -23,9 +23,9 @@ SPLITS = (
 def check_backend(report: Report, config: RunConfig, values: Mapping[str, object], where: str, kind: str) -> None:
     """Report values of a model and settings that the backend of this kind cannot train. ``where``: of the values."""
     if kind == MEGATRON:
-        for name in fsdp_settings(config.learner):
-            cure = "use another optimizer, or a model directory that learner.backend: fsdp trains"
-            report.error("model", f"learner.{name}", want=NO_MUON, got=MUON, cure=cure)
+        for name, (want, got) in fsdp_settings(config.learner).items():
+            cure = "change it, or give a model directory that learner.backend: fsdp trains"
+            report.error("model", f"learner.{name}", want=want, got=got, cure=cure)
         _check_layout(report, config, values, where)
         _check_settings(report, config, values)
     else:

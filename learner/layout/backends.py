@@ -33,7 +33,7 @@ def choose_backend(
     if needs:
         return BackendChoice(kind=MEGATRON, reason=f"{needs[0]} needs it")
     if other := fsdp_settings(learner):
-        return BackendChoice(kind=FSDP, reason=f"learner.{other[0]} needs it")
+        return BackendChoice(kind=FSDP, reason=f"learner.{next(iter(other))} needs it")
     family = values.get("model_type")
     if family in FAMILIES:
         return BackendChoice(kind=MEGATRON, reason=f"{family} is one of its families")

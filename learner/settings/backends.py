@@ -37,10 +37,19 @@ NO_MUON = "adamw, adam or sgd where Megatron trains, which has no Muon"
 """Wanted of an optimizer's name there."""
 
 
-def fsdp_settings(learner: "LearnerConfig") -> list[str]:
-    """Return the settings in use that only FSDP has."""
+MTP = "mtp_loss_scaling_factor"
+NO_MTP = "0 where Megatron trains, which keeps heads for further tokens as they are"
+"""Wanted of that setting there."""
+
+
+def fsdp_settings(learner: "LearnerConfig") -> dict[str, tuple[str, object]]:
+    """Return the settings in use that only FSDP has: what Megatron wants, and what came."""
     optimizers = {"optimizer.name": learner.optimizer.name, "critic.optimizer.name": learner.critic.optimizer.name}
-    return [name for name, chosen in optimizers.items() if chosen == MUON]
+    others: dict[str, tuple[str, object]] = {
+        name: (NO_MUON, chosen) for name, chosen in optimizers.items() if chosen == MUON
+    }
+    factor = learner.mtp_loss_scaling_factor
+    return others | ({MTP: (NO_MTP, factor)} if factor else {})
 
 
 def megatron_settings(learner: "LearnerConfig") -> dict[str, object]:

@@ -6,8 +6,7 @@ from tidemill.learner.algorithms.choices import BY_CRITIC, OF_GROUPS, OF_TURNS
 from tidemill.learner.settings.backends import (
     FSDP,
     MEGATRON,
-    MUON,
-    NO_MUON,
+    MTP,
     OF_MEGATRON,
     fsdp_settings,
     megatron_settings,
@@ -57,9 +56,10 @@ def _refuse_other_backends(learner: "LearnerConfig") -> None:
     """Refuse settings of Megatron alone with ``backend: fsdp``, and settings of FSDP2 alone where Megatron trains."""
     megatrons = megatron_settings(learner)
     needs = learner.backend == MEGATRON or megatrons
-    for name in fsdp_settings(learner) if needs and learner.backend != FSDP else ():
+    others = fsdp_settings(learner) if needs and learner.backend != FSDP else {}
+    for name, (want, got) in others.items():
         reason = "backend: megatron" if learner.backend == MEGATRON else f"{next(iter(megatrons))} needs it"
-        raise ValueError(f"{name}: want {NO_MUON} ({reason}), got {MUON!r}")
+        raise ValueError(f"{name}: want {want} ({reason}), got {got!r}")
     if learner.backend != FSDP:
         return
     for name, default in megatrons.items():
@@ -172,6 +172,10 @@ def _refuse_tuning(learner: "LearnerConfig") -> None:
         )
     if learner.lora.rank:
         _refuse_with_adapters(learner)
+    without = {"lora.rank": (learner.lora.rank, 0), "routing_replay": (learner.routing_replay, "none")}
+    for name, (got, default) in without.items() if learner.mtp_loss_scaling_factor else ():
+        if got != default:
+            raise ValueError(f"{MTP}: want 0 with {name}: {got}, got {learner.mtp_loss_scaling_factor}")
     if optimizer.name == "sgd" and learner.distributed_optimizer:
         raise ValueError(
             "distributed_optimizer: want false with optimizer.name: sgd, whose state is not divided, got true"

@@ -222,6 +222,13 @@ class Policy(Weights, Exports, Protocol):
         collective.
         """
 
+    def further_log_probs(self, row: ModelInput, hidden_TH: Tensor) -> Iterator[Tensor]:
+        """Yield for each head for further tokens (MTP) that is trained the log-probs of the tokens it predicts, [T].
+
+        The k-th, from 1, predicts the token k + 1 places behind. Values without such a token in the sequence mean
+        nothing. Valid inside ``finish``; gradients are those of the heads alone.
+        """
+
     def gather(self) -> None:
         """Complete the weights that optimizer steps have left to the next forward pass, before export and copies."""
 
