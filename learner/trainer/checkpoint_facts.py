@@ -31,7 +31,7 @@ def facts_of(step: int, policy: Weights, others: OtherModels) -> JsonObject:
     Collective.
     """
     roles = {"proximal": others.proximal, "reference": others.reference, "critic": others.critic}
-    facts = {
+    facts: JsonObject = {
         "format": FORMAT,
         "step": step,
         "world": dist.get_world_size(),

@@ -25,6 +25,7 @@ from tidemill.learner.backends.fsdp.further import with_heads
 from tidemill.learner.backends.fsdp.opening import encoding_of, plain_config
 from tidemill.learner.checkpoints.decoding import decoded_files
 from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout.model_files import beside_text_in
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def read_model(config: Any, directory: Path, *, heads: int = 0) -> Any:
     faults = [*sorted(report["missing_keys"]), *sorted(map(str, report["mismatched_keys"]))]
     if faults:
         raise ConfigRefused("model.path", f"files with all weights of {type(model).__name__}", f"not {faults[:3]}")
-    if left_out := sorted(report["unexpected_keys"]):
+    if left_out := sorted(report["unexpected_keys"] - beside_text_in(directory).keys()):
         log.warning("weights_not_loaded count=%d first=%s directory=%s", len(left_out), left_out[0], directory)
     return model
 
