@@ -19,6 +19,7 @@ def further_loss(policy: Policy, row: Row, hidden_TH: Tensor, *, tokens: int) ->
     Source: DeepSeek-V3 (arXiv 2412.19437), equations 24 and 25.
     """
     trained_T = row.seen.mask_T | row.demonstrated_T
+    assert row.seen.sequence_T is not None
     losses, counts = [], []
     for depth, log_probs_T in enumerate(policy.further_log_probs(row, hidden_TH), 1):
         predicts_T = _predicts(trained_T, row.seen.sequence_T, depth)

@@ -30,6 +30,11 @@ _NAMED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 class NumberedHead(torch.nn.Module):
     """Base of a head's class, in front of its layer's: ``model.layers.<number of layers + k>``."""
 
+    eh_proj: torch.nn.Module
+    enorm: torch.nn.Module
+    hnorm: torch.nn.Module
+    shared_head: Any
+
     def forward(self, hidden: Tensor, embedded: Tensor, **arguments: Any) -> Tensor:
         """Return the states of the head, [1, T, H]."""
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))

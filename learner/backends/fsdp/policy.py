@@ -140,8 +140,9 @@ class FsdpPolicy:
         head = self.head()
         for depth, states_TH in enumerate(self.root.further_states(hidden_TH, row.tokens_T, row.packed), 1):
             targets_T, weight_VH = row.tokens_T.roll(-1 - depth), head.weight_VH.detach()
-            options = {"fused": head.fused, "scale": head.scale, "cap": head.cap}
-            yield log_probs_and_entropy(states_TH, weight_VH, targets_T, **options)[0]
+            yield log_probs_and_entropy(
+                states_TH, weight_VH, targets_T, fused=head.fused, scale=head.scale, cap=head.cap
+            )[0]
 
     def gather(self) -> None:
         """Do nothing: a step changes the parts of each rank, and the next pass gathers them."""
