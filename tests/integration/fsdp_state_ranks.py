@@ -16,7 +16,7 @@ from tests.algorithm_settings import algorithm_of
 from tests.backend_learner import BackendLearner, open_learner
 from tests.learner_steps import make_samples, with_random_experts
 from tests.megatron_world import joined, not_sent_once
-from tests.mtp_models import NAMED, files_of, heads_of, rewrite
+from tests.mtp_models import write_with_heads
 from tests.tiny_models import write_tiny_model
 from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.learner.algorithms.sections import KLConfig
@@ -34,6 +34,9 @@ MOVING = KLConfig(coef=0.1, reference_ema=0.5)
 LORA = LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj"))
 CRITIC = CriticConfig(optimizer=replace(OPTIMIZER, lr=1e-2))
 BASE = LearnerConfig(steps=10, optimizer=OPTIMIZER)
+
+WITH_HEADS = "deepseek_v3"
+"""Family whose model has a head for further tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,7 @@ KINDS = {
     "lfm2": Kind(learner=replace(BASE, algorithm=algorithm_of(kl=MOVING)), family="lfm2"),
     "heads for further tokens": Kind(
         learner=replace(BASE, mtp_loss_scaling_factor=0.3, algorithm=algorithm_of(kl=MOVING)),
-        family="qwen3_next",
+        family=WITH_HEADS,
         minibatches=2,
     ),
     "gpt_oss": Kind(learner=replace(BASE, algorithm=algorithm_of(kl=MOVING)), family="gpt_oss"),
@@ -89,18 +92,6 @@ OF_FSDP = ("muon", "muon of experts")
 """Kinds of the families of Megatron that it does not train."""
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"head_dim": 16, **_WINDOWS},
-    "qwen3_next": {
-        "head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-    },
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, **_WINDOWS},
 }
@@ -109,6 +100,8 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
 
 def write_model(directory: Path, family: str, **changes: Any) -> Path:
     """Write a small random model of a family of either kind. Returns its directory."""
+    if family == WITH_HEADS:
+        return write_with_heads(directory, family)
     if family not in OTHER_FAMILIES:
         return write_tiny_model(directory, family, vocab_size=VOCAB, **changes)
     sizes = {
@@ -126,9 +119,6 @@ def write_model(directory: Path, family: str, **changes: Any) -> Path:
         torch.manual_seed(0)
         config = AutoConfig.for_model(family, **sizes, **OTHER_FAMILIES[family], **changes)
         AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().save_pretrained(directory)
-    if family in NAMED:
-        files = files_of(directory)
-        rewrite(directory, files | heads_of(family, files))
     return directory
 
 
