@@ -4,6 +4,7 @@ gradients for the heads alone.
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,10 @@ def test_a_step_trains_the_heads_on_the_tokens_of_responses_and_nothing_else(her
     what it becomes without it.
     """
     model = write_with_heads(tmp_path / "model", "deepseek_v3", heads=2)
-    samples = make_samples(vocab=VOCAB)
+    samples = [  # behind a prompt of one token, the end of the sequence before must predict nothing
+        replace(sample, tokens=sample.tokens[-1 - sample.response_length :]) if sample.index % 2 else sample
+        for sample in make_samples(vocab=VOCAB)
+    ]
     plain, learner = (learner_of(model, here, factor) for factor in (0.0, 0.3))
     tokens, lengths = ([getattr(sample, name) for sample in samples] for name in ("tokens", "response_length"))
     wanted, _ = alone(model, 2, [torch.from_numpy(row).long() for row in tokens], last=lengths)
