@@ -164,4 +164,5 @@ def refuse_built_in(then: JsonMapping, now: JsonMapping, step: int) -> None:
 
 
 def _at(record: JsonMapping, path: str) -> object:
-    return reduce(lambda values, name: values[name], path.split("."), record)
+    # A record from before mtp_loss_scaling_factor has none: heads were not trained.
+    return reduce(lambda values, name: values.get(name, 0.0), path.split("."), record)
