@@ -177,6 +177,12 @@ async def runs_on(connection: Connection) -> list[str]:
             return sorted(names_of_runs)
 
 
+async def runs_of(url: str, *, name: str, wait_s: float) -> list[str]:
+    """Return the names of the runs on the bus at ``url``, as ``runs_on``."""
+    async with open_connection(url, name, wait_s) as connection:
+        return await runs_on(connection)
+
+
 async def find_run(url: str, *, name: str, wait_s: float) -> str:
     """Return the name of the one run on the bus at ``url``, which may start within ``wait_s``.
 

@@ -46,6 +46,7 @@ COMMANDS: Mapping[str, str] = {
     "replay": "samples into a file, and from a file or a run into another bus or run",
     "archive": "write every sample to files as it arrives; trimming waits for it",
     "metrics": "give the metrics of each step to TensorBoard, Weights & Biases, a file or your own sink",
+    "dashboard": "the page of a run in a browser, live or ended; or in one HTML file (docs/dashboard.md)",
     "cursors": "registered readers of the samples and their positions; remove one",
     "debug": "find where numbers go wrong: compare dumps and weights, score prompts (docs/debugging.md)",
 }

@@ -5,13 +5,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.actors.text.text import Text as Tokenizer
 from tidemill.bus.errors import NotFound, WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Sample
@@ -20,39 +18,13 @@ from tidemill.launch.cli.find_run import look
 from tidemill.launch.samples.filters import Filter, prompt_text, task_of
 from tidemill.launch.samples.search import FoundSample, SampleHistory, SampleSearch, as_map, history_of, opened
 from tidemill.launch.samples.text import conversation, facts, plain, plain_table, to_json, turns_table
+from tidemill.launch.samples.tokens import Vocabulary
 
 # (lowest probability, style) of a token, in descending order.
 _SHADES = (
     *((0.9, ""), (0.5, "black on green"), (0.1, "black on yellow")),
     *((0.01, "white on magenta"), (0.0, "white on red")),
 )
-
-_CONTEXT = 8  # Tokens before a token that affect its text: a space at its beginning, the rest of a character
-
-
-class Vocabulary:
-    """Text of token ids; without a tokenizer an id is shown as ``⟨17⟩``."""
-
-    def __init__(self, text: Tokenizer | None) -> None:
-        self._text = text
-
-    @classmethod
-    def read(cls, places: Sequence[Path]) -> Self:
-        """Return the vocabulary of the first model directory with a tokenizer; else one that shows ids."""
-        return cls(next((text for place in places if (text := Tokenizer.read(place)) is not None), None))
-
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return the text that each token adds."""
-        return [self._piece(ids, place) for place in range(len(ids))]
-
-    def _piece(self, ids: Sequence[int], place: int) -> str:
-        if self._text is None:
-            return f"⟨{ids[place]}⟩"
-        before = ids[max(0, place - _CONTEXT) : place]
-        shorter = self._text.decode(before, skip_special=False)
-        longer = self._text.decode([*before, ids[place]], skip_special=False)
-        piece = longer[len(shorter) :] if longer.startswith(shorter) else ""
-        return piece if piece and "\ufffd" not in piece else f"⟨{ids[place]}⟩"
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -40,6 +40,7 @@ from tidemill.launch.run.bus_process import BUS_START_S, start_bus
 from tidemill.launch.run.directory import CannotBegin, directory_of_one
 from tidemill.launch.run.engine_devices import EngineDevices
 from tidemill.launch.run.host import Host
+from tidemill.launch.run.page_process import keep_page
 from tidemill.launch.run.supervisor import GaveUp, Supervisor
 from tidemill.launch.run.watch import LOOK_EVERY_S, RunWatch
 from tidemill.launch.settings import yaml_file
@@ -216,7 +217,8 @@ class Up:
         self._watch = RunWatch(
             bus, steps=steps, metrics_file=metrics, earlier=earlier, room=self._room, after_epoch=after_epoch
         )
-        async with self._shown():
+        page = [keep_page(self._root, bus.run, url, self._print)] if self._config.up.dashboard else []
+        async with self._shown(), beside(*page):
             if not self._config.debug.trains_only:
                 for name, arguments in servers.commands(self._config).items():
                     self._supervisor.keep(name, arguments)

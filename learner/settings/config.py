@@ -133,6 +133,10 @@ class LearnerConfig:
     """
     data_parallel: Positive = 1
     """Replicas of the model; with backend fsdp the ranks, over which its weights are divided."""
+    fsdp_replicas: NotNegative = 1
+    """With backend fsdp, copies of the model (HSDP): each weight is divided over data_parallel / fsdp_replicas
+    neighbouring ranks, and gradients are added up over the copies. 0 = a copy on each node.
+    """
     tensor_parallel: Positive = 1
     """Ranks over which every matrix is split; must divide vocabulary, key/value heads and intermediate size."""
     sequence_parallel: bool = False
@@ -246,6 +250,7 @@ class LearnerConfig:
     def alone(self) -> "LearnerConfig":
         """Return these settings with one rank."""
         sizes: JsonObject = {f"{name}_parallel": 1 for name in ("data", "tensor", "pipeline", "context", "expert")}
+        sizes["fsdp_replicas"] = 1
         return replace(
             self, virtual_pipeline=1, sequence_parallel=False, first_stage_layers=0, last_stage_layers=0, **sizes
         )
@@ -259,6 +264,11 @@ class LearnerConfig:
     def num_ranks(self) -> int:
         """Ranks of all nodes."""
         return self.data_parallel * self.ranks_of_replica
+
+    @property
+    def fsdp_copies(self) -> int:
+        """Copies of a model that FSDP divides over ranks."""
+        return self.fsdp_replicas or self.nodes
 
     @property
     def ranks_of_replica(self) -> int:

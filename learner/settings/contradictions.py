@@ -3,14 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tidemill.learner.algorithms.choices import BY_CRITIC, OF_GROUPS, OF_TURNS
-from tidemill.learner.settings.backends import (
-    FSDP,
-    MEGATRON,
-    MTP,
-    OF_MEGATRON,
-    fsdp_settings,
-    megatron_settings,
-)
+from tidemill.learner.settings.backends import FSDP, MEGATRON, NO_MTP, OF_MEGATRON, megatron_settings
 from tidemill.learner.settings.megatron_arguments import refuse_untried
 from tidemill.learner.settings.schedule import FALLING
 
@@ -53,18 +46,39 @@ def refuse_contradictions(learner: "LearnerConfig") -> None:
 
 
 def _refuse_other_backends(learner: "LearnerConfig") -> None:
-    """Refuse settings of Megatron alone with ``backend: fsdp``, and settings of FSDP2 alone where Megatron trains."""
-    megatrons = megatron_settings(learner)
-    needs = learner.backend == MEGATRON or megatrons
-    others = fsdp_settings(learner) if needs and learner.backend != FSDP else {}
-    for name, (want, got) in others.items():
-        reason = "backend: megatron" if learner.backend == MEGATRON else f"{next(iter(megatrons))} needs it"
-        raise ValueError(f"{name}: want {want} ({reason}), got {got!r}")
-    if learner.backend != FSDP:
-        return
-    for name, default in megatrons.items():
+    """Refuse settings of Megatron alone with ``backend: fsdp``."""
+    if learner.fsdp_replicas != 1:
+        _refuse_copies(learner)
+    if learner.mtp_loss_scaling_factor:
+        _refuse_heads(learner)
+    for name, default in megatron_settings(learner).items() if learner.backend == FSDP else ():
         got = getattr(learner, name)
         raise ValueError(f"{name}: want {default!r} with backend: fsdp, where {OF_MEGATRON[name]}, got {got!r}")
+
+
+def _refuse_heads(learner: "LearnerConfig") -> None:
+    """Refuse settings with which heads for further tokens cannot be trained."""
+    megatrons, got = list(megatron_settings(learner)), learner.mtp_loss_scaling_factor
+    if learner.backend == MEGATRON or (megatrons and learner.backend != FSDP):
+        reason = "backend: megatron" if learner.backend == MEGATRON else f"{megatrons[0]} needs it"
+        raise ValueError(f"mtp_loss_scaling_factor: want {NO_MTP} ({reason}), got {got}")
+    if learner.lora.rank or learner.routing_replay != "none":
+        reason = "lora.rank > 0" if learner.lora.rank else f"routing_replay: {learner.routing_replay}"
+        raise ValueError(f"mtp_loss_scaling_factor: want 0 with {reason}, got {got}")
+
+
+def _refuse_copies(learner: "LearnerConfig") -> None:
+    """Refuse copies of a model that FSDP does not divide, or that have no equal numbers of ranks."""
+    copies, ranks = learner.fsdp_replicas, learner.data_parallel
+    if learner.backend != FSDP:
+        raise ValueError(
+            f"fsdp_replicas: want 1 without backend: fsdp, got {copies}: only FSDP divides the weights of a copy"
+        )
+    if not learner.fsdp_copies:
+        raise ValueError("fsdp_replicas: want a number with nodes: 0, which is known to the agents alone, got 0")
+    if ranks % learner.fsdp_copies:
+        names = "fsdp_replicas" if copies else "nodes (fsdp_replicas: 0 = a copy on each)"
+        raise ValueError(f"{names}: want a divisor of data_parallel = {ranks}, got {learner.fsdp_copies}")
 
 
 def _refuse_sizes(learner: "LearnerConfig") -> None:
@@ -172,10 +186,6 @@ def _refuse_tuning(learner: "LearnerConfig") -> None:
         )
     if learner.lora.rank:
         _refuse_with_adapters(learner)
-    without = {"lora.rank": (learner.lora.rank, 0), "routing_replay": (learner.routing_replay, "none")}
-    for name, (got, default) in without.items() if learner.mtp_loss_scaling_factor else ():
-        if got != default:
-            raise ValueError(f"{MTP}: want 0 with {name}: {got}, got {learner.mtp_loss_scaling_factor}")
     if optimizer.name == "sgd" and learner.distributed_optimizer:
         raise ValueError(
             "distributed_optimizer: want false with optimizer.name: sgd, whose state is not divided, got true"

@@ -94,6 +94,7 @@ def test_every_setting_of_the_learner_is_one_of_a_step_built_in_or_without_effec
         if "parallel" in name or "pipeline" in name
     }
     layout |= {
+        "fsdp_replicas",
         "first_stage_layers",
         "last_stage_layers",
         "distributed_optimizer",

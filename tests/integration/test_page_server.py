@@ -1,0 +1,481 @@
+"""`tidemill dashboard` on a real nats-server: what a viewer gets, over restarts of the bus, from hostile samples, and
+without a token.
+"""
+
+import argparse
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.bus_fixtures import BusOpener
+from tests.page_kit import LIMIT_S, OPERATOR, VIEWER, Answer, Page, Run, page_of
+from tidemill.bus.client.addresses import parse
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.auth import credentials_file, read_credentials
+from tidemill.bus.server.embedded_bus import EmbeddedBus
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.streams.dead import REQUEUE
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.codec import encode_sample
+from tidemill.bus.wire.messages import Dead, Evaluated, Status
+from tidemill.launch.cli import main as cli
+from tidemill.launch.cli.tail import tail
+from tidemill.launch.page import export as page_export
+from tidemill.launch.page import feed
+from tidemill.launch.page.access import POLICY, PageAccess
+from tidemill.launch.page.export import joined
+from tidemill.launch.page.texts import MAX_CHARACTERS
+from tidemill.launch.run.audit import audit
+from tidemill.launch.run.page_process import URL_FILE, keep_page
+from tidemill.launch.samples.filters import filter_of
+from tidemill.launch.samples.search import SampleSearch
+
+HOSTILE = "<script>x()</script><img src=y onerror=x()>{{7*7}}\x1b]0;t\x07\u202eevil\u2028\u200b\x00 \U0001f600 ok"
+SHOWN = r"<script>x()</script><img src=y onerror=x()>{{7*7}}\x1b]0;t\x07\u202eevil\u2028\u200b\x00"
+
+
+async def test_answers_and_events_join_without_a_gap_or_a_point_twice(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
+    """Over a restart of the bus under the open page, which says that the bus is away."""
+    async with open_bus() as bus:
+        run = await Run(bus).begin()
+        for step in range(1, 4):
+            await run.done(step, data__reward_mean=step / 10)
+        async with page_of(bus) as page, asyncio.timeout(LIMIT_S):
+            events = page.events()
+            first = await anext(events)
+            snapshot = await page.get("series", names="data/reward_mean")
+            points = dict(snapshot["series"]["data/reward_mean"])
+            assert points == {1: 0.1, 2: 0.2, 3: 0.3}
+            at, seen, killed, silent, writing = snapshot["at"], list(points), False, False, None
+            await run.done(4, data__reward_mean=0.4)
+            async for event in events:
+                assert event["boot"] == first["boot"]
+                if event["at"] <= at:
+                    continue  # its changes are in the snapshot
+                assert event["from"] == at, "a gap"
+                at = event["at"]
+                seen += event.get("points", {"steps": []})["steps"]
+                silent = silent or event["run"]["bus"]["silent_s"] > 3
+                if 4 in seen and not killed:
+                    killed = True
+                    await asyncio.to_thread(nats_server.kill)
+                if silent and writing is None:
+                    assert event["run"]["bus"]["words"]
+                    await asyncio.to_thread(nats_server.start)
+                    writing = asyncio.create_task(run.done(5, data__reward_mean=0.5))
+                if 5 in seen:
+                    break
+            assert seen == [1, 2, 3, 4, 5]
+            assert writing is not None
+            await writing
+            await events.aclose()  # type: ignore[attr-defined]
+            again = await page.get("series")
+            assert dict(again["series"]["data/reward_mean"]) == {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5}
+
+
+async def test_a_step_that_is_taken_again_replaces_its_point(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = await Run(bus).begin()
+        await run.done(1, train__loss=1.0, train__entropy=2.0)
+        async with page_of(bus) as page:
+            await page.until("run", lambda answer: answer["step"] == 1)
+            await run.done(1, train__loss=3.0)
+            answer = await page.until("series", lambda answer: answer["series"]["train/loss"] == [[1, 3.0]])
+            assert answer["series"]["train/entropy"] == [], "the first execution had it, the one that counts has not"
+
+
+async def test_a_slow_viewer_loses_the_oldest_events_and_sees_it(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_bus() as bus:
+        await Run(bus).begin()
+        async with page_of(bus) as page:
+            with page.server.feed.viewer() as queue:
+                for _ in range(feed.QUEUE + 3):
+                    page.server.feed.flush()
+                ids = [int(re.match(rb"id: (\d+)", queue.get_nowait() or b"")[1]) for _ in range(feed.QUEUE)]  # type: ignore[index]
+            assert queue.empty()
+            assert ids == list(range(ids[0], ids[0] + feed.QUEUE)), "the newest ones, in order"
+            assert ids[-1] == page.server.feed.at
+
+
+async def test_hostile_samples_are_text_with_visible_escapes_and_cut(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = await Run(bus).begin()
+        task = await run.task(prompt=[{"role": "user\u202e", "content": HOSTILE}])
+        long = "\u202e" + "abcdefgh" * 1_300_000
+        seq = await run.sample(task, 0, response=long, label="</script>\x1b[2J", actor="w1", metadata={"k": "\x9b"})
+        parts = {"task": 1, "broken": subjects.sample(bus.run, "train", 0, "w1")}
+        await bus.js.publish(parts["broken"], b"\xc1\xff", headers={"Nats-Msg-Id": "1.1.broken"})
+        async with page_of(bus) as page:
+            await page.until("samples", lambda answer: len(answer["rows"]) == 2)
+            sample = await page.get("sample", seq=seq)
+            raw = (await page.request("GET", f"/api/sample?seq={seq}")).body.decode()
+            assert not re.search("[\u202e\u2028\u200b\x00-\x08\x0b-\x1f\x7f-\x9f]", raw.replace("\n", ""))
+            assert sample["messages"][0]["text"].startswith(SHOWN)
+            assert sample["messages"][0]["role"] == r"user\u202e"
+            assert (sample["label"], r"\u009b" in sample["metadata"]) == (r"</script>\x1b[2J", True)
+            text, left = sample["response"]["text"], sample["response"]["cut"]
+            assert (text[:7], left) == (r"\u202ea", len(long) - MAX_CHARACTERS)
+            pieces = [long[:MAX_CHARACTERS]]
+            while left:
+                start = len(long) - left
+                more = await page.get("text", seq=seq, field="response", **{"from": start})
+                pieces, left = [*pieces, more["text"]], more["cut"]
+            assert "".join(pieces) == long
+            broken = await page.get("sample", seq=sample["seq"] + 1)
+            assert broken["error"].startswith("broken") and broken["tokens"] is None
+            assert (await page.request("GET", f"/api/tokens?seq={sample['seq'] + 1}")).status == 400
+            answers = [await page.request("GET", f"/api/{path}") for path in ("samples?texts=1", "group?task=1")]
+            assert all(answer.headers["Content-Type"] == "application/json" for answer in answers)
+
+
+def arguments(*words: str) -> Any:
+    return cli._parser(("tail",)).parse_args(["tail", "--last", "100", *words])
+
+
+FILTERS = ("reward=<0.5", "reward=1", "tokens=4..5", "status=truncated status=completed", "kind=eval", "task=2.1")
+FILTERS += ("actor=w1 reward=>=1", "lag=>=1", "lag=0", "engine=e2", "")
+
+
+async def test_a_filter_finds_what_tail_finds(open_bus: BusOpener) -> None:
+    """From the held headers, and, where they are not held, from the stream."""
+    async with open_bus() as bus:
+        run = await Run(bus).begin()
+        for number in range(4):
+            task = await run.task()
+            for index in (0, 1):
+                status = Status.TRUNCATED if number == 1 else Status.COMPLETED
+                engine = f"e{1 + number % 2}"
+                spans = ((0, 2 + number),)
+                await run.sample(task, index, spans=spans, status=status, engine=engine, actor=f"w{number % 2}")
+            await run.registry.publish(await run.registry.reserve(number + 1, 1))
+        found = {}
+        for line in FILTERS:
+            args = arguments(*[f"--{word}" for word in line.split()])
+            matches = [match.line.seq async for match in tail(SampleSearch(bus, filter_of(args)), args)]
+            found[line] = matches[::-1]
+        assert len({str(seqs) for seqs in found.values()}) > 6
+        for held in (1 << 10, 3):
+            async with page_of(bus, held=held) as page:
+                await page.until("run", lambda answer: page.reader.held.last_seq == 8)
+                answers = {line: await page.get("samples", filter=line) for line in FILTERS}
+                assert {line: [row["seq"] for row in answer["rows"]] for line, answer in answers.items()} == found
+                paged = await page.get("samples", n=3)
+                rows = [row["seq"] for row in paged["rows"]]
+                while paged["next"]:
+                    paged = await page.get("samples", n=3, before=paged["next"])
+                    rows += [row["seq"] for row in paged["rows"]]
+                assert rows == list(range(8, 0, -1))
+                text = await page.get("samples", filter='text="PROMPT 2"')
+                assert [row["seq"] for row in text["rows"]] == [4, 3]
+                for bad in ("reward=x", "nonsense=1", "task=a", 'text="', "reward"):
+                    answer = await page.request("GET", "/api/samples", params={"filter": bad})
+                    assert (answer.status, "filter" in answer.json["error"]) == (400, True), bad
+
+
+async def test_flow_has_the_numbers_of_the_audit(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = await Run(bus).begin()
+        first, second, third = [await run.task() for _ in range(3)]
+        trained = [await run.sample(first, index) for index in (0, 1)]
+        await run.sample(first, 1, attempt="b")
+        dropped = [await run.sample(second, index) for index in (0, 1)]
+        await run.sample(third, 0)
+        await run.settle(second.id, dropped, "stale")
+        await run.plan({first.id: trained})
+        await run.done(1, data__reward_mean=0.5)
+        accounting, _ = await audit(bus)
+        async with page_of(bus, ended=True) as page:
+            flow = await page.until("flow", lambda answer: answer["audit"]["state"] == "checked")
+            counts = {row["fate"]: row["samples"] for row in flow["ledger"]}
+            assert (flow["audit"]["lost"], flow["audit"]["twice"], flow["balance"]["ok"]) == (0, 0, True)
+            assert counts["trained"] == accounting.trained == 2
+            assert counts["dropped: stale"] == accounting.dropped["stale"] == 2
+            assert (counts["duplicate"], counts["buffered"], counts["dropped: failed"]) == (1, 1, 0)
+            assert flow["published"] == accounting.published == 6
+            rows = {row["seq"]: row["fate"] for row in (await page.get("samples"))["rows"]}
+            assert [rows[seq] for seq in (*trained, *dropped)] == ["trained"] * 2 + ["dropped: stale"] * 2
+            assert [row["seq"] for row in (await page.get("samples", filter="fate=stale"))["rows"]] == dropped[::-1]
+            await run.plan({first.id: trained})
+            assert (await page.get("sample", seq=trained[0]))["fate"]["step"] == 1
+        async with page_of(bus, ended=True) as page:
+            flow = await page.until("flow", lambda answer: answer["audit"]["state"] == "checked")
+            assert flow["audit"]["twice"] == 2 and flow["audit"]["problems"]
+
+
+async def test_overview_batch_groups_and_prompts(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = await Run(bus).begin()
+        wrong, mixed = await run.task(), await run.task()
+        seqs = {wrong.id: [await run.sample(wrong, index, reward=0.0) for index in (0, 1)]}
+        seqs[mixed.id] = [await run.sample(mixed, index) for index in (0, 1)]
+        await run.plan(seqs)
+        await bus.rows("run").put("config", {"learner": {"steps": 10}, "up": {"gpu_hour_price": 2.0}})
+        metrics = {
+            "offpolicy__k3": 9.0,
+            "train__tokens": 1000.0,
+            "train__wait_seconds": 3.0,
+            "train__step_seconds": 1.0,
+        }
+        for step in range(1, 5):
+            await run.done(step, data__reward_mean=step / 4, offpolicy__lag_mean=0.0, **metrics)
+        scores = {"mean": 0.5, "mean_low": 0.4, "mean_high": 0.6}
+        await bus.plans.append(Evaluated(epoch=1, version=1, step=1, dataset="held_out", metrics=scores))
+        async with page_of(bus) as page:
+            overview = await page.until("overview", lambda answer: answer["steps"] == 10 and answer["evaluations"])
+            assert [alarm["id"] for alarm in overview["alarms"] if alarm["metric"]] == ["k3"]
+            alarm = overview["alarms"][0]
+            assert (alarm["since_step"], alarm["level"], bool(alarm["cure"])) == (1, "error", True)
+            assert overview["limit"]["words"].startswith("generation")
+            assert overview["waits"][0]["seconds"] == 3.0
+            assert overview["evaluations"][0]["low"] == 0.4
+            assert overview["left_s"] is not None
+            prompts = await page.get("prompts")
+            assert [row["task"] for row in prompts["wrong"]] == [wrong.id] and not prompts["right"]
+            assert (prompts["groups"], prompts["zero_gradient"]) == (2, 1)
+            batch = await page.get("batch", step=1)
+            (row,) = batch["ranks"][0]["micro_batches"]
+            assert [piece["seq"] for piece in row["rows"][0]["pieces"]] == [1, 2, 3, 4]
+            assert [piece["shared"] for piece in row["rows"][0]["pieces"]] == [False, True, False, True]
+            assert row["tokens"] == 4 * 6
+            group = await page.get("group", task=mixed.id)
+            assert [member["reward"] for member in group["members"]] == [0.0, 1.0]
+            histogram = await page.get("histogram")
+            assert [histogram["bins"][at]["count"] for at in (0, -1)] == [3, 1]
+            assert (await page.get("find", step=2))["seq"] == 5, "behind all samples"
+            assert (await page.get("find", time="1h"))["seq"] == 1
+
+
+# ---- who may see it
+
+
+async def routes_of(page: Page) -> list[str]:
+    return sorted(page.server.listener.rules)
+
+
+def secure(answer: Answer) -> bool:
+    wanted = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+    return all(answer.headers.get(name) == value for name, value in wanted.items())
+
+
+async def test_without_the_token_nothing_is_shown_and_every_answer_has_the_policy(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = await Run(bus).begin()
+        await run.sample(await run.task(), 0)
+        async with page_of(bus, access=PageAccess(VIEWER)) as page:
+            cookie, page.headers = page.headers, {}
+            for route in await routes_of(page):
+                method, path = route.replace("{name}", "app.js").split()
+                for headers in ({}, {"Cookie": f"{cookie['Cookie']}x"}, {"Authorization": f"Bearer {VIEWER}"}):
+                    answer = await page.request(method, path, headers=headers)
+                    assert (answer.status, secure(answer)) == (401, True), (route, headers)
+                    assert b"t-" not in answer.body
+            assert (await page.request("GET", "/?token=wrong")).status == 401
+            exchanged = await page.request("GET", f"//other.example/x?token={VIEWER}")
+            assert exchanged.status in (302, 404)
+            assert not exchanged.headers.get("Location", "/").startswith("//")
+            exchanged = await page.request("GET", f"/api/run?token={VIEWER}")
+            assert (exchanged.status, exchanged.headers["Location"], secure(exchanged)) == (302, "/api/run", True)
+            given = exchanged.headers["Set-Cookie"]
+            assert "HttpOnly" in given and "SameSite=Strict" in given and VIEWER not in given
+            page.headers = {"Cookie": given.partition(";")[0]}
+            for path, status in (("/api/run", 200), ("/api/none", 404), ("/static/none.js", 404), ("/api/text", 400)):
+                answer = await page.request("GET", path)
+                assert (answer.status, secure(answer)) == (status, True), path
+            async with page.session.get(f"{page.url}/events", headers=page.headers) as response:
+                assert response.headers["Content-Security-Policy"] == POLICY
+            for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil", "[::1", ""):
+                answer = await page.request("GET", "/api/run", headers={"Host": host})
+                assert (answer.status, secure(answer)) == (421, True), host
+            for host in ("localhost:9", "127.0.0.1", "[::1]:80"):
+                assert (await page.request("GET", "/api/run", headers={"Host": host})).status == 200
+            names = ("..%2f..%2fpyproject.toml", "%2e%2e/server.py", "access.py", "")
+            assert {(await page.request("GET", f"/static/{name}")).status for name in names} == {404}
+
+
+async def test_a_viewers_page_has_no_command_and_an_operators_wants_cookie_and_origin(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = await Run(bus).begin()
+        task = await run.task()
+        await bus.dead.store(Dead(task=task.id, reason="x", attempts=3, actor="w1", prompt="p", root=task.id))
+        body = {"counts": {"actor": 3}}
+        async with page_of(bus) as page:
+            assert not [route for route in await routes_of(page) if not route.startswith("GET ")]
+            assert (await page.request("POST", "/do/scale", json=body)).status in (404, 405)
+            assert (await page.get("dead"))["dead"][0]["decision"] is None
+        access = PageAccess(VIEWER, OPERATOR)
+        async with page_of(bus, access=access, operator=True) as page:
+            origin = {"Origin": page.url}
+            viewer = {"Cookie": f"{access.cookie_name}={access.cookie('viewer')}"}
+            for headers, status in (({}, 403), ({"Origin": "http://evil.example"}, 403), (viewer | origin, 401)):
+                answer = await page.request("POST", "/do/scale", json=body, headers=headers)
+                assert (answer.status, secure(answer)) == (status, True), headers
+            assert await bus.rows("wanted").all() == {}
+            assert (await page.request("POST", "/do/scale", json=body, headers=origin)).status == 200
+            assert (await bus.rows("wanted").all())["all"][0] == {"actor": 3}
+            for bad in ({}, {"counts": {"actor": -1}}, {"counts": {"learner": 1}}, {"counts": {"actor": 1.5}}):
+                assert (await page.request("POST", "/do/scale", json=bad, headers=origin)).status == 400, bad
+            answer = await page.request("POST", "/do/requeue", json={"tasks": [task.id]}, headers=origin)
+            assert (answer.status, answer.json["decided"]) == (200, [task.id])
+            assert (await bus.dead.decisions())[task.id].word == REQUEUE
+            assert (await page.request("POST", "/do/drop", json={"tasks": [99]}, headers=origin)).status == 400
+
+
+async def test_a_public_address_wants_a_token(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await Run(bus).begin()
+        async with page_of(bus) as page:
+            with pytest.raises(ValueError, match="--host"):
+                async with page.server.serving("0.0.0.0", 0):
+                    pass
+
+
+async def test_broken_utf8_and_odd_queries_never_get_a_500(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = await Run(bus).begin()
+        task = await run.task()
+        seq = await run.sample(task, 0)
+        sample = await bus.samples.fetch(seq)
+        data = encode_sample(replace(sample, response="abcd", attempt="u")).replace(b"abcd", b"\xff\xfe\xfd\xfc")
+        subject = subjects.sample(bus.run, "train", 0, "w1")
+        await bus.js.publish(subject, data, headers={"Nats-Msg-Id": "1.1.u", "Tm-Sample": "reward=nan versions=x-y"})
+        names = ("seq", "from", "to", "n", "before", "step", "task", "filter", "run", "time", "last", "names")
+        odd = ("-1", "9" * 400, "NaN", "%00", "\u0663", "1e3", "x" * 5000)
+        async with page_of(bus) as page:
+            await page.until("samples", lambda answer: len(answer["rows"]) == 2)
+            routes = [route for route in await routes_of(page) if "/api/" in route]
+            for route in routes:
+                for value in odd:
+                    for name in names:
+                        answer = await page.request("GET", route.split()[1], params={name: value})
+                        assert answer.status < 500, (route, name, value, answer.body)
+                        json.loads(answer.body)
+
+
+async def test_a_viewer_of_a_bus_with_users_sees_everything(tmp_path: Path) -> None:
+    """The page needs the rights of `tidemill tail`, and no more."""
+    config = BusConfig(auth=True, port=-1)
+    servers = EmbeddedBus(tmp_path / "bus", "r", config, tmp_path / "auth")
+    servers.start()
+    try:
+        lines = {}
+        for user in ("learner", "viewer"):
+            name, password = read_credentials(credentials_file(tmp_path / "auth", user))
+            lines[user] = replace(parse(servers.url), user=name, password=password).line()
+        async with connect(lines["learner"], "r", config, name="learner") as learner:
+            await learner.create_layout()
+            run = await Run(learner).begin()
+            seq = await run.sample(task := await run.task(), 0)
+            await run.plan({task.id: [seq]})
+            await run.done(1, data__reward_mean=0.5)
+            async with connect(lines["viewer"], "r", config, name="dashboard") as viewer:
+                async with page_of(viewer, url=lines["viewer"]) as page:
+                    await page.until("run", lambda answer: answer["step"] == 1)
+                    query = {"seq": seq, "task": task.id, "step": 1, "field": "response"}
+                    for route in await routes_of(page):
+                        if "/api/" in route:
+                            await page.get(route.removeprefix("GET /api/"), **query)
+    finally:
+        servers.stop()
+
+
+async def test_up_keeps_a_page_beside_the_run(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
+    """It is a process of its own: killed, it is reported; and it ends with `up`."""
+    reports: asyncio.Queue[str] = asyncio.Queue()
+    config = {"run": "t", "bus": {"url": nats_server.url, "auth": False}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    async with open_bus() as bus, asyncio.timeout(LIMIT_S):
+        await Run(bus).begin()
+        for is_killed in (True, False):
+            keeping = asyncio.create_task(keep_page(tmp_path, bus.run, nats_server.url, reports.put_nowait))
+            url = (await reports.get()).rpartition(" ")[2]
+            assert (tmp_path / URL_FILE).stat().st_mode & 0o077 == 0
+            async with aiohttp.ClientSession() as session, session.get(f"{url}api/run") as response:
+                assert (await response.json())["run"] == bus.run
+            (child,) = [one for one in psutil.Process().children() if "dashboard" in one.cmdline()]
+            if is_killed:
+                child.kill()
+                assert "has ended with code -9" in await reports.get()
+            keeping.cancel()
+            await asyncio.wait({keeping})
+            assert not child.is_running() and not (tmp_path / URL_FILE).exists()
+
+
+# ---- export
+
+
+MODULES = {
+    "app.js": 'import { b } from "./b.js";\nimport { c } from "./c.js";\nconst a = b + c;\n',
+    "b.js": 'import { c } from "./c.js";\nexport const b = c;\n',
+    "c.js": "export const c = 1;\nexport function used() {}\n",
+}
+BAD = {
+    "no cycle": {"c.js": 'import { b } from "./b.js";\nexport const c = b;\n'},
+    "one module": {"c.js": "export const c = 1;\nconst a = 2;\n"},
+    "of one line": {"b.js": 'import * as c from "./c.js";\nexport const b = c;\n'},
+    "end of a script": {"c.js": 'export const c = "</script>";\n'},
+}
+
+
+def test_modules_are_joined_behind_those_that_they_import(tmp_path: Path) -> None:
+    def written(changes: dict[str, str]) -> Path:
+        for name, text in {**MODULES, **changes}.items():
+            (tmp_path / name).write_text(text)
+        return tmp_path
+
+    assert joined(written({})) == "const c = 1;\nfunction used() {}\n\nconst b = c;\n\nconst a = b + c;\n"
+    for reason, changes in BAD.items():
+        with pytest.raises(ValueError, match=reason):
+            joined(written(changes))
+
+
+async def test_an_export_holds_the_answers_in_one_file_that_allows_only_itself(
+    open_bus: BusOpener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    static = tmp_path / "static"
+    static.mkdir()
+    for name, text in {**MODULES, "app.css": "p { color: red }", "icon.svg": "<svg/>"}.items():
+        (static / name).write_text(text)
+    monkeypatch.setattr(page_export, "STATIC", static)
+    file = tmp_path / "run.html"
+    async with open_bus() as bus:
+        run = await Run(bus).begin()
+        seqs: dict[int, list[int]] = {}
+        for _ in range(3):
+            task = await run.task()
+            seqs[task.id] = [await run.sample(task, 0, response=HOSTILE + "</script>")]
+        await run.plan(seqs)
+        await run.done(1, data__reward_mean=0.25)
+        args = argparse.Namespace(export=file, ended=True, run_dir="")
+        assert await page_export.export(bus, args) == 0
+        page = file.read_text()
+        monkeypatch.setattr(page_export, "MAX_BYTES", len(page) - 4_000)
+        await page_export.export(bus, args)
+    (data,) = re.findall(r'<script type="application/json" id="exported">(.*?)</script>', page, re.DOTALL)
+    answers = json.loads(data)["answers"]
+    assert answers["/api/run"]["mode"] == "exported"
+    assert answers["/api/series"]["series"]["data/reward_mean"] == [[1, 0.25]]
+    assert answers["/api/flow"]["audit"]["lost"] == 0
+    assert answers["/api/sample?seq=2"]["response"]["text"].startswith(SHOWN)
+    assert answers["/api/batch?step=1"]["samples"] == 3
+    assert page.count("</script>") == 2 and "<img" not in page and "\u202e" not in page
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    for kind, text in (("script", joined(static)), ("style", "p { color: red }")):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy and text in page
+    assert "default-src 'none'" in policy and not re.search(r"(src|href)=\"(?!data:)", page)
+    small = file.read_text()
+    assert len(small) < len(page) and "would be too large" in small
