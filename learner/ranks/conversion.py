@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tidemill.bus.wire.subjects import nonce
-from tidemill.learner.checkpoints import disk, kept_tensors
+from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.errors import CheckpointCorrupt, ConfigRefused, LearnerError
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.backends import FSDP
+from tidemill.learner.trainer import kept_tensors
 from tidemill.learner.trainer.adapter_files import ADAPTER, write_adapter
 from tidemill.learner.trainer.backend import Policy, named_dtype
 from tidemill.weightstore.format.manifest import Manifest

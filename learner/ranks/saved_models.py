@@ -17,9 +17,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tidemill.learner.checkpoints import disk, kept_tensors
+from tidemill.learner.checkpoints import disk
 from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.ranks.weight_parts import WeightParts
+from tidemill.learner.trainer import kept_tensors
 from tidemill.learner.trainer.adapter_files import ADAPTER, write_adapter
 from tidemill.learner.trainer.backend import Policy
 from tidemill.weightstore.format.manifest import Manifest

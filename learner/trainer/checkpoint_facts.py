@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.learner.checkpoints import kept_tensors
 from tidemill.learner.checkpoints.disk import written_by
 from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
 from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.trainer import kept_tensors
 from tidemill.learner.trainer.backend import Weights
 from tidemill.learner.trainer.backups import OtherModels
 from tidemill.learner.trainer.optimizer import Optimizer

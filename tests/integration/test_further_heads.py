@@ -26,10 +26,10 @@ from tidemill.learner.backends.fsdp import convert
 from tidemill.learner.backends.fsdp.backend import FsdpBackend
 from tidemill.learner.backends.fsdp.model import FsdpModel, Place, open_model
 from tidemill.learner.backends.fsdp.self_test import row_of
-from tidemill.learner.checkpoints.kept_tensors import write_model
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import LearnerConfig, OptimizerConfig
+from tidemill.learner.trainer.kept_tensors import write_model
 from tidemill.weightstore.format.manifest import Manifest
 
 TRAINED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5", "qwen3_5_moe", "qwen3_next")

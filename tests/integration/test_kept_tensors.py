@@ -11,9 +11,9 @@ from tests.examples import THOROUGH
 from tests.mtp_models import NAMED, NUMBERED, files_of, rewrite, write_with_heads
 from tests.tiny_models import write_tiny_model
 from tidemill.launch.cli.main import main
-from tidemill.learner.checkpoints import kept_tensors
-from tidemill.learner.checkpoints.kept_tensors import KeptTensors, write_model
 from tidemill.learner.layout.model_files import beside_text_in, mtp_in
+from tidemill.learner.trainer import kept_tensors
+from tidemill.learner.trainer.kept_tensors import KeptTensors, write_model
 from tidemill.weightstore.format.manifest import Manifest
 
 FAMILIES = (*NUMBERED, *NAMED) if THOROUGH else ("deepseek_v3", "qwen3_5_moe")
