@@ -239,7 +239,10 @@ def open_model(
     log.info("kernel of=attention chosen=%s reason=%s", kernel.kernel, kernel.reason)
     with torch.device("meta"):
         transformer = build(
-            config, packed=findings.packed, kernel=kernel.kernel, prepare=partial(add_heads, heads=heads)
+            config,
+            packed=findings.packed,
+            kernel=kernel.kernel,
+            prepare=partial(add_heads, heads=heads) if heads else None,
         )
         if value_head:
             give_value_head(transformer.model)
