@@ -177,17 +177,20 @@ attention, states, convolutions, chunks.
 """
 
 
-def config_of(name: str) -> Any:
-    """Return the configuration of a family at a tiny size."""
+def config_of(name: str, **sizes: int) -> Any:
+    """Return the configuration of a family at a tiny size, but for ``sizes``."""
     kind, settings = FAMILIES[name]
-    present = {key: value for key, value in {**_DENSE, **settings}.items() if value is not None or key == "q_lora_rank"}
+    both = {**_DENSE, **settings, **sizes}
+    present = {key: value for key, value in both.items() if value is not None or key == "q_lora_rank"}
     return AutoConfig.for_model(kind, **present)
 
 
-def write_family(directory: Path, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """Write a random model of a family by transformers. Returns its directory."""
+def write_family(
+    directory: Path, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: int
+) -> Path:
+    """Write a random model of a family by transformers, tiny but for ``sizes``. Returns its directory."""
     torch.manual_seed(seed)
-    model = build(without_noise(config_of(name)), packed=False).model
+    model = build(without_noise(config_of(name, **sizes)), packed=False).model
     randomize(model)
     model.to(dtype).save_pretrained(directory)
     return directory

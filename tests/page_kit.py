@@ -2,9 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -89,14 +90,20 @@ class Page:
 
 @asynccontextmanager
 async def page_of(
-    bus: Bus, *, access: PageAccess | None = None, operator: bool = False, url: str = "", **reader_options: Any
+    bus: Bus,
+    *,
+    access: PageAccess | None = None,
+    operator: bool = False,
+    url: str = "",
+    compared: Sequence[Path] = (),
+    **reader_options: Any,
 ) -> AsyncIterator[Page]:
     """Serve the page of a run; the client has the headers that ``access`` needs from a viewer (or the operator)."""
     reader = RunReader(bus, **reader_options)
     access = access or PageAccess()
-    compared = ComparedRuns(url or bus.nc.connected_url.geturl(), bus.run)
+    others = ComparedRuns(url or bus.nc.connected_url.geturl(), bus.run, compared)
     routes = commands(bus) if operator else None
-    server = PageServer(reader, RunAnswers(reader), SampleAnswers(reader), access, compared, routes)
+    server = PageServer(reader, RunAnswers(reader), SampleAnswers(reader), access, others, routes)
     cookie = access.cookie("operator" if operator else "viewer")
     headers = {"Cookie": f"{access.cookie_name}={cookie}"} if cookie else {}
     try:

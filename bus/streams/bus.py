@@ -27,6 +27,7 @@ from tidemill.bus.streams.episode_turns import TurnStream
 from tidemill.bus.streams.fenced import PlanLog
 from tidemill.bus.streams.samples import SampleStream
 from tidemill.bus.streams.tasks import Partials, TaskQueue
+from tidemill.bus.streams.trained import TrainedStream
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.subjects import check_run
 
@@ -53,6 +54,7 @@ class Bus:
         self.partials = Partials(self.jet)
         self.turns = TurnStream(self.jet)
         self.plans = PlanLog(self.jet)
+        self.trained = TrainedStream(self.jet)
         self._rows: dict[str, Rows] = {}
 
     @property

@@ -116,7 +116,7 @@ class RunAnswers:
     def _left_s(self) -> float | None:
         steps, metrics = self._reader.settings.steps, self._reader.metrics
         pace_s = self.pace_s()
-        if steps is None or pace_s is None or self._is_over():
+        if steps is None or pace_s is None or self.mode != "live" or self._is_over():
             return None
         return pace_s * max(0, steps - metrics.last)
 
@@ -172,6 +172,8 @@ class RunAnswers:
         metrics, reader = self._reader.metrics, self._reader
         reward, before = metrics.mean("data/reward_mean", 10), self._before("data/reward_mean")
         change = "" if reward is None or before is None else f"{reward - before:+.3g} in 10 steps"
+        # By the clock, waiting included: to be compared with the generated tokens.
+        tokens, pace_s = metrics.mean("train/tokens", RECENT_STEPS), self.pace_s()
         lag, wait = metrics.mean("offpolicy/lag_mean", 10), metrics.mean("train/wait_share", 10)
         generated = sum(lane.rate or 0.0 for lane in reader.lanes.lanes.values() if lane.row.role == "actor")
         push, balance = metrics.mean("push/seconds", 1), reader.ledger.as_map()["balance"]
@@ -186,7 +188,7 @@ class RunAnswers:
             fact("lag", lag, "steps", "offpolicy/lag_mean", self.status("offpolicy/lag_max")),
             fact("learner waits", wait, "share", "train/wait_share", "warn" if (wait or 0) > 0.5 else "ok"),
             fact("generated", generated or None, "tokens/s", ""),
-            fact("trained", metrics.mean("train/tokens_per_second", 10), "tokens/s", "train/tokens_per_second"),
+            fact("trained", tokens / pace_s if tokens and pace_s else None, "tokens/s", "train/tokens"),
             fact("push", push, "s", "push/seconds"),
             fact("accounting", balance["ok"], "check", "", healthy, balance["words"]),
         ]
@@ -298,7 +300,9 @@ class RunAnswers:
 
     def flow(self, last_s: float = 0.0) -> JsonObject:
         """Return the counts of samples and tasks by disposition."""
-        return made_safe(self._reader.ledger.as_map(last_s, self._reader.now_s))  # type: ignore[no-any-return]
+        reader = self._reader
+        size = max(0, reader.settings.get("learner.group_size", int, 0))
+        return made_safe(reader.ledger.as_map(last_s, reader.now_s, size))  # type: ignore[no-any-return]
 
     def processes(self) -> list[JsonObject]:
         """Return every process with its newest row."""

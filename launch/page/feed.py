@@ -20,7 +20,7 @@ from tidemill.launch.page.texts import to_json
 EVENT_S = 1.0
 QUEUE = 8  # Events that one viewer may be behind
 MAX_VIEWERS = 64
-PROCESSES_EVERY_S = 3.0
+PROCESSES_EVERY_S, PROCESSES_PER_S = 2.0, 20.0  # Shortest interval of the list of processes, and its length a second
 MAX_STEPS = 500  # Steps of one event: with more, viewers ask for the answers again
 
 Queue = asyncio.Queue[bytes | None]
@@ -98,7 +98,7 @@ class Feed:
         if changes.samples:
             news["samples"] = {"last_seq": reader.last_seq, "new": changes.samples}
         now_s = asyncio.get_running_loop().time()
-        if now_s >= self._processes_s + PROCESSES_EVERY_S:
+        if now_s >= self._processes_s + max(PROCESSES_EVERY_S, len(reader.rows) / PROCESSES_PER_S):
             self._processes_s = now_s
             self._add_changed(news, "processes", self._answers.processes())
         self._add_changed(news, "alarms", reader.alarms.as_list())

@@ -76,8 +76,11 @@ class RunLedger:
         while self._history and self._history[0][0] < now_s - REMEMBERED_S:
             self._history.popleft()
 
-    def as_map(self, last_s: float = 0.0, now_s: float = 0.0) -> JsonObject:
-        """Return the flow of the run for the page; with ``last_s`` the counts of the last seconds."""
+    def as_map(self, last_s: float = 0.0, now_s: float = 0.0, group_size: int = 0) -> JsonObject:
+        """Return the flow of the run for the page; with ``last_s`` the counts of the last seconds.
+
+        ``group_size``: samples of a task, to show tasks in samples; 0 = not known.
+        """
         counts, since_s = self.counts(), None
         total = self._balance(counts)
         if last_s:
@@ -93,7 +96,7 @@ class RunLedger:
         lost, twice = (self.audited.get(name) for name in ("lost", "twice"))
         rows = [{"fate": name, "samples": count, "tone": _tone(name)} for name, count in counts.items()]
         rows += [{"fate": "lost", "samples": lost, "tone": "bad"}, {"fate": "trained twice", "samples": twice}]
-        nodes, links = _sankey(counts, published)
+        nodes, links = _sankey(counts, published, *self._waiting_samples(group_size, last_s))
         return {
             "published": published,
             "ledger": rows,
@@ -104,6 +107,13 @@ class RunLedger:
             "links": links,
             "since_s": since_s,
         }
+
+    def _waiting_samples(self, group_size: int, last_s: float) -> tuple[int, int]:
+        """Return the samples of tasks that wait for an actor, and of leased ones, which are gauges of now."""
+        if self.backlog is None or last_s:
+            return 0, 0
+        waiting, leased = self.backlog
+        return waiting * group_size, leased * group_size
 
     def _balance(self, counts: Mapping[str, int]) -> JsonObject:
         if self.accounting is not None:
@@ -120,14 +130,14 @@ class RunLedger:
     def _tasks(self) -> JsonObject:
         waiting, leased = self.backlog or (None, None)
         settled = _under(self.feeder, "settled/") if self.feeder else dict(self.given_up)
-        issued = self.feeder.get("issued") if self.feeder else None
+        issued, unsettled = (self.feeder.get(name) for name in ("issued", "open"))
         if self.accounting is not None:
-            issued = self.accounting.tasks_issued
+            issued, unsettled = self.accounting.tasks_issued, self.accounting.tasks_open
         given_up = {reason: count for reason, count in settled.items() if reason != "trained"}
         return {
             "issued": issued,
             "settled": sum(settled.values()) if self.feeder else self.tasks_settled,
-            "open": self.feeder.get("open") if self.feeder else None,
+            "open": unsettled,
             "waiting": waiting,
             "leased": leased,
             "dead": settled.get("dead", 0),
@@ -159,7 +169,9 @@ def _tone(name: str) -> str:
     return "ok" if name == "trained" else "mute"
 
 
-def _sankey(counts: Mapping[str, int], published: int) -> tuple[list[JsonObject], list[JsonObject]]:
+def _sankey(
+    counts: Mapping[str, int], published: int, waiting: int, leased: int
+) -> tuple[list[JsonObject], list[JsonObject]]:
     """Return nodes and links of the diagram, in samples."""
     evaluated = counts["eval"]
     dropped = {name: count for name, count in counts.items() if name.startswith("dropped") and count}
@@ -168,6 +180,9 @@ def _sankey(counts: Mapping[str, int], published: int) -> tuple[list[JsonObject]
     generated, read = published + evaluated, published - counts["in the stream"]
 
     def links() -> Iterator[JsonObject]:
+        yield {"from": "issued", "to": "waiting for an actor", "value": waiting, "tone": "mute"}
+        yield {"from": "issued", "to": "leased", "value": leased, "tone": "mute"}
+        yield {"from": "issued", "to": "generated", "value": generated, "tone": "ok"}
         yield {"from": "generated", "to": "published", "value": published, "tone": "ok"}
         yield {"from": "generated", "to": "evaluation", "value": evaluated, "tone": "mute"}
         yield {"from": "published", "to": "read", "value": read, "tone": "ok"}
@@ -175,8 +190,13 @@ def _sankey(counts: Mapping[str, int], published: int) -> tuple[list[JsonObject]
         for name, count in ends.items():
             yield {"from": "read", "to": name, "value": count, "tone": _tone(name)}
 
-    places = {"generated": (0, generated), "published": (1, published), "evaluation": (1, evaluated)}
-    places |= {"read": (2, read), "in the stream": (2, counts["in the stream"])}
-    places |= {name: (3, count) for name, count in ends.items()}
-    nodes = [{"id": name, "name": name, "column": at, "value": count} for name, (at, count) in places.items()]
+    places = {"issued": (0, waiting + leased + generated), "waiting for an actor": (1, waiting)}
+    places |= {"leased": (1, leased), "generated": (1, generated), "published": (2, published)}
+    places |= {"evaluation": (2, evaluated), "read": (3, read), "in the stream": (3, counts["in the stream"])}
+    places |= {name: (4, count) for name, count in ends.items()}
+    names = {"published": "scored and published", "read": "read by the learner"}
+    nodes = [
+        {"id": name, "name": names.get(name, name), "column": at, "value": count}
+        for name, (at, count) in places.items()
+    ]
     return nodes, [link for link in links() if link["value"]]

@@ -43,6 +43,7 @@ LOOK_S = 1.0
 ROWS_PER_S = 50  # Live rows read in a second: each is a request, and 200 processes must not cost the bus more
 SLOW_LOOK_S = 5.0  # Interval of reads that change rarely: the run's settings, its end, the keys of its rows
 MAX_PUSHES = 2000
+PAUSE_S, PAUSE_EVERY = 0.02, 250  # Pause in reading old headers, and number of sequences between two
 NEWEST = 500  # Samples whose headers are read before all earlier ones
 UNANSWERED_S = 3.0
 MAX_AUDIT_BYTES = 4 << 30  # Largest stream SAMPLES that the page reads whole for the accounting
@@ -154,12 +155,15 @@ class RunReader:
 
     async def _read_past_headers(self, first: int, last: int) -> None:
         if last >= first:
-            await self._read_headers(first, last)
+            await self._read_headers(first, last, pause_s=PAUSE_S)
         self.headers_read.set()
 
-    async def _read_headers(self, first: int, last: int | None) -> None:
+    async def _read_headers(self, first: int, last: int | None, *, pause_s: float = 0.0) -> None:
+        """Register headers. With ``pause_s``, a part of the time is left to requests of viewers, and to the bus."""
         async for glimpse in self.history.glimpses(first, last):
             self.held.add(headline(glimpse))
+            if pause_s and not glimpse.seq % PAUSE_EVERY:
+                await asyncio.sleep(pause_s)
             if glimpse.seq > self.last_seq:
                 self.last_seq = glimpse.seq
                 self.changes.samples += 1

@@ -131,19 +131,19 @@ class SampleAnswers:
         return {"rows": rows, "next": high if high > first else None, "searched": searched, **span}
 
     async def _newest_first(self, before: int, first: int) -> AsyncIterator[Headline]:
-        held_first = before
+        """Yield the held headers without a gap, then those of the stream."""
+        high, size = before, _CHUNK[0]
         for line in self._reader.held.newest_first(before):
-            if held_first - line.seq > 1 and held_first != before:
-                break  # a gap: parts, or headers that are not read yet
-            held_first = line.seq
+            if high - line.seq > 1:
+                break  # parts of a large sample, or headers that are not read yet
+            high = line.seq
             yield line
-        size = _CHUNK[0]
-        while held_first > first:
-            low = max(first, held_first - size)
-            chunk: list[Message] = [glimpse async for glimpse in self._history.glimpses(low, held_first - 1)]
+        while high > first:
+            low = max(first, high - size)
+            chunk: list[Message] = [glimpse async for glimpse in self._history.glimpses(low, high - 1)]
             for glimpse in reversed(chunk):
                 yield headline(glimpse)
-            held_first, size = low, min(2 * size, _CHUNK[1])
+            high, size = low, min(2 * size, _CHUNK[1])
 
     async def _row(self, line: Headline, chosen: PageFilter, *, texts: bool) -> JsonObject | None:
         disposition = self._reader.held.disposition(line.seq)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import is_loopback
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.system.coroutines import beside
+from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
 from tidemill.launch.page.access import PageAccess, new_token
@@ -36,20 +36,21 @@ async def serve(args: argparse.Namespace, url: str, run: str, draining: asyncio.
         bus = await stack.enter_async_context(connect(url, run, name="dashboard", wait_s=CONNECT_S))
         reader, answers = readers(bus, args)
         stack.push_async_callback(reader.close)
-        access = _access(args, url)
+        access = access_of(args, url)
         samples = SampleAnswers(reader, model_dirs(args))
         compared = ComparedRuns(url, run, args.compare)
         server = PageServer(reader, answers, samples, access, compared, commands(bus) if args.operator else None)
-        await stack.enter_async_context(beside(reader.run()))
         address = await _listening(stack, server, args)
-        lines = [f"page of {run} at {with_token(address, access.token)}"]
+        # With a file, the output may be a log that others read: the token is in the file alone.
+        tokens = (access.token, access.operator) if args.url_file is None else ("", "")
+        lines = [f"page of {run} at {with_token(address, tokens[0])}"]
         if args.operator:
-            lines.append(f"operator of {run} at {with_token(address, access.operator)}")
+            lines.append(f"operator of {run} at {with_token(address, tokens[1])}")
         print("\n".join(lines), file=lossy(STANDARD_OUTPUT), flush=True)
         if args.url_file is not None:
-            write_whole(args.url_file, with_token(address, access.token) + "\n", private=True)
+            write_whole(args.url_file, with_token(address, access.operator or access.token) + "\n", private=True)
             stack.callback(args.url_file.unlink, missing_ok=True)
-        await draining.wait()
+        await first_of(draining.wait(), reader.run())
 
 
 def readers(bus: Bus, args: argparse.Namespace) -> tuple[RunReader, RunAnswers]:
@@ -66,7 +67,8 @@ def with_token(address: str, token: str) -> str:
     return f"{address}/?token={token}" if token else f"{address}/"
 
 
-def _access(args: argparse.Namespace, url: str) -> PageAccess:
+def access_of(args: argparse.Namespace, url: str) -> PageAccess:
+    """Return the tokens of a page: those of the environment, or new ones where one is needed."""
     # A bus with users admits no other user of this machine: a page on loopback must not either.
     asked = args.token or args.viewer_token or args.operator
     needs = asked or not is_loopback(args.host) or _has_users(args, url)

@@ -29,7 +29,8 @@ async def keep_page(root: Path, run: str, bus_url: str, report: Callable[[str], 
         while not ending.done() and not file.exists():
             await asyncio.wait({ending}, timeout=LOOK_S)
         if file.exists():
-            report(f"page of the run: {file.read_text().strip()}")
+            url, _, token = file.read_text().strip().partition("?")
+            report(f"page of the run: {url}" + (f" (with its token in {file})" if token else ""))
         code = await ending
         report(f"the page of the run has ended with code {code}; log: {root}/logs/dashboard.log")
         await asyncio.Event().wait()

@@ -28,9 +28,7 @@ editor with a YAML language server finds the schema by the first line of a file:
 Settings that contradict each other are refused with the reason. The default `preset` means the value of the preset that
 `learner.algorithm.correction` names.
 """
-BEGIN = (
-    "Most runs set these and nothing else; `tidemill init` writes a file with them. All follow by section, with bounds."
-)
+BEGIN = "Most runs set these and nothing else, and `tidemill init` writes a file with them:"
 # Pattern of numbers that may be text: an editor with YAML 1.1 reads 1e-3 as text, the loader as a number.
 NUMBER_AS_TEXT = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
@@ -130,7 +128,8 @@ def page() -> str:
     settings = [entry for entry in every if not entry.is_section and entry.path.rpartition(".")[0] not in repeats]
     of_maps = sum(".NAME." in entry.path for entry in settings)
     parts = [HEAD.format(count=len(settings) - of_maps, entries=of_maps)]
-    parts.append(_chapter("Begin with these", BEGIN, [entry for entry in settings if entry.is_basic], values=False))
+    basic = ", ".join(f"`{entry.path}`" for entry in settings if entry.is_basic)
+    parts.append(_chapter("Begin with these", f"{BEGIN} {basic}.", []))
     at_top = [entry for entry in settings if "." not in entry.path]
     parts.append(_chapter("The run itself", "Keys at the top of the file.", at_top))
     for entry in every:
@@ -143,11 +142,11 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _chapter(title: str, text: str, settings: Sequence[Entry], *, values: bool = True) -> str:
-    every = [(f"`{one.path}`", _allowed(one.schema), _default(one), one.sentence) for one in settings]
-    rows = [(row[0], *row[1 if values else 2 :]) for row in (("key", "value", "default", "meaning"), *every)]
+def _chapter(title: str, text: str, settings: Sequence[Entry]) -> str:
+    rows = [("key", "value", "default", "meaning")]
+    rows += [(f"`{one.path}`", _allowed(one.schema), _default(one), one.sentence) for one in settings]
     lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows]
-    table = [lines[0], "|---" * len(rows[0]) + "|", *lines[1:], ""] if settings else []
+    table = [lines[0], "|---|---|---|---|", *lines[1:], ""] if settings else []
     return "\n".join([f"## {title}", "", text, "", *table])
 
 

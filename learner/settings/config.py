@@ -106,6 +106,17 @@ class CriticConfig:
 
 @section
 @dataclass(frozen=True, kw_only=True)
+class RecordConfig:
+    """Values of trained tokens (log-prob, entropy, advantage, weight) that are kept for viewers (docs/looking.md)."""
+
+    trained: Share = 1.0
+    """Share of the groups whose samples are recorded, as far as ``step_bytes`` allow; 0 = none."""
+    step_bytes: Annotated[int, Field(ge=1024, le=4_000_000)] = 524_288
+    """Bytes of a step and data-parallel rank, 16 for each trained token; further samples are left out."""
+
+
+@section
+@dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     """The learner: batch sizes, parallelism, precision, checkpoints."""
 
@@ -241,6 +252,8 @@ class LearnerConfig:
     """Adapters instead of all weights (docs/lora.md)."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantages, loss and correction for stale data (docs/algorithms.md)."""
+    record: RecordConfig = field(default_factory=RecordConfig)
+    """Values of trained tokens that are recorded for viewers (docs/looking.md)."""
     hooks: HooksConfig = field(default_factory=HooksConfig)
     """Functions of yours within a step (docs/extending.md)."""
 

@@ -28,7 +28,7 @@ from tidemill.learner.trainer.trainer import Trainer
 
 TOKENS = {1: 120, 2: 60}
 """Tokens of a micro-batch at most, by the number of ranks."""
-OFTEN = ("gspo in 2 minibatches", "kl in the reward, adaptive", "advantage reinforce_pp", "ess_lr")
+OFTEN = ("gspo in 2 minibatches", "ess_lr")
 """Cases that are tried in every run of the tests, beside those of every layout."""
 TRAINED = [*dict.fromkeys([*EVERYWHERE, *OFTEN, *(TRIED if THOROUGH else ())])]
 MODULES = "outputs of modules"

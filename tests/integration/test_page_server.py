@@ -33,7 +33,9 @@ from tidemill.launch.cli.tail import tail
 from tidemill.launch.page import export as page_export
 from tidemill.launch.page import feed
 from tidemill.launch.page.access import POLICY, PageAccess
+from tidemill.launch.page.compared import ComparedRuns
 from tidemill.launch.page.export import joined
+from tidemill.launch.page.serve import access_of
 from tidemill.launch.page.texts import MAX_CHARACTERS
 from tidemill.launch.run.audit import audit
 from tidemill.launch.run.page_process import URL_FILE, keep_page
@@ -179,6 +181,9 @@ async def test_a_filter_finds_what_tail_finds(open_bus: BusOpener) -> None:
                     paged = await page.get("samples", n=3, before=paged["next"])
                     rows += [row["seq"] for row in paged["rows"]]
                 assert rows == list(range(8, 0, -1))
+                for unread in (6, 8):  # as while the headers of an old run are still read
+                    page.reader.held.seq[unread % held] = 0
+                    assert [row["seq"] for row in (await page.get("samples"))["rows"]] == rows
                 text = await page.get("samples", filter='text="PROMPT 2"')
                 assert [row["seq"] for row in text["rows"]] == [4, 3]
                 for bad in ("reward=x", "nonsense=1", "task=a", 'text="', "reward"):
@@ -259,7 +264,46 @@ async def test_overview_batch_groups_and_prompts(open_bus: BusOpener) -> None:
             assert (await page.get("find", time="1h"))["seq"] == 1
 
 
+async def test_other_runs_are_drawn_over_this_one(open_bus: BusOpener, tmp_path: Path) -> None:
+    """Those of the same bus, and the directories of ended ones, whose files may hold anything."""
+    lines = ['{"step": 1, "epoch": 1, "train/loss": 3.0, "text": "x", "list": [1]}', "{cut", '{"step": "x"}', "[]"]
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "train/loss": 1.0}']))
+    with pytest.raises(ValueError, match="--compare"):
+        ComparedRuns("", "r", [tmp_path])
+    async with open_bus(run="another") as other, open_bus() as bus:
+        await (await Run(other).begin()).done(1, train__loss=7.0)
+        await (await Run(bus).begin()).done(1, train__loss=5.0)
+        async with page_of(bus, compared=[tmp_path / "old"]) as page:
+            await page.until("run", lambda answer: answer["step"] == 1)
+            runs = (await page.get("runs"))["runs"]
+            assert {run["name"]: run["from"] for run in runs} == {bus.run: "bus", "another": "bus", "old": "directory"}
+            for name, points in ((bus.run, [[1, 5.0]]), ("another", [[1, 7.0]])):
+                assert (await page.get("series", run=name))["series"]["train/loss"] == points
+            old = (await page.get("series", run="old"))["series"]
+            assert old == {"train/loss": [[1, 3.0], [2, None], [3, None], [4, 1.0]]}
+            assert (await page.request("GET", "/api/series?run=no-such-run")).status == 400
+
+
 # ---- who may see it
+
+
+TOKENS = {  # (arguments, address of the bus): whether a viewer, and an operator, needs a token
+    ("", "nats://h:1"): (False, False),
+    ("--token", "nats://h:1"): (True, False),
+    ("--host 0.0.0.0", "nats://h:1"): (True, False),
+    ("", "nats://viewer:secret@h:1"): (True, False),
+    ("--operator", "nats://h:1"): (True, True),
+}
+
+
+def test_a_token_is_made_where_another_machine_or_another_user_could_look() -> None:
+    for (words, line), needed in TOKENS.items():
+        args = cli._parser(("dashboard",)).parse_args(["dashboard", "--bus", "nats://h:1", *words.split()])
+        args.viewer_token = args.operator_token = ""
+        access = access_of(args, line)
+        assert (bool(access.token), bool(access.operator)) == needed, words
+        assert access.guarded == needed[0] and (not access.token or len(access.token) >= 32)
 
 
 async def routes_of(page: Page) -> list[str]:
