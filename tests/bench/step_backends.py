@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from tests.bench.learner_step import SHAPES, SMOLLM, make_batch, make_model, make_smollm, plain_step, trainer_parts
-from tests.families import KINDS, write_family
+from tests.families import FAMILIES, KINDS, write_family
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.trainer.trainer import Trainer
@@ -79,7 +79,9 @@ def compare_families(names: Sequence[str], *, rounds: int) -> None:
     for name in names or KINDS:
         batch = make_batch(**BATCH)
         with tempfile.TemporaryDirectory() as directory:
-            write_family(Path(directory), name, **SIZES)
+            lists_words = "vocab_size_per_layer_input" in FAMILIES[name][1]
+            words = {"vocab_size_per_layer_input": SIZES["vocab_size"]} if lists_words else {}
+            write_family(Path(directory), name, **SIZES, **words)
             policy, optimizer = trainer_parts(Path(directory), "cpu", dtype="float32", kernels=None, fsdp=True)
             plain = plain_step(Path(directory), batch, "cpu")
         ours = Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2)
