@@ -9,7 +9,7 @@ tasks are admitted up to ``max_lag`` steps ahead, and a step is trained when all
 seconds until all steps are trained, with each fixed number and with auto, and the ratio of auto to the best of them.
 
 ``--runs``: shipped configurations as they are (by file, since ``digits`` names a bench, too), in turn: steps a second
-of wall time and of processor time, from the tenth step to the last. On a machine with other work only the second counts.
+of wall time and of processor time, from the tenth step to the last. Beside other work only the second counts.
 """
 
 import argparse
