@@ -25,6 +25,8 @@ from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.trainer.trainer import Trainer
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 8192}
+BOUND_SIZES = {"vocab_size_per_layer_input": SIZES["vocab_size"], "mamba_d_head": 2 * SIZES["hidden_size"] // 8}
+"""Sizes that follow from the others in the families that have them; 8 heads, twice as wide as the hidden states."""
 BATCH = {"sequences": 16, "prompt": 60, "response": 24, "vocab": SIZES["vocab_size"]}
 ATTENTION = re.compile("Attention|DeltaNet|Mamba|Conv|Mixer|Linear.*Attn")
 """Classes of the modules that read other tokens."""
@@ -79,9 +81,8 @@ def compare_families(names: Sequence[str], *, rounds: int) -> None:
     for name in names or KINDS:
         batch = make_batch(**BATCH)
         with tempfile.TemporaryDirectory() as directory:
-            lists_words = "vocab_size_per_layer_input" in FAMILIES[name][1]
-            words = {"vocab_size_per_layer_input": SIZES["vocab_size"]} if lists_words else {}
-            write_family(Path(directory), name, **SIZES, **words)
+            bound = {key: value for key, value in BOUND_SIZES.items() if key in FAMILIES[name][1]}
+            write_family(Path(directory), name, **SIZES, **bound)
             policy, optimizer = trainer_parts(Path(directory), "cpu", dtype="float32", kernels=None, fsdp=True)
             plain = plain_step(Path(directory), batch, "cpu")
         ours = Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2)
