@@ -33,6 +33,7 @@ from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import Keys, RunKeys
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
+from tidemill.launch.metrics.prometheus import RunState, listener_of
 from tidemill.launch.page.access import PageAccess
 from tidemill.launch.page.answers import RunAnswers
 from tidemill.launch.page.commands import commands
@@ -258,6 +259,29 @@ async def operators_page(model_dir: Path) -> AsyncIterator[Place]:
         yield place
 
 
+@asynccontextmanager
+async def _metrics(token: str, at: Reach) -> AsyncIterator[Place]:
+    listener = listener_of(RunState(run="listeners"), token)
+    url = await listener.start(at.bind, 0, advertise=at.advertised)
+    try:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        yield Place(listener=listener, url=url, request="GET /metrics", headers=headers)
+    finally:
+        await listener.close()
+
+
+@asynccontextmanager
+async def metrics(model_dir: Path) -> AsyncIterator[Place]:
+    async with _metrics("t0ken", FAR) as place:
+        yield place
+
+
+@asynccontextmanager
+async def open_metrics(model_dir: Path) -> AsyncIterator[Place]:
+    async with _metrics("", HERE) as place:
+        yield place
+
+
 ROLES: dict[str, Opened] = {
     "engine, built-in": engine,
     "engine, SGLang": sglang,
@@ -271,6 +295,8 @@ ROLES: dict[str, Opened] = {
     "snapshots of the learner": snapshots,
     "part of the weights in a rank, with a key of its own": parts,
     "checkpoints of a node": checkpoints,
+    "metrics for Prometheus, with a token": metrics,
+    "metrics for Prometheus, without a token": open_metrics,
     "page of a run, with a token": page,
     "page of an operator": operators_page,
 }

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -25,6 +26,8 @@ from tidemill.weightstore.store.registry import VersionRegistry
 
 LIMIT_S = 120.0
 VIEWER, OPERATOR = "v" * 16, "o" * 16
+HOSTILE = "<script>x()</script><img src=y onerror=x()>{{7*7}}\x1b]0;t\x07\u202eevil\u2028\u200b\x00 \U0001f600 ok"
+SHOWN = r"<script>x()</script><img src=y onerror=x()>{{7*7}}\x1b]0;t\x07\u202eevil\u2028\u200b\x00"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +92,20 @@ class Page:
 
 @asynccontextmanager
 async def page_of(
-    bus: Bus, *, access: PageAccess | None = None, operator: bool = False, url: str = "", **reader_options: Any
+    bus: Bus,
+    *,
+    access: PageAccess | None = None,
+    operator: bool = False,
+    url: str = "",
+    compared: Sequence[Path] = (),
+    **reader_options: Any,
 ) -> AsyncIterator[Page]:
     """Serve the page of a run; the client has the headers that ``access`` needs from a viewer (or the operator)."""
     reader = RunReader(bus, **reader_options)
     access = access or PageAccess()
-    compared = ComparedRuns(url or bus.nc.connected_url.geturl(), bus.run)
+    others = ComparedRuns(url or bus.nc.connected_url.geturl(), bus.run, compared)
     routes = commands(bus) if operator else None
-    server = PageServer(reader, RunAnswers(reader), SampleAnswers(reader), access, compared, routes)
+    server = PageServer(reader, RunAnswers(reader), SampleAnswers(reader), access, others, routes)
     cookie = access.cookie("operator" if operator else "viewer")
     headers = {"Cookie": f"{access.cookie_name}={cookie}"} if cookie else {}
     try:
@@ -161,3 +170,8 @@ class Run:
     async def settle(self, task: int, seqs: list[int], reason: str) -> None:
         tasks, settled = np.array([task], np.int64), np.array(seqs, np.int64)
         await self.bus.plans.append(Settle(epoch=1, reason=reason, tasks=tasks, seqs=settled, step=1))
+
+
+def routes_of(page: Page) -> list[str]:
+    """Return the routes of a page, as METHOD /path."""
+    return sorted(page.server.listener.rules)

@@ -23,6 +23,8 @@ PACKAGES = {
     "umount": "mount",
     "openssl": "openssl",
     "make": "make",
+    "prometheus": "prometheus",
+    "promtool": "prometheus",
     "chromium": "chromium",
 }
 """Debian package of each program."""

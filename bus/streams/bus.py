@@ -20,13 +20,14 @@ from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.client.layout import create_layout
 from tidemill.bus.client.outbox import answered
 from tidemill.bus.client.rows import Rows, Value
-from tidemill.bus.config import RUN_NAME, BusConfig
+from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable
 from tidemill.bus.streams.dead import DeadLetters
 from tidemill.bus.streams.episode_turns import TurnStream
 from tidemill.bus.streams.fenced import PlanLog
 from tidemill.bus.streams.samples import SampleStream
 from tidemill.bus.streams.tasks import Partials, TaskQueue
+from tidemill.bus.streams.trained import TrainedStream
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.subjects import check_run
 
@@ -53,6 +54,7 @@ class Bus:
         self.partials = Partials(self.jet)
         self.turns = TurnStream(self.jet)
         self.plans = PlanLog(self.jet)
+        self.trained = TrainedStream(self.jet)
         self._rows: dict[str, Rows] = {}
 
     @property
@@ -152,7 +154,7 @@ async def current_epoch(bus: Bus) -> int:
 LOOK_EVERY_S = 1.0
 _ANSWER_S = 5.0
 _NAMES = "$JS.API.STREAM.NAMES"
-_TASKS = re.compile(re.escape(subjects.stream("@", subjects.TASKS)).replace("@", f"({RUN_NAME.pattern})"))
+_TASKS = re.compile(re.escape(subjects.stream("@", subjects.TASKS)).replace("@", f"({subjects.RUN_NAME.pattern})"))
 
 
 class SeveralRuns(ValueError):

@@ -130,14 +130,14 @@ class RunLedger:
     def _tasks(self) -> JsonObject:
         waiting, leased = self.backlog or (None, None)
         settled = _under(self.feeder, "settled/") if self.feeder else dict(self.given_up)
-        issued = self.feeder.get("issued") if self.feeder else None
+        issued, unsettled = (self.feeder.get(name) for name in ("issued", "open"))
         if self.accounting is not None:
-            issued = self.accounting.tasks_issued
+            issued, unsettled = self.accounting.tasks_issued, self.accounting.tasks_open
         given_up = {reason: count for reason, count in settled.items() if reason != "trained"}
         return {
             "issued": issued,
             "settled": sum(settled.values()) if self.feeder else self.tasks_settled,
-            "open": self.feeder.get("open") if self.feeder else None,
+            "open": unsettled,
             "waiting": waiting,
             "leased": leased,
             "dead": settled.get("dead", 0),

@@ -36,10 +36,11 @@ async def serve(args: argparse.Namespace, url: str, run: str, draining: asyncio.
         bus = await stack.enter_async_context(connect(url, run, name="dashboard", wait_s=CONNECT_S))
         reader, answers = readers(bus, args)
         stack.push_async_callback(reader.close)
-        access = _access(args, url)
+        access = access_of(args, url)
         samples = SampleAnswers(reader, model_dirs(args))
         compared = ComparedRuns(url, run, args.compare)
-        server = PageServer(reader, answers, samples, access, compared, commands(bus) if args.operator else None)
+        routes = commands(bus) if args.operator else None
+        server = PageServer(reader, answers, samples, access, compared, routes, args.renderers)
         address = await _listening(stack, server, args)
         # With a file, the output may be a log that others read: the token is in the file alone.
         tokens = (access.token, access.operator) if args.url_file is None else ("", "")
@@ -67,7 +68,8 @@ def with_token(address: str, token: str) -> str:
     return f"{address}/?token={token}" if token else f"{address}/"
 
 
-def _access(args: argparse.Namespace, url: str) -> PageAccess:
+def access_of(args: argparse.Namespace, url: str) -> PageAccess:
+    """Return the tokens of a page: those of the environment, or new ones where one is needed."""
     # A bus with users admits no other user of this machine: a page on loopback must not either.
     asked = args.token or args.viewer_token or args.operator
     needs = asked or not is_loopback(args.host) or _has_users(args, url)

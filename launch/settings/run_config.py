@@ -90,6 +90,8 @@ class UpConfig:
     """
     view: Literal["live", "plain", "auto"] = "auto"
     """live | plain | auto (live on a terminal)."""
+    webhook: Literal["auto", "slack", "json"] = "auto"
+    """Form of the notices to the URL of ``TIDEMILL_WEBHOOK`` (docs/operating.md): auto = slack for Slack's hooks."""
     dashboard: bool = True
     """Serve the page of the run on a free port of this machine's loopback address (docs/dashboard.md)."""
     gpu_hour_price: NotNegativeFloat = 0.0
@@ -259,7 +261,7 @@ _SAME_BITS = frozenset(
     {
         *("checkpoint", "colocated", "devices", "nodes", "nodes_wait_s", "insecure_network"),
         *("offload_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
-        *("failing_tasks", "failing_s"),
+        *("failing_tasks", "failing_s", "record"),
     }
 )
 # Settings that came later, with their defaults, at which they are no part of the digest: those of former runs stay.
@@ -267,6 +269,7 @@ _LATER_OF_LEARNER: JsonMapping = {
     "backend": "auto",
     "distributed_optimizer": False,
     "fsdp_replicas": 1,
+    "mtp_loss_scaling_factor": 0.0,
     "num_epochs": 0,
     "first_stage_layers": 0,
     "last_stage_layers": 0,

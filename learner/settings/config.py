@@ -106,6 +106,17 @@ class CriticConfig:
 
 @section
 @dataclass(frozen=True, kw_only=True)
+class RecordConfig:
+    """Values of trained tokens (log-prob, entropy, advantage, weight) that are kept for viewers (docs/looking.md)."""
+
+    trained: Share = 1.0
+    """Share of the groups whose samples are recorded, as far as ``step_bytes`` allow; 0 = none."""
+    step_bytes: Annotated[int, Field(ge=1024, le=4_000_000)] = 524_288
+    """Bytes of a step and data-parallel rank, 16 for each trained token; further samples are left out."""
+
+
+@section
+@dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     """The learner: batch sizes, parallelism, precision, checkpoints."""
 
@@ -169,6 +180,8 @@ class LearnerConfig:
     """Coefficient of the loss that balances the tokens of the experts, of every packed row; 0 = none."""
     moe_bias_update_rate: NotNegativeFloat = 0.0
     """Step of a router's bias per expert (glm4_moe, deepseek_v3) towards idle experts; 0 = it is fixed."""
+    mtp_loss_scaling_factor: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """Weight of the loss of the model's heads for further tokens (MTP), which it trains; 0 = they stay as they are."""
     bridge: str = ""
     """module:Class of a bridge to Megatron for another model family (docs/models.md); empty = by ``model_type``."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -239,6 +252,8 @@ class LearnerConfig:
     """Adapters instead of all weights (docs/lora.md)."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantages, loss and correction for stale data (docs/algorithms.md)."""
+    record: RecordConfig = field(default_factory=RecordConfig)
+    """Values of trained tokens that are recorded for viewers (docs/looking.md)."""
     hooks: HooksConfig = field(default_factory=HooksConfig)
     """Functions of yours within a step (docs/extending.md)."""
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tidemill.bus.wire.trained_values import TrainedStep
 from tidemill.learner.algorithms import diagnostics
 from tidemill.learner.algorithms.aggregation import Denominators, Supervised
 from tidemill.learner.algorithms.choices import RUNNING
@@ -34,16 +35,19 @@ from tidemill.learner.debug import collector
 from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
 from tidemill.learner.debug.report import REPORTED_STEPS
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.config import HooksConfig
+from tidemill.learner.settings.config import HooksConfig, RecordConfig
 from tidemill.learner.settings.step_settings import StepSettings
 from tidemill.learner.trainer.backend import Policy
 from tidemill.learner.trainer.backups import NO_OTHER_MODELS, OtherModels, OtherWeights
+from tidemill.learner.trainer.further import further_loss
 from tidemill.learner.trainer.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
 from tidemill.learner.trainer.optimizer import Optimizer
 from tidemill.learner.trainer.passes import Passes, Scores
 from tidemill.learner.trainer.rows import Row, Step, rows_of, step_of, tensor_of
+from tidemill.learner.trainer.trained_values import ValueRecord
 
 log = logging.getLogger(__name__)
+NO_RECORD = RecordConfig(trained=0.0)
 _BASELINE = "baseline/"  # prefix of the running baselines among the numbers of a checkpoint
 _Terms = tuple[Denominators, Supervised | None]
 """Denominators of the samples of policies, and the term of the demonstrations; None = the step has none."""
@@ -72,10 +76,14 @@ class Trainer:
         turn_gamma: float | None = None,
         collector: Collector | None = None,
         hooks: HooksConfig = NO_HOOKS,
+        mtp_factor: float = 0.0,
+        record: RecordConfig = NO_RECORD,
     ) -> None:
-        """``turn_gamma``: discount of the returns of turns, which have advantages of their own; None = no turns."""
+        """``turn_gamma``: discount of the returns of turns, which have advantages of their own; None = no turns.
+        ``mtp_factor``: of the loss of heads for further tokens; 0 = the policy has none.
+        """
         critic = others.critic
-        self._collector = collector
+        self._collector, self._mtp_factor = collector, mtp_factor
         if collector is not None:
             policy.routing.observe(policy.parallel)
         self._policy, self._optimizer, self._proximal, self._reference = (
@@ -98,6 +106,9 @@ class Trainer:
         """
         self.spans: tuple[tuple[int, int], ...] = ()
         """(tokens before it that it attends to, computed tokens) of each sequence of this rank in the last step."""
+        self.values: TrainedStep | None = None
+        """Recorded values of this rank's tokens in the last step; None = none are."""
+        self._record = ValueRecord(record, policy.parallel)
         self._trained_tokens = 0.0
         self._lag_buckets = diagnostics.num_lag_buckets(max_lag)
         self._set(algorithm, turn_gamma)
@@ -179,6 +190,8 @@ class Trainer:
             if self._critic is not None:
                 targets = [(part, terms[0]) for part, terms in minibatches]
                 taught = self._critic.train(targets, batch, summed=self._passes.summed)
+            if not self._warms_up(batch.step):
+                self._record.begin(batch)
             updates = [
                 self._minibatch(part, step, terms, batch, number) for number, (part, terms) in enumerate(minibatches)
             ]
@@ -186,6 +199,7 @@ class Trainer:
         # The reduced metrics are equal on all ranks, so every rank computes the same next coefficients.
         metrics = self._metrics(updates, step, skipped_N)
         self._adapt(metrics, batch)
+        self.values = self._record.end(batch)
         if self._collector is not None:
             self._collector.end(metrics)
         seconds = time.perf_counter() - began
@@ -195,6 +209,7 @@ class Trainer:
             **_sample_metrics(batch),
             "train/step_seconds": seconds,
             "train/tokens_per_second": batch.num_tokens / seconds,
+            "train/tokens_per_second_per_device": batch.num_tokens / seconds / dist.get_world_size(),
         }
 
     def log_probs(self, batch: StepBatch) -> list[Tensor]:
@@ -378,7 +393,8 @@ class Trainer:
             )
             self._hooks.before_step(moment)
         self._optimizer.zero_grad()
-        loss = partial(self._loss, denominators=denominators, coupled=coupled, supervised=supervised)
+        trained = int(torch.where(step.minibatches_N == number, step.trainable_N, 0).sum())
+        loss = partial(self._loss, denominators=denominators, coupled=coupled, supervised=supervised, trained=trained)
         biases = [(bias, bias.clone()) for bias in self._policy.moving_biases()]
         sums = self._passes.gradients(rows, loss, forward_only=warms_up)
         if warms_up:  # the metrics are those of the policy that stays
@@ -434,6 +450,8 @@ class Trainer:
         taken = torch.tensor([number for number, update in enumerate(updates) if update.norm is not None])
         of_rows = diagnostics.finalize(sums)
         of_rows["train/tokens"] += float(step.trainable_N[skipped_N & torch.isin(step.minibatches_N, taken)].sum())
+        if "mtp" in sums.totals:
+            of_rows["train/mtp_loss"] = float(sums.totals["mtp"] / sums.totals["mtp_tokens"].clamp(min=1))
         return {
             **metrics,
             **of_rows,
@@ -475,7 +493,9 @@ class Trainer:
         denominators: Denominators,
         coupled: Coupled,
         supervised: Supervised | None,
+        trained: int,
     ) -> tuple[Tensor, Sums]:
+        """Return a row's part of the loss and its sums. ``trained``: tokens of the minibatch."""
         log_probs_T, entropy_T, listed_TK = self._passes.read(row, hidden_TH, listed=self._objective.by_listed)
         tokens = self._objective.advised(row.seen, log_probs_T)
         total, loss, divergence_T = self._objective.total(
@@ -492,6 +512,7 @@ class Trainer:
             anchor = str(self._algorithm.anchor)
             self._collector.row(collector.of_policy(tokens, log_probs_T, entropy_T, loss, anchor=anchor))
             self._record_logits(self._collector, row, hidden_TH, tokens)
+        self._record.row(tokens, log_probs_T, entropy_T, loss)
         sums = diagnostics.token_sums(
             tokens,
             log_probs_T=log_probs_T,
@@ -514,6 +535,9 @@ class Trainer:
             totals["teacher_top_kl"] = self._objective.listed_divergence(tokens, listed_TK.detach()).sum().double()
         if self._algorithm.ess_lr:
             totals["ess"] = sequence_weight_sums(log_probs_T, tokens)
+        if self._mtp_factor and torch.is_grad_enabled():  # not while only a critic is trained
+            further, further_sums = further_loss(self._policy, row, hidden_TH, tokens=trained)
+            total, totals = total + self._mtp_factor * further, totals | further_sums
         return total, Sums(totals={**sums.totals, **totals}, maxima=sums.maxima)
 
     def _record_logits(self, record: Collector, row: Row, hidden_TH: Tensor, tokens: Tokens) -> None:

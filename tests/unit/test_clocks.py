@@ -16,6 +16,7 @@ WALL = {
 }
 """Functions, by the module or class on which they are called."""
 READ_FOR = {
+    "launch/run/web_hook.py": "the time in a notice, for a person",
     "actors/actor/loop.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
     "actors/actor/sample_scoring.py": "created_s of a sample, when its reward is there",
     "learner/feed/recorded_responses.py": "created_s of a sample that a row has recorded, as above",
@@ -28,7 +29,7 @@ READ_FOR = {
     "actors/router/token_history.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "actors/serving/builtin/backend.py": "timestamp in the answer to SGLang's /v1/loads, as SGLang gives it",
 }
-ONLOOKERS = ("bus/streams/readers.py", "launch/samples/", "launch/cli/", "launch/page/")
+ONLOOKERS = ("bus/streams/readers.py", "launch/samples/", "launch/cli/", "launch/metrics/", "launch/page/")
 """Modules that show, search and count the server's stamps (its clock alone), for a person; the run does not depend on
 them.
 """

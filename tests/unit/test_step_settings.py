@@ -57,6 +57,7 @@ def test_settings_are_read_back_from_their_record(name: str) -> None:
         ("learner.from_checkpoint", {"from_checkpoint": "/other"}),
         ("learner.moe_aux_loss_coef", {"moe_aux_loss_coef": 0.1}),
         ("learner.routing_replay", {"routing_replay": "old"}),
+        ("learner.mtp_loss_scaling_factor", {"mtp_loss_scaling_factor": 0.1}),
         (
             "learner.algorithm.kl.reference_every",
             {"algorithm": AlgorithmConfig(kl=KLConfig(coef=0.1, reference_every=5))},
@@ -130,6 +131,6 @@ def test_every_setting_of_the_learner_is_one_of_a_step_built_in_or_without_effec
         "prefetch",
         "weights_digest",
     }
-    outside |= {"batch_timeout_s", "failing_tasks", "failing_s"}
+    outside |= {"batch_timeout_s", "failing_tasks", "failing_s", "record"}
     named = known | recorded_in_the_plan | layout | kernels | of_the_run | outside
     assert {field.name for field in dataclasses.fields(LearnerConfig)} - named == set()
