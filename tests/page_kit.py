@@ -26,6 +26,8 @@ from tidemill.weightstore.store.registry import VersionRegistry
 
 LIMIT_S = 120.0
 VIEWER, OPERATOR = "v" * 16, "o" * 16
+HOSTILE = "<script>x()</script><img src=y onerror=x()>{{7*7}}\x1b]0;t\x07\u202eevil\u2028\u200b\x00 \U0001f600 ok"
+SHOWN = r"<script>x()</script><img src=y onerror=x()>{{7*7}}\x1b]0;t\x07\u202eevil\u2028\u200b\x00"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +170,8 @@ class Run:
     async def settle(self, task: int, seqs: list[int], reason: str) -> None:
         tasks, settled = np.array([task], np.int64), np.array(seqs, np.int64)
         await self.bus.plans.append(Settle(epoch=1, reason=reason, tasks=tasks, seqs=settled, step=1))
+
+
+def routes_of(page: Page) -> list[str]:
+    """Return the routes of a page, as METHOD /path."""
+    return sorted(page.server.listener.rules)

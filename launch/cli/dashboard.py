@@ -22,6 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token", action="store_true", help=f"ask for a token on loopback, too ({TOKEN_VARIABLE})")
     parser.add_argument("--operator", action="store_true", help=f"also scale and decide ({OPERATOR_VARIABLE})")
     parser.add_argument("--compare", action="append", default=[], type=Path, metavar="DIR", help="an ended run")
+    parser.add_argument("--renderers", type=Path, metavar="DIR", help="modules ENVIRONMENT.js that draw samples")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write one HTML file, and end")
     parser.add_argument("--url-file", type=Path, metavar="FILE", help="also write its address to this file")
 
@@ -34,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
         return look(args, export)
     from tidemill.launch.page.serve import serve
 
+    if args.renderers is not None and not args.renderers.is_dir():
+        raise ValueError(f"--renderers: want a directory of modules ENVIRONMENT.js, got {args.renderers}")
     args.viewer_token, args.operator_token = _token(TOKEN_VARIABLE), _token(OPERATOR_VARIABLE)
     user = OPERATOR if args.operator else VIEWER
     return read_until_drained(args, partial(serve, args), name=args.command, user=user)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from tidemill.actors.engines.address_checks import unreachable
 from tidemill.bus.wire.json_object import JsonObject
+from tidemill.launch.metrics import dictionary
 from tidemill.launch.page.columns import BUCKETS, MetricColumns, rounded
 from tidemill.launch.page.lanes import Lane
 from tidemill.launch.page.reader import UNANSWERED_S, RunReader
@@ -280,8 +281,8 @@ class RunAnswers:
         """Return the shares of the trained tokens by lag, a row for each bucket of steps."""
         columns = self._reader.metrics
         prefix = "offpolicy/lag_share/"
-        found = [name.removeprefix(prefix) for name in columns.names if name.startswith(prefix)]
-        lags = sorted(found, key=lambda lag: (not lag.isdigit(), int(lag) if lag.isdigit() else 0))
+        names = [name.removeprefix(prefix) for name in columns.names if name.startswith(prefix)]
+        lags = sorted(names, key=lambda lag: (not lag.isdigit(), int(lag) if lag.isdigit() else 0))
         first, last = max(first, columns.first), min(last or columns.last, columns.last)
         if not columns.first or last < first:
             return {"steps": [], "lags": lags, "shares": []}
@@ -348,15 +349,21 @@ def group_of(name: str) -> str:
 
 
 def healthy_range(name: str) -> tuple[float | None, float | None]:
-    """Return the bounds within which no alarm warns of a metric; None = no bound."""
+    """Return the healthy range of a metric by the dictionary, else by the alarms; None = no bound."""
+    metric = dictionary.described(name)
+    if metric is not None and (metric.low, metric.high) != (None, None):
+        return metric.low, metric.high
     lows = [row.warn for row in THRESHOLDS.values() if row.metric == name and row.below]
     highs = [row.warn for row in THRESHOLDS.values() if row.metric == name and not row.below]
     return max(lows, default=None), min(highs, default=None)
 
 
 def described(name: str) -> JsonObject:
-    """Return meaning, unit and source of a metric."""
-    return {"meaning": "", "unit": "", "source": ""}
+    """Return meaning, unit, healthy range in words and source of a metric, empty for one that is in no table."""
+    metric = dictionary.described(name)
+    names = ("meaning", "unit", "source")
+    texts = {field: "" if metric is None else getattr(metric, field) for field in names}
+    return texts | {"healthy_words": "" if metric is None else metric.healthy}
 
 
 def _process(lane: Lane, note: Sequence[str]) -> JsonObject:

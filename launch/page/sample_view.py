@@ -9,6 +9,7 @@ import numpy as np
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Sample
+from tidemill.bus.wire.trained_values import TrainedValues
 from tidemill.launch.page.columns import rounded
 from tidemill.launch.page.texts import cut, made_safe, safe
 from tidemill.launch.samples.filters import Headline
@@ -30,6 +31,8 @@ class SampleView:
     line: Headline
     sample: Sample | WireError
     vocabulary: Vocabulary
+    trained: TrainedValues | None = None
+    """Values of its trained tokens; None = not trained, or not recorded."""
 
     def as_map(self) -> JsonObject:
         """Return everything but the outcome and the group."""
@@ -110,8 +113,25 @@ class SampleView:
             "version": _versions(sample, len(ids))[start:end].tolist(),
             "mask": mask,
             "sequence": sequences[start:end].tolist(),
-            **dict.fromkeys(("train_logprob", "advantage", "weight", "entropy"), ()),
+            **self._trained(start, end),
         }
+
+    def _trained(self, start: int, end: int) -> dict[str, list[float | None]]:
+        """Return the columns of trained tokens: null where one was not trained, empty without a record."""
+        if self.trained is None:
+            return {name: [] for name in ("train_logprob", "advantage", "weight", "entropy")}
+        values = self.trained
+        chosen = (values.places >= start) & (values.places < end)
+        places = values.places[chosen] - start
+        arrays = {"train_logprob": values.log_probs, "advantage": values.advantages}
+        arrays |= {"weight": values.weights, "entropy": values.entropies}
+        columns: dict[str, list[float | None]] = {}
+        for name, array in arrays.items():
+            column: list[float | None] = [None] * max(0, end - start)
+            for place, value in zip(places.tolist(), array[chosen].tolist(), strict=True):
+                column[place] = rounded(value)
+            columns[name] = column
+        return columns
 
     def _decoded(self) -> Sample:
         if isinstance(self.sample, WireError):

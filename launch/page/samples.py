@@ -16,6 +16,7 @@ from tidemill.bus.errors import BusError, NotFound, WireError
 from tidemill.bus.streams.readers import StoredSample
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Sample, Task
+from tidemill.bus.wire.trained_values import TrainedValues
 from tidemill.launch.page.held import Disposition
 from tidemill.launch.page.reader import RunReader
 from tidemill.launch.page.sample_view import SampleView
@@ -48,7 +49,7 @@ class PageFilter:
         for name, value in _words(line):
             values[name].append(value)
             self.words.append({"name": name, "value": safe(value)})
-        newest = {name: found[-1] if found else "" for name, found in values.items()}
+        newest = {name: texts[-1] if texts else "" for name, texts in values.items()}
         self.text, self.fate = newest["text"].casefold(), newest["fate"].casefold()
         self.version = int(newest["version"]) if newest["version"].isdecimal() else None
         if newest["version"] and self.version is None:
@@ -283,21 +284,28 @@ class SampleAnswers:
         line = headline(Message(seq, stored.subject, stored.headers, b"", stored.stored_s))
         if isinstance(sample, Sample):
             line = headline_of(seq, stored.stored_s, stored.subject, sample)
-        return SampleView(await self._lags.of(line), sample, await self._pieces())
+        return SampleView(await self._lags.of(line), sample, await self._pieces(), await self._trained(seq))
+
+    async def _trained(self, seq: int) -> TrainedValues | None:
+        """Return the recorded values of a trained sample, if its step is known here."""
+        disposition = self._reader.held.disposition(seq)
+        if disposition is None or not disposition.step:
+            return None
+        return await self._reader.bus.trained.of_sample(disposition.step, seq)
 
     async def sample(self, query: dict[str, str]) -> JsonObject:
         """Return one sample with its outcome and its group. Raises ValueError, NotFound."""
         seq = await self._named(query)
         view = await self.view(seq)
-        disposition = self._reader.held.disposition(seq)
-        members = [] if view.line.task is None else await self.members(view.line.task)
-        answer = {**row_of(view.line, disposition), **view.as_map()}
-        answer["group_members"] = [row_of(line, self._reader.held.disposition(line.seq)) for line in members]
+        outcome: JsonObject = {"state": "invalid", "words": "invalid: it cannot be read"}
         if isinstance(view.sample, Sample):
-            fate = await history_of(self._reader.bus, seq, view.sample)
-            answer["fate"] = made_safe({**fate.as_map(), "words": str(fate)})
-        else:
-            answer["fate"] = {"state": "invalid", "words": "invalid: it cannot be read"}
+            history = await history_of(self._reader.bus, seq, view.sample)
+            outcome = made_safe({**history.as_map(), "words": str(history)})
+            if view.trained is None and history.step:
+                view = replace(view, trained=await self._reader.bus.trained.of_sample(history.step, seq))
+        members = [] if view.line.task is None else await self.members(view.line.task)
+        answer = {**row_of(view.line, self._reader.held.disposition(seq)), **view.as_map(), "fate": outcome}
+        answer["group_members"] = [row_of(line, self._reader.held.disposition(line.seq)) for line in members]
         return answer
 
     async def _named(self, query: dict[str, str]) -> int:

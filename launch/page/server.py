@@ -35,6 +35,7 @@ from tidemill.launch.page.texts import safe, to_json
 log = logging.getLogger(__name__)
 
 STATIC = Path(__file__).with_name("static")
+RENDERER = "renderer-"  # Beginning of the names of users' modules, of which none of the page's own has it
 MAX_NAMES = 64  # Metrics in one request
 MAX_BODY_BYTES = 4 << 20
 LOADING_S = 1.0  # Longest wait of the first answers for the records that are read at the start
@@ -53,8 +54,10 @@ class PageServer:
         access: PageAccess,
         compared: ComparedRuns,
         commands: Mapping[str, Route] | None = None,
+        renderers: Path | None = None,
     ) -> None:
-        """``commands``: routes of an operator."""
+        """``commands``: routes of an operator. ``renderers``: directory of modules that draw samples."""
+        self._renderers = renderers
         self._reader, self._answers, self._samples, self._compared = reader, answers, samples, compared
         self.feed = Feed(reader, answers)
         self.listener = Listener(
@@ -78,7 +81,7 @@ class PageServer:
             ),
             "histogram": self._of(lambda query: self._samples.histogram(query.get("filter", ""))),
             "samples": self._list,
-            "sample": lambda request: self._samples.sample(dict(request.query)),
+            "sample": self._sample,
             "text": self._text,
             "tokens": self._tokens,
             "group": lambda request: self._samples.group(_number(request.query, "task", None)),
@@ -94,7 +97,7 @@ class PageServer:
         return {
             "GET /": Route.request(_file_answer("index.html")),
             "GET /favicon.ico": Route.request(_file_answer("icon.svg")),
-            "GET /static/{name}": Route.request(_static),
+            "GET /static/{name}": Route.request(self._static),
             "GET /events": Route.request(self._events),
             **routes,
         }
@@ -147,6 +150,20 @@ class PageServer:
         count = _number(query, "n", PAGE, 1, MAX_PAGE)
         return await self._samples.page(query.get("filter", ""), before, count, texts=bool(query.get("texts")))
 
+    async def _sample(self, request: web.Request) -> JsonObject:
+        sample = await self._samples.sample(dict(request.query))
+        name = sample.get("environment")
+        return sample | {"renderer": name if self._renderer(f"{RENDERER}{name}.js") else None}
+
+    def _renderer(self, name: str) -> Path | None:
+        """Return the module with this name; only names that are in the directory exist."""
+        files = () if self._renderers is None else self._renderers.glob("*.js")
+        return next((file for file in files if f"{RENDERER}{file.name}" == name), None)
+
+    async def _static(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        return await _file(name, self._renderer(name))
+
     async def _text(self, request: web.Request) -> JsonObject:
         view = await self._samples.view(_number(request.query, "seq", None))
         return view.text(request.query.get("field", ""), _number(request.query, "from", 0))
@@ -191,10 +208,6 @@ async def _translated(request: web.Request, handler: Handler) -> web.StreamRespo
         return error_answer(503, safe(f"the bus does not answer: {error}"))
 
 
-async def _static(request: web.Request) -> web.StreamResponse:
-    return await _file(request.match_info["name"])
-
-
 def _file_answer(name: str) -> Handler:
     async def handler(request: web.Request) -> web.StreamResponse:
         return await _file(name)
@@ -202,9 +215,9 @@ def _file_answer(name: str) -> Handler:
     return handler
 
 
-async def _file(name: str) -> web.StreamResponse:
-    """Return a file of the page; only names that are in its folder exist."""
-    if name not in {file.name for file in STATIC.glob("*")}:
+async def _file(name: str, renderer: Path | None = None) -> web.StreamResponse:
+    """Return a file of the page; only names that are in its folder exist. ``renderer``: a user's file of this name."""
+    if renderer is None and name not in {file.name for file in STATIC.glob("*")}:
         raise web.HTTPNotFound(text=f"no such file: {safe(name)[:80]}")
     suffix = Path(name).suffix
     kind = "text/html" if name == "index.html" else _TYPES.get(suffix)
@@ -212,7 +225,9 @@ async def _file(name: str) -> web.StreamResponse:
         raise web.HTTPNotFound(text=f"no such file: {safe(name)[:80]}")
     charset = None if suffix == ".png" else "utf-8"
     headers = {"Cache-Control": "no-cache"}
-    return web.Response(body=(STATIC / name).read_bytes(), content_type=kind, charset=charset, headers=headers)
+    return web.Response(
+        body=(renderer or STATIC / name).read_bytes(), content_type=kind, charset=charset, headers=headers
+    )
 
 
 def _number(query: Mapping[str, str], name: str, default: int | None, low: int = 0, high: int = 1 << 62) -> int:

@@ -53,7 +53,7 @@ class Reader:
         page.on("request", self._check_host)
 
     def _note_message(self, message: Any) -> None:
-        if message.type in ("error", "warning"):
+        if message.type == "error":
             self._note(message.text)
 
     def _note(self, text: str) -> None:

@@ -21,6 +21,12 @@ DRAWN = """[...document.querySelectorAll('main canvas')].filter(canvas => canvas
 STEPS_OF = """name => document.querySelector(`section[aria-label="${name}"] canvas`)
   ?.chart.lines[0].points.map(point => point[0])"""
 TEN_MB = 10_000_000
+RENDERER = """export async function render(sample, host, el) {
+  const elsewhere = `http://localhost:${location.port}/api/run`;
+  const refused = await fetch(elsewhere, { mode: "no-cors" }).then(() => "sent", () => "refused");
+  host.append(el("b.board", {}, `board of ${sample.reward}, request ${refused}`));
+}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +153,21 @@ def test_keyboard_filter_and_quoted_tokens(address: str, browser: Any) -> None:
         assert page.input_value("input[type=search]") == "reward=0 task=2"
         reader.show("sample=1&t=1-2")
         assert page.evaluate("document.querySelectorAll('.tokens .quoted').length") == 2
+
+
+def test_a_renderer_of_an_environment(live: LiveRun, browser: Any, tmp_path: Path) -> None:
+    """It draws its samples, and the page's policy holds for it, too."""
+    (tmp_path / "board.js").write_text(RENDERER)
+    seq = live.publish(7_000, 0, metadata={"environment": "board"})
+    with dashboard(live, "--renderers", str(tmp_path)) as served, reading(browser, served) as reader:
+        reader.expected = re.compile("Content Security Policy")
+        reader.show(f"sample={seq}")
+        reader.wait("() => document.querySelector('.own .board')?.textContent === 'board of 0, request refused'")
+        reader.show("sample=1")
+        assert reader.page.query_selector(".own") is None
+    words = ("dashboard", "--bus", live.server.url, "--run", RUN, "--renderers", str(tmp_path / "none"))
+    refused = run_tidemill(*words)
+    assert refused.returncode == 2 and "--renderers: want a directory" in refused.output
 
 
 def test_a_filter_that_cannot_be_read_is_explained(address: str, browser: Any) -> None:

@@ -4,6 +4,7 @@ import { visible } from "./format.js";
 import { el, table } from "./dom.js";
 
 const LARGEST_STEP = 10; // places that an arrow moves with Shift
+const FRAME_MS = 8; // of the 16 of a frame
 const WORDS_EVERY_MS = 5_000; // the hidden table is written this often at most
 
 const colours = new Map();
@@ -28,10 +29,31 @@ export function redrawAll() {
   for (const chart of charts) chart.redraw();
 }
 
+/** Draw what waits until the frame's share is used up; the rest in the next frame. */
 function drawWaiting() {
-  const batch = [...waiting];
-  waiting.clear();
-  for (const chart of batch) chart.drawNow();
+  const ends = performance.now() + FRAME_MS;
+  for (const chart of waiting) {
+    waiting.delete(chart);
+    chart.drawNow();
+    if (performance.now() > ends) break;
+  }
+  if (waiting.size) requestAnimationFrame(drawWaiting);
+}
+
+let sight = null;
+
+/** Watch a canvas: what is scrolled far out of sight waits until it comes near. */
+function watchSight(canvas) {
+  sight ??= new IntersectionObserver(
+    (entries) => {
+      for (const { target, isIntersecting } of entries) {
+        target.chart.hidden = !isIntersecting;
+        if (isIntersecting) target.chart.redraw();
+      }
+    },
+    { rootMargin: "100%" },
+  );
+  sight.observe(canvas);
 }
 
 /** Base of the charts: they `draw`, and may have `words`, `hover(x, y)`, `pick(x, y)` and `move(dx, dy)`. */
@@ -45,6 +67,7 @@ export class Chart {
     host.append(this.canvas);
     if (says) host.append((this.readout = el("p.readout", { "aria-live": "polite" })));
     this.canvas.chart = this; // for the console
+    watchSight(this.canvas);
     this.context = this.canvas.getContext("2d");
     this.observer = new ResizeObserver(() => this.redraw());
     this.observer.observe(host);
@@ -73,6 +96,7 @@ export class Chart {
   }
 
   redraw() {
+    if (this.hidden) return;
     if (!waiting.size) requestAnimationFrame(drawWaiting);
     waiting.add(this);
   }
@@ -109,8 +133,42 @@ export class Chart {
 
   close() {
     this.observer.disconnect();
+    sight.unobserve(this.canvas);
     charts.delete(this);
     this.left?.();
+  }
+}
+
+/** A chart made of places that can be pointed at and chosen: `areas` of `[x, y, width, height, thing]`. */
+export class PlacesChart extends Chart {
+  areas = [];
+  place = -1;
+
+  /** Note a place while drawing, with its outline where it is pointed at. */
+  note(g, x, y, width, height, thing) {
+    if (this.areas.length === this.place) {
+      g.strokeStyle = ink("ink");
+      g.strokeRect(x + 0.5, y + 0.5, Math.max(3, width - 1), height - 1);
+    }
+    this.areas.push([x, y, width, height, thing]);
+  }
+
+  point(place) {
+    this.place = place;
+    if (this.readout) this.say(this.areas[place] ? this.describe(this.areas[place][4]) : "");
+    this.redraw();
+  }
+
+  hover(x, y) {
+    this.point(x == null ? -1 : this.areas.findIndex(([l, t, w, h]) => x >= l && x <= l + w && y >= t && y < t + h));
+  }
+
+  move(dx, dy) {
+    this.point(Math.max(0, Math.min(this.areas.length - 1, this.place + (dx || dy))));
+  }
+
+  pick() {
+    if (this.areas[this.place]) this.onPick(this.areas[this.place][4]);
   }
 }
 

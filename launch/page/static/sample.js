@@ -169,9 +169,8 @@ function turn(source, seq, message, folded) {
 
 function conversation(source, sample) {
   const messages = [...(sample.messages ?? [])];
-  if (sample.response && !messages.some((message) => message.role === "response")) {
-    messages.push({ role: "response", ...sample.response });
-  }
+  // A transcript has the response as its last turn.
+  if (sample.response && !sample.turns?.length) messages.push({ role: "response", ...sample.response });
   const lastUser = messages.findLastIndex((message) => ["user", "prompt"].includes(message.role));
   const turns = messages.map((message, place) =>
     turn(source, sample.seq, message, message.role === "system" || (messages.length > 6 && place < lastUser - 4)),
@@ -197,10 +196,10 @@ function conversation(source, sample) {
 async function ownRendering(sample) {
   const host = el("div.own");
   try {
-    const renderer = await import(new URL(sample.renderer.module, location.href).href);
+    const renderer = await import(`/static/renderer-${encodeURIComponent(sample.renderer)}.js`);
     await renderer.render(sample, host, el);
   } catch (problem) {
-    host.replaceChildren(el("p.badly", {}, `renderer ${sample.renderer.name}: ${problem.message}`));
+    host.replaceChildren(el("p.badly", {}, `renderer ${sample.renderer}: ${problem.message}`));
   }
   return host;
 }

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tidemill.learner.backends.megatron.bridges.local_layers import EXPERTS
 from tidemill.learner.backends.megatron.layers.lora import is_adapter
 from tidemill.learner.backends.megatron.model import MegatronPolicy
 from tidemill.learner.backends.megatron.optimizer_pieces import MOMENTUM, OptimizerPiece, buffers_of, mains_of
@@ -90,6 +91,8 @@ class Muon:
     def _update_of(self, parameter: Tensor, values: Tensor) -> Tensor:
         """Return this rank's part of the update; collective over the tensor-parallel ranks."""
         name, ranks = self._names[parameter], self._policy.parallel
+        if EXPERTS in name:  # whole on this rank, with gate and up as one matrix, as transformers has them
+            return orthogonal(values)
         if not is_adapter(name):
             update: Tensor = self._policy.bridge.update_matrices(name, parameter, values, orthogonal)
             return update

@@ -408,10 +408,6 @@ class Experts(LocalLayers):
     def _split(self, name: str) -> tuple[int, int]:
         return (1, 0) if EXPERTS in name else super()._split(name)
 
-    def update_matrices(self, name: str, weight: Tensor, part: Tensor, update: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return a tensor behind ``update`` of its matrices; gate and up of an expert, which is whole here, are one."""
-        return update(part) if EXPERTS in name else super().update_matrices(name, weight, part, update)
-
     def _gathered(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
         if EXPERTS not in name:
             yield from super()._gathered(name, weight)
