@@ -332,6 +332,7 @@ class Rank:
             | self._watched(batch, trained)
             | self._clock.metrics()
             | self._meter.metrics(batch.step, self._trainer.spans, trained["train/step_seconds"])
+            | {"train/tokens_per_second_per_device": trained["train/tokens_per_second"] / dist.get_world_size()}
         )
         note_step(self._places.progress)
         self.pushes.step = batch.step

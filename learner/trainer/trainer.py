@@ -209,7 +209,6 @@ class Trainer:
             **_sample_metrics(batch),
             "train/step_seconds": seconds,
             "train/tokens_per_second": batch.num_tokens / seconds,
-            "train/tokens_per_second_per_device": batch.num_tokens / seconds / dist.get_world_size(),
         }
 
     def log_probs(self, batch: StepBatch) -> list[Tensor]:
