@@ -22,8 +22,7 @@ from tidemill.learner.filters import contract_of
 from tidemill.learner.prompts.rows import PromptRow
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from tidemill.rewards.group import GROUP
-from tidemill.rewards.part_settings import BY_ROLLOUT
-from tidemill.rewards.port import RewardRequest, Scorer
+from tidemill.rewards.port import BY_ROLLOUT, RewardRequest, Scorer
 from tidemill.rewards.registry import ASKING, COMPARING, SANDBOXED, SEVERAL, TABLE, bind, load
 from tidemill.rewards.scorers import opened
 

@@ -10,7 +10,7 @@ from tidemill.learner.algorithms.alarms import refuse_unknown
 from tidemill.learner.buffer.rules import refuse_rare_pushes, refuse_sampling
 from tidemill.learner.data import DataConfig
 from tidemill.learner.settings.checkpoint_store import masked
-from tidemill.rewards.part_settings import BY_ROLLOUT
+from tidemill.rewards.port import BY_ROLLOUT
 
 if TYPE_CHECKING:
     from tidemill.launch.settings.run_config import RunConfig

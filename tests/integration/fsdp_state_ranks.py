@@ -99,6 +99,7 @@ OFTEN = (
     "experts, given",
     "bfloat16",
     "olmo3",
+    "heads for further tokens",
 )
 """One of each kind: the others are tried by ``make test-all``."""
 TRIED = {name: kind for name, kind in KINDS.items() if THOROUGH or name in OFTEN}
