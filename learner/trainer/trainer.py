@@ -176,7 +176,9 @@ class Trainer:
         skipped_N = self._without_gradient(step, advantages if batch.step > REPORTED_STEPS else None)
         shared = not self._obstacle and any_common(batch.micro_batches)
         batch, counts = self._repacked(batch, skipped_N, shared=shared)
-        rows = rows_of(batch, self._policy.parallel, self._policy.routing, shared=shared)
+        # Most of a step are the log-probs over the vocabulary, and prompts need none.
+        trained_only = bool(self._policy.obstacle) and self._collector is None and self._policy.parallel.cp_size == 1
+        rows = rows_of(batch, self._policy.parallel, self._policy.routing, shared=shared, trained_only=trained_only)
         self.spans = tuple(span for row in rows for span in row.packed.spans)
         with self._policy.ready():
             if self._collector is not None:
