@@ -34,7 +34,7 @@ from tidemill.actors.serving.builtin.weight_set import WeightSet
 from tidemill.actors.serving.builtin.weights import load_from_bucket, load_from_directory
 from tidemill.weightstore.format.manifest import Bucket, spec_of
 
-NEAR = 1e-5
+NEAR = 2e-5
 VOCABULARY = 512
 EVERY = [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
@@ -44,9 +44,14 @@ def opened(directory: Path, **settings: Any) -> OpenedModel:
 
 
 def requests(lengths: Items[int], new_tokens: Items[int]) -> list[Sequence]:
-    random, model = np.random.default_rng(5), Model(eos_ids=frozenset(), max_context=512, text=None)
+    random = np.random.default_rng(5)
     prompts = [random.integers(3, VOCABULARY, length).astype(np.int32) for length in lengths]
     prompts[-1] = prompts[0]  # the last one has the first one's prompt
+    return sequences_of(prompts, new_tokens)
+
+
+def sequences_of(prompts: Items[np.ndarray], new_tokens: Items[int]) -> list[Sequence]:
+    model = Model(eos_ids=frozenset(), max_context=512, text=None)
     return [
         Sequence(
             ResponseRequest(
@@ -101,6 +106,28 @@ def test_rows_join_and_leave_at_any_token_each_at_its_own_position(name: str, tm
     assert batch.counters.preemptions > 0 and batch.pool.available == batch.pool.num_blocks == 10
     reference = family_model(name)
     for sequence in sequences:
+        check(sequence, reference)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_later_prompt_begins_with_known_blocks(name: str, tmp_path: Path) -> None:
+    """The next turn of an episode continues its blocks, and another prompt with the same beginning shares them; where
+    a family has states, both are computed whole.
+    """
+    model = opened(write_family(tmp_path, name))
+    batch, reference = Batch(model.runner, max_running=4, share_prefix=True, version=0), family_model(name)
+    (first,) = requests((45,), (20,))
+    batch.waiting.append(first)
+    finish(batch)
+    whole, known = first.context(), (len(first.context()) - 1) // BLOCK * BLOCK
+    prompts = [np.concatenate([whole, whole[:7]]), np.concatenate([whole[: 2 * BLOCK], whole[:3]]), whole[5:11]]
+    later = sequences_of(prompts, (9, 9, 9))
+    batch.waiting.extend(later)
+    before = batch.counters.prefill_tokens
+    finish(batch)
+    shared = known + 2 * BLOCK if model.runner.finds_prefixes else 0
+    assert batch.counters.prefill_tokens - before == sum(map(len, prompts)) - shared
+    for sequence in (first, *later):
         check(sequence, reference)
 
 
