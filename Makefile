@@ -164,11 +164,16 @@ test-env: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
 
 IN_ENVIRONMENTS := --openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python --gyms-python $(GYMS)/bin/python
 
-# What `.ci/run` runs after `make test`: test-chaos, test-net, test-gpu-logic and test-env in one run, whose workers start once, and in which
-# tests that wait are beside tests that compute.
+# What `.ci/run` runs after `make test`: test-chaos, test-net, test-browser, test-gpu-logic and test-env in one run, whose workers start once,
+# and in which tests that wait are beside tests that compute.
 test-more: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
-	$(BIN)/python -m pytest -m "not slow" $(ON_MACHINES) tests/chaos tests/gpu --gpu-device cpu tests/env $(IN_ENVIRONMENTS) \
+	$(BIN)/python -m pytest -m "not slow" $(ON_MACHINES) tests/chaos tests/page tests/gpu --gpu-device cpu tests/env $(IN_ENVIRONMENTS) \
 		-n 6 --dist loadfile --no-loadscope-reorder
+
+# The dashboard in Debian's Chromium (`make programs`), part of `make test-more`.
+.PHONY: test-browser
+test-browser: setup
+	$(BIN)/python -m pytest tests/page
 
 # All of those environments and SGLang's: installed beside other work, which `.ci/run` does.
 environments: $(SGLANG)/.ready $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready

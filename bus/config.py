@@ -42,6 +42,8 @@ class BusConfig:
     """Bound of the stream SAMPLES; publishers wait when it is full."""
     turns_max_bytes: Positive = 1_000_000_000
     """Bound of the stream TURNS, which runs with rollouts have; when it is full, episodes go on without a log."""
+    trained_max_bytes: Positive = 256_000_000
+    """Bound of the stream TRAINED, which loses its oldest values of trained tokens (``learner.record``) beyond it."""
     history_samples: NotNegative = 100_000
     """Messages kept behind the oldest kept checkpoint, for tails and replays."""
     duplicate_window_s: PositiveFloat = 600.0

@@ -25,6 +25,13 @@ class ConfigRefused(DetailedError, LearnerError, ValueError):
     template = "{field}: want {want}, got {got!r}"
 
 
+class FirstRankFailed(DetailedError, LearnerError, RuntimeError):
+    """Rank 0, which reads a model for all ranks, has failed; its log has the traceback."""
+
+    reason: str
+    template = "rank 0 could not read the model: {reason}"
+
+
 class PromptError(DetailedError, LearnerError, ValueError):
     """A prompt file, or one of its rows, cannot be used."""
 

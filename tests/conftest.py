@@ -35,6 +35,8 @@ start.
 
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 """No test asks the real hub, a name of which a path that does not exist may look like. ``tests.hub_kit`` serves one."""
+# The page of each run that a test starts would take a second of processor time; the tests of the page ask for it.
+os.environ["TIDEMILL_UP__DASHBOARD"] = "false"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # else the library asks this address for names of coding agents first
 
 settings.register_profile(

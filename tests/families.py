@@ -244,18 +244,19 @@ attention, states, convolutions, chunks.
 """
 
 
-def config_of(name: str) -> Any:
-    """Return the configuration of a family at a tiny size."""
+def config_of(name: str, **sizes: int) -> Any:
+    """Return the configuration of a family at a tiny size, but for ``sizes``."""
     kind, settings = {**OTHERS, **FAMILIES}[name]
-    present = {key: value for key, value in {**_DENSE, **settings}.items() if value is not None or key == "q_lora_rank"}
+    both = {**_DENSE, **settings, **sizes}
+    present = {key: value for key, value in both.items() if value is not None or key == "q_lora_rank"}
     return AutoConfig.for_model(kind, **present)
 
 
-def family_model(name: str, *, seed: int = 0) -> Any:
+def family_model(name: str, *, seed: int = 0, **sizes: int) -> Any:
     """Return a random model of a family in float32, without dropout, ready to be evaluated."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = build(without_noise(config_of(name)), packed=False).model
+        model = build(without_noise(config_of(name, **sizes)), packed=False).model
         randomize(model)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -263,9 +264,13 @@ def family_model(name: str, *, seed: int = 0) -> Any:
     return model.eval()
 
 
-def write_family(directory: Path, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """Write a random model of a family in the names of its released files. Returns its directory."""
-    family_model(name, seed=seed).to(dtype).save_pretrained(directory)
+def write_family(
+    directory: Path, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: int
+) -> Path:
+    """Write a random model of a family, tiny but for ``sizes``, in the names of its released files. Returns its
+    directory.
+    """
+    family_model(name, seed=seed, **sizes).to(dtype).save_pretrained(directory)
     return directory
 
 

@@ -62,6 +62,8 @@ class World:
     """Number of training tasks after which the actors take no more; each may take one beyond it. None = no limit."""
     taken: set[int] = field(default_factory=set)
     """The tasks that they have taken."""
+    metrics: Callable[[int], dict[str, float]] = lambda step: {"loss": 1.0 / step}
+    """Metrics that rank 0 reports of a step."""
 
     def prompts(self) -> PromptFile:
         path = self.root.parent / "prompts.jsonl"
@@ -188,7 +190,7 @@ class World:
                     return start
                 if rank != 0:
                     continue
-                client.done(step, {"loss": 1.0 / step}, f"weights {step}")
+                client.done(step, self.metrics(step), f"weights {step}")
                 if stop("done", step):
                     return start
                 if batch.state:

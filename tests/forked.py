@@ -10,6 +10,7 @@ import os
 import runpy
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -138,6 +139,16 @@ def piped(main: Callable[..., Any], *arguments: Any) -> Iterator[tuple[Connectio
 
 def _with_pipe(main: Callable[..., Any], arguments: tuple[Any, ...], descriptor: int) -> None:
     main(*arguments, Connection(descriptor))
+
+
+def completed(command: Sequence[str], **_: Any) -> "subprocess.CompletedProcess[str]":
+    """Fork ``python -m MODULE WORDS`` in the place of ``subprocess.run``, with text in its pipes, and wait for it."""
+    python, option, module, *words = command
+    assert (python, option) == (sys.executable, "-m")
+    with tempfile.TemporaryDirectory(prefix="tidemill-forked-") as directory:
+        output, errors = Path(directory) / "output", Path(directory) / "errors"
+        code = Forked.module(module, words, output, errors=errors).wait()
+        return subprocess.CompletedProcess(command, code, output.read_text(), errors.read_text())
 
 
 class _Process:

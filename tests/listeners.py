@@ -27,9 +27,20 @@ from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.sglang.arguments import release_of
 from tidemill.actors.serving.sglang.engine import SglangEngine
 from tidemill.bus.client.addresses import HERE, Reach
+from tidemill.bus.config import BusConfig
 from tidemill.bus.http.access import Access, RunAccess, TokenAccess
 from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import Keys, RunKeys
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.launch.metrics.prometheus import RunState, listener_of
+from tidemill.launch.page.access import PageAccess
+from tidemill.launch.page.answers import RunAnswers
+from tidemill.launch.page.commands import commands
+from tidemill.launch.page.compared import ComparedRuns
+from tidemill.launch.page.reader import RunReader
+from tidemill.launch.page.samples import SampleAnswers
+from tidemill.launch.page.server import PageServer
 from tidemill.learner.checkpoints.node_copies import CheckpointServer
 from tidemill.rewards.registry import load
 from tidemill.weightstore.config import WeightsConfig
@@ -220,6 +231,57 @@ async def checkpoints(model_dir: Path) -> AsyncIterator[Place]:
         await listener.close()
 
 
+@asynccontextmanager
+async def _page(access: PageAccess, request: str, *, operator: bool) -> AsyncIterator[Place]:
+    with tempfile.TemporaryDirectory() as directory, EmbeddedServer(Path(directory), BusConfig(port=-1)) as server:
+        async with connect(server.url, "listeners", name="page") as bus:
+            await bus.create_layout()
+            reader = RunReader(bus, held=64)
+            reader.loaded.set()
+            compared = ComparedRuns(server.url, "listeners")
+            routes = commands(bus) if operator else None
+            page = PageServer(reader, RunAnswers(reader), SampleAnswers(reader), access, compared, routes)
+            async with page.serving("127.0.0.1", 0) as url:
+                cookie = f"{access.cookie_name}={access.cookie('operator' if operator else 'viewer')}"
+                headers = {"Cookie": cookie, "Origin": "http://h"}
+                yield Place(listener=page.listener, url=url, request=request, headers=headers)
+
+
+@asynccontextmanager
+async def page(model_dir: Path) -> AsyncIterator[Place]:
+    async with _page(PageAccess("v" * 16, "", ["h"]), "GET /api/run", operator=False) as place:
+        yield place
+
+
+@asynccontextmanager
+async def operators_page(model_dir: Path) -> AsyncIterator[Place]:
+    async with _page(PageAccess("v" * 16, "o" * 16, ["h"]), "POST /do/scale", operator=True) as place:
+        yield place
+
+
+@asynccontextmanager
+async def _metrics(token: str, at: Reach) -> AsyncIterator[Place]:
+    listener = listener_of(RunState(run="listeners"), token)
+    url = await listener.start(at.bind, 0, advertise=at.advertised)
+    try:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        yield Place(listener=listener, url=url, request="GET /metrics", headers=headers)
+    finally:
+        await listener.close()
+
+
+@asynccontextmanager
+async def metrics(model_dir: Path) -> AsyncIterator[Place]:
+    async with _metrics("t0ken", FAR) as place:
+        yield place
+
+
+@asynccontextmanager
+async def open_metrics(model_dir: Path) -> AsyncIterator[Place]:
+    async with _metrics("", HERE) as place:
+        yield place
+
+
 ROLES: dict[str, Opened] = {
     "engine, built-in": engine,
     "engine, SGLang": sglang,
@@ -233,17 +295,23 @@ ROLES: dict[str, Opened] = {
     "snapshots of the learner": snapshots,
     "part of the weights in a rank, with a key of its own": parts,
     "checkpoints of a node": checkpoints,
+    "metrics for Prometheus, with a token": metrics,
+    "metrics for Prometheus, without a token": open_metrics,
+    "page of a run, with a token": page,
+    "page of an operator": operators_page,
 }
 """The listeners by their names in ``docs/security.md``."""
 
 
 def rows(role: str, keys: Mapping[str, str]) -> Iterator[str]:
-    """Yield the rows of a listener's table: the routes of every key."""
-    by_key: dict[str, list[str]] = {}
-    for route, key in keys.items():
-        by_key.setdefault(key, []).append(f"`{route}`")
-    for key, routes in sorted(by_key.items()):
-        yield f"| {role} | {key} | {', '.join(sorted(routes))} |"
+    """Yield the rows of a listener's table: the routes of every key, by their method."""
+    by_key: dict[str, dict[str, list[str]]] = {}
+    for route, key in sorted(keys.items()):
+        method, path = route.split(" ", 1)
+        by_key.setdefault(key, {}).setdefault(method.replace("*", "any method"), []).append(f"`{path}`")
+    for key, methods in sorted(by_key.items()):
+        routes = "; ".join(f"{method} {', '.join(paths)}" for method, paths in methods.items())
+        yield f"| {role} | {key} | {routes} |"
 
 
 async def table(model_dir: Path) -> str:

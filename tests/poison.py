@@ -10,9 +10,9 @@ from tidemill.rewards.builtin.text import digits
 from tidemill.rewards.port import RewardRequest
 
 
-async def ones(request: RewardRequest, *, mended: str = "") -> float:
+async def ones(request: RewardRequest, *, mended: str = "", wait_s: float = WAIT_S) -> float:
     """Return 1; fail for labels that begin with 1 while the file ``mended`` does not exist."""
-    await asyncio.sleep(WAIT_S)
+    await asyncio.sleep(wait_s)
     if str(request.label).startswith("1") and not Path(mended).exists():  # noqa: ASYNC240
         raise RuntimeError("no judge for a one")
     return digits(request)

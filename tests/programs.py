@@ -23,6 +23,9 @@ PACKAGES = {
     "umount": "mount",
     "openssl": "openssl",
     "make": "make",
+    "prometheus": "prometheus",
+    "promtool": "prometheus",
+    "chromium": "chromium",
 }
 """Debian package of each program."""
 INSTALL_S = 600.0

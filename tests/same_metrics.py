@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 
-TIMES = frozenset({"train/step_seconds", "train/tokens_per_second"})
+TIMES = frozenset({"train/step_seconds", "train/tokens_per_second", "train/tokens_per_second_per_device"})
 """Metrics that are times."""
 OF_LAYOUT = frozenset({"train/shared_tokens"})
 """Metrics that depend on how a step is divided into rows."""

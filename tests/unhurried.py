@@ -17,8 +17,8 @@ UNHURRIED = "actor.reward=tests.unhurried:digits"
 """The setting that names the reward ``digits``."""
 
 
-async def digits(request: RewardRequest) -> float:
-    await asyncio.sleep(WAIT_S)
+async def digits(request: RewardRequest, *, wait_s: float = WAIT_S) -> float:
+    await asyncio.sleep(wait_s)
     return tidemill.rewards.builtin.text.digits(request)
 
 

@@ -29,8 +29,8 @@ class WeightsConfig:
     """
     senders_per_stage: NotNegative = 0
     """Ranks of each pipeline stage that send weights, each its share of the stage's layers: 0 = all that have a part of
-    the stage (its tensor- and expert-parallel ranks; with ``learner.backend: fsdp`` all ranks), 1 = one, which gathers
-    the stage.
+    the stage (its tensor- and expert-parallel ranks; with ``learner.backend: fsdp`` the first eight), 1 = one, which
+    gathers the stage.
     """
     adapters: Literal["auto", "merged"] = "auto"
     """Pushes of a run with ``learner.lora``: auto = the adapters alone to engines that add them to the weights that

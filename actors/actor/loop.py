@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tidemill.actors.actor.sample_scoring import SampleScorer, Scorers
+from tidemill.actors.actor.sample_scoring import SampleScorer, Scorers, complete
 from tidemill.actors.actor.single_turn import failed_sample
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.activity import Activity
@@ -348,8 +348,8 @@ class Actor:
             return Made(sample=failed_sample(task, index, lease.attempt, f"invalid sample: {error}"))
 
     async def _publish(self, sample: Sample) -> RolloutOutcome:
-        if not sample.created_s:  # the copy with the reward has both: a copy costs as much as encoding the sample
-            sample = replace(sample, actor=self._actor_id, created_s=time.time())
+        if not sample.created_s:  # a scored sample has both
+            complete(sample, actor=self._actor_id, created_s=time.time())
         seq = await self._bus.samples.publish(sample)
         self._activity.counters.samples_published += 1
         if sample.status is not Status.FAILED:

@@ -96,10 +96,9 @@ class SampleScorer:
             reason = self._reason(task, error)
             self._repeated("group reward failed", f"task={task.id} error={reason}")
             return [failed(sample, f"group reward {self._config.group_reward!r}: {reason}") for sample in samples]
-        return [
-            replace(sample, reward=reward, actor=self._actor_id, created_s=time.time())
-            for sample, reward in zip(samples, group_rewards, strict=True)
-        ]
+        for sample, reward in zip(samples, group_rewards, strict=True):
+            complete(sample, reward=reward, actor=self._actor_id, created_s=time.time())
+        return list(samples)
 
     async def _reward(self, task: Task, made: Made) -> Sample:
         sample = made.sample
@@ -118,7 +117,7 @@ class SampleScorer:
         finally:
             self.running -= 1
         timings = replace(sample.timings, reward_s=time.monotonic() - begin)
-        return replace(sample, reward=reward, timings=timings, actor=self._actor_id, created_s=time.time())
+        return complete(sample, reward=reward, timings=timings, actor=self._actor_id, created_s=time.time())
 
     async def _teach(self, teachers: Teachers, task: Task, sample: Sample) -> Sample:
         try:
@@ -138,6 +137,14 @@ class SampleScorer:
         if error.outside:
             self._note_outage(task)
         return error.reason
+
+
+def complete(sample: Sample, **fields: Any) -> Sample:
+    """Set the last fields of a sample that only its maker has, and return it."""
+    # In place: a copy costs as much as the encoding of a sample.
+    for name, value in fields.items():
+        object.__setattr__(sample, name, value)
+    return sample
 
 
 def _request_of(task: Task, sample: Sample) -> RewardRequest:

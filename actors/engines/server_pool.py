@@ -230,12 +230,14 @@ class ServerPool(Generic[Client]):
 
     def _best(self, min_version: int, avoid: str, prefer: str) -> Pooled[Client] | None:
         able = [entry for entry in self._entries.values() if entry.usable and entry.status.version >= min_version]
+        if len(able) < 2:
+            return able[0] if able else None
 
         def rank(entry: Pooled[Client]) -> tuple[bool, bool, int, int, str]:
             name = entry.status.id
             return name == avoid, name != prefer, entry.in_flight, entry.chosen if self._in_turn else 0, name
 
-        return min(able, key=rank, default=None)
+        return min(able, key=rank)
 
     def _next_return_s(self) -> float:
         """Return the seconds until the next server leaves quarantine; about ``POLL_S`` when none is in it."""

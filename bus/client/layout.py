@@ -1,5 +1,6 @@
 """The streams, consumers and buckets of a run, created once and read back: older servers drop unknown settings."""
 
+import logging
 from collections.abc import Iterator
 
 from tidemill.bus.client.jetstream import JetStream
@@ -7,6 +8,8 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import ConfigMismatch, NoRoom, NotFound, Refused
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
+
+_log = logging.getLogger(__name__)
 
 _NS = 1_000_000_000
 _ALREADY_IN_USE = (10058, 10148, 10013, 10105)
@@ -23,7 +26,12 @@ async def create_layout(jet: JetStream) -> None:
     """
     stream = subjects.stream(jet.run, subjects.TASKS)
     for config in sorted(stream_configs(jet.run, jet.config), key=lambda config: config["name"] == stream):
-        await _ensure_stream(jet, config)
+        try:
+            await _ensure_stream(jet, config)
+        except NoRoom as error:
+            if config["name"] != subjects.stream(jet.run, subjects.TRAINED):
+                raise
+            _log.warning("values of trained tokens are not recorded: %s", error)  # a run does without them
     for config in consumer_configs(jet.run, jet.config):
         await _ensure_consumer(jet, stream, config)
 
@@ -31,10 +39,10 @@ async def create_layout(jet: JetStream) -> None:
 async def create_archive(jet: JetStream) -> None:
     """Create the streams and buckets of a run that only keeps samples, without TASKS, by which runs are found.
 
-    Its SAMPLES has no bound, so that it and a run that trains refuse each other by ConfigMismatch.
+    It has no TRAINED. Its SAMPLES has no bound, so that it and a run that trains refuse each other by ConfigMismatch.
     """
     for config in stream_configs(jet.run, jet.config):
-        if config["name"] == subjects.stream(jet.run, subjects.TASKS):
+        if config["name"] in [subjects.stream(jet.run, name) for name in (subjects.TASKS, subjects.TRAINED)]:
             continue
         if config["name"] == subjects.stream(jet.run, subjects.SAMPLES):
             config = {**config, "max_bytes": -1}
@@ -49,21 +57,28 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
         subjects.PLAN: [subjects.plan(run, "*")],
         subjects.PARTIALS: [subjects.partial(run)],
         subjects.DEAD: [subjects.dead(run)],
+        subjects.TRAINED: [subjects.trained(run)],
     }
     if config.rollouts:
         names[subjects.TURNS] = [subjects.turn(run)]
-    bounds = {subjects.SAMPLES: config.samples_max_bytes, subjects.TURNS: config.turns_max_bytes}
+    bounds = {
+        subjects.SAMPLES: config.samples_max_bytes,
+        subjects.TURNS: config.turns_max_bytes,
+        subjects.TRAINED: config.trained_max_bytes,
+    }
     for name, subject_list in names.items():
+        for_viewers = name == subjects.TRAINED
         yield {
             "name": subjects.stream(run, name),
             "subjects": subject_list,
             "retention": "limits",
             "storage": "file",
-            "discard": "new",  # a full stream refuses new messages, because the old ones may not have been read
+            # A full stream refuses new messages, because the old ones may not have been read.
+            "discard": "old" if for_viewers else "new",
             "max_bytes": bounds.get(name, -1),
             "max_age": 0,
             "max_msgs": -1,
-            "num_replicas": config.copies,
+            "num_replicas": 1 if for_viewers else config.copies,
             "duplicate_window": int(config.duplicate_window_s * _NS),
             "allow_direct": True,
         }

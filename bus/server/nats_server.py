@@ -3,7 +3,6 @@
 import fcntl
 import http.client
 import json
-import logging
 import os
 import re
 import secrets
@@ -23,8 +22,6 @@ from tidemill.bus.errors import ServerFailed
 from tidemill.bus.system.files import ReaderLock, ask_to_end, holder, write_whole
 from tidemill.bus.system.processes import die_with_parent, tail
 from tidemill.bus.wire.json_object import JsonObject
-
-_logger = logging.getLogger(__name__)
 
 _ANSWER_S = 2.0  # Seconds for an answer: a frozen server gives none
 _SECRET_BYTES = 24
@@ -72,9 +69,7 @@ class Monitor:
 
 LOCK_FILE = "lock"  # File in a server's directory that is locked as long as the server lives
 _START_S = 30.0  # Seconds to wait for the start: recovery of a large store takes some; an empty one is up in 20 ms
-_TRIES = 3
-# Signals of a crash of Go's runtime itself, seen once in thousands of starts; the next start succeeds
-_CRASHES = {-signal.SIGSEGV, -signal.SIGBUS}
+_PORTS = 3
 _BLOCK_BYTES = 512  # Unit of ``st_blocks``
 _STOP_S = 5.0
 
@@ -159,14 +154,11 @@ class EmbeddedServer:
         if self.running:
             return self.url
         self.directory.mkdir(parents=True, exist_ok=True)
-        for tries_left in reversed(range(_TRIES)):
+        for tries_left in reversed(range(_PORTS)):
             try:
                 self._url = self._launch()
                 break
             except BaseException as error:
-                if tries_left and self._crashed:
-                    _logger.warning("bus: nats-server crashed while starting, starting it again: %s", error)
-                    continue
                 self._let_go()
                 if not tries_left or not self._lost_its_port(error):
                     raise
@@ -179,10 +171,6 @@ class EmbeddedServer:
         """Return whether a program took a port that no process of this run knows yet."""
         chosen = self._reader is None and self.config.port < 0 and not self._url
         return chosen and isinstance(error, ServerFailed) and "address already in use" in str(error)
-
-    @property
-    def _crashed(self) -> bool:
-        return self._process is not None and self._process.poll() in _CRASHES
 
     def stop(self) -> None:
         """Stop it by SIGTERM, and by SIGKILL after 5 s."""

@@ -27,6 +27,7 @@ from tidemill.bus.streams.episode_turns import TurnStream
 from tidemill.bus.streams.fenced import PlanLog
 from tidemill.bus.streams.samples import SampleStream
 from tidemill.bus.streams.tasks import Partials, TaskQueue
+from tidemill.bus.streams.trained import TrainedStream
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.subjects import check_run
 
@@ -53,6 +54,7 @@ class Bus:
         self.partials = Partials(self.jet)
         self.turns = TurnStream(self.jet)
         self.plans = PlanLog(self.jet)
+        self.trained = TrainedStream(self.jet)
         self._rows: dict[str, Rows] = {}
 
     @property
@@ -175,6 +177,12 @@ async def runs_on(connection: Connection) -> list[str]:
         offset += len(names)
         if not names or offset >= int(answer.get("total", 0)):
             return sorted(names_of_runs)
+
+
+async def runs_of(url: str, *, name: str, wait_s: float) -> list[str]:
+    """Return the names of the runs on the bus at ``url``, as ``runs_on``."""
+    async with open_connection(url, name, wait_s) as connection:
+        return await runs_on(connection)
 
 
 async def find_run(url: str, *, name: str, wait_s: float) -> str:

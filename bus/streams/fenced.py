@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from tidemill.bus.client import pull
 from tidemill.bus.client.connection import before_retry, retry
-from tidemill.bus.client.jetstream import JetStream, Message
+from tidemill.bus.client.jetstream import JetStream, Message, StreamState
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
 from tidemill.bus.errors import BusUnavailable, Fenced, Refused, WireError
 from tidemill.bus.wire import codec, subjects
@@ -272,6 +272,14 @@ class PlanLog:
         """Yield the records of ``scan``, then every new one, for ever."""
         async for delivered, record in valid(self._log, start, follow=True):
             yield delivered.seq, record
+
+    async def stamped(self, start: int = 1) -> AsyncIterator[tuple[int, float, PlanRecord]]:
+        """Yield (sequence, Unix time by the server's clock, record) as ``follow`` does."""
+        async for delivered, record in valid(self._log, start, follow=True):
+            yield delivered.seq, delivered.stored_s, record
+
+    async def state(self) -> StreamState:
+        return await self._jet.state(self._stream)
 
     async def trim(self, below: int) -> None:
         """Remove records with sequences < ``below``; fences stay."""

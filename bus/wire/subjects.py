@@ -9,6 +9,7 @@ from tidemill.bus.config import RUN_NAME
 from tidemill.bus.wire.messages import Kind
 
 TASKS, SAMPLES, PLAN, PARTIALS, TURNS, DEAD = "TASKS", "SAMPLES", "PLAN", "PARTIALS", "TURNS", "DEAD"
+TRAINED = "TRAINED"
 BUCKETS = ("weights", "run", "live", "wanted", "keys")
 SECRET_BUCKETS = ("keys",)
 CONSUMERS = {Kind.TRAIN: "rollout", Kind.EVAL: "eval"}
@@ -171,6 +172,11 @@ def partial(run: str, task: int | str = "*", index: int | str = "*") -> str:
 def turn(run: str, task: int | str = "*", index: int | str = "*") -> str:
     """Return the subject of the log of an episode, or the filter of many: by default of all of them."""
     return f"tm.{run}.turn.{task}.{index}"
+
+
+def trained(run: str, step: int | str = "*", rank: int | str = "*") -> str:
+    """Return the subject of the values of a step's tokens on a data-parallel rank, or the filter of many."""
+    return f"tm.{run}.trained.{step}.{rank}"
 
 
 def task_named(subject: str) -> int | None:

@@ -7,9 +7,11 @@ from typing import Any
 from tidemill.bus.wire.model_values import EXPERTS_OF
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.checkpoints.disk import written_by
+from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
 from tidemill.learner.layout.transformers_models import language_models
-from tidemill.learner.settings.backends import MEGATRON, MUON, NO_MUON, fsdp_settings
+from tidemill.learner.settings.backends import MEGATRON
 from tidemill.learner.settings.megatron_arguments import refusals as argument_refusals
 
 SETTING = "model.path"
@@ -23,16 +25,24 @@ SPLITS = (
 def check_backend(report: Report, config: RunConfig, values: Mapping[str, object], where: str, kind: str) -> None:
     """Report values of a model and settings that the backend of this kind cannot train. ``where``: of the values."""
     if kind == MEGATRON:
-        for name in fsdp_settings(config.learner):
-            cure = "use another optimizer, or a model directory that learner.backend: fsdp trains"
-            report.error("model", f"learner.{name}", want=NO_MUON, got=MUON, cure=cure)
         _check_layout(report, config, values, where)
         _check_settings(report, config, values)
     else:
         _check_transformers(report, config, values, where)
+    _check_beginning(report, config.learner.from_checkpoint, kind)
     for refused in argument_refusals(config.learner.megatron):
         cure = "see docs/parallelism.md, or remove it"
         report.error("model", refused.field, want=refused.want, got=refused.got, cure=cure)
+
+
+def _check_beginning(report: Report, checkpoint: str, kind: str) -> None:
+    """Refuse a checkpoint of the other backend as the beginning of a run."""
+    if not checkpoint or not (Path(checkpoint) / MANIFEST).is_file():  # ``check_tuning`` names what it is
+        return
+    if (writer := written_by(Path(checkpoint))) != kind:
+        want, got = f"a checkpoint of learner.backend: {kind}", f"{checkpoint}, of {writer}"
+        cure = f"set learner.backend={writer}, or make it a model directory (tidemill convert) and model.path"
+        report.error("model", "learner.from_checkpoint", want=want, got=got, cure=cure)
 
 
 def _check_layout(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> None:
@@ -50,9 +60,6 @@ def _check_transformers(report: Report, config: RunConfig, values: Mapping[str, 
     if known and family not in known:
         want = f"one of the {len(known)} that the installed transformers has a language model for, or learner.bridge"
         report.error("model", f"{where}: model_type", want=want, got=family, cure="use another model")
-    if step := config.debug.dump_modules.step:
-        want = "0 with learner.backend: fsdp, whose modules have other names in each family"
-        report.error("model", "debug.dump_modules.step", want=want, got=step, cure="remove the setting")
     if config.model.megatron_checkpoint:
         want, got = "none with learner.backend: fsdp", config.model.megatron_checkpoint
         report.error("model", "model.megatron_checkpoint", want=want, got=got, cure="remove learner.backend")

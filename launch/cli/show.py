@@ -5,54 +5,27 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.actors.text.text import Text as Tokenizer
 from tidemill.bus.errors import NotFound, WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Sample
+from tidemill.bus.wire.trained_values import TrainedValues
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import look
 from tidemill.launch.samples.filters import Filter, prompt_text, task_of
 from tidemill.launch.samples.search import FoundSample, SampleHistory, SampleSearch, as_map, history_of, opened
 from tidemill.launch.samples.text import conversation, facts, plain, plain_table, to_json, turns_table
+from tidemill.launch.samples.tokens import Vocabulary
 
 # (lowest probability, style) of a token, in descending order.
 _SHADES = (
     *((0.9, ""), (0.5, "black on green"), (0.1, "black on yellow")),
     *((0.01, "white on magenta"), (0.0, "white on red")),
 )
-
-_CONTEXT = 8  # Tokens before a token that affect its text: a space at its beginning, the rest of a character
-
-
-class Vocabulary:
-    """Text of token ids; without a tokenizer an id is shown as ``⟨17⟩``."""
-
-    def __init__(self, text: Tokenizer | None) -> None:
-        self._text = text
-
-    @classmethod
-    def read(cls, places: Sequence[Path]) -> Self:
-        """Return the vocabulary of the first model directory with a tokenizer; else one that shows ids."""
-        return cls(next((text for place in places if (text := Tokenizer.read(place)) is not None), None))
-
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return the text that each token adds."""
-        return [self._piece(ids, place) for place in range(len(ids))]
-
-    def _piece(self, ids: Sequence[int], place: int) -> str:
-        if self._text is None:
-            return f"⟨{ids[place]}⟩"
-        before = ids[max(0, place - _CONTEXT) : place]
-        shorter = self._text.decode(before, skip_special=False)
-        longer = self._text.decode([*before, ids[place]], skip_special=False)
-        piece = longer[len(shorter) :] if longer.startswith(shorter) else ""
-        return piece if piece and "\ufffd" not in piece else f"⟨{ids[place]}⟩"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +42,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainedToken:
+    """Values of a token in the step that trained it."""
+
+    logprob: float
+    entropy: float
+    advantage: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """One token of a response."""
 
@@ -79,6 +62,7 @@ class Token:
     span: int  # Number of its span, from 0
     sampled: bool  # False if the environment inserted it (`loss_mask` 0)
     sequence: int = 0  # Number of its token sequence, from 0
+    trained: "TrainedToken | None" = None  # None if it was not trained, or its values are not recorded
 
     @property
     def probability(self) -> float:
@@ -92,8 +76,9 @@ async def show_sample(bus: Bus, args: argparse.Namespace) -> int:
     sample = match.sample
     if isinstance(sample, WireError):
         raise ValueError(f"sample {args.sample}: #{match.line.seq} cannot be read: {sample}")
-    tokens = tokens_of(sample, await _vocabulary(bus, args))
     history = await history_of(bus, match.line.seq, sample)
+    values = await bus.trained.of_sample(history.step, match.line.seq) if history.state == "trained" else None
+    tokens = tokens_of(sample, await _vocabulary(bus, args), values)
     if args.json:
         print(to_json(_json(match, sample, tokens, history, duplicates)))
     else:
@@ -101,8 +86,8 @@ async def show_sample(bus: Bus, args: argparse.Namespace) -> int:
     return 0
 
 
-def tokens_of(sample: Sample, vocabulary: Vocabulary) -> list[Token]:
-    """Return the response token by token."""
+def tokens_of(sample: Sample, vocabulary: Vocabulary, values: TrainedValues | None = None) -> list[Token]:
+    """Return the response token by token. ``values``: of its trained tokens, if they are recorded."""
     ids: list[int] = []
     sequences: list[int] = []
     right = 0
@@ -115,13 +100,22 @@ def tokens_of(sample: Sample, vocabulary: Vocabulary) -> list[Token]:
     for number, span in enumerate(sample.spans):
         spans += [(number, span.version)] * min(span.num_tokens, len(ids))
     spans += [(len(sample.spans), -1)] * (len(ids) - len(spans))  # the spans of an invalid sample may not cover it
+    trained = _trained_tokens(values)
     columns = zip(
         ids, vocabulary.pieces(ids), sample.rollout_log_probs, spans, sample.loss_mask, sequences, strict=False
     )
     return [
-        Token(id, text, float(logprob), version, span, bool(sampled), sequence)
-        for id, text, logprob, (span, version), sampled, sequence in columns
+        Token(id, text, float(logprob), version, span, bool(sampled), sequence, trained.get(place))
+        for place, (id, text, logprob, (span, version), sampled, sequence) in enumerate(columns)
     ]
+
+
+def _trained_tokens(values: TrainedValues | None) -> dict[int, TrainedToken]:
+    if values is None:
+        return {}
+    columns = (values.log_probs, values.entropies, values.advantages, values.weights)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return {place: TrainedToken(*row) for place, row in zip(values.places.tolist(), rows, strict=True)}
 
 
 async def _find(bus: Bus, name: str) -> tuple[FoundSample, list[int]]:
@@ -166,10 +160,15 @@ def _json(
         **as_map(match.line.seq, sample),
         "lag": match.line.lag,
         "stored_s": match.line.stored_s,
-        "token_table": [{name: getattr(token, name) for name in names} for token in tokens],
+        "token_table": [{name: getattr(token, name) for name in names} | _trained_json(token) for token in tokens],
         "fate": history.as_map(),
         "others": duplicates,
     }
+
+
+def _trained_json(token: Token) -> dict[str, float | None]:
+    names = {"train_logprob": "logprob", "train_entropy": "entropy", "advantage": "advantage", "weight": "weight"}
+    return {name: None if token.trained is None else getattr(token.trained, field) for name, field in names.items()}
 
 
 def _print(
@@ -186,6 +185,8 @@ def _print(
     times, sampling = sample.timings, sample.sampling
     console.print(f"outcome   {plain(str(history))}", style="bold", markup=False)
     spent = f"generated in {times.generating_s:.3f} s, tools {times.tools_s:.3f} s, reward {times.reward_s:.3f} s"
+    if history.state == "trained":
+        console.print(f"trained   {_values_text(tokens)}")
     console.print(f"timings   queued {times.queued_s:.3f} s, {spent}")
     drawn = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
     console.print(f"sampling  {drawn}, at most {sampling.max_new_tokens} tokens, seed {sampling.seed}")
@@ -205,6 +206,24 @@ def _print(
     console.print(_legend(sample, tokens))
     if table:
         console.print(_table(tokens))
+
+
+def _values_text(tokens: Sequence[Token]) -> str:
+    """Return a summary of the values of trained tokens."""
+    pairs = [(token, token.trained) for token in tokens if token.trained is not None]
+    if not pairs:
+        return "values of its tokens not recorded (learner.record), or not computed: advantages of 0 have no gradient"
+    difference = sum(abs(trained.logprob - token.logprob) for token, trained in pairs) / len(pairs)
+    advantages, weights = ([getattr(trained, name) for _, trained in pairs] for name in ("advantage", "weight"))
+    return (
+        f"{len(pairs)} tokens, mean |log-prob difference| {difference:.4g}, "
+        f"advantage {_range(advantages)}, weight {_range(weights)}"
+    )
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.4g}", f"{max(values):.4g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def shaded(tokens: Sequence[Token]) -> Text:
@@ -241,10 +260,17 @@ def _legend(sample: Sample, tokens: Sequence[Token]) -> Text:
 
 
 def _table(tokens: Sequence[Token]) -> Table:
-    numbers = ("place", "id", "probability", "log-prob", "version")
-    table = plain_table("place", "id", "token", "probability", "log-prob", "version", right=numbers)
+    """Return a row for each token; columns of the values in training only where some are recorded."""
+    numbers = ["place", "id", "probability", "log-prob", "version"]
+    trained = ["trained", "difference", "advantage", "weight"] if any(token.trained for token in tokens) else []
+    columns = ["place", "id", "token", "probability", "log-prob", "version", *trained]
+    table = plain_table(*columns, right=[*numbers, *trained])
     for place, token in enumerate(tokens):
         odds = (f"{token.probability:.4f}", f"{token.logprob:.4f}") if token.sampled else ("not sampled", "")
         text = Text(repr(token.text), style=shade(token.probability))
-        table.add_row(str(place), str(token.id), text, *odds, f"v{token.version}")
+        values = [""] * len(trained)
+        if (step := token.trained) is not None:
+            difference = step.logprob - token.logprob
+            values = [f"{step.logprob:.4f}", f"{difference:+.4f}", f"{step.advantage:.4g}", f"{step.weight:.4g}"]
+        table.add_row(str(place), str(token.id), text, *odds, f"v{token.version}", *values)
     return table

@@ -3,9 +3,10 @@
 import argparse
 import asyncio
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,7 +19,7 @@ from tidemill.bus.liveness.heartbeats import processes
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.readers import WAIT, Cursors
 from tidemill.bus.wire import subjects
-from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Done, Evaluated, Plan, Settle
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.arguments import add_run
@@ -29,6 +30,7 @@ from tidemill.launch.samples.text import plain, plain_table
 from tidemill.learner.debug.report import LOOKS
 
 _FULL_READ_S = 10.0  # Seconds for the reads while the bus stores nothing
+_PACE_STEPS, _LEAST_PACE = 33, 3  # Newest outcomes that give the pace of a run, and how many of them it takes
 _MOST_NAMES = 6  # Largest number of fields, and of actors, of invalid samples that are named
 # Beginnings of the names of metrics about episodes.
 _OF_EPISODES = (
@@ -75,9 +77,12 @@ async def read_status(bus: Bus) -> JsonObject:
     metrics = plans.newest.metrics if plans.newest is not None else {}
     feeder = next((row.load for row, age in rows if row.role == "feeder" and not age), {})
     issued, alive = await _issued(bus, plans.tasks), [row for row, age in rows if not age]
+    steps = steps_of((await run_rows.read("config"))[0])
     return {
         "run": bus.run,
         "step": plans.newest.step if plans.newest is not None else 0,
+        "steps": steps,
+        "left_s": await _left_s(bus, plans, steps),  # at the pace of the last steps; None = not known
         "planned": plans.planned,
         "minibatches_skipped": int(sum(plans.skipped.values())),
         "report_look": plans.report_look,
@@ -177,11 +182,13 @@ class _Plans:
     skipped: dict[int, float] = field(default_factory=dict)
     report_look: dict[int, int] = field(default_factory=dict)
     evaluated: dict[str, Evaluated] = field(default_factory=dict)  # Newest scores of each evaluation set
+    # (sequence, step) of the newest outcomes.
+    done: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
 
 
 async def _read_plans(bus: Bus) -> _Plans:
     plans = _Plans()
-    async for _, record in bus.plans.scan():
+    async for seq, record in bus.plans.scan():
         if isinstance(record, Plan):
             plans.planned = record.step
             plans.tasks.update(record.tasks.tolist())
@@ -192,6 +199,9 @@ async def _read_plans(bus: Bus) -> _Plans:
             if len(record.seqs):
                 plans.dropped[record.reason] += len(record.seqs)
         elif isinstance(record, Done):
+            if plans.newest is not None and record.epoch != plans.newest.epoch:
+                plans.done.clear()  # the time between two starts is no pace
+            plans.done.append((seq, record.step))
             plans.skipped[record.step] = record.metrics.get(SKIPPED, 0.0)
             if LOOKS in record.metrics:
                 plans.report_look[record.step] = int(record.metrics[LOOKS])
@@ -200,6 +210,24 @@ async def _read_plans(bus: Bus) -> _Plans:
         elif isinstance(record, Evaluated):
             plans.evaluated = summary.newest_scores([*plans.evaluated.values(), record])
     return plans
+
+
+def steps_of(config: JsonMapping | None) -> int:
+    """Return the steps of a run by its row on the bus; 0 = not known."""
+    steps = (config or {}).get("learner", {}).get("steps", 0)
+    return steps if isinstance(steps, int) else 0
+
+
+async def _left_s(bus: Bus, plans: _Plans, steps: int) -> float | None:
+    """Return the seconds to the last step at the pace of the newest ones, by the times at which they were stored."""
+    if len(plans.done) < _LEAST_PACE or not steps:
+        return None
+    (first_seq, first), (last_seq, last) = plans.done[0], plans.done[-1]
+    if last <= first:  # a restart has begun at an earlier step
+        return None
+    stream = subjects.stream(bus.run, subjects.PLAN)
+    began_s, ended_s = [(await bus.jet.message(stream, seq)).stored_s for seq in (first_seq, last_seq)]
+    return (ended_s - began_s) / (last - first) * max(0, steps - last)
 
 
 def counts_under(load: Mapping[str, float], name: str) -> dict[str, int]:
@@ -260,7 +288,9 @@ def print_status(console: Console, status: JsonObject) -> None:
     """Print the result of ``read_status`` as text and a table."""
     head = status["head"]
     version = f"version {head['version']} (of step {head['step']})" if head else "no version yet"
-    steps = f"step {status['step']} done, batches planned up to step {status['planned']}"
+    of = f" of {status['steps']}" if status["steps"] else ""
+    left = "" if not status["left_s"] else f", {timedelta(seconds=int(status['left_s']))} left"
+    steps = f"step {status['step']}{of} done{left}, batches planned up to step {status['planned']}"
     console.print(f"[bold]{status['run']}[/]  {steps}; weights: {version}")
     if status["reward"] is not None:
         console.print(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tidemill.actors.config import OF_RANKS, EngineConfig
 from tidemill.launch.devices.activations import ITEM_BYTES
-from tidemill.launch.devices.fsdp_memory import sharded_bytes
+from tidemill.launch.devices.fsdp_memory import num_parts, sharded_bytes
 from tidemill.launch.devices.memory_table import dtype_on, group_bytes, senders_of, staged_bytes, training_bytes
 from tidemill.launch.devices.placement import engine_place
 from tidemill.launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, PlacementRefused, RankPlace, Shapes, Want
@@ -65,7 +65,7 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
     cuda = has_devices and ours.device != "cpu"
     dtype = dtype_on(ours.dtype, cuda=cuda)
     is_sharded = size.backend == FSDP
-    sharded, bytes_of = (ours.data_parallel, sharded_bytes) if is_sharded else (1, training_bytes)
+    sharded, bytes_of = (num_parts(ours), sharded_bytes) if is_sharded else (1, training_bytes)
     weights = ITEM_BYTES[dtype_on(engine.dtype, cuda=has_devices and num_devices > 0)] * size.parameters
     return Want(
         ranks=ours.num_ranks // max(1, ours.nodes) if learner else 0,

@@ -23,7 +23,7 @@ def fsdp_rows(tensors: Shapes, config: RunConfig, *, cuda: bool, critic: Shapes 
     """
     learner, dtype = config.learner, dtype_on(config.learner.dtype, cuda=cuda)
     rows = _models(tensors, dtype, learner, cuda=cuda, critic=critic)
-    sending = sending_rows(tensors, config, cuda=cuda, sharded=learner.data_parallel)
+    sending = sending_rows(tensors, config, cuda=cuda, sharded=num_parts(learner))
     return (*rows, *_copies(tensors, config, cuda=cuda), *sending)
 
 
@@ -44,12 +44,12 @@ def _models(
 
 def _model(tensors: Shapes, learner: LearnerConfig, item: int, prefix: str, *, cuda: bool) -> Iterable[MemoryRow]:
     trained = _divided(tensors if prefix else trained_tensors(tensors, learner), learner)
-    share = f", 1/{learner.data_parallel} of them" if learner.data_parallel > 1 else ""
+    share = f", 1/{num_parts(learner)} of them" if num_parts(learner) > 1 else ""
     yield of_rank(f"{prefix}weights, float32{share}", FLOAT32 * _divided(tensors, learner))
     yield of_rank(f"{prefix}gradients, float32{share}", FLOAT32 * trained)
     on_host = learner.offload_optimizer and cuda
     yield of_rank(f"{prefix}Adam: two moments, float32{share}", MOMENTS * FLOAT32 * trained, on_host=on_host)
-    if learner.data_parallel > 1 or item != FLOAT32:
+    if num_parts(learner) > 1 or item != FLOAT32:
         yield of_rank(
             f"{prefix}whole weights of {GATHERED} layers, and those outside of layers", item * _whole(tensors)
         )
@@ -71,9 +71,14 @@ def _copies(tensors: Shapes, config: RunConfig, *, cuda: bool) -> Iterable[Memor
         yield of_rank("copy of weights and Adam's state, for checkpoints, at most", size, on_host=cuda)
 
 
+def num_parts(learner: LearnerConfig) -> int:
+    """Return the number of ranks over which every weight is divided."""
+    return learner.data_parallel // learner.fsdp_copies
+
+
 def _divided(tensors: Shapes, learner: LearnerConfig) -> int:
     """Return the elements of the rank with the most: every tensor is divided by its rows."""
-    ranks = learner.data_parallel
+    ranks = num_parts(learner)
     return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) if shape else 1 for shape in tensors.values())
 
 

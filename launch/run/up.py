@@ -23,7 +23,7 @@ from rich.console import Console
 from tidemill.bus import exit_codes
 from tidemill.bus.config import needed_bytes
 from tidemill.bus.errors import BusError
-from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.bus import Bus, connect, current_epoch
 from tidemill.bus.system.coroutines import beside, first_of
 from tidemill.bus.system.files import lacking, write_whole
 from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
@@ -34,14 +34,16 @@ from tidemill.bus.wire.subjects import BEST_KEY, END_KEY
 from tidemill.launch.checks.findings import CheckFailed
 from tidemill.launch.checks.run import Purpose, check, made_before
 from tidemill.launch.hub.repository import write_record
-from tidemill.launch.run import access, desired, feeder_process, process, servers, summary, view
+from tidemill.launch.run import access, desired, feeder_process, process, servers, summary, view, web_hook
 from tidemill.launch.run.audit import audit, read_cursor
 from tidemill.launch.run.bus_process import BUS_START_S, start_bus
 from tidemill.launch.run.directory import CannotBegin, directory_of_one
 from tidemill.launch.run.engine_devices import EngineDevices
 from tidemill.launch.run.host import Host
+from tidemill.launch.run.page_process import keep_page
 from tidemill.launch.run.supervisor import GaveUp, Supervisor
 from tidemill.launch.run.watch import LOOK_EVERY_S, RunWatch
+from tidemill.launch.run.web_hook import WebHook
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import Loaded, to_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
@@ -64,8 +66,9 @@ def run_up(config: RunConfig, *, resume: bool, fresh: bool, after_epoch: int = 0
     broken, 75 not drained in time, 78 settings or data that no restart can cure. ``after_epoch``: scores up to it in
     the log are of another run.
 
-    Raises CannotBegin when the run's directory does not fit the command.
+    Raises CannotBegin when the run's directory does not fit the command, ValueError for a web hook that is no URL.
     """
+    web_hook.checked_url(os.environ.get(web_hook.VARIABLE, ""))
     if fresh and Path(config.learner.from_checkpoint).is_relative_to(config.root.resolve()):
         kept = config.learner.from_checkpoint
         cure = "set another directory (--set directory=NEW)"
@@ -123,9 +126,11 @@ class Up:
         self._host: Host | None = None
         self.code = process.DONE
         self.failure = ""
+        self._finished = False
         self._ended_by = ""  # Reason of an end before `learner.steps`
         self._viewed = False  # True while the view shows the watch's events
         self._drain_s = config.up.drain_s
+        self._notices = WebHook.of(config, os.environ.pop(web_hook.VARIABLE, ""))  # no child inherits it
 
     def event(self, text: str) -> None:
         """Log an event and show it on the terminal."""
@@ -136,6 +141,15 @@ class Up:
 
     async def run(self, draining: asyncio.Event) -> None:
         """Start the processes, wait for the learner and drain them; the result is in ``code`` and ``failure``."""
+        async with self._notices.sending():
+            try:
+                await self._run(draining)
+            finally:
+                step = 0 if self._watch is None else self._watch.step
+                how = self.failure or ("the run is complete" if self._finished else "drained")
+                self._notices.ended(f"{how} (step {step} of {self._config.learner.steps})", self.code)
+
+    async def _run(self, draining: asyncio.Event) -> None:
         self._write_config()
         self._print(f"{self._config.run}: files and logs in {self._root}")
         try:
@@ -155,6 +169,8 @@ class Up:
             self.code, self.failure = getattr(error, "exit_code", WRONG_USE), str(error)
         except (GaveUp, BusError) as error:
             self.code, self.failure = exit_codes.of(error), str(error)
+            if isinstance(error, GaveUp):
+                self._notices.given_up(self.failure)
         except OSError as error:  # of a disk without room: the log has none for the traceback either
             log.error("crashed", exc_info=error)
             self.code = exit_codes.CRASHED
@@ -216,7 +232,9 @@ class Up:
         self._watch = RunWatch(
             bus, steps=steps, metrics_file=metrics, earlier=earlier, room=self._room, after_epoch=after_epoch
         )
-        async with self._shown():
+        self._notices.after_epoch, self._watch.on_record = await current_epoch(bus), self._notices.record
+        page = [keep_page(self._root, bus.run, url, self._print)] if self._config.up.dashboard else []
+        async with self._shown(), beside(*page):
             if not self._config.debug.trains_only:
                 for name, arguments in servers.commands(self._config).items():
                     self._supervisor.keep(name, arguments)
@@ -242,7 +260,7 @@ class Up:
             if is_over and not await self._trained_to_the_end(bus):
                 self.event("the learner was drained by a signal of another program, so the run is drained")
             await self._drain()
-        finished = not self.code and await self._trained_to_the_end(bus)
+        self._finished = finished = not self.code and await self._trained_to_the_end(bus)
         if finished or (self._watch.step and not self.code):
             await with_bus(self._audit(bus, self._watch.elapsed_s, finished=finished), bus, self._supervisor)
         if not finished:

@@ -118,7 +118,7 @@ def picture(watch: RunWatch, title: str, *, width: int = 100, height: int = 32) 
     room = height - 9 - (plot_height + 1) - len(events)
     scores = newest_scores_in_words(watch.evaluated.values())[: max(0, min(NUM_SETS, room - LEAST_PROCESSES))]
     blocks: list[Table | Text] = [
-        _progress(watch),
+        progress(watch),
         Text(),
         _middle(watch, inner, plot_height),
         Text(),
@@ -132,7 +132,8 @@ def picture(watch: RunWatch, title: str, *, width: int = 100, height: int = 32) 
     return Panel(group, title=f"[bold]{title}[/]", border_style="cyan", padding=(0, 1), width=width)
 
 
-def _progress(watch: RunWatch) -> Table:
+def progress(watch: RunWatch) -> Table:
+    """Return the step, a bar, and the time that is gone and left."""
     left_s = watch.left_s()
     row = Table.grid(expand=True, padding=(0, 1))
     row.add_column(no_wrap=True)

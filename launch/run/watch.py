@@ -88,6 +88,8 @@ class RunWatch:
     # Returns why the bus of this machine, while it is away, is not started; empty = for no reason known here.
     room: Callable[[], str] = str
     after_epoch: int = 0  # Scores up to this epoch are of another run
+    # Called with each outcome and each evaluation.
+    on_record: Callable[[Done | Evaluated], None] = lambda record: None
 
     outcomes: dict[int, Done] = field(default_factory=dict, init=False)  # Newest outcome of every step
     # Newest scores by version and evaluation set.
@@ -181,6 +183,8 @@ class RunWatch:
 
     async def _follow_outcomes(self) -> None:
         async for _, record in self.bus.plans.follow():
+            if isinstance(record, Done | Evaluated):
+                self.on_record(record)
             if isinstance(record, Done):
                 self.outcomes[record.step] = record
                 self.reached_s.setdefault(record.step, self.elapsed_s)

@@ -24,7 +24,10 @@ from tidemill.learner.settings.step_settings import FORMER
 
 ENVIRONMENT_PREFIX = "TIDEMILL_"
 # Secrets, and the permissions of this machine: read by `launch/run/access.py`, never part of a configuration.
-NOT_SETTINGS = ("TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD", "TIDEMILL_BUS_CREDENTIALS", "TIDEMILL_ALLOW")
+NOT_SETTINGS = (
+    *("TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD", "TIDEMILL_BUS_CREDENTIALS", "TIDEMILL_ALLOW"),
+    *("TIDEMILL_WEBHOOK", "TIDEMILL_METRICS_TOKEN"),
+)
 NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_-]+")  # Characters that a run's name cannot have
 # Settings of earlier releases, and the reason why each is gone.
 REMOVED: Mapping[str, str] = {

@@ -7,7 +7,14 @@ from pathlib import Path
 from tidemill.launch.settings.yaml_file import SettingsError
 
 NAME = ".env"
-SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "ANTHROPIC_API_KEY")
+SECRETS = (
+    "HF_TOKEN",
+    "WANDB_API_KEY",
+    "OPENAI_API_KEY",
+    "ANTHROPIC_API_KEY",
+    "TIDEMILL_WEBHOOK",
+    "TIDEMILL_METRICS_TOKEN",
+)
 PREFIX = "AWS_"  # Start of further names that are read: the credentials of an object store
 _LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.ASCII)
 _VALUE = re.compile(r"""(?P<quote>["'])(?P<quoted>[^"'\\]*)(?P=quote)\s*(?:\#.*)?|(?P<bare>[^\s"']*)(?:\s+\#.*)?""")

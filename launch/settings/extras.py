@@ -11,6 +11,7 @@ EXTRAS = {
     "math": ("math_verify",),
     "language": ("langdetect",),
     "renderers": ("renderers", "httpx"),
+    "prometheus": ("prometheus_client",),
     "metrics": ("tensorboardX",),
     "plots": ("matplotlib",),
     "gguf": ("gguf",),

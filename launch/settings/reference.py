@@ -25,15 +25,14 @@ messages: [configuring.md](configuring.md). Formulas and choices of the algorith
 editor with a YAML language server finds the schema by the first line of a file:
 `# yaml-language-server: $schema=tidemill.schema.json`.
 
-"Allowed" lists the choices and bounds of one key. Settings that contradict each other are refused as well, with the
-reason. The default `preset` means the value of the preset that `learner.algorithm.correction` names.
+Settings that contradict each other are refused with the reason. The default `preset` means the value of the preset that
+`learner.algorithm.correction` names.
 """
-BEGIN = "Most runs set these and nothing else; `tidemill init` writes a file with them. All others follow by section."
+BEGIN = "Most runs set these and nothing else, and `tidemill init` writes a file with them:"
 # Pattern of numbers that may be text: an editor with YAML 1.1 reads 1e-3 as text, the loader as a number.
 NUMBER_AS_TEXT = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
-_WORDS = {"integer": "whole number", "number": "number", "boolean": "true or false"}
-_WORDS |= {"string": "text", "object": "map", "array": "list"}
+_WORDS = {"integer": "integer", "number": "number", "boolean": "boolean", "string": "text", "object": "map"}
 
 
 def schema() -> JsonObject:
@@ -129,7 +128,8 @@ def page() -> str:
     settings = [entry for entry in every if not entry.is_section and entry.path.rpartition(".")[0] not in repeats]
     of_maps = sum(".NAME." in entry.path for entry in settings)
     parts = [HEAD.format(count=len(settings) - of_maps, entries=of_maps)]
-    parts.append(_chapter("Begin with these", BEGIN, [entry for entry in settings if entry.is_basic]))
+    basic = ", ".join(f"`{entry.path}`" for entry in settings if entry.is_basic)
+    parts.append(_chapter("Begin with these", f"{BEGIN} {basic}.", []))
     at_top = [entry for entry in settings if "." not in entry.path]
     parts.append(_chapter("The run itself", "Keys at the top of the file.", at_top))
     for entry in every:
@@ -143,14 +143,11 @@ def page() -> str:
 
 
 def _chapter(title: str, text: str, settings: Sequence[Entry]) -> str:
-    rows = [_row(setting) for setting in settings]
-    head = ["| key | type | default | allowed | meaning |", "|---|---|---|---|---|"] if rows else []
-    return "\n".join([f"## {title}", "", text, "", *head, *rows, *([""] if rows else [])])
-
-
-def _row(setting: Entry) -> str:
-    cells = (_kind(setting.schema), _default(setting), _allowed(setting.schema), setting.sentence)
-    return f"| `{setting.path}` | {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    rows = [("key", "value", "default", "meaning")]
+    rows += [(f"`{one.path}`", _allowed(one.schema), _default(one), one.sentence) for one in settings]
+    lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows]
+    table = [lines[0], "|---|---|---|---|", *lines[1:], ""] if settings else []
+    return "\n".join([f"## {title}", "", text, "", *table])
 
 
 def _kind(value: JsonObject) -> str:
@@ -159,8 +156,7 @@ def _kind(value: JsonObject) -> str:
     kind = kind if isinstance(kind, str) else kind[0]
     if "enum" in value:
         kind = "integer" if 1 in value["enum"] else "string"
-    word = _WORDS[kind]
-    return f"list of {_kind(value['items'])}s" if word == "list" else word
+    return f"list of {_kind(value['items'])}s" if kind == "array" else _WORDS[kind]
 
 
 def _default(setting: Entry) -> str:
@@ -173,8 +169,9 @@ def _default(setting: Entry) -> str:
 
 
 def _allowed(value: JsonObject) -> str:
+    """Return the choices of a setting, or its type and bounds."""
     choices = [value, *value.get("anyOf", ())]
     by_path = [{"enum": ["module:function"]}] * any("pattern" in choice for choice in choices[1:])
     names = [f"`{name}`" for choice in choices + by_path for name in choice.get("enum", ()) if name is not None]
     bounds = [f"{sign} {choice[name]:g}" for choice in choices for name, sign in _BOUNDS.items() if name in choice]
-    return ", ".join(names + bounds)
+    return ", ".join(names) or " ".join([_kind(value), ", ".join(bounds)]).strip()

@@ -15,7 +15,7 @@ from pydantic import Field
 from tidemill.actors.config import ActorConfig, EngineConfig
 from tidemill.actors.rollout_settings import RolloutConfig, recorded_in
 from tidemill.bus.config import BusConfig, refuse_odd
-from tidemill.bus.section import BASIC, NotNegative, Positive, PositiveFloat, Sections, section
+from tidemill.bus.section import BASIC, NotNegative, NotNegativeFloat, Positive, PositiveFloat, Sections, section
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.launch.settings.contradictions import refuse_contradictions
 from tidemill.launch.settings.hub_names import named
@@ -90,6 +90,12 @@ class UpConfig:
     """
     view: Literal["live", "plain", "auto"] = "auto"
     """live | plain | auto (live on a terminal)."""
+    webhook: Literal["auto", "slack", "json"] = "auto"
+    """Form of the notices to the URL of ``TIDEMILL_WEBHOOK`` (docs/operating.md): auto = slack for Slack's hooks."""
+    dashboard: bool = True
+    """Serve the page of the run on a free port of this machine's loopback address (docs/dashboard.md)."""
+    gpu_hour_price: NotNegativeFloat = 0.0
+    """Price of an hour of one GPU, in any currency, for the cost of the run on its page; 0 = not shown."""
     require_reward: float = -1e30
     """The run fails when the mean reward of its last ten steps is below this."""
 
@@ -255,13 +261,14 @@ _SAME_BITS = frozenset(
     {
         *("checkpoint", "colocated", "devices", "nodes", "nodes_wait_s", "insecure_network"),
         *("offload_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
-        *("failing_tasks", "failing_s"),
+        *("failing_tasks", "failing_s", "record"),
     }
 )
 # Settings that came later, with their defaults, at which they are no part of the digest: those of former runs stay.
 _LATER_OF_LEARNER: JsonMapping = {
     "backend": "auto",
     "distributed_optimizer": False,
+    "fsdp_replicas": 1,
     "num_epochs": 0,
     "first_stage_layers": 0,
     "last_stage_layers": 0,

@@ -111,6 +111,13 @@ class SampleAccounting:
         accounted = self.trained + self.dropped.total() + self.duplicate + self.invalid.total() + self.buffered
         return self.published == accounted and self.issued == self.open + self.settled.total()
 
+    def counts(self) -> dict[str, int]:
+        """Return every count of samples and tasks by a flat name, for viewers."""
+        maps = {"dropped": self.dropped, "settled": self.settled}
+        by_reason = {f"{kind}/{reason}": count for kind, counts in maps.items() for reason, count in counts.items()}
+        names = ("published", "trained", "duplicate", "buffered", "eval", "issued", "open")
+        return {name: getattr(self, name) for name in names} | {"invalid": self.invalid.total()} | by_reason
+
     def settle(self, disposition: str) -> None:
         """Count a buffered sample as trained, or as dropped for the reason ``disposition``."""
         if disposition == "trained":

@@ -9,6 +9,7 @@ The functions at the end are pure: places of the files, and the choice of a whol
 
 import errno
 import hashlib
+import json
 import logging
 import os
 import re
@@ -25,13 +26,24 @@ from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, CheckpointManifest, FileEntry
 from tidemill.learner.errors import CheckpointCorrupt
+from tidemill.learner.settings.backends import MEGATRON
 
 log = logging.getLogger(__name__)
 
 NO_WEIGHTS = "no_weights"  # file in a checkpoint of a run with ``debug.rollout_only``, which has no weights
 TORCH_DIST = ("metadata.json", ".metadata", "common.pt")
 """Files of every checkpoint with weights in Megatron's format torch_dist, also one of Megatron's own training."""
+BACKEND = "backend"
+"""Name of the backend in the first of these files; Megatron's have none."""
 _NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
+
+
+def written_by(directory: Path) -> str:
+    """Return the backend that has written the weights of a checkpoint. No torch."""
+    try:
+        return str(json.loads((directory / TORCH_DIST[0]).read_text(encoding="utf-8")).get(BACKEND, MEGATRON))
+    except (OSError, ValueError):  # ``verify`` names a damaged file
+        return MEGATRON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

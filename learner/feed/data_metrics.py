@@ -18,6 +18,8 @@ NUM_STEPS = 16
 """Number of newest steps whose mean time counts: a checkpoint or an evaluation makes single steps long."""
 LIMITS = ("turns", "tokens", "context", "total_tokens")
 """Limits of a budget that end an episode and leave it trained."""
+MOST_PARTS = 32
+"""Parts of the reward that are metrics: their names come from rewards, which may make any number of them."""
 _OVERRIDDEN, _MALFORMED = "overridden_sampling", "malformed_calls"
 """Remarks of actors in the metadata of episodes."""
 _COUNTS = {"branched_turns": ("forks", "begins"), "untrained_turns": ("asked", "log_probs", "empty")}
@@ -103,12 +105,24 @@ def facts_of(plan: Plan, batches: Sequence[StepBatch], filtered: int = 0) -> dic
         "data/packed_tokens": float(packed),
         "data/micro_batches": float(plan.num_micro_batches),
         "data/reward_mean": float(first.rewards_N[first.scored_N].mean()),
+        **_reward_parts(first),
         "data/response_length_mean": float(first.response_lengths_N.mean()),
         "data/truncated_share": float(first.truncated_N.mean()),
         "data/lag_mean": float(lags.mean()) if len(lags) else 0.0,
         "data/lag_max": float(lags.max(initial=0)),
         "data/lag_in_flight_mean": float(in_flight.mean()) if len(lags) else 0.0,
         "data/lag_in_queue_mean": float(in_queue.mean()) if len(lags) else 0.0,
+    }
+
+
+def _reward_parts(batch: StepBatch) -> dict[str, float]:
+    """Return the mean of each part of the rewards, over the samples that have it."""
+    parts_NK = batch.parts_NK.reshape(len(batch.rewards_N), -1)[batch.scored_N]
+    there_NK = ~np.isnan(parts_NK)
+    return {
+        f"data/reward/{name}": float(parts_NK[there_NK[:, place], place].mean())
+        for place, name in enumerate(batch.part_names[:MOST_PARTS])
+        if there_NK[:, place].any()
     }
 
 

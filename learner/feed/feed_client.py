@@ -24,6 +24,7 @@ import zmq
 from tidemill.bus import exit_codes
 from tidemill.bus.exit_codes import CRASHED
 from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.trained_values import TrainedStep, encode_trained
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.errors import FeederFailed, FeederLost, FeedError
 from tidemill.learner.feed.feed_keys import FeedKeys, admit_by
@@ -190,6 +191,11 @@ class FeedClient:
         """Report that step ``step`` is done, with its metrics (rank 0 only); does not wait."""
         numbers = {key: float(value) for key, value in metrics.items()}
         self._send("done", step=step, metrics=numbers, weights_digest=weights_digest)
+
+    def trained(self, values: TrainedStep) -> None:
+        """Send the values of this rank's trained tokens, for viewers; dropped where the feeder is that far behind."""
+        with suppress(zmq.Again):
+            self._socket.send(pack("trained", values=encode_trained(values)), zmq.DONTWAIT)
 
     def published(self, version: int, step: int) -> None:
         """Report that ``version``, of the weights of ``step``, is the registry's head (rank 0 only). Does not wait"""

@@ -1,6 +1,6 @@
 """Messages of feeder and ranks over ZMQ: the first frame is a msgpack map with ``type``; a batch has more frames.
 
-rank -> feeder: hello, next, done, published, checkpointed, drain, failed, bye.
+rank -> feeder: hello, next, done, trained (for viewers), published, checkpointed, drain, failed, bye.
 feeder -> rank: start, batch, wait (a heartbeat with the reason of the wait), last (the step before was the last), end,
 error. Both ways, over a connection of its own: alive (``feed_client.Heartbeats``). Knows no socket.
 
@@ -26,6 +26,7 @@ _FROM_RANKS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "hello": {"rank": (int,), "dp_rank": (int,), "dp_size": (int,), "metadata": (bool,)},
     "next": {"step": (int,), "dp_rank": (int,)},
     "done": {"step": (int,), "metrics": (dict,), "weights_digest": (str, NoneType)},
+    "trained": {"values": (bytes,)},
     "published": {"version": (int,), "step": (int,)},
     "checkpointed": {"step": (int,), "directory": (str,)},
     "drain": {},

@@ -7,7 +7,7 @@ its batch is offered, and gets a heartbeat with the reason every second.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import zmq
@@ -89,6 +89,8 @@ class FeedServer:
         # With the port that the system has chosen, where ``listen`` names none.
         self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.outcomes: asyncio.Queue[RankReport] = asyncio.Queue()
+        self.on_trained: Callable[[int, bytes], None] = lambda dp_rank, values: None
+        """Called with the values of trained tokens that a data-parallel rank sends."""
         self.waiter = Waiter()
         """Woken when ``asked`` has increased."""
         self.asked = 0
@@ -256,6 +258,8 @@ class FeedServer:
             self.waiter.wake()
         elif kind == "next":
             self._requested(rank, header)
+        elif kind == "trained":
+            self.on_trained(rank.dp_rank, header["values"])
         else:
             self._reported(rank, kind, header)
 

@@ -42,6 +42,7 @@ from tidemill.learner.feed.issuing import Curriculum, TaskIssuer
 from tidemill.learner.feed.outcomes import EarlyEnd, Outcomes, refuse_newer
 from tidemill.learner.feed.recorded_responses import RecordedResponses
 from tidemill.learner.feed.restart import Restored, peers_of, verified
+from tidemill.learner.feed.trained_records import TrainedRecords
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.checkpoint_store import MOST_PENDING
 from tidemill.weightstore.store.registry import HEAD, VersionRegistry
@@ -101,6 +102,8 @@ class Feeder:
             copies=row.copies,
             best=self._best,
         )
+        self._trained = TrainedRecords(bus, epoch=self._epoch, on=settings.records_values)
+        server.on_trained = self._trained.put
         self._filtering = Filtering(filters, self._source, may_plan=self._may_plan, decide=self._decide.wake)
         self._intake = Intake(
             bus,
@@ -160,6 +163,7 @@ class Feeder:
             "refused actors": partial(self._restored.senders.publish, self._bus),
             "outcomes": self._outcomes.run,
             "copies": self._outcomes.follow_copies,
+            "trained values": self._trained.run,
         }
         # These decide what is recorded next, so they begin when all recorded steps are repeated.
         live_loops: dict[str, Loop] = {
@@ -334,7 +338,8 @@ class Feeder:
             await asyncio.to_thread(save_rollout, file, rollout)
             log.info("rollout saved step=%d samples=%d path=%s", plan.step, len(samples), file)
         facts = facts_of(plan, batches, filtered) | {"data/bad_rows": float(len(self._prompts.bad_rows))}
-        self._outcomes.planned(plan, facts | episode_metrics(samples, plan))
+        self._trained.planned(plan, samples)
+        self._outcomes.planned(plan, facts | episode_metrics(samples, plan) | self._trained.metrics)
         metadata = b""
         if learner.algorithm.may_need_metadata and self._server.wants_metadata:
             metadata = await asyncio.to_thread(encode_metadata, samples)

@@ -111,6 +111,7 @@ class FeederRow:
             "prompts_left_out": len(parts.curriculum),
             "behind": parts.intake.behind,
             "invalid": accounting.invalid.total(),
+            **{f"accounted/{name}": count for name, count in accounting.counts().items()},
             **parts.senders.load(accounting.invalid, accounting.invalid_of),
             "filtered": sum(count for reason, count in reasons if is_filtered(reason)),
         }

@@ -148,6 +148,11 @@ class FeederSettings:
         return self.model.directory if self.debug.rollout_only else ""
 
     @property
+    def records_values(self) -> bool:
+        """True if the ranks send values of trained tokens."""
+        return self.learner.record.trained > 0 and not self.debug.rollout_only
+
+    @property
     def step_settings(self) -> JsonObject:
         """Record of the settings that decide the result of a step; empty = no step trains."""
         return {} if self.debug.rollout_only else record_of(self.learner, push_every=self.push_every)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.learner.layout.sizes import FAMILIES
-from tidemill.learner.settings.backends import FSDP, MEGATRON, fsdp_settings, megatron_settings
+from tidemill.learner.settings.backends import FSDP, MEGATRON, megatron_settings
 
 if TYPE_CHECKING:
     from tidemill.learner.settings.config import LearnerConfig
@@ -32,8 +32,6 @@ def choose_backend(
     needs += ["model.megatron_checkpoint"] if megatron_checkpoint else []
     if needs:
         return BackendChoice(kind=MEGATRON, reason=f"{needs[0]} needs it")
-    if other := fsdp_settings(learner):
-        return BackendChoice(kind=FSDP, reason=f"learner.{other[0]} needs it")
     family = values.get("model_type")
     if family in FAMILIES:
         return BackendChoice(kind=MEGATRON, reason=f"{family} is one of its families")

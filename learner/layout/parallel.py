@@ -53,6 +53,10 @@ class Parallel:
     """Between the split matrices, each tensor-parallel rank has its own part of the tokens."""
     sharded_size: int = 1
     """Replicas over which every weight is divided (FSDP); 1 = each replica has the whole."""
+    shard_group: dist.ProcessGroup | None = None
+    """These replicas, where others have the same parts; None = all replicas."""
+    mirror_group: dist.ProcessGroup | None = None
+    """Replicas with the same parts, one of each copy of the model, where there are several; None = this one alone."""
 
     @property
     def export_place(self) -> int:
@@ -126,15 +130,23 @@ def join_world(device: torch.device, *, timeout_s: float) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
 
 
-def of_replicas(device: torch.device) -> Parallel:
+def of_replicas(device: torch.device, *, copies: int = 1) -> Parallel:
     """Return this rank's place where every rank is a replica with rows of its own, and has a part of every weight.
 
-    Collective over all ranks, which have joined.
+    ``copies``: of the model, each divided over as many neighbouring ranks. Collective over all ranks, which have
+    joined. Raises ValueError for a number of ranks that is no multiple of them.
     """
     world = dist.group.WORLD
     assert world is not None, "``join_world`` comes first"
+    size, left = divmod(dist.get_world_size(), copies)
+    if left:
+        raise ValueError(f"WORLD_SIZE: want a multiple of the {copies} copies of the model, got {size * copies + left}")
     alone, _ = dist.new_subgroups(group_size=1)
-    single = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "cp_rank": 0, "cp_size": 1}
+    places: dict[str, Any] = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "cp_rank": 0, "cp_size": 1}
+    if copies > 1:
+        mirrors = [list(range(first, dist.get_world_size(), size)) for first in range(size)]
+        places["shard_group"], _ = dist.new_subgroups(group_size=size)
+        places["mirror_group"], _ = dist.new_subgroups_by_enumeration(mirrors)
     return Parallel(
         rank=dist.get_rank(),
         dp_rank=dist.get_rank(),
@@ -148,8 +160,8 @@ def of_replicas(device: torch.device) -> Parallel:
         edge_layers=(0, 0),
         ep_size=1,
         sequence_parallel=False,
-        sharded_size=dist.get_world_size(),
-        **single,
+        sharded_size=size,
+        **places,
     )
 
 

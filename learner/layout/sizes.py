@@ -117,12 +117,17 @@ def stage_layers(num_layers: int, pipeline_parallel: int, first: int = 0, last: 
     return [*layers[:-1], num_layers - sum(layers[:-1])]
 
 
-def num_senders(tensor_parallel: int, expert_parallel: int, at_most: int = 0, *, sharded: int = 1) -> int:
-    """Return the number of ranks of each stage with parts of the weights to send. ``at_most``: 0 = no limit.
+SENDERS = 8
+"""Ranks of FSDP that send by default, as many as a machine has GPUs: each has a process group with every engine."""
 
-    ``sharded``: replicas over which every weight is divided (FSDP); 1 = each replica has the whole.
+
+def num_senders(tensor_parallel: int, expert_parallel: int, at_most: int = 0, *, sharded: int = 1) -> int:
+    """Return the number of ranks of each stage that send weights. ``at_most``: 0 = all that have parts of them alone.
+
+    ``sharded``: replicas over which every weight is divided (FSDP), which is gathered for any sender; of these at most
+    ``SENDERS`` send by default. 1 = each replica has the whole.
     """
-    senders = math.lcm(tensor_parallel, expert_parallel) * sharded
+    senders = math.lcm(tensor_parallel, expert_parallel) * (sharded if at_most else min(sharded, SENDERS))
     return min(senders, at_most) if at_most else senders
 
 

@@ -25,7 +25,6 @@ from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.backends import FSDP
 from tidemill.learner.trainer.adapter_files import ADAPTER, write_adapter
 from tidemill.learner.trainer.backend import Policy, named_dtype
-from tidemill.learner.trainer.checkpoint_facts import backend_of, read_facts
 from tidemill.weightstore.store import snapshot_files
 
 _ERRORS: tuple[type[BaseException], ...] = (
@@ -110,7 +109,7 @@ def kind_of(checkpoint: Path) -> str:
     """Return the backend that has written a checkpoint. Raises CheckpointCorrupt."""
     _verify(checkpoint)
     with _readable(checkpoint):
-        return backend_of(read_facts(checkpoint))
+        return disk.written_by(checkpoint)
 
 
 def _open_converter(kind: str) -> Converter:

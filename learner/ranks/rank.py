@@ -243,6 +243,7 @@ class Rank:
             turn_gamma=self._settings.turn_gamma,
             collector=self._debug.collector,
             hooks=self._learner.hooks,
+            record=self._learner.record,
         )
 
     def _open_checkpoints(self, others: OtherModels) -> Checkpoints:
@@ -343,6 +344,8 @@ class Rank:
         # Before the checkpoint, so that the engines receive the version while it is written.
         if push:
             self.pushes.publish()
+        if self._trainer.values is not None:
+            self._feed.trained(self._trainer.values)
         if self._here.rank == 0:
             self._feed.done(batch.step, metrics | self.pushes.metrics() | self._turns.metrics(), digest)
             log.info(

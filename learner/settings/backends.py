@@ -15,7 +15,7 @@ OF_MEGATRON = {
     "virtual_pipeline": "there are no stages",
     "first_stage_layers": "there are no stages",
     "last_stage_layers": "there are no stages",
-    "context_parallel": "a row is on one rank",
+    "context_parallel": "a row is on one rank (backend: megatron divides the rows of its families)",
     "expert_parallel": "experts are divided like all other weights, and every rank runs all of them",
     "distributed_optimizer": "weights, gradients and the optimizer's state are always divided over the ranks",
     "overlap_grad_reduce": "FSDP overlaps by itself",
@@ -30,17 +30,6 @@ OF_MEGATRON = {
     "megatron": "these are arguments of Megatron",
 }
 """Settings that only Megatron has, and the reason why FSDP has none of them."""
-
-
-MUON = "muon"
-NO_MUON = "adamw, adam or sgd where Megatron trains, which has no Muon"
-"""Wanted of an optimizer's name there."""
-
-
-def fsdp_settings(learner: "LearnerConfig") -> list[str]:
-    """Return the settings in use that only FSDP has."""
-    optimizers = {"optimizer.name": learner.optimizer.name, "critic.optimizer.name": learner.critic.optimizer.name}
-    return [name for name, chosen in optimizers.items() if chosen == MUON]
 
 
 def megatron_settings(learner: "LearnerConfig") -> dict[str, object]:

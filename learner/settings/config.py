@@ -106,6 +106,17 @@ class CriticConfig:
 
 @section
 @dataclass(frozen=True, kw_only=True)
+class RecordConfig:
+    """Values of trained tokens (log-prob, entropy, advantage, weight) that are kept for viewers (docs/looking.md)."""
+
+    trained: Share = 1.0
+    """Share of the groups whose samples are recorded, as far as ``step_bytes`` allow; 0 = none."""
+    step_bytes: Annotated[int, Field(ge=1024, le=4_000_000)] = 524_288
+    """Bytes of a step and data-parallel rank, 16 for each trained token; further samples are left out."""
+
+
+@section
+@dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     """The learner: batch sizes, parallelism, precision, checkpoints."""
 
@@ -133,6 +144,10 @@ class LearnerConfig:
     """
     data_parallel: Positive = 1
     """Replicas of the model; with backend fsdp the ranks, over which its weights are divided."""
+    fsdp_replicas: NotNegative = 1
+    """With backend fsdp, copies of the model (HSDP): each weight is divided over data_parallel / fsdp_replicas
+    neighbouring ranks, and gradients are added up over the copies. 0 = a copy on each node.
+    """
     tensor_parallel: Positive = 1
     """Ranks over which every matrix is split; must divide vocabulary, key/value heads and intermediate size."""
     sequence_parallel: bool = False
@@ -235,6 +250,8 @@ class LearnerConfig:
     """Adapters instead of all weights (docs/lora.md)."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantages, loss and correction for stale data (docs/algorithms.md)."""
+    record: RecordConfig = field(default_factory=RecordConfig)
+    """Values of trained tokens that are recorded for viewers (docs/looking.md)."""
     hooks: HooksConfig = field(default_factory=HooksConfig)
     """Functions of yours within a step (docs/extending.md)."""
 
@@ -244,6 +261,7 @@ class LearnerConfig:
     def alone(self) -> "LearnerConfig":
         """Return these settings with one rank."""
         sizes: JsonObject = {f"{name}_parallel": 1 for name in ("data", "tensor", "pipeline", "context", "expert")}
+        sizes["fsdp_replicas"] = 1
         return replace(
             self, virtual_pipeline=1, sequence_parallel=False, first_stage_layers=0, last_stage_layers=0, **sizes
         )
@@ -257,6 +275,11 @@ class LearnerConfig:
     def num_ranks(self) -> int:
         """Ranks of all nodes."""
         return self.data_parallel * self.ranks_of_replica
+
+    @property
+    def fsdp_copies(self) -> int:
+        """Copies of a model that FSDP divides over ranks."""
+        return self.fsdp_replicas or self.nodes
 
     @property
     def ranks_of_replica(self) -> int:

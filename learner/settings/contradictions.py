@@ -3,15 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tidemill.learner.algorithms.choices import BY_CRITIC, OF_GROUPS, OF_TURNS
-from tidemill.learner.settings.backends import (
-    FSDP,
-    MEGATRON,
-    MUON,
-    NO_MUON,
-    OF_MEGATRON,
-    fsdp_settings,
-    megatron_settings,
-)
+from tidemill.learner.settings.backends import FSDP, OF_MEGATRON, megatron_settings
 from tidemill.learner.settings.megatron_arguments import refuse_untried
 from tidemill.learner.settings.schedule import FALLING
 
@@ -54,17 +46,26 @@ def refuse_contradictions(learner: "LearnerConfig") -> None:
 
 
 def _refuse_other_backends(learner: "LearnerConfig") -> None:
-    """Refuse settings of Megatron alone with ``backend: fsdp``, and settings of FSDP2 alone where Megatron trains."""
-    megatrons = megatron_settings(learner)
-    needs = learner.backend == MEGATRON or megatrons
-    for name in fsdp_settings(learner) if needs and learner.backend != FSDP else ():
-        reason = "backend: megatron" if learner.backend == MEGATRON else f"{next(iter(megatrons))} needs it"
-        raise ValueError(f"{name}: want {NO_MUON} ({reason}), got {MUON!r}")
-    if learner.backend != FSDP:
-        return
-    for name, default in megatrons.items():
+    """Refuse settings of Megatron alone with ``backend: fsdp``."""
+    if learner.fsdp_replicas != 1:
+        _refuse_copies(learner)
+    for name, default in megatron_settings(learner).items() if learner.backend == FSDP else ():
         got = getattr(learner, name)
         raise ValueError(f"{name}: want {default!r} with backend: fsdp, where {OF_MEGATRON[name]}, got {got!r}")
+
+
+def _refuse_copies(learner: "LearnerConfig") -> None:
+    """Refuse copies of a model that FSDP does not divide, or that have no equal numbers of ranks."""
+    copies, ranks = learner.fsdp_replicas, learner.data_parallel
+    if learner.backend != FSDP:
+        raise ValueError(
+            f"fsdp_replicas: want 1 without backend: fsdp, got {copies}: only FSDP divides the weights of a copy"
+        )
+    if not learner.fsdp_copies:
+        raise ValueError("fsdp_replicas: want a number with nodes: 0, which is known to the agents alone, got 0")
+    if ranks % learner.fsdp_copies:
+        names = "fsdp_replicas" if copies else "nodes (fsdp_replicas: 0 = a copy on each)"
+        raise ValueError(f"{names}: want a divisor of data_parallel = {ranks}, got {learner.fsdp_copies}")
 
 
 def _refuse_sizes(learner: "LearnerConfig") -> None:

@@ -13,7 +13,8 @@ from tidemill.bus.section import BASIC, NotNegative, NotNegativeFloat, OneOf, Po
 FALLING = ("linear", "cosine", "wsd")
 """Decays that reach min_lr."""
 DECAYS = ("constant", *FALLING, "inverse_sqrt")
-OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
+MUON = "muon"
+OPTIMIZERS = ("adamw", "adam", "sgd", MUON)
 
 
 @section
@@ -23,7 +24,7 @@ class OptimizerConfig:
 
     name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
     """adamw | adam (weight decay is added to the gradient) | sgd (with ``momentum``) | muon (of the matrices of layers,
-    with ``momentum``, and adamw of other weights; on the backend fsdp alone)."""
+    with ``momentum``, and adamw of other weights)."""
     lr: Annotated[PositiveFloat, BASIC] = 1e-6
     """Peak learning rate."""
     warmup_steps: NotNegative = 0

@@ -1,5 +1,6 @@
 """What a checkpoint records beside its tensors, and the refusals of a checkpoint that belongs to another run."""
 
+import pickle
 import random
 import shutil
 from collections.abc import Iterator
@@ -12,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.learner.checkpoints.disk import written_by
 from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
-from tidemill.learner.settings.backends import MEGATRON
 from tidemill.learner.settings.lora import LoraConfig
 from tidemill.learner.trainer.backend import Weights
 from tidemill.learner.trainer.backups import OtherModels
@@ -37,15 +38,15 @@ def facts_of(step: int, policy: Weights, others: OtherModels) -> JsonObject:
 
 
 def read_facts(directory: Path) -> JsonMapping:
-    """Return the facts of a checkpoint; none of one of Megatron's own training."""
-    common = torch.load(directory / COMMON, map_location="cpu", weights_only=False)
-    facts: JsonMapping = common.get("facts", {})
+    """Return the facts of a checkpoint that are plain values, as FSDP2's. Raises CheckpointCorrupt for any others: no
+    code of the pickle is run.
+    """
+    try:
+        facts: JsonMapping = torch.load(directory / COMMON, map_location="cpu", weights_only=True)["facts"]
+    except (pickle.UnpicklingError, LookupError) as error:
+        reason = str(error).splitlines()[:1]
+        raise CheckpointCorrupt(str(directory), COMMON, "facts made of plain values", reason) from error
     return facts
-
-
-def backend_of(facts: JsonMapping) -> str:
-    """Return the backend that has written a checkpoint; one without that fact is of Megatron."""
-    return str(facts.get("backend", MEGATRON))
 
 
 def adapters_in(facts: JsonMapping) -> LoraConfig:
@@ -56,13 +57,29 @@ def adapters_in(facts: JsonMapping) -> LoraConfig:
     return LoraConfig(rank=lora["rank"], alpha=lora["alpha"], rslora=lora["rslora"], targets=tuple(lora["targets"]))
 
 
-def refuse_other_backend(directory: Path, facts: JsonMapping, kind: str) -> None:
+def refuse_other_backend(directory: Path, kind: str) -> None:
     """Raise ConfigRefused for a checkpoint of another backend."""
-    if (stored := backend_of(facts)) != kind:
+    if (stored := written_by(directory)) != kind:
         raise ConfigRefused("learner.backend", f"{stored}, which has written {directory}", kind)
 
 
-def refuse_missing_state(directory: Path, facts: JsonMapping, optimizer: Optimizer, others: OtherModels) -> None:
+def refuse_another_run(
+    directory: Path, facts: JsonMapping, policy: Weights, optimizer: Optimizer, others: OtherModels
+) -> None:
+    """Raise CheckpointCorrupt or ConfigRefused when a run with these models cannot continue from the checkpoint."""
+    _refuse_missing_state(directory, facts, optimizer, others)
+    want = "the settings of learner.lora and the model that this run began with"
+    _refuse_other_adapters(directory, facts, policy, want)
+    _refuse_other_roles(directory, facts, others)
+
+
+def refuse_other_beginning(directory: Path, facts: JsonMapping, policy: Weights) -> None:
+    """Raise ConfigRefused when a new run with this policy cannot begin with the weights of the checkpoint."""
+    want = f"{directory} with the same, or a model directory of it (tidemill convert)"
+    _refuse_other_adapters(directory, facts, policy, want)
+
+
+def _refuse_missing_state(directory: Path, facts: JsonMapping, optimizer: Optimizer, others: OtherModels) -> None:
     """Raise CheckpointCorrupt or ConfigRefused when the checkpoint lacks state that this rank needs."""
     if facts["format"] != FORMAT:
         raise CheckpointCorrupt(str(directory), "common.pt", f"format {FORMAT}", facts["format"])
@@ -75,7 +92,7 @@ def refuse_missing_state(directory: Path, facts: JsonMapping, optimizer: Optimiz
         raise ConfigRefused("learner.optimizer.name", f"{kind}, whose state is in {directory}", optimizer.kind)
 
 
-def refuse_other_roles(directory: Path, facts: JsonMapping, others: OtherModels) -> None:
+def _refuse_other_roles(directory: Path, facts: JsonMapping, others: OtherModels) -> None:
     """Raise ConfigRefused for a critic or a changing reference where the run that saved had none, or the reverse."""
     roles = {
         "critic": (
@@ -101,7 +118,7 @@ def refuse_other_roles(directory: Path, facts: JsonMapping, others: OtherModels)
             raise ConfigRefused(setting, want, absent if saved else stored)
 
 
-def refuse_other_adapters(directory: Path, facts: JsonMapping, policy: Weights, want: str) -> None:
+def _refuse_other_adapters(directory: Path, facts: JsonMapping, policy: Weights, want: str) -> None:
     """Raise ConfigRefused when checkpoint and policy have different adapters, or ones on different models."""
     stored: JsonMapping | None = facts.get("lora")
     current = None if policy.adapters is None else policy.adapters.facts()

@@ -86,12 +86,14 @@ class Optimizer(ABC):
         )
         return False
 
-    # ---- of each backend
-
     @property
-    @abstractmethod
     def kind(self) -> str:
-        """The state in a checkpoint, by which another optimizer's is refused."""
+        """The state in a checkpoint, by which another optimizer's is refused: that of adam, which adamw has as well, of
+        sgd or of muon.
+        """
+        return "adam" if self._config.name == "adamw" else self._config.name
+
+    # ---- of each backend
 
     @abstractmethod
     def zero_grad(self) -> None:

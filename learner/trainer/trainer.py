@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tidemill.bus.wire.trained_values import TrainedStep
 from tidemill.learner.algorithms import diagnostics
 from tidemill.learner.algorithms.aggregation import Denominators, Supervised
 from tidemill.learner.algorithms.choices import RUNNING
@@ -34,7 +35,7 @@ from tidemill.learner.debug import collector
 from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
 from tidemill.learner.debug.report import REPORTED_STEPS
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.config import HooksConfig
+from tidemill.learner.settings.config import HooksConfig, RecordConfig
 from tidemill.learner.settings.step_settings import StepSettings
 from tidemill.learner.trainer.backend import Policy
 from tidemill.learner.trainer.backups import NO_OTHER_MODELS, OtherModels, OtherWeights
@@ -42,8 +43,10 @@ from tidemill.learner.trainer.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep,
 from tidemill.learner.trainer.optimizer import Optimizer
 from tidemill.learner.trainer.passes import Passes, Scores
 from tidemill.learner.trainer.rows import Row, Step, rows_of, step_of, tensor_of
+from tidemill.learner.trainer.trained_values import ValueRecord
 
 log = logging.getLogger(__name__)
+NO_RECORD = RecordConfig(trained=0.0)
 _BASELINE = "baseline/"  # prefix of the running baselines among the numbers of a checkpoint
 _Terms = tuple[Denominators, Supervised | None]
 """Denominators of the samples of policies, and the term of the demonstrations; None = the step has none."""
@@ -72,6 +75,7 @@ class Trainer:
         turn_gamma: float | None = None,
         collector: Collector | None = None,
         hooks: HooksConfig = NO_HOOKS,
+        record: RecordConfig = NO_RECORD,
     ) -> None:
         """``turn_gamma``: discount of the returns of turns, which have advantages of their own; None = no turns."""
         critic = others.critic
@@ -98,6 +102,9 @@ class Trainer:
         """
         self.spans: tuple[tuple[int, int], ...] = ()
         """(tokens before it that it attends to, computed tokens) of each sequence of this rank in the last step."""
+        self.values: TrainedStep | None = None
+        """Recorded values of this rank's tokens in the last step; None = none are."""
+        self._record = ValueRecord(record, policy.parallel)
         self._trained_tokens = 0.0
         self._lag_buckets = diagnostics.num_lag_buckets(max_lag)
         self._set(algorithm, turn_gamma)
@@ -179,6 +186,8 @@ class Trainer:
             if self._critic is not None:
                 targets = [(part, terms[0]) for part, terms in minibatches]
                 taught = self._critic.train(targets, batch, summed=self._passes.summed)
+            if not self._warms_up(batch.step):
+                self._record.begin(batch)
             updates = [
                 self._minibatch(part, step, terms, batch, number) for number, (part, terms) in enumerate(minibatches)
             ]
@@ -186,6 +195,7 @@ class Trainer:
         # The reduced metrics are equal on all ranks, so every rank computes the same next coefficients.
         metrics = self._metrics(updates, step, skipped_N)
         self._adapt(metrics, batch)
+        self.values = self._record.end(batch)
         if self._collector is not None:
             self._collector.end(metrics)
         seconds = time.perf_counter() - began
@@ -195,6 +205,7 @@ class Trainer:
             **_sample_metrics(batch),
             "train/step_seconds": seconds,
             "train/tokens_per_second": batch.num_tokens / seconds,
+            "train/tokens_per_second_per_device": batch.num_tokens / seconds / dist.get_world_size(),
         }
 
     def log_probs(self, batch: StepBatch) -> list[Tensor]:
@@ -492,6 +503,7 @@ class Trainer:
             anchor = str(self._algorithm.anchor)
             self._collector.row(collector.of_policy(tokens, log_probs_T, entropy_T, loss, anchor=anchor))
             self._record_logits(self._collector, row, hidden_TH, tokens)
+        self._record.row(tokens, log_probs_T, entropy_T, loss)
         sums = diagnostics.token_sums(
             tokens,
             log_probs_T=log_probs_T,

@@ -1,21 +1,31 @@
 """``actor.max_samples_in_flight: auto`` against the best fixed number, in a simulation of the loop by events.
 
 python -m tests.bench in_flight [--shapes tiny late ...]
+python -m tests.bench in_flight --runs digits walk [--steps 60] [--fixed 64 256 1024] [--rounds 1]
 
 Actors (with the real ``SampleLimit``), engines, feeder and learner are simulated: an engine decodes one token for all
 of its rows in a time that grows with them, responses beyond its rows wait, its figures reach the actors a second late,
 tasks are admitted up to ``max_lag`` steps ahead, and a step is trained when all of its groups are there. Printed: the
 seconds until all steps are trained, with each fixed number and with auto, and the ratio of auto to the best of them.
+
+``--runs``: shipped configurations as they are, in turn: steps a second of wall time and of processor time, from the
+tenth step to the last. On a machine with other work only the second means anything.
 """
 
 import argparse
 import heapq
 import itertools
 import random
+import statistics
+import sys
+import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from tests.bench.meter import metered
+from tests.tree import ROOT
 from tidemill.actors.engines.sample_limit import EngineLoad, SampleLimit
 from tidemill.bus.section import AUTO
 
@@ -23,6 +33,8 @@ FIXED = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 ROW_EVERY_S = 1.0
 """Interval of the engines' rows and of the actors' observations."""
 LIMIT_S = 1e6
+FIRST_STEP = 10
+"""Step of a real run from which on it is measured: the limit of the samples has settled by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,11 +228,47 @@ def ratio(seconds: dict[int | str, float]) -> float:
     return seconds[AUTO] / min(value for setting, value in seconds.items() if setting != AUTO)
 
 
+def measure_run(name: str, setting: int | str, steps: int) -> tuple[float, float]:
+    """Return steps a second of wall time, and of the processor time of all processes, of one run."""
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place) / "run"
+        values = (f"directory={directory}", f"learner.steps={steps}", f"actor.max_samples_in_flight={setting}")
+        words = [word for value in (*values, "up.require_reward=0") for word in ("--set", value)]
+        command = [sys.executable, "-m", "tidemill", "up", name, "--fresh", *words]
+        log = Path(place) / "log"
+        run = metered(command, lines_file=directory / "metrics.jsonl", log_file=log, directory=ROOT)
+    begin, end = run.at(FIRST_STEP), run.at(steps)
+    trained = end.lines - begin.lines
+    return trained / (end.wall_s - begin.wall_s), trained / (end.cpu_s - begin.cpu_s)
+
+
+def compare_runs(name: str, settings: Sequence[int | str], *, steps: int, rounds: int) -> None:
+    """Print the medians of the settings, and the ratios of auto to the best fixed number."""
+    rates: dict[int | str, list[tuple[float, float]]] = {setting: [] for setting in settings}
+    for _ in range(rounds):
+        for setting in settings:
+            rates[setting].append(measure_run(name, setting, steps))
+    for place, unit in enumerate(("wall", "CPU")):
+        median = {setting: statistics.median(rate[place] for rate in rates[setting]) for setting in settings}
+        best = max((setting for setting in settings if setting != AUTO), key=lambda setting: median[setting])
+        texts = " ".join(f"{setting}:{value:.3f}" for setting, value in median.items())
+        ratio = median[AUTO] / median[best]
+        print(f"{name} steps per second of {unit} {texts} RATIO auto / best fixed ({best}): {ratio:.3f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument(
+        "--runs", nargs="*", default=[], metavar="CONFIG", help="shipped configurations, run as they are"
+    )
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--fixed", type=int, nargs="*", default=[64, 256, 1024])
+    parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
-    for name in args.shapes:
+    for name in args.runs:
+        compare_runs(name, (AUTO, *args.fixed), steps=args.steps, rounds=args.rounds)
+    for name in args.shapes if not args.runs else ():
         seconds = compare(SHAPES[name])
         print(f"{name:9}" + " ".join(f"{setting}:{value:.0f}" for setting, value in seconds.items()))
         best = min(FIXED, key=lambda setting: seconds[setting])

@@ -9,7 +9,7 @@ with whole sequences, and against one in which half of the groups have equal rew
 
 ``--lora RANK``: a step that trains adapters on that shape, against the same step with all weights.
 
-``--backends``: the same step on FSDP2 over transformers against the one on Megatron; processor time, in turn.
+``--backends``, ``--families NAME ...``: a step on FSDP2 over transformers, see ``step_backends.py``.
 
 ``--against DIRECTORY``: the trainer of another checkout instead, such as that of an older commit (``git worktree add
 DIRECTORY COMMIT``, of 2026-11-29 or later), each in a process of its own, step by step in turn.
@@ -188,11 +188,11 @@ def our_step(
     """Return the trainer's step, which returns the loss."""
     from tidemill.learner.trainer.trainer import Trainer
 
-    trainer = Trainer(*_parts(directory, device, dtype=dtype, kernels=kernels), AlgorithmConfig(), max_lag=2)
+    trainer = Trainer(*trainer_parts(directory, device, dtype=dtype, kernels=kernels), AlgorithmConfig(), max_lag=2)
     return lambda: trainer.train(batch)["train/loss"]
 
 
-def _parts(
+def trainer_parts(
     directory: Path, device: str, *, dtype: str, kernels: Wanted | None, lora: int = 0, fsdp: bool = False
 ) -> tuple[Any, Any]:
     """Return the policy and its optimizer. ``lora``: rank of the adapters that it trains; 0 = all weights."""
@@ -347,7 +347,7 @@ def prompts(name: str, *, rounds: int) -> dict[str, float]:
     equal = replace(batch, rewards_N=np.where(batch.groups_N == 0, np.float32(1), batch.rewards_N))
     with tempfile.TemporaryDirectory() as directory:
         make_smollm(Path(directory), layers)
-        arguments = _parts(Path(directory), "cpu", dtype="float32", kernels=None)
+        arguments = trainer_parts(Path(directory), "cpu", dtype="float32", kernels=None)
     whole, shared = (kind(*arguments, AlgorithmConfig(), max_lag=2) for kind in (Whole, Trainer))
     steps = {"whole": (whole, batch), "shared": (shared, batch), "half_zero": (whole, equal), "both": (shared, equal)}
     times: dict[str, list[float]] = {kind: [] for kind in steps}
@@ -369,7 +369,10 @@ def adapters(name: str, rank: int, *, rounds: int) -> dict[str, float]:
     batch = make_batch(**shape)
     with tempfile.TemporaryDirectory() as directory:
         make_smollm(Path(directory), layers)
-        parts = {kind: _parts(Path(directory), "cpu", dtype="float32", kernels=None, lora=lora) for kind, lora in kinds}
+        parts = {
+            kind: trainer_parts(Path(directory), "cpu", dtype="float32", kernels=None, lora=lora)
+            for kind, lora in kinds
+        }
     trainers = {kind: Trainer(*arguments, AlgorithmConfig(), max_lag=2) for kind, arguments in parts.items()}
     first = {kind: trainer.train(batch)["train/loss"] for kind, trainer in trainers.items()}
     assert first["all"] == first["lora"], first  # new adapters are 0
@@ -381,36 +384,6 @@ def adapters(name: str, rank: int, *, rounds: int) -> dict[str, float]:
             times[kind].append(time.process_time() - began)
     median = {kind: statistics.median(values) for kind, values in times.items()}
     return {"all_s": median["all"], "ratio": median["lora"] / median["all"]}
-
-
-def backends(name: str, *, rounds: int) -> dict[str, float]:
-    """Return the median processor time of a step on Megatron, in seconds, and that on FSDP2 to it."""
-    from tidemill.learner.trainer.trainer import Trainer
-
-    with tempfile.TemporaryDirectory() as directory:
-        if name in SMOLLM:
-            layers, _, batch_shape = SMOLLM[name]
-            make_smollm(Path(directory), layers)
-        else:
-            shape = SHAPES[name]
-            batch_shape = {key: shape[key] for key in ("sequences", "prompt", "response", "vocab")}
-            make_model(Path(directory), layers=shape["layers"], hidden=shape["hidden"], vocab=shape["vocab"])
-        parts = {
-            kind: _parts(Path(directory), "cpu", dtype="float32", kernels=None, fsdp=kind == "fsdp")
-            for kind in ("megatron", "fsdp")
-        }
-    batch = make_batch(**batch_shape)
-    trainers = {kind: Trainer(*arguments, AlgorithmConfig(), max_lag=2) for kind, arguments in parts.items()}
-    first = {kind: trainer.train(batch)["train/loss"] for kind, trainer in trainers.items()}
-    assert abs(first["megatron"] - first["fsdp"]) < 1e-5, first
-    times: dict[str, list[float]] = {kind: [] for kind in trainers}
-    for _ in range(rounds):
-        for kind, trainer in trainers.items():
-            began = time.process_time()
-            trainer.train(batch)
-            times[kind].append(time.process_time() - began)
-    median = {kind: statistics.median(values) for kind, values in times.items()}
-    return {"megatron_s": median["megatron"], "ratio": median["fsdp"] / median["megatron"]}
 
 
 def _step_of(child: Any) -> tuple[float, float]:
@@ -435,13 +408,17 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--prompts", action="store_true", help="prompts computed once, and groups without gradient")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="a step of adapters of this rank")
-    parser.add_argument("--backends", action="store_true", help="FSDP2 over transformers against Megatron")
+    parser.add_argument("--backends", action="store_true", help="FSDP2, Megatron and plain transformers in turn")
+    parser.add_argument("--families", nargs="*", help="FSDP2: the shares of attention and output layer; none = some")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if args.backends:
-        for name in (*args.shapes, "prompt 60, response 24") if args.shapes == list(SHAPES) else args.shapes:
-            ratio = backends(name, rounds=args.rounds)
-            print(name, " ".join(f"{key}={value:.3f}" for key, value in ratio.items()), flush=True)
+    if args.backends or args.families is not None:
+        from tests.bench.step_backends import compare_backends, compare_families
+
+        if args.backends:
+            compare_backends(args.shapes, rounds=args.rounds)
+        if args.families is not None:
+            compare_families(args.families, rounds=args.rounds)
         return
     if args.prompts or args.lora:
         for name in args.shapes if set(args.shapes) <= set(SMOLLM) else SMOLLM:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.engine_serving import serving
 from tests.families import FAMILIES, KINDS, family_model, write_family
+from tests.forked import completed
 from tests.tiny_models import write_tiny_model
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import NotDecoded, UnsupportedModel, UpdateRefused
@@ -229,11 +230,12 @@ def test_a_check_knows_the_bytes_of_rows_without_the_weights(name: str, tmp_path
     assert 0 < sizes_on_meta(tmp_path, "bfloat16").token_bytes < sizes.token_bytes
 
 
-def test_a_check_reads_the_bytes_of_rows_in_a_child(tmp_path: Path) -> None:
+def test_a_check_reads_the_bytes_of_rows_in_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_row_sizes(write_family(tmp_path / "lfm2", "lfm2")) == {
         dtype: sizes_on_meta(tmp_path / "lfm2", dtype) for dtype in ("float32", "bfloat16")
     }
     (tmp_path / "config.json").write_text('{"model_type": "of the future"}')
+    monkeypatch.setattr("tidemill.actors.serving.builtin.row_sizes.execute", completed)
     with pytest.raises(UnsupportedModel) as refused:
         read_row_sizes(tmp_path)
     assert refused.value.where == str(tmp_path / "config.json")

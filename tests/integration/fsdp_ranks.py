@@ -16,8 +16,11 @@ from tests.integration.megatron_layouts import OPTIMIZER, STEPS, VOCAB, projecte
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.backends.fsdp.activations import module_outputs
+from tidemill.learner.backends.fsdp.model import Place, from_first
 from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
 from tidemill.learner.backends.fsdp.policy import FsdpPolicy, build_policy
+from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.trainer.backups import OtherModels, WeightBackup
 from tidemill.learner.trainer.rows import Row, rows_of
@@ -25,9 +28,11 @@ from tidemill.learner.trainer.trainer import Trainer
 
 TOKENS = {1: 120, 2: 60}
 """Tokens of a micro-batch at most, by the number of ranks."""
-OFTEN = ("gspo in 2 minibatches", "kl in the reward, adaptive", "advantage reinforce_pp", "ess_lr")
+OFTEN = ("gspo in 2 minibatches", "ess_lr")
 """Cases that are tried in every run of the tests, beside those of every layout."""
 TRAINED = [*dict.fromkeys([*EVERYWHERE, *OFTEN, *(TRIED if THOROUGH else ())])]
+MODULES = "outputs of modules"
+FAILING = "the first rank fails"
 WRITTEN = "weights written behind a pass"
 
 
@@ -100,8 +105,32 @@ def written_behind_a_pass(model_dir: Path, here: Parallel) -> dict[str, bool]:
     return {"changed": changed, "restored": torch.equal(forward_only(policy), before)}
 
 
+def failing(here: Parallel) -> dict[str, list[str]]:
+    """Return the errors of this rank where reading fails on the first rank: of a setting, and of a library."""
+    errors: dict[str, list[str]] = {}
+    for wanted in (ConfigRefused("model.path", "a model", "none"), MemoryError("no memory is left")):
+
+        def read(error: Exception = wanted) -> None:
+            raise error
+
+        try:
+            from_first(read, Place.of(here))
+        except Exception as error:
+            errors[type(wanted).__name__] = [type(error).__name__, str(error)]
+    return errors
+
+
+def modules(model_dir: Path, here: Parallel) -> dict[str, float]:
+    """Return one number for each output of a module."""
+    policy = build_policy(model_dir, dtype="float32", parallel=here)
+    outputs = module_outputs(policy, [[5, 9, 33, 77], [17, 3]])
+    return {name: projected(torch.from_numpy(output)) for name, output in outputs.items()}
+
+
 def main(model_dir: Path, out: Path) -> None:
     with joined() as here:
         results: dict[str, Any] = {case: on_fsdp(model_dir, here, case) for case in TRAINED}
+        results[FAILING] = failing(here)
+        results[MODULES] = modules(model_dir, here)
         results[WRITTEN] = written_behind_a_pass(model_dir, here)
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

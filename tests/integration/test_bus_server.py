@@ -18,7 +18,6 @@ from tests.refusals import refusal
 from tidemill.bus import exit_codes
 from tidemill.bus.config import BusConfig, quoted
 from tidemill.bus.errors import ServerFailed, Unquotable
-from tidemill.bus.server import nats_server
 from tidemill.bus.server.nats_server import EmbeddedServer
 
 
@@ -60,31 +59,6 @@ def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         os.close(child)
         parent.stdin.close()
         parent.stdout.close()
-
-
-def test_a_server_that_crashes_while_it_starts_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script, real = tmp_path / "nats-server", nats_server.find_binary()
-    monkeypatch.setattr(nats_server, "find_binary", lambda: _crashing(script, real, times=1))
-    with EmbeddedServer(tmp_path / "bus", BusConfig()) as server:
-        url = server.url
-        server.kill()
-        (tmp_path / "crashes").write_text("")
-        assert server.start() == url, "others know the port: it stays"
-    monkeypatch.setattr(nats_server, "find_binary", lambda: _crashing(script, real, times=9))
-    with pytest.raises(ServerFailed, match="ended with -11 while starting"):
-        EmbeddedServer(tmp_path / "other", BusConfig()).start()
-
-
-def _crashing(script: Path, binary: str, times: int) -> str:
-    """Write a program that is killed by SIGSEGV at its first ``times`` starts, and then becomes ``binary``."""
-    count = script.with_name("crashes")
-    script.write_text(
-        f'#!/bin/sh\necho >> {count}\n[ $(wc -l < {count}) -gt {times} ] || kill -SEGV $$\nexec {binary} "$@"\n'
-    )
-    script.chmod(0o755)
-    return str(script)
 
 
 def test_a_port_that_is_taken_is_a_clear_error(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.check_kit import write_run
 from tests.families import write_family
+from tests.forked import completed
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.cli import main
@@ -15,6 +16,12 @@ from tidemill.launch.settings.config_loader import load
 
 ON_CPU = ("learner.device=cpu", "engine.dtype=float32", "engine.max_running=8")
 KL = ("learner.algorithm.kl.coef=0.1",)
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the child that reads the sizes of rows; tests/contract/test_transformers_runner.py executes it."""
+    monkeypatch.setattr("tidemill.actors.serving.builtin.row_sizes.execute", completed)
 
 
 @pytest.fixture(scope="module")

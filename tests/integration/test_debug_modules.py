@@ -1,6 +1,4 @@
-"""Learner (Megatron) and built-in engine agree module by module; planted faults in one of them are found, with the
-layer.
-"""
+"""Learner and built-in engine agree module by module; planted faults in one of them are found, with the layer."""
 
 import asyncio
 import json
@@ -32,6 +30,8 @@ from tests.tiny_models import SERVED, write_tiny_model
 from tidemill.actors.serving.builtin.scoring import score_directory
 from tidemill.launch.cli.main import main
 from tidemill.launch.cli.weights import between_tensors, tensors_of
+from tidemill.learner.backends.fsdp import activations as fsdp
+from tidemill.learner.backends.fsdp import policy as fsdp_policy
 from tidemill.learner.backends.megatron.activations import module_outputs
 from tidemill.learner.backends.megatron.model import build_policy
 from tidemill.learner.debug.comparison import Comparison, compare_modules
@@ -69,6 +69,17 @@ def test_learner_and_engine_agree_in_every_module(
         parts = ("attention.qkv", "attention.core", "attention", *(["mlp.experts"] if mixed else []), "mlp")
         layers += [*(f"layers.{layer}.{part}" for part in parts), f"layers.{layer}"]
     assert list(found.compared) == ["embedding", *layers, "norm", "log_probs"]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_fsdp_and_engine_agree_in_the_modules_of_a_layer(here: parallel.Parallel, tmp_path: Path, family: str) -> None:
+    model = write_tiny_model(tmp_path, family)
+    policy = fsdp_policy.build_policy(model, dtype="float32", parallel=here)
+    dumps = dump(fsdp.module_outputs(policy, PROMPTS), "learner"), dump(score_directory(model, PROMPTS), "engine")
+    comparison = compare_modules(*dumps)
+    assert comparison.first is None
+    layers = [f"layers.{layer}{part}" for layer in (0, 1) for part in (".attention", ".mlp", "")]
+    assert list(comparison.compared) == ["embedding", *layers, "norm", "log_probs"]
 
 
 def test_latent_attention_is_dumped_without_its_projection(here: parallel.Parallel, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.algorithm_cases import EQUAL_REWARDS
 from tests.integration import fsdp_ranks
-from tests.integration.fsdp_ranks import TRAINED, WRITTEN, forward_only, on_fsdp, train
+from tests.integration.fsdp_ranks import FAILING, MODULES, TRAINED, WRITTEN, forward_only, modules, on_fsdp, train
 from tests.integration.megatron_layouts import OPTIMIZER, VOCAB
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
@@ -77,3 +77,20 @@ def test_a_pass_without_gradient_leaves_no_whole_weights_on_a_rank(model_dir: Pa
 
 def test_the_next_pass_sees_weights_that_were_written_behind_a_pass(ranks: list[dict[str, Any]]) -> None:
     assert [rank[WRITTEN] for rank in ranks] == [{"changed": True, "restored": True}] * 2
+
+
+def test_an_error_of_the_first_rank_ends_all(ranks: list[dict[str, Any]]) -> None:
+    """Without waiting for the end of its process."""
+    first, second = (rank[FAILING] for rank in ranks)
+    assert (
+        first["ConfigRefused"] == second["ConfigRefused"] == ["ConfigRefused", "model.path: want a model, got 'none'"]
+    )
+    assert first["MemoryError"] == ["MemoryError", "no memory is left"]
+    assert second["MemoryError"][0] == "FirstRankFailed" and "no memory is left" in second["MemoryError"][1]
+
+
+def test_rank_0_has_the_outputs_of_modules(ranks: list[dict[str, Any]], model_dir: Path, here: Parallel) -> None:
+    wanted = modules(model_dir, here)
+    assert "1.layers.1.mlp" in wanted and "0.log_probs" in wanted
+    assert ranks[0][MODULES] == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+    assert ranks[1][MODULES] == {}

@@ -84,6 +84,7 @@ async def test_every_command_that_reads_answers_and_the_streams_stay_as_they_are
         ("cursors",): "no reader is registered",
         ("replay", "-o", str(tmp_path / "all.tide")): "7",
         ("archive", "-o", str(tmp_path / "archive")): "",
+        ("dashboard", "--export", str(tmp_path / "run.html")): "run.html",
     }
     for (command, *more), text in wanted.items():
         code, out, errors = await tidemill(command, "--run-dir", str(run), *more)

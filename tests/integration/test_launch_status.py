@@ -19,6 +19,7 @@ from tests.bus_fixtures import BusOpener
 from tests.launched import ROOT, run_tidemill
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire import subjects
 from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Done, Plan, Settle, Status
 from tidemill.bus.wire.rows import LiveRow
@@ -100,6 +101,26 @@ async def test_status_shows_where_every_sample_is(open_bus: BusOpener) -> None:
         {"stale": 2},
         None,
     )
+
+
+async def test_status_has_the_time_to_the_end_at_the_pace_of_this_start(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await make_run(bus)
+        for epoch, steps in ((1, (1, 2, 3)), (2, (4, 5))):
+            await bus.plans.fence(epoch)
+            for step in steps:
+                await bus.plans.append(Done(epoch=epoch, step=step, metrics=METRICS))
+        await bus.rows("run").put("config", {"learner": {"steps": 7}})
+        assert (await read_status(bus))["left_s"] is None, "two steps of this start are no pace"
+        await bus.plans.append(Done(epoch=2, step=6, metrics=METRICS))
+        status = await read_status(bus)
+        stream = subjects.stream(bus.run, subjects.PLAN)
+        last = (await bus.jet.state(stream)).last_seq
+        began_s, ended_s = [(await bus.jet.message(stream, seq)).stored_s for seq in (last - 2, last)]
+        assert status["steps"] == 7 and status["left_s"] == pytest.approx((ended_s - began_s) / 2)
+        shown = Console(file=io.StringIO(), width=160, color_system=None)
+        print_status(shown, status | {"left_s": 61.5})
+        assert "step 6 of 7 done, 0:01:01 left" in shown.file.getvalue()  # type: ignore[attr-defined]
 
 
 async def test_failures_are_counted_and_named_with_the_reason(open_bus: BusOpener) -> None:

@@ -191,7 +191,7 @@ def test_the_same_gradients(trained: Runs, layout: str, rows: str) -> None:
 
 
 NOT_COMPARED = {
-    **dict.fromkeys(("train/step_seconds", "train/tokens_per_second"), "times"),
+    **dict.fromkeys(("train/step_seconds", "train/tokens_per_second", "train/tokens_per_second_per_device"), "times"),
     **dict.fromkeys(
         ("train/tflops", "train/mfu", "train/peak_memory_bytes"), "of rank 0 and its device: tests/gpu, test_flops"
     ),

@@ -28,6 +28,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
     "pp2": ({"pipeline_parallel": 2}, {}, {"verify": "always"}, 2),
     "ep2": ({"data_parallel": 2, "expert_parallel": 2}, MIXTURE, {"verify": "always"}, 2),
     "fsdp on 2": ({"backend": "fsdp", "data_parallel": 2}, {}, {"verify": "always"}, 2),
+    "fsdp, 2 copies": ({"backend": "fsdp", "data_parallel": 2, "fsdp_replicas": 2}, {}, {"verify": "always"}, 1),
     "fsdp on 2, adapters": ({"backend": "fsdp", "data_parallel": 2, "lora": LORA}, {}, {}, 1),
     "tp2 x pp2": (
         {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True},
@@ -37,14 +38,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
     ),
 }
 """Settings of the learner, of the model and of the pushes, and ranks that send."""
+SLOW = ("tp2, one sender", "tp2 x pp2", "fsdp, 2 copies")
 
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in ("tp2, one sender", "tp2 x pp2") else [])
-        for name in LAYOUTS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS],
 )
 async def test_ranks_that_share_the_model_push_and_save_what_they_train(
     open_learner: OpenLearner,  # noqa: F811

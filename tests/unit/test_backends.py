@@ -13,7 +13,7 @@ from tidemill.launch.settings.config_loader import load
 from tidemill.learner.layout.backends import choose_backend
 from tidemill.learner.layout.sizes import FAMILIES, StepFlops
 from tidemill.learner.layout.transformers_models import language_models
-from tidemill.learner.settings.backends import NO_MUON, OF_MEGATRON, megatron_settings
+from tidemill.learner.settings.backends import OF_MEGATRON, megatron_settings
 from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
 
@@ -50,6 +50,11 @@ def test_fsdp_refuses_what_only_megatron_has(name: str) -> None:
         LearnerConfig(**{"backend": "fsdp", name: IN_USE[name]})
 
 
+def test_the_way_to_divide_rows_is_named() -> None:
+    with pytest.raises(ValueError, match=r"context_parallel: want 1 .*backend: megatron divides"):
+        LearnerConfig(backend="fsdp", context_parallel=2)
+
+
 def test_fsdp_takes_what_both_have() -> None:
     learner = LearnerConfig(backend="fsdp", data_parallel=4, recompute="full", offload_optimizer=True, dtype="bfloat16")
     assert megatron_settings(learner) == {}
@@ -70,13 +75,12 @@ def test_a_setting_decides_where_the_family_does_not() -> None:
     assert (choice.kind, choice.reason) == ("megatron", "model.megatron_checkpoint needs it")
 
 
-def test_muon_is_fsdps() -> None:
+def test_both_backends_have_muon() -> None:
     muon = OptimizerConfig(name="muon")
-    choice = choose_backend(LearnerConfig(optimizer=muon), {"model_type": "qwen3"})
-    assert (choice.kind, choice.reason) == ("fsdp", "learner.optimizer.name needs it")
-    for settings in ({"backend": "megatron"}, {"tensor_parallel": 2}):
-        with refusal(ValueError, place="optimizer.name", got="'muon'"):
-            LearnerConfig(optimizer=muon, **settings)
+    assert choose_backend(LearnerConfig(optimizer=muon), {"model_type": "qwen3"}).kind == "megatron"
+    LearnerConfig(optimizer=muon, backend="fsdp")
+    with refusal(ValueError, place="offload_optimizer", got="true"):
+        LearnerConfig(optimizer=muon, offload_optimizer=True)
 
 
 def findings(directory: Path, *settings: str, family: str = "qwen2") -> tuple[list[str], list[str]]:
@@ -98,22 +102,48 @@ def test_a_check_names_the_backend_and_the_reason(tmp_path: Path) -> None:
 def test_a_check_refuses_what_transformers_and_fsdp_lack(tmp_path: Path) -> None:
     [error], _ = findings(tmp_path / "a", family="pond")
     assert "model_type" in error and "got pond" in error
-    (tmp_path / "prompts.txt").write_text("what is one plus two\n")
-    dump = (f"debug.dump_modules.prompts={tmp_path}/prompts.txt", "debug.dump_modules.step=1")
-    [error], _ = findings(tmp_path / "b", "learner.backend=fsdp", *dump)
-    assert "debug.dump_modules.step" in error
     [error], _ = findings(tmp_path / "c", "learner.backend=fsdp", f"model.megatron_checkpoint={tmp_path}")
     assert "model.megatron_checkpoint" in error
 
 
-def test_a_check_refuses_muon_where_a_checkpoint_needs_megatron(tmp_path: Path) -> None:
-    """No setting of the learner needs Megatron here, but the checkpoint in the settings of the model."""
-    begins = (f"model.megatron_checkpoint={tmp_path}", "learner.algorithm.advantage=gae")
-    for number, name in enumerate(("learner.optimizer.name", "learner.critic.optimizer.name")):
-        errors, _ = findings(tmp_path / str(number), *begins, f"{name}=muon")
-        assert any(f"{name}: want {NO_MUON}, got muon" in error for error in errors), errors
-        errors, _ = findings(tmp_path / f"{number}, adamw", *begins)
-        assert not any(NO_MUON in error for error in errors)
+@pytest.mark.parametrize("writer", ["megatron", "fsdp"])
+def test_a_check_refuses_the_beginning_of_the_other_backend(tmp_path: Path, writer: str) -> None:
+    other = "fsdp" if writer == "megatron" else "megatron"
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    content = {"sharded_backend": "torch_dist"} | ({"backend": "fsdp"} if writer == "fsdp" else {})
+    for name, text in {"metadata.json": json.dumps(content), "manifest.json": "{}", "common.pt": ""}.items():
+        (checkpoint / name).write_text(text)
+    begins = f"learner.from_checkpoint={checkpoint}"
+    [error], _ = findings(tmp_path / "a", f"learner.backend={other}", begins)
+    assert (
+        f"learner.from_checkpoint: want a checkpoint of learner.backend: {other}, got {checkpoint}, of {writer}"
+        in error
+    )
+    errors, _ = findings(tmp_path / "b", f"learner.backend={writer}", begins)
+    assert errors == []
+
+
+COPIES: dict[str, dict[str, Any]] = {
+    "no divisor": {"fsdp_replicas": 3},
+    "no divisor, by nodes": {"fsdp_replicas": 0, "nodes": 3},
+    "unknown nodes": {"fsdp_replicas": 0, "nodes": 0},
+    "Megatron": {"fsdp_replicas": 2, "backend": "auto"},
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_copies_that_fsdp_cannot_make_are_refused(case: str) -> None:
+    settings = {"backend": "fsdp", "data_parallel": 4} | COPIES[case]
+    with pytest.raises(ValueError, match=r"fsdp_replicas|nodes"):
+        LearnerConfig(**settings)
+
+
+def test_the_copies_are_as_many_as_the_nodes_or_the_setting() -> None:
+    four = {"backend": "fsdp", "data_parallel": 4}
+    assert LearnerConfig(**four).fsdp_copies == 1
+    assert LearnerConfig(**four, fsdp_replicas=4).fsdp_copies == 4
+    assert LearnerConfig(**four, fsdp_replicas=0, nodes=2).fsdp_copies == 2
 
 
 def test_the_language_models_are_those_of_transformers() -> None:

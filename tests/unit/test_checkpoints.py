@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.refusals import refusal
 from tidemill.learner.checkpoints import disk
@@ -14,6 +15,7 @@ from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.disk import Checkpoint
 from tidemill.learner.checkpoints.manifest import BLOCK_BYTES, CheckpointManifest
 from tidemill.learner.errors import CheckpointCorrupt
+from tidemill.learner.trainer.checkpoint_facts import read_facts
 
 
 def write(root: Path, step: int, epoch: int = 1) -> Path:
@@ -243,3 +245,22 @@ def test_a_sealed_manifest_of_another_shape_is_refused(files: object) -> None:
     good = {"schema": 2, "extra": {}, "files": {"a": GOOD}}
     seal = hashlib.sha256(json.dumps(good, sort_keys=True).encode()).hexdigest()
     assert CheckpointManifest.parse("there", json.dumps(good | {"sha256": seal}).encode()).files["a"].holders == (0,)
+
+
+class _Code:
+    """Touches a file when it is read from a pickle."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self._path,)
+
+
+def test_code_in_the_facts_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    torch.save({"facts": {"step": 3, "numbers": {"a": 1.0}, "world": 2}}, tmp_path / "common.pt")
+    assert read_facts(tmp_path)["step"] == 3
+    torch.save({"facts": {"step": _Code(tmp_path / "ran")}}, tmp_path / "common.pt")
+    with refusal(CheckpointCorrupt, file="common.pt"):
+        read_facts(tmp_path)
+    assert not (tmp_path / "ran").exists()

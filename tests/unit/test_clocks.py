@@ -16,24 +16,31 @@ WALL = {
 }
 """Functions, by the module or class on which they are called."""
 READ_FOR = {
+    "launch/run/web_hook.py": "the time in a notice, for a person",
     "actors/actor/loop.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
     "actors/actor/sample_scoring.py": "created_s of a sample, when its reward is there",
     "learner/feed/recorded_responses.py": "created_s of a sample that a row has recorded, as above",
     "launch/samples/text.py": (
         "times of samples as a person reads them, and `--since 10:00`: where an onlooker begins, nothing else"
     ),
+    "launch/page/reader.py": "ages of a run's data as a page shows them, beside the server's stamps",
     "actors/serving/server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "rewards/model_text.py": "strftime_now of chat templates, as transformers has it",
     "actors/router/token_history.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "actors/serving/builtin/backend.py": "timestamp in the answer to SGLang's /v1/loads, as SGLang gives it",
 }
-ONLOOKERS = ("bus/streams/readers.py", "launch/samples/", "launch/cli/")
+ONLOOKERS = ("bus/streams/readers.py", "launch/samples/", "launch/cli/", "launch/metrics/", "launch/page/")
 """Modules that show, search and count the server's stamps (its clock alone), for a person; the run does not depend on
 them.
 """
 STAMPS = {
     "created_s": {"actors/actor/loop.py", "bus/wire/invariants.py"},
-    "stored_s": {"bus/client/jetstream.py", "bus/client/pull.py", "bus/client/rows.py", "bus/streams/samples.py"},
+    "stored_s": {
+        "bus/client/jetstream.py",
+        "bus/client/pull.py",
+        "bus/client/rows.py",
+        *("bus/streams/samples.py", "bus/streams/fenced.py"),
+    },
 }
 """Wall-clock stamps that travel (the writer's, the server's), and the only files that may touch them: to set, bound,
 carry or show them.

@@ -16,7 +16,12 @@ from tidemill.launch.settings import extras
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-IMPORT_NAMES = {"pyzmq": "zmq", "megatron-core": "megatron", "math-verify": "math_verify"}
+IMPORT_NAMES = {
+    "pyzmq": "zmq",
+    "megatron-core": "megatron",
+    "math-verify": "math_verify",
+    "prometheus-client": "prometheus_client",
+}
 """Distributions with modules of another name."""
 NOT_IN_BASE = sorted({package for packages in extras.EXTRAS.values() for package in packages})
 

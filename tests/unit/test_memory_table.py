@@ -214,6 +214,16 @@ def test_the_placement_counts_a_rank_of_fsdp_as_its_table_does(at_most: int, sen
     assert copies == 2 * 2 * (36 // senders * layer + ends)
 
 
+def test_a_rank_of_two_copies_has_twice_as_much() -> None:
+    tensors, needs = SHAPE.tensors(), []
+    for copies in (1, 2):
+        of_four = ("learner.backend=fsdp", "learner.data_parallel=4", f"learner.fsdp_replicas={copies}")
+        rows = fsdp_rows(tensors, load([], ("learner.dtype=bfloat16", *of_four)).config, cuda=True)
+        needs.append({row.part.split(",")[0]: row.bytes for row in rows if row.process == "rank"})
+    divided = ("weights", "gradients", "Adam: two moments")
+    assert all(needs[1][part] == pytest.approx(2 * needs[0][part], rel=1e-6) for part in divided)
+
+
 def test_experts_are_spread_over_their_ranks_and_never_split() -> None:
     """Qwen3-30B-A3B by hand: 48 layers of 128 experts of 3 x 2048 x 768. An expert's state is divided over its own
     copies alone.

@@ -14,6 +14,7 @@ from tests.refusals import refusal
 from tidemill.learner.backends.megatron.bridges.local_layers import INDEX, ModelFiles
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.layout.sizes import num_senders
 
 A, B = torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16)
 
@@ -69,3 +70,8 @@ def test_ranks_of_a_push_are_whole_groups(sizes: dict[str, int], wanted: list[in
         for rank in range(tp * cp * plain["dp_size"])
     ]
     assert [number for number, place in enumerate(places) if place.exports] == wanted
+
+
+@pytest.mark.parametrize(("sharded", "at_most", "senders"), [(4, 0, 4), (32, 0, 8), (32, 16, 16), (4, 16, 4)])
+def test_many_ranks_of_fsdp_do_not_all_send_by_default(sharded: int, at_most: int, senders: int) -> None:
+    assert num_senders(1, 1, at_most, sharded=sharded) == senders

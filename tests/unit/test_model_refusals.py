@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.check_kit import write_run
+from tests.forked import completed
 from tests.refusals import refusal
 from tests.tiny_models import DENSE, EXPERTS, tiny_config
 from tidemill.bus.wire.model_values import sparse_layers
@@ -237,6 +238,7 @@ def test_a_family_that_the_decoder_lacks_needs_transformers_or_sglang(tmp_path: 
 def test_a_bridge_of_ones_own_is_looked_for_and_takes_another_family(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tidemill.actors.serving.builtin.row_sizes.execute", completed)
     # Without Megatron's base, which takes ten seconds to load: the check looks for a class, the ranks at its bases.
     (tmp_path / "pond_bridge.py").write_text("class Pond: pass\n")
     monkeypatch.syspath_prepend(tmp_path)

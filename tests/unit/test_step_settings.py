@@ -93,6 +93,7 @@ def test_every_setting_of_the_learner_is_one_of_a_step_built_in_or_without_effec
         if "parallel" in name or "pipeline" in name
     }
     layout |= {
+        "fsdp_replicas",
         "first_stage_layers",
         "last_stage_layers",
         "distributed_optimizer",
@@ -129,6 +130,6 @@ def test_every_setting_of_the_learner_is_one_of_a_step_built_in_or_without_effec
         "prefetch",
         "weights_digest",
     }
-    outside |= {"batch_timeout_s", "failing_tasks", "failing_s"}
+    outside |= {"batch_timeout_s", "failing_tasks", "failing_s", "record"}
     named = known | recorded_in_the_plan | layout | kernels | of_the_run | outside
     assert {field.name for field in dataclasses.fields(LearnerConfig)} - named == set()

@@ -37,7 +37,12 @@ async def dead(run_dir: Path, *words: str) -> str:
 
 async def test_poisoned_prompts(tmp_path: Path) -> None:
     mended = tmp_path / "mended"
-    poison = ("actor.reward=tests.poison:ones", f"actor.reward_options.mended={mended}", "bus.max_attempts=2")
+    reward = (
+        "actor.reward=tests.poison:ones",
+        f"actor.reward_options.mended={mended}",
+        "actor.reward_options.wait_s=1",
+    )
+    poison = (*reward, "bus.max_attempts=2")
     with up(tmp_path, *poison, "learner.steps=1000000") as run:
         async with run.bus() as bus:
             first, second, *_ = await dead_tasks(bus, 3)

@@ -48,7 +48,7 @@ async def until_seen(seen: Counter[str], *names: str) -> None:
 
 
 async def test_actors_are_scaled_by_command_and_by_hand(tmp_path: Path) -> None:
-    with up(tmp_path, "learner.steps=1000000", UNHURRIED) as run:
+    with up(tmp_path, "learner.steps=1000000", UNHURRIED, "actor.reward_options.wait_s=2") as run:
         async with run.bus() as bus, senders(bus) as seen:
             await until_step(bus, 1)
             scale = ("scale", "--run-dir", str(run.directory))

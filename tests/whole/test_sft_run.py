@@ -18,6 +18,7 @@ SFT = ROOT / "launch/configs/sft.yaml"
 ROWS, STEPS = 512, 32
 
 
+@pytest.mark.slow
 async def test_one_pass_over_written_answers_with_the_learner_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,8 @@ from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin.blocks import RowSizes
 
 CHILD = "tidemill.actors.serving.builtin.row_sizes_child"
+execute = subprocess.run
+"""Start of the child. (Tests fork it instead: its imports take seconds.)"""
 LIMIT_S = 300.0
 """Time limit of the child, which imports torch and transformers, in seconds."""
 
@@ -33,7 +35,7 @@ def read_row_sizes(model_dir: Path) -> Mapping[str, RowSizes]:
     """
     command = [sys.executable, "-m", CHILD, str(model_dir)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        done = execute(command, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired as error:
         want = f"want its sizes on torch's meta device within {LIMIT_S:.0f} s, got none"
         raise UnsupportedModel(str(model_dir), want) from error

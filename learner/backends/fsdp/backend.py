@@ -9,6 +9,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from tidemill.learner.backends.fsdp import state
+from tidemill.learner.backends.fsdp.activations import module_outputs
 from tidemill.learner.backends.fsdp.lora import Tuning
 from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
 from tidemill.learner.backends.fsdp.policy import FsdpPolicy, build_policy
@@ -25,10 +26,10 @@ class FsdpBackend:
     """Every family of transformers, with weights, gradients and the optimizer's state divided over all ranks."""
 
     def join(self, learner: LearnerConfig, *, device: torch.device, timeout_s: float) -> Parallel:
-        """Join the other ranks: each is a replica with its own rows."""
+        """Join the other ranks: each is a replica with its own rows. ValueError for ranks that cannot be divided."""
         join_world(device, timeout_s=timeout_s)
         torch.manual_seed(learner.seed)
-        return of_replicas(device)
+        return of_replicas(device, copies=learner.fsdp_copies)
 
     def leave(self) -> None:
         """Destroy the process group."""
@@ -108,5 +109,5 @@ class FsdpBackend:
     def module_outputs(
         self, policy: FsdpPolicy, prompts: Sequence[Sequence[int]], names: str
     ) -> dict[str, NDArray[np.float32]]:
-        """Refuse: modules of transformers differ by family, and no names of them are shared with engines."""
-        raise ConfigRefused("debug.dump_modules", "empty with learner.backend: fsdp", names)
+        """Return the outputs of transformers' modules under names that other implementations share."""
+        return module_outputs(policy, prompts, names)

@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from tidemill.bus.system.functions import described
 from tidemill.learner.backends.fsdp import weights
 from tidemill.learner.backends.fsdp.opening import Transformer, build, read_config
 from tidemill.learner.backends.fsdp.self_test import Findings, Head, self_test
-from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.errors import ConfigRefused, FirstRankFailed
 from tidemill.learner.kernels.choices import FLASH_MULTIPLE, SDPA, choose_attention, this_site
 from tidemill.learner.kernels.packed_rows import PackedRow
+from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.sizes import Dealt
 
 log = logging.getLogger(__name__)
@@ -44,16 +46,36 @@ class Place:
 
     device: torch.device
     group: dist.ProcessGroup
-    """Ranks over which each weight is divided."""
+    """Ranks that have parts of the weights: all."""
+    mirrored: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    """Ranks with the same parts, and ranks over which a weight is divided (HSDP); None = it is divided over all."""
+
+    @classmethod
+    def of(cls, parallel: Parallel) -> "Place":
+        """Return the place of a rank."""
+        mirrors, shards = parallel.mirror_group, parallel.shard_group
+        mirrored = (mirrors, shards) if mirrors is not None and shards is not None else None
+        return cls(device=parallel.device, group=parallel.dp_group, mirrored=mirrored)
 
     @property
     def is_first(self) -> bool:
         """True for the rank that reads files."""
         return dist.get_rank(self.group) == 0
 
+    @property
+    def in_first_copy(self) -> bool:
+        """True if this rank's parts belong to the first copy of the model, which is exported."""
+        return self.mirrored is None or dist.get_rank(self.mirrored[0]) == 0
+
     def mesh(self) -> DeviceMesh:
-        """Return the group as a mesh of one dimension."""
-        return DeviceMesh.from_group(self.group, self.device.type)
+        """Return all ranks as a mesh: of one dimension, or of copies and parts."""
+        if self.mirrored is None:
+            return DeviceMesh.from_group(self.group, self.device.type)
+        copies = dist.get_world_size(self.mirrored[0])
+        ranks = torch.arange(dist.get_world_size(self.group)).view(copies, -1)
+        return DeviceMesh.from_group(
+            list(self.mirrored), self.device.type, mesh=ranks, mesh_dim_names=("copies", "parts")
+        )
 
 
 class FsdpModel(torch.nn.Module):
@@ -132,9 +154,10 @@ class FsdpModel(torch.nn.Module):
         yield from self._form.export(self.transformer, dtype=self.dtype, device=self._place.device, changed=changed)
 
     def export_part(self, senders: int, changed: Changed = unchanged) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of ``export`` that this rank sends. All ranks of the group run the iterator to its end."""
+        """Yield the weights of ``export`` that this rank sends. All ranks of the first copy run it to its end."""
         dealt, rank = Dealt(senders), dist.get_rank(self._place.group)
-        yield from ((name, tensor) for name, tensor in self.export(changed) if dealt.sender(name) == rank)
+        exported = self.export(changed) if self._place.in_first_copy else iter(())
+        yield from ((name, tensor) for name, tensor in exported if dealt.sender(name) == rank)
 
     def file_names(self, name: str) -> list[str]:
         """Return the names in the files of a parameter by its name in memory; several for experts in one tensor."""
@@ -175,7 +198,7 @@ def open_model(
     value_head: bool = False,
     prepare: Callable[[Any], None] | None = None,
 ) -> FsdpModel:
-    """Return the model of a directory, divided over the ranks of a group. Collective.
+    """Return the model of a directory, divided over the ranks of a place. Collective.
 
     ``dtype``: of the computation, float32 or bfloat16; weights and the sums of their gradients are float32. Gradients
     are sums over the ranks, which run the same number of passes. ``attention``: ``learner.attention``. ``recompute``:
@@ -254,16 +277,23 @@ def give_value_head(transformer: Any) -> None:
 
 
 def from_first(make: Callable[[], Result], place: Place) -> Result:
-    """Return what ``make`` returns on the first rank, on all ranks. Collective. ConfigRefused is raised on all, too."""
+    """Return what ``make`` returns on the first rank, on all ranks. Collective.
+
+    Its errors end all ranks: ConfigRefused is raised on all, for any other FirstRankFailed on those that wait.
+    """
     outcome: list[Any] = [None, None]
+    failure: Exception | None = None
     if place.is_first:
         try:
             outcome[0] = make()
         except ConfigRefused as error:
-            outcome[1] = error
+            outcome[1] = failure = error
+        except Exception as error:
+            # Of any library: it might not be picklable, or not without code that the other ranks lack.
+            outcome[1], failure = FirstRankFailed(described(error)), error
     if dist.get_world_size(place.group) > 1:
         dist.broadcast_object_list(outcome, group=place.group, group_src=0, device=place.device)
-    value, refusal = outcome
-    if refusal is not None:
-        raise refusal
+    value, other = outcome
+    if (raised := failure or other) is not None:
+        raise raised
     return value  # type: ignore[no-any-return]

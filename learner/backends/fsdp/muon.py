@@ -2,11 +2,7 @@
 
     gradient -> momentum, each rank its part -> whole matrix on its owner -> orthogonal update -> parts
 
-Embeddings, the output layer, norms and biases have AdamW's update. The update of a matrix [O, I] is multiplied by 0.2
-sqrt(max(O, I)): it has the size of AdamW's, so both take one learning rate. Experts in one tensor, [E, O, I], are E
-matrices.
-Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon); Liu et al. 2025 (arXiv:2502.16982) for the
-factor; ``torch.optim.Muon`` computes the update.
+Embeddings, the output layer, norms and biases have AdamW's update.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from tidemill.learner.kernels.orthogonal import add_momentum, orthogonal
 
 
 class Muon(torch.optim.AdamW):
@@ -44,9 +42,8 @@ class Muon(torch.optim.AdamW):
         """Update at most as many matrices as there are ranks, each of which computes the update of one."""
         rank, mine = dist.get_rank(self._ranks), None
         for owner, (part, group, gradient) in enumerate(matrices):
-            momentum = self.state[part]["momentum_buffer"]
-            momentum.lerp_(gradient, 1 - group["momentum"])
-            whole = self._like(part, gradient.lerp(momentum, group["momentum"])).full_tensor()
+            moved = add_momentum(gradient, self.state[part]["momentum_buffer"], group["momentum"])
+            whole = self._like(part, moved).full_tensor()
             if owner == rank:
                 mine = orthogonal(whole)
         for owner, (part, group, _) in enumerate(matrices):
@@ -66,17 +63,3 @@ class Muon(torch.optim.AdamW):
     def _part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
         [chunk] = weight.__create_chunk_list__()  # type: ignore[attr-defined]
         return whole[tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))]
-
-
-def orthogonal(gradient: Tensor) -> Tensor:
-    """Return the update of a matrix, or of each matrix of experts, for a learning rate of 1."""
-    update = torch.zeros_like(gradient)
-    matrices = [update] if update.dim() == 2 else list(update.unbind())
-    # A step of torch's Muon from 0, without momentum and decay, is the update.
-    torch_muon = torch.optim.Muon(
-        matrices, lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
-    )
-    for matrix, part in zip(matrices, [gradient] if gradient.dim() == 2 else gradient.unbind(), strict=True):
-        matrix.grad = part
-    torch_muon.step()
-    return update.neg_()

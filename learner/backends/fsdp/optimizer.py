@@ -47,11 +47,6 @@ class FsdpOptimizer(Optimizer):
             for name, part in self._parts.items():
                 self.inner.state[part].update(self._new_state(part, self._moments[name]))
 
-    @property
-    def kind(self) -> str:
-        """The state in a checkpoint: that of adam, which adamw has as well, of sgd or of muon."""
-        return "adam" if self._config.name == "adamw" else self._config.name
-
     def _new_state(self, part: Tensor, moments: Sequence[str]) -> dict[str, Tensor]:
         device = torch.device("cpu") if self._offload else part.device
         pinned = self._offload and part.is_cuda
@@ -136,11 +131,11 @@ class FsdpOptimizer(Optimizer):
         return norm
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
-        """Return the norm of the gradients of all ranks' parts."""
+        """Return the norm of the gradients of all parts of a copy of the model."""
         squares = [sum_of_squares(gradient).to(self._parallel.device) for gradient in gradients]
         total = torch.stack([torch.zeros((), dtype=torch.float64, device=self._parallel.device), *squares]).sum()
         if self._parallel.dp_size > 1:
-            dist.all_reduce(total, group=self._parallel.dp_group)
+            dist.all_reduce(total, group=self._parallel.shard_group or self._parallel.dp_group)
         return math.sqrt(float(total))
 
     @contextmanager

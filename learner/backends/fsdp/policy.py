@@ -147,7 +147,7 @@ class FsdpPolicy:
         yield from self.root.export(changed=self._changed(without_adapters=without_adapters))
 
     def export_part(self, senders: int, *, without_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield those of them that this rank sends; collective over all ranks. Raises MemoryReleased."""
+        """Yield those of them that this rank sends; collective over the first copy. Raises MemoryReleased."""
         self.memory.want("the export of weights")
         yield from self.root.export_part(senders, changed=self._changed(without_adapters=without_adapters))
 
@@ -193,7 +193,7 @@ def build_policy(
         root = open_model(
             model_dir,
             dtype=dtype,
-            place=Place(device=parallel.device, group=parallel.dp_group),
+            place=Place.of(parallel),
             attention=attention,
             recompute=recompute,
             value_head=value_head,

@@ -32,6 +32,7 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.backends.fsdp.lora import is_adapter
 from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
 from tidemill.learner.backends.fsdp.policy import FsdpPolicy
+from tidemill.learner.checkpoints.disk import BACKEND
 from tidemill.learner.checkpoints.remote_files import CheckpointFiles
 from tidemill.learner.checkpoints.staged_files import (
     HostCopies,
@@ -47,10 +48,9 @@ from tidemill.learner.trainer.checkpoint_facts import (
     COMMON,
     facts_of,
     read_facts,
-    refuse_missing_state,
-    refuse_other_adapters,
+    refuse_another_run,
     refuse_other_backend,
-    refuse_other_roles,
+    refuse_other_beginning,
     restore_rng,
     rng_state,
     torch_reason,
@@ -60,14 +60,15 @@ from tidemill.learner.trainer.critic import Critic
 log = logging.getLogger(__name__)
 
 KIND = "fsdp"
-"""Name of this backend among the facts of a checkpoint."""
+"""Name of this backend in a checkpoint."""
 FORMAT_FILE = "metadata.json"
-"""File of the format, beside the facts, torch's index and the files of the ranks; the same as Megatron's."""
+"""File of the format and the backend, beside the facts, torch's index and the files of the ranks."""
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
+    BACKEND: KIND,
 }
 Content = dict[str, Any]
 """What a checkpoint stores by name: a ``Part`` of a tensor, or an object of one rank."""
@@ -174,7 +175,7 @@ def stage(
 
 def _facts(step: int, policy: FsdpPolicy, others: OtherModels) -> JsonObject:
     # The weights are float32 whatever the dtype of the passes, in which engines and files have them.
-    return facts_of(step, policy, others) | {"backend": KIND, "dtype": policy.dtype}
+    return facts_of(step, policy, others) | {"dtype": policy.dtype}
 
 
 def _staged(directory: Path, content: Content, facts: JsonObject, copies: HostCopies | None = None) -> Staged:
@@ -213,13 +214,9 @@ def load(
     the numbers of the checkpoint. Raises CheckpointCorrupt for another format, missing proximal weights or a range that
     is intact nowhere, and ConfigRefused for a checkpoint of another backend or model.
     """
+    refuse_other_backend(directory, KIND)
     facts = read_facts(directory)
-    refuse_other_backend(directory, facts, KIND)
-    refuse_missing_state(directory, facts, optimizer, others)
-    refuse_other_adapters(
-        directory, facts, policy, "the settings of learner.lora and the model that this run began with"
-    )
-    refuse_other_roles(directory, facts, others)
+    refuse_another_run(directory, facts, policy, optimizer, others)
     content, world = _content(policy, optimizer, others), dist.get_world_size()
     want = "the model this run began with (another one needs another run)"
     _refuse_another_model(directory, content, "model.", "model.path", want)
@@ -248,11 +245,9 @@ def load_weights(directory: Path, *, policy: FsdpPolicy, optimizer: FsdpOptimize
 
 def load_model(directory: Path, *, policy: FsdpPolicy, setting: str) -> int:
     """Load the weights alone of a checkpoint of this backend. Returns its step. Raises ConfigRefused."""
+    refuse_other_backend(directory, KIND)
     facts = read_facts(directory)
-    refuse_other_backend(directory, facts, KIND)
-    refuse_other_adapters(
-        directory, facts, policy, f"{directory} with the same, or a model directory of it (tidemill convert)"
-    )
+    refuse_other_beginning(directory, facts, policy)
     content = model(policy)
     _refuse_another_model(directory, content, "model.", setting, "a checkpoint of the model in model.path")
     _read(directory, content)

@@ -1,4 +1,4 @@
-"""Adam, SGD or an optimizer of torch, with clipping, and a learning rate by step or trained tokens."""
+"""Adam, SGD or Muon of torch, with clipping, and a learning rate by step or trained tokens."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tidemill.learner.backends.megatron.cpu_shim import megatron_device
 from tidemill.learner.backends.megatron.model import MegatronPolicy
+from tidemill.learner.backends.megatron.muon import Muon, matrices_of
 from tidemill.learner.backends.megatron.offload import OffloadedAdam
 from tidemill.learner.backends.megatron.optimizer_pieces import (
     OptimizerPiece,
@@ -28,8 +29,7 @@ from tidemill.learner.backends.megatron.optimizer_pieces import (
     whole_pieces,
 )
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.backends import MUON, NO_MUON
-from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.settings.schedule import MUON, OptimizerConfig
 from tidemill.learner.trainer.optimizer import Optimizer
 
 NAMES: tuple[tuple[ModuleType, str, object], ...] = (
@@ -54,6 +54,8 @@ def torch_optimizers() -> Iterator[None]:
             setattr(module, name, value)
 
 
+DECOUPLED = ("adamw", MUON)
+"""Optimizers whose weight decay is no part of the gradient."""
 PIECES = "optimizer_pieces"  # place of the optimizer's state in the content of a checkpoint, where it is in pieces
 
 
@@ -64,13 +66,10 @@ class MegatronOptimizer(Optimizer):
     """Megatron's optimizer, or ``OffloadedAdam``."""
 
     def __init__(self, policy: MegatronPolicy, config: OptimizerConfig, *, steps: int, offload: bool = False) -> None:
-        """``offload``: keep the state in host memory. Raises ConfigRefused where that is not possible, and for Muon."""
-        if config.name == MUON:
-            # Megatron's own needs another package, and whole matrices on every rank.
-            raise ConfigRefused("learner.optimizer.name", NO_MUON, MUON)
+        """``offload``: keep the state in host memory. Raises ConfigRefused where that is not possible."""
         super().__init__(config, steps=steps, parallel=policy.parallel)
         self._policy = policy
-        self._has_state = False
+        self._has_state = config.name == MUON
         self._taken = 0  # steps of Adam, those before a restart included; counted for state in pieces only
         self._distributed = policy.replicas.distributed_optimizer
         self._experts = bool(policy.config.num_moe_experts)
@@ -83,6 +82,12 @@ class MegatronOptimizer(Optimizer):
         )
         self._offloaded = offloaded() if offload else None
         self.inner = self._offloaded or self._megatrons()
+        self._muon: Muon | None = None
+        if config.name == MUON:
+            names = matrices_of(policy)
+            with policy.memory.region():
+                states = state_of_pieces(self.inner, self._pieces, by_momentum=names)
+            self._muon = Muon(policy, self.inner, names, states)
         _prepare(policy, self.inner)
 
     def _megatrons(self) -> Any:
@@ -91,7 +96,7 @@ class MegatronOptimizer(Optimizer):
             inner = get_megatron_optimizer(
                 MegatronOptimizerConfig(
                     optimizer="sgd" if config.name == "sgd" else "adam",
-                    decoupled_weight_decay=config.name == "adamw",
+                    decoupled_weight_decay=config.name in DECOUPLED,
                     sgd_momentum=config.momentum,
                     lr=config.lr,
                     min_lr=config.min_lr,
@@ -134,16 +139,19 @@ class MegatronOptimizer(Optimizer):
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
             group["betas"], group["eps"] = (self._config.beta1, self._config.beta2), self._config.eps
-            group["decoupled_weight_decay"], group["momentum"] = self._config.name == "adamw", self._config.momentum
+            group["decoupled_weight_decay"], group["momentum"] = self._config.name in DECOUPLED, self._config.momentum
         with self._memory_of_state():
-            norm = self._offloaded.step() if self._offloaded is not None else self._step()
+            norm = self._offloaded.step() if self._offloaded is not None else self._step(rate)
         self._taken += 1
         return norm
 
-    def _step(self) -> float:
+    def _step(self, rate: float) -> float:
         """Take a step of Megatron's optimizers, and return the norm before clipping."""
         self.inner.prepare_grads()
         norm = clipped(self.inner, self.max_norm, self._policy.parallel.device)
+        if self._muon is not None:
+            # Without a gradient afterwards, Adam leaves these matrices as they are.
+            self._muon.step(rate, weight_decay=self._config.weight_decay, momentum=self._config.momentum)
         self.inner.step_with_ready_grads()
         return norm
 
@@ -171,20 +179,13 @@ class MegatronOptimizer(Optimizer):
 
     # ---- in a checkpoint
 
-    @property
-    def kind(self) -> str:
-        """The state in a checkpoint: that of adam, which adamw has as well, or of sgd."""
-        return "sgd" if self._config.name == "sgd" else "adam"
-
     def sharded(self, model: Mapping[str, Any], *, is_loading: bool) -> dict[str, Any]:
         """Return the optimizer's part of a checkpoint, under the plain optimizer's names. ``model``: state of all
         chunks.
         """
         if not self._in_pieces:
             return {"optimizer": self.inner.sharded_state_dict(model, is_loading=is_loading)}
-        entries = {
-            PIECES: sharded_pieces(model, self._state_of_pieces(), replicated=not self._distributed and self._experts)
-        }
+        entries = {PIECES: sharded_pieces(model, self._state_of_pieces(), replicated=not self._distributed)}
         if is_loading:
             return entries
         settings = [
@@ -214,10 +215,12 @@ class MegatronOptimizer(Optimizer):
 
     @property
     def _in_pieces(self) -> bool:
-        # With experts there are two optimizers, and Megatron stores each under names of its own.
-        return self._distributed or self._offloaded is not None or self._experts
+        # With experts there are two optimizers, and Megatron stores each under names of its own. It knows no Muon.
+        return self._distributed or self._offloaded is not None or self._experts or self._muon is not None
 
     def _state_of_pieces(self) -> list[tuple[OptimizerPiece, dict[str, Tensor]]]:
+        if self._muon is not None:
+            return self._muon.states
         return self._offloaded.tensors() if self._offloaded is not None else state_of_pieces(self.inner, self._pieces)
 
     def _memory_of_state(self) -> AbstractContextManager[None]:

@@ -7,7 +7,7 @@ Adam's step without Apex or Transformer Engine (docs/decisions/022-optimizer-sta
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch import Tensor
 
 STATE = ("exp_avg", "exp_avg_sq")
 """Tensors that torch's Adam keeps for every parameter; their names are part of the checkpoint."""
+MOMENTUM = "momentum_buffer"
+"""Name of the tensor that torch's Muon keeps for a matrix."""
 MAIN = "fp32_param"  # name of the float32 main weights in a checkpoint, as Megatron has it
 
 
@@ -158,20 +160,31 @@ def make_leaves(inner: Any) -> None:
                     shards[at].shared = True
 
 
-def state_of_pieces(inner: Any, pieces: Sequence[OptimizerPiece]) -> list[tuple[OptimizerPiece, dict[str, Tensor]]]:
-    """Return each piece with its state in Megatron's optimizers (a second one for experts), made here before a step."""
-    mains = {
+def mains_of(inner: Any) -> dict[int, tuple[Tensor, torch.optim.Optimizer]]:
+    """Return the tensor that torch's optimizer updates, and that optimizer, by the id of the parameter."""
+    return {
         id(parameter): (main, part.optimizer) for part in inner.chained_optimizers for parameter, main in _mains(part)
     }
-    states = []
+
+
+def state_of_pieces(
+    inner: Any, pieces: Sequence[OptimizerPiece], *, by_momentum: Collection[Tensor] = ()
+) -> list[tuple[OptimizerPiece, dict[str, Tensor]]]:
+    """Return each piece with its state in Megatron's optimizers (a second one for experts), made here before a step.
+
+    ``by_momentum``: parameters that have Muon's momentum instead of Adam's moments.
+    """
+    mains, states = mains_of(inner), []
     for piece in pieces:
         main, adam = mains[id(piece.parameter)]
         assert main.numel() == piece.end - piece.start, "Megatron divides its buckets in another way"
+        names = (MOMENTUM,) if piece.parameter in by_momentum else STATE
         state = adam.state[main]
         if not state:
-            # Every parameter needs a step of its own, because torch counts it in place.
-            state.update(step=torch.zeros((), device=main.device), **{name: torch.zeros_like(main) for name in STATE})
-        named = {name: state[name].view(-1) for name in STATE}
+            state.update({name: torch.zeros_like(main) for name in names})
+            if names == STATE:  # every parameter needs a step of its own, because torch counts it in place
+                state["step"] = torch.zeros((), device=main.device)
+        named = {name: state[name].view(-1) for name in names}
         states.append(
             (piece, named if piece.parameter.dtype == torch.float32 else {**named, MAIN: main.detach().view(-1)})
         )
@@ -201,7 +214,8 @@ def set_steps(inner: Any, steps: int) -> None:
     """Set the number of steps in the state of Megatron's optimizers."""
     for part in inner.chained_optimizers:
         for state in part.optimizer.state.values():
-            state["step"].fill_(steps)
+            if "step" in state:
+                state["step"].fill_(steps)
 
 
 SMALL = 1.0e-6  # Megatron's addition to the norm in the factor of clipping

@@ -27,10 +27,9 @@ from tidemill.learner.checkpoints.staged_files import HostCopies, Staged, write_
 from tidemill.learner.trainer.backups import NO_OTHER_MODELS, OtherModels, WeightBackup
 from tidemill.learner.trainer.checkpoint_facts import (
     facts_of,
-    refuse_missing_state,
-    refuse_other_adapters,
+    refuse_another_run,
     refuse_other_backend,
-    refuse_other_roles,
+    refuse_other_beginning,
     restore_rng,
     rng_state,
     torch_reason,
@@ -100,13 +99,9 @@ def load(
     numbers of the checkpoint. Raises CheckpointCorrupt for another format, missing proximal weights or a range that is
     intact nowhere, and ConfigRefused for a checkpoint of another model.
     """
+    refuse_other_backend(directory, KIND)
     facts = load_common_state_dict(str(directory))["facts"]
-    refuse_other_backend(directory, facts, KIND)
-    refuse_missing_state(directory, facts, optimizer, others)
-    refuse_other_adapters(
-        directory, facts, policy, "the settings of learner.lora and the model that this run began with"
-    )
-    refuse_other_roles(directory, facts, others)
+    refuse_another_run(directory, facts, policy, optimizer, others)
     with megatron_device(), policy.memory.region():
         content = _sharded(policy, optimizer, others, is_loading=True)
         want = "the model this run began with (another one needs another run)"
@@ -154,12 +149,9 @@ def load_weights(directory: Path, *, policy: MegatronPolicy, optimizer: Megatron
 
 def load_model(directory: Path, *, policy: MegatronPolicy, setting: str) -> int:
     """Load the weights alone of a checkpoint of Tidemill or Megatron. Returns its step. Raises ConfigRefused."""
-    common = load_common_state_dict(str(directory))
-    facts = common.get("facts", {})  # Megatron's have none, and no adapters
-    refuse_other_backend(directory, facts, KIND)
-    refuse_other_adapters(
-        directory, facts, policy, f"{directory} with the same, or a model directory of it (tidemill convert)"
-    )
+    refuse_other_backend(directory, KIND)
+    facts = load_common_state_dict(str(directory)).get("facts", {})  # Megatron's have none, and no adapters
+    refuse_other_beginning(directory, facts, policy)
     with megatron_device(), policy.memory.region():
         if not facts:
             return load_megatron(directory, policy.chunks, setting=setting)

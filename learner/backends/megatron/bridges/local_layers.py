@@ -11,7 +11,7 @@ the gradient of their own tokens.
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -96,6 +96,7 @@ class LocalLayers:
     """True where keys and values have heads of one size, as torch's flash attention needs."""
 
     _DIRECT_MAPPING: dict[str, str]
+    dtype: torch.dtype | None
     config: Any
     hf_config: Any
     mpu: Any
@@ -292,12 +293,32 @@ class LocalLayers:
                     yield from zip(names, tensors, strict=True)
 
     def _gathered(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        full_weight = weight.detach()
-        if self.mpu.tp_size > 1 and getattr(weight, "tensor_model_parallel", False):
-            parts = [torch.empty_like(full_weight) for _ in range(self.mpu.tp_size)]
-            dist.all_gather(parts, full_weight.contiguous(), group=self.mpu.tp_group)
-            full_weight = self._weight_merge_across_tp(name, parts, weight)  # type: ignore[attr-defined]
-        yield name, full_weight
+        yield name, self._whole(name, weight, weight.detach())
+
+    def _whole(self, name: str, weight: Tensor, part: Tensor) -> Tensor:
+        """Return the whole of a tensor with the layout of ``weight``, whose ``part`` this rank has. Collective."""
+        if self.mpu.tp_size == 1 or not getattr(weight, "tensor_model_parallel", False):
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.mpu.tp_size)]
+        dist.all_gather(parts, part.contiguous(), group=self.mpu.tp_group)
+        whole: Tensor = self._weight_merge_across_tp(name, parts, weight)  # type: ignore[attr-defined]
+        return whole
+
+    def update_matrices(self, name: str, weight: Tensor, part: Tensor, update: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return this rank's part of a tensor behind ``update`` of each of its matrices, whole, as the files have them.
+
+        ``name``: in the whole model. ``part``: this rank's part, with the layout of ``weight``. Collective over the
+        tensor-parallel ranks, which all compute the same.
+        """
+        _, matrices = self._weight_to_hf_format(name, self._whole(name, weight, part))  # type: ignore[attr-defined]
+        dtype, self.dtype = self.dtype, None  # in which mbridge would return the result
+        try:
+            whole = self._weight_to_mcore_format(name, [update(matrix.contiguous()) for matrix in matrices])  # type: ignore[attr-defined]
+        finally:
+            self.dtype = dtype
+        size, rank = self._split(name)
+        changed: Tensor = self._weight_split_across_tp(name, whole, weight, size)[rank]  # type: ignore[attr-defined]
+        return changed
 
 
 EXPERTS = ".mlp.experts."  # part of the name of every weight of a routed expert

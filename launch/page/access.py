@@ -1,0 +1,154 @@
+"""Who may see a page: tokens in cookies, names of hosts, origins; and the headers of every answer.
+
+    Host -> token in the address (302, cookie) | cookie of viewer or operator -> handler; for a command also Origin
+
+A page of another host that a browser shows can send requests to a loopback address under a name of its own (DNS
+rebinding), so names are compared even where no token is needed. The cookies are derived from the tokens.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import secrets
+from collections.abc import Collection, Mapping
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from tidemill.bus.http.access import Handler, Rule, refusal
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+TOKEN_BYTES = 24
+_LONGEST_NAME = 253
+_KEPT = ("Accept-Encoding", "Retry-After", "Allow")  # Headers of an error that its answer keeps
+
+
+class _WrongHost(web.HTTPClientError):
+    status_code = 421  # Misdirected Request: RFC 9110, 15.5.20
+
+
+def new_token() -> str:
+    """Return a new token, fit for an address."""
+    return secrets.token_urlsafe(TOKEN_BYTES)
+
+
+class PageAccess:
+    """The tokens of one page. Empty = no token is needed, which only loopback allows."""
+
+    def __init__(self, token: str = "", operator: str = "", names: Collection[str] = ()) -> None:
+        """``operator``: token of commands, which also shows the page. ``names``: hosts in addresses of this page."""
+        self._cookies = {rights: _cookie(text) for rights, text in (("viewer", token), ("operator", operator)) if text}
+        self._tokens = {rights: text for rights, text in (("viewer", token), ("operator", operator)) if text}
+        self.token, self.operator = token, operator
+        self._open, self._names = not token, {"localhost", *(name.lower() for name in names)}
+        self.guarded, self.is_public = bool(token), False
+        self.cookie_name = f"tidemill_{secrets.token_hex(4)}"  # Cookies do not tell ports apart
+
+    def cookie(self, rights: str) -> str:
+        """Return the value of the cookie that gives these rights; empty if no request can have them."""
+        return self._cookies.get(rights, "")
+
+    def key(self, rule: Rule) -> str:
+        """Return the key that routes of a rule need, in words."""
+        if rule is Rule.COMMAND:
+            return "operator's cookie and Origin" if "operator" in self._tokens else "refused"
+        return "none" if self._open else "viewer's cookie"
+
+    async def check(self, request: web.Request, rule: Rule) -> None:
+        """Check host, token and origin. Raises HTTPFound (with the cookie), HTTPUnauthorized, HTTPForbidden."""
+        self._check_host(request)
+        if request.method == "GET" and "token" in request.query:
+            self._exchange(request)
+        rights = self.rights(request)
+        if rule is Rule.COMMAND:
+            if rights != "operator":
+                raise refusal(web.HTTPUnauthorized, f"{request.path}: want the operator's token")
+            self._check_origin(request)
+        elif not rights:
+            raise refusal(web.HTTPUnauthorized, "want the address with ?token=... that the dashboard printed")
+
+    def rights(self, request: web.Request) -> str:
+        """Return operator, viewer, or nothing."""
+        presented = request.cookies.get(self.cookie_name, "").encode(errors="replace")
+        # A list: all cookies are compared, so that the time does not show which one fits.
+        fits = [rights for rights, cookie in self._cookies.items() if hmac.compare_digest(presented, cookie.encode())]
+        return fits[-1] if fits else "viewer" if self._open else ""
+
+    def _exchange(self, request: web.Request) -> None:
+        presented = request.query["token"].encode(errors="replace")
+        fits = [name for name, token in self._tokens.items() if hmac.compare_digest(presented, token.encode())]
+        if not fits:
+            raise refusal(web.HTTPUnauthorized, "token: want the one that the dashboard printed, got another one")
+        # The path alone: a redirect to what follows "//" would leave this host.
+        found = web.HTTPFound("/" + request.path.lstrip("/"))
+        found.set_cookie(self.cookie_name, self._cookies[fits[-1]], httponly=True, samesite="Strict", path="/")
+        raise found
+
+    def _check_host(self, request: web.Request) -> None:
+        host = request.headers.get("Host", "")
+        if not self._is_ours(host):
+            want = "the address that the dashboard printed (--name adds another name)"
+            raise refusal(_WrongHost, f"Host: want {want}, got {host[:_LONGEST_NAME]!r}")
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True  # no name, so none that another host could point here
+
+    def _check_origin(self, request: web.Request) -> None:
+        origin = request.headers.get("Origin", "")
+        if origin != f"{request.scheme}://{request.headers.get('Host', '')}":
+            raise refusal(web.HTTPForbidden, f"Origin: want this page's own, got {origin[:_LONGEST_NAME]!r}")
+
+
+def _cookie(token: str) -> str:
+    return hmac.new(token.encode(), b"tidemill page cookie", hashlib.sha256).hexdigest()
+
+
+@web.middleware
+async def secured(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Put the headers on every answer, and errors into JSON: ``{"error": sentence}``."""
+    try:
+        response = await handler(request)
+    except web.HTTPException as error:
+        if error.status < 400:
+            error.headers.update(HEADERS)
+            raise
+        response = error_answer(error.status, _sentence(error))
+        response.headers.update({name: error.headers[name] for name in _KEPT if name in error.headers})
+    if not response.prepared:
+        response.headers.update(HEADERS)
+        response.headers.setdefault("Cache-Control", "no-store")
+    return response
+
+
+def error_answer(status: int, sentence: str) -> web.Response:
+    """Return the answer to a request that cannot be answered."""
+    return web.json_response({"error": sentence}, status=status)
+
+
+def _sentence(error: web.HTTPException) -> str:
+    text = error.text or error.reason
+    try:
+        return str(json.loads(text)["message"])
+    except (ValueError, KeyError, TypeError):
+        return text

@@ -1,0 +1,142 @@
+"""One step from tokens to rows to micro-batches to ranks, by its recorded plan and the samples that it names.
+
+A micro-batch is one row: its sequences one after the other, padded to a multiple. Ranks may leave out samples without
+effect and pack the others again, which no record has: the rows are those of the plan.
+"""
+
+import asyncio
+from collections import Counter
+from contextlib import aclosing
+
+import numpy as np
+
+from tidemill.bus.errors import BusError, WireError
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Plan, Sample
+from tidemill.launch.page.reader import RunReader
+from tidemill.launch.page.samples import SampleAnswers
+from tidemill.launch.samples.search import opened
+
+MAX_SAMPLES = 1024  # Samples of a step whose payloads are read; of more, the lengths of responses in headers count
+_AT_ONCE = 8
+WORDS = "rows of the plan; ranks may leave out samples without effect and pack the others again"
+
+
+async def batch_of(reader: RunReader, samples: SampleAnswers, step: int) -> JsonObject:
+    """Return the batch of a step. Raises ValueError for a step without a plan in the stream."""
+    plan = await _plan(reader, step)
+    pieces = await _pieces(reader, samples, plan)
+    ranks = [_rank(plan, pieces, rank, _multiple(reader)) for rank in range(plan.data_parallel)]
+    tokens, padding = (sum(rank[name] for rank in ranks) for name in ("tokens", "padding"))
+    longest = max((rank["tokens"] + rank["padding"] for rank in ranks), default=0)
+    metrics = reader.metrics.at(step)
+    return {
+        "step": step,
+        "steps": [min(reader.plan_seqs), max(reader.plan_seqs)],
+        "ranks": ranks,
+        "samples": len(plan.seqs),
+        "tokens": tokens,
+        "fill": tokens / (longest * len(ranks)) if longest else None,
+        "padding": padding / (tokens + padding) if tokens else None,
+        "shared_tokens": metrics.get("train/shared_tokens"),
+        "seconds": metrics.get("train/step_seconds"),
+        "slowest_rank": max(ranks, key=lambda rank: int(rank["tokens"]))["rank"] if len(ranks) > 1 else None,
+        "oldest_step": plan.oldest_step,
+        "version_steps": {str(version): of for version, of in sorted(plan.version_steps.items())},
+        "groups": _groups(plan, pieces),
+        "exact": False,
+        "words": WORDS,
+    }
+
+
+async def _plan(reader: RunReader, step: int) -> Plan:
+    seq = reader.plan_seqs.get(step)
+    if seq is not None:
+        async with aclosing(reader.bus.plans.scan(seq)) as records:  # type: ignore[type-var]
+            async for _, record in records:
+                if isinstance(record, Plan) and record.step == step:
+                    return record
+                break
+    known = reader.plan_seqs
+    steps = f"{min(known)} to {max(known)}" if known else "none yet"
+    raise ValueError(f"step: want one whose plan is kept ({steps}), got {step}")
+
+
+async def _pieces(reader: RunReader, samples: SampleAnswers, plan: Plan) -> list[list[JsonObject]]:
+    """Return the sequences of each sample of the plan, in its order."""
+    limit = asyncio.Semaphore(_AT_ONCE)
+    places = [(task, index) for task, size in zip(plan.tasks, plan.group_sizes, strict=True) for index in range(size)]
+    masked = set() if plan.masked is None else set(plan.masked.tolist())
+    counts = np.ones(len(plan.seqs), np.int32) if plan.rows is None else plan.rows
+    reads = len(plan.seqs) <= MAX_SAMPLES
+
+    async def of(seq: int, place: tuple[int, int], count: int) -> list[JsonObject]:
+        base = {"seq": seq, "task": int(place[0]), "index": int(place[1]), "masked": seq in masked}
+        unknown: JsonObject = {"prompt_tokens": None, "response_tokens": None, "versions": [], "reward": None}
+        try:
+            async with limit:
+                sample = opened(await samples.read(seq)) if reads else None
+        except (BusError, ValueError):
+            sample = None
+        if sample is None or isinstance(sample, WireError):
+            return [base | unknown] * count
+        return [base | sequence for sequence in _sequences(sample)][:count] or [base | unknown] * count
+
+    columns = zip(plan.seqs.tolist(), places, counts.tolist(), strict=True)
+    return list(await asyncio.gather(*[of(*column) for column in columns]))
+
+
+def _sequences(sample: Sample) -> list[JsonObject]:
+    versions: Counter[int] = Counter()
+    for span in sample.spans:
+        versions[span.version] += span.num_tokens
+    return [
+        {
+            "prompt_tokens": size.num_tokens - size.response_length,
+            "response_tokens": size.response_length,
+            "versions": sorted(map(list, versions.items())),
+            "reward": sample.score,
+        }
+        for size in sample.sizes
+    ]
+
+
+def _rank(plan: Plan, pieces: list[list[JsonObject]], rank: int, multiple: int) -> JsonObject:
+    sequences = [piece for of_sample in pieces for piece in of_sample]
+    rows: list[list[JsonObject]] = [[] for _ in range(plan.num_micro_batches)]
+    for place in np.flatnonzero(plan.ranks == rank):
+        if place < len(sequences):
+            rows[int(plan.micro_batches[place])].append(sequences[int(place)])
+    micro_batches = [_row(number, row, multiple) for number, row in enumerate(rows)]
+    total = {name: sum(row[name] for row in micro_batches) for name in ("tokens", "padding")}
+    return {"rank": rank, **total, "micro_batches": micro_batches}
+
+
+def _row(number: int, row: list[JsonObject], multiple: int) -> JsonObject:
+    tokens = sum((piece["prompt_tokens"] or 0) + (piece["response_tokens"] or 0) for piece in row)
+    seen: set[int] = set()
+    pieces = []
+    for piece in row:
+        pieces.append({**piece, "shared": piece["task"] in seen})  # its prompt stands in this row already
+        seen.add(piece["task"])
+    padding = -tokens % multiple if row else multiple
+    line = {"tokens": tokens, "padding": padding, "pieces": pieces}
+    return {"number": number, "tokens": tokens, "padding": padding, "rows": [line]}
+
+
+def _groups(plan: Plan, pieces: list[list[JsonObject]]) -> list[JsonObject]:
+    groups, start = [], 0
+    for task, size in zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True):
+        rewards = [of_sample[0]["reward"] for of_sample in pieces[start : start + size] if of_sample]
+        known = [reward for reward in rewards if reward is not None]
+        mean = sum(known) / len(known) if known else None
+        groups.append({"task": task, "samples": size, "reward_mean": mean, "zero": len(set(known)) == 1})
+        start += size
+    return groups
+
+
+def _multiple(reader: RunReader) -> int:
+    """Return the number that divides the tokens of every row (``learner.row_multiple``)."""
+    names = ("learner.tensor_parallel", "learner.context_parallel")
+    tensor, context = (reader.settings.get(name, int, 1) for name in names)
+    return max(1, int(tensor * context))

@@ -1,0 +1,170 @@
+// A canvas in a panel: size, theme, one draw per frame, pointer and keyboard, and words for those who cannot see it.
+
+import { visible } from "./format.js";
+import { el, table } from "./dom.js";
+
+const LARGEST_STEP = 10; // places that an arrow moves with Shift
+const FRAME_MS = 8; // of the 16 of a frame
+const WORDS_EVERY_MS = 5_000; // the hidden table is written this often at most
+
+const colours = new Map();
+const waiting = new Set();
+const charts = new Set();
+
+/** A colour of app.css as it is in the current theme: `ink("version")`. */
+export function ink(name) {
+  if (!colours.has(name)) {
+    const probe = el("i");
+    probe.style.color = `var(--${name})`;
+    document.body.append(probe);
+    colours.set(name, getComputedStyle(probe).color);
+    probe.remove();
+  }
+  return colours.get(name);
+}
+
+/** Draw everything anew: the theme has changed. */
+export function redrawAll() {
+  colours.clear();
+  for (const chart of charts) chart.redraw();
+}
+
+/** Draw what waits until the frame's share is used up; the rest in the next frame. */
+function drawWaiting() {
+  const ends = performance.now() + FRAME_MS;
+  for (const chart of waiting) {
+    waiting.delete(chart);
+    chart.drawNow();
+    if (performance.now() > ends) break;
+  }
+  if (waiting.size) requestAnimationFrame(drawWaiting);
+}
+
+let sight = null;
+
+/** Watch a canvas: what is scrolled far out of sight waits until it comes near. */
+function watchSight(canvas) {
+  sight ??= new IntersectionObserver(
+    (entries) => {
+      for (const { target, isIntersecting } of entries) {
+        target.chart.hidden = !isIntersecting;
+        if (isIntersecting) target.chart.redraw();
+      }
+    },
+    { rootMargin: "100%" },
+  );
+  sight.observe(canvas);
+}
+
+/** Base of the charts: they `draw`, and may have `words`, `hover(x, y)`, `pick(x, y)` and `move(dx, dy)`. */
+export class Chart {
+  constructor(host, { height, label, says = false }) {
+    this.host = host;
+    this.height = height;
+    this.label = label;
+    this.canvas = el("canvas", { role: "img", "aria-label": label, tabindex: 0 });
+    this.written = 0;
+    host.append(this.canvas);
+    if (says) host.append((this.readout = el("p.readout", { "aria-live": "polite" })));
+    this.canvas.chart = this; // for the console
+    watchSight(this.canvas);
+    this.context = this.canvas.getContext("2d");
+    this.observer = new ResizeObserver(() => this.redraw());
+    this.observer.observe(host);
+    charts.add(this);
+    this.canvas.addEventListener("pointermove", (event) => this.hover?.(event.offsetX, event.offsetY));
+    this.canvas.addEventListener("pointerleave", () => this.hover?.(null, null));
+    this.canvas.addEventListener("blur", () => this.hover?.(null, null));
+    this.canvas.addEventListener("click", (event) => this.pick?.(event.offsetX, event.offsetY));
+    this.canvas.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  key(event) {
+    const by = event.shiftKey ? LARGEST_STEP : 1;
+    const [dx, dy] = { ArrowLeft: [-by, 0], ArrowRight: [by, 0], ArrowUp: [0, -by], ArrowDown: [0, by] }[event.key] ?? [
+      0, 0,
+    ];
+    if ((dx || dy) && this.move) {
+      event.preventDefault();
+      this.move(dx, dy);
+    } else if (event.key === "Enter" && this.pick) this.pick(null, null);
+  }
+
+  /** Words about what is under the pointer or the cursor. */
+  say(text) {
+    this.readout.textContent = visible(text);
+  }
+
+  redraw() {
+    if (this.hidden) return;
+    if (!waiting.size) requestAnimationFrame(drawWaiting);
+    waiting.add(this);
+  }
+
+  drawNow() {
+    if (!this.canvas.isConnected) {
+      if (this.width) this.close(); // its page has been left
+      return;
+    }
+    const ratio = devicePixelRatio || 1;
+    this.width = this.host.clientWidth - 2 * parseFloat(getComputedStyle(this.host).paddingLeft || 0);
+    const size = [Math.round(this.width * ratio), Math.round(this.height * ratio)];
+    if (this.canvas.width !== size[0] || this.canvas.height !== size[1]) [this.canvas.width, this.canvas.height] = size;
+    this.canvas.style.height = `${this.height}px`;
+    this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    this.context.clearRect(0, 0, this.width, this.height);
+    this.context.font = "12px system-ui, 'Noto Sans', sans-serif";
+    this.context.textBaseline = "middle";
+    this.draw(this.context, this.width, this.height);
+    this.write();
+  }
+
+  /** The numbers as a table that only assistive technology shows. */
+  write() {
+    if (!this.words || performance.now() - this.written < WORDS_EVERY_MS) return;
+    this.written = performance.now();
+    const { head, rows, summary } = this.words();
+    this.canvas.setAttribute("aria-label", summary ? `${this.label}: ${summary}` : this.label);
+    const numbers = table(head, rows, { caption: this.label, hidden: true });
+    if (this.numbers) this.numbers.replaceWith(numbers);
+    else this.host.append(numbers);
+    this.numbers = numbers;
+  }
+
+  close() {
+    this.observer.disconnect();
+    sight.unobserve(this.canvas);
+    charts.delete(this);
+    this.left?.();
+  }
+}
+
+/** Text in a canvas, cut to a width. */
+export function writeText(g, text, x, y, { colour = "mute", align = "left", width = Infinity } = {}) {
+  g.fillStyle = ink(colour);
+  g.textAlign = align;
+  let shown = text;
+  while (shown.length > 1 && g.measureText(shown).width > width) shown = `${shown.slice(0, -2)}…`;
+  g.fillText(shown, x, y);
+}
+
+const hatches = new Map();
+
+/** A pattern of diagonal lines in a colour: a second mark beside the hue. */
+export function hatch(g, name) {
+  const colour = ink(name);
+  if (!hatches.has(colour)) {
+    const tile = el("canvas", { width: 6, height: 6 });
+    const pen = tile.getContext("2d");
+    pen.strokeStyle = colour;
+    pen.lineWidth = 1.6;
+    pen.beginPath();
+    for (const offset of [-6, 0, 6]) {
+      pen.moveTo(offset, 6);
+      pen.lineTo(offset + 6, 0);
+    }
+    pen.stroke();
+    hatches.set(colour, tile);
+  }
+  return g.createPattern(hatches.get(colour), "repeat");
+}

@@ -1,0 +1,357 @@
+// Charts of a run: heat map, flow of samples, histogram, shares, rows of a batch.
+
+import { count, num, percent, ticks } from "./format.js";
+import { button, el } from "./dom.js";
+import { Chart, hatch, ink, writeText } from "./canvas.js";
+import { BOTTOM, LEFT, RIGHT } from "./curves.js";
+
+/** Shares by column and row, opacity by the square root. `columns`: `[[first, last], …]`, `shares[column][row]`. */
+export class HeatMap extends Chart {
+  constructor(host, { height = 170, label, columns, rows, shares, pick, rowName = "lag" }) {
+    super(host, { height, label, says: true });
+    Object.assign(this, { columns, rows, shares, rowName, onPick: pick, cell: null });
+    this.redraw();
+  }
+
+  set({ columns, rows, shares }) {
+    Object.assign(this, { columns, rows, shares });
+    this.redraw();
+  }
+
+  draw(g, width, height) {
+    if (!this.columns.length) return writeText(g, "no step is trained yet", width / 2, height / 2, { align: "center" });
+    const [cell, row] = [(width - LEFT - RIGHT) / this.columns.length, (height - BOTTOM) / this.rows.length];
+    Object.assign(this, { cellWidth: cell, rowHeight: row });
+    this.rows.forEach((name, place) => {
+      const label = name === "over" ? name : `${this.rowName} ${name}`;
+      writeText(g, label, LEFT - 6, (place + 0.5) * row, { align: "right", width: LEFT - 6 });
+    });
+    g.fillStyle = ink("version");
+    this.shares.forEach((shares, column) => {
+      shares.forEach((share, place) => {
+        if (!share) return;
+        g.globalAlpha = 0.08 + 0.92 * Math.sqrt(share);
+        g.fillRect(LEFT + column * cell, place * row + 1, Math.max(1, cell + 0.3), row - 2);
+      });
+    });
+    g.globalAlpha = 1;
+    for (const step of ticks(this.columns[0][0], this.columns.at(-1)[1], Math.max(2, width / 90))) {
+      const column = this.columns.findIndex(([first, last]) => first <= step && step <= last);
+      if (column >= 0) writeText(g, num(step), LEFT + (column + 0.5) * cell, height - 8, { align: "center" });
+    }
+    if (this.cell) {
+      g.strokeStyle = ink("ink");
+      g.lineWidth = 1.5;
+      g.strokeRect(LEFT + this.cell[0] * cell, this.cell[1] * row + 1, Math.max(3, cell), row - 2);
+    }
+    return undefined;
+  }
+
+  choose(column, row) {
+    const inside = column >= 0 && column < this.columns.length && row >= 0 && row < this.rows.length;
+    this.cell = inside ? [column, row] : null;
+    if (inside) {
+      const [first, last] = this.columns[column];
+      const steps = first === last ? `step ${count(first)}` : `steps ${count(first)} to ${count(last)}`;
+      const share = percent(this.shares[column][row]);
+      this.say(`${steps} · ${this.rowName} ${this.rows[row]} · ${share} of the tokens`);
+    } else this.say("");
+    this.redraw();
+  }
+
+  hover(x, y) {
+    if (x == null) return this.choose(-1, -1);
+    return this.choose(Math.floor((x - LEFT) / this.cellWidth), Math.floor(y / this.rowHeight));
+  }
+
+  move(dx, dy) {
+    const [column, row] = this.cell ?? [this.columns.length - 1 - dx, -dy];
+    const clamp = (value, length) => Math.max(0, Math.min(length - 1, value));
+    this.choose(clamp(column + dx, this.columns.length), clamp(row + dy, this.rows.length));
+  }
+
+  pick() {
+    if (this.cell) this.onPick?.(this.columns[this.cell[0]], this.rows[this.cell[1]]);
+  }
+
+  words() {
+    const last = this.shares.at(-1) ?? [];
+    const rows = this.rows.map((name, place) => [`${this.rowName} ${name}`, percent(last[place])]);
+    return {
+      head: [this.rowName, "share in the newest steps"],
+      rows,
+      summary: rows.map((row) => row.join(" ")).join(", "),
+    };
+  }
+}
+
+const NODE = 9;
+const NARROW = 620;
+
+/** Places of a flow's nodes and bands: `{nodes: {id: {…, x, y, size}}, bands: [{…, y0, y1, size}]}`. Pure. */
+export function layFlow(nodes, links, width, height) {
+  const columns = [];
+  for (const node of nodes) if (node.value || node.column === 0) (columns[node.column] ??= []).push({ ...node });
+  const used = columns.filter(Boolean);
+  const most = Math.max(1, ...used.map((column) => column.reduce((sum, node) => sum + node.value, 0)));
+  const crowded = Math.max(...used.map((column) => column.length));
+  const gap = Math.min(26, (height * 0.6) / crowded);
+  const unit = (height - gap * crowded) / most;
+  const placed = {};
+  used.forEach((column, place) => {
+    let y = gap / 2;
+    const x = used.length > 1 ? (place / (used.length - 1)) * (width - 170) : 0;
+    for (const node of column) {
+      placed[node.id] = { ...node, x, y, size: Math.max(node.value ? 2 : 0, node.value * unit), given: 0, taken: 0 };
+      y += Math.max(placed[node.id].size, 2) + gap;
+    }
+  });
+  const bands = [];
+  for (const band of links) {
+    const [from, to] = [placed[band.from], placed[band.to]];
+    if (!band.value || !from || !to) continue;
+    const size = Math.max(1.5, band.value * unit);
+    bands.push({ ...band, source: from, target: to, y0: from.y + from.given, y1: to.y + to.taken, size });
+    from.given += band.value * unit;
+    to.taken += band.value * unit;
+  }
+  return { nodes: placed, bands };
+}
+
+/** The way of the samples as bands whose width is their number; where it is narrow, as bars below each other. */
+export class Flow extends Chart {
+  constructor(host, { label, pick }) {
+    super(host, { height: 260, label });
+    Object.assign(this, { nodes: [], links: [], onPick: pick, place: -1 });
+  }
+
+  set({ nodes, links }) {
+    Object.assign(this, { nodes, links });
+    const bars = nodes.filter((node) => node.value).length;
+    this.height = this.host.clientWidth < NARROW ? Math.max(60, 34 * bars) : 260;
+    this.redraw();
+  }
+
+  tone(id) {
+    const tones = this.links.filter((band) => band.to === id && band.value).map((band) => band.tone);
+    return { warn: "warn", bad: "bad", ok: "ok" }[tones.find((tone) => tone !== "ok") ?? tones[0]] ?? "mute";
+  }
+
+  draw(g, width, height) {
+    this.areas = [];
+    if (!this.nodes.some((node) => node.value))
+      return writeText(g, "nothing is issued yet", width / 2, height / 2, { align: "center" });
+    if (width < NARROW) return this.drawBars(g, width, height);
+    const { nodes, bands } = layFlow(this.nodes, this.links, width, height);
+    for (const band of bands) {
+      const [x0, x1] = [band.source.x + NODE, band.target.x];
+      const middle = (x0 + x1) / 2;
+      g.globalAlpha = 0.26;
+      g.fillStyle = ink(this.tone(band.to));
+      g.beginPath();
+      g.moveTo(x0, band.y0);
+      g.bezierCurveTo(middle, band.y0, middle, band.y1, x1, band.y1);
+      g.lineTo(x1, band.y1 + band.size);
+      g.bezierCurveTo(middle, band.y1 + band.size, middle, band.y0 + band.size, x0, band.y0 + band.size);
+      g.fill();
+    }
+    g.globalAlpha = 1;
+    Object.values(nodes).forEach((node, place) => {
+      g.fillStyle = ink(this.tone(node.id));
+      g.fillRect(node.x, node.y, NODE, Math.max(2, node.size));
+      const text = `${node.name} ${count(node.value)}`;
+      writeText(g, text, node.x + NODE + 5, node.y + Math.max(6, node.size / 2), { colour: "ink", width: 160 });
+      this.areas.push([node.x, node.y - 8, 170, Math.max(20, node.size + 8), node]);
+      this.outline(g, place);
+    });
+    return undefined;
+  }
+
+  drawBars(g, width, height) {
+    const shown = this.nodes.filter((node) => node.value);
+    const pitch = Math.min(34, height / shown.length);
+    const most = Math.max(...shown.map((node) => node.value));
+    shown.forEach((node, place) => {
+      writeText(g, `${node.name} ${count(node.value)}`, 2, place * pitch + 9, { colour: "ink" });
+      g.fillStyle = ink(this.tone(node.id));
+      g.fillRect(2, place * pitch + 18, Math.max(2, (node.value / most) * (width - 4)), Math.max(3, pitch - 24));
+      this.areas.push([0, place * pitch, width, pitch, node]);
+      this.outline(g, place);
+    });
+  }
+
+  outline(g, place) {
+    if (place !== this.place) return;
+    const [x, y, width, height] = this.areas[place];
+    g.strokeStyle = ink("ink");
+    g.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
+  }
+
+  hover(x, y) {
+    if (!this.areas) return;
+    this.place = x == null ? -1 : this.areas.findIndex(([l, t, w, h]) => x >= l && x <= l + w && y >= t && y <= t + h);
+    this.redraw();
+  }
+
+  move(dx, dy) {
+    this.place = (this.place + (dx || dy) + this.areas.length) % this.areas.length;
+    this.redraw();
+  }
+
+  pick() {
+    if (this.areas?.[this.place]) this.onPick?.(this.areas[this.place][4]);
+  }
+
+  words() {
+    return { head: ["place", "samples"], rows: this.nodes.map((node) => [node.name, count(node.value)]) };
+  }
+}
+
+/** A histogram whose bins are buttons: `[{low, high, exact, count, filter}]`. */
+export function histogram(bins, { picked, pick }) {
+  const most = Math.max(1, ...bins.map((bin) => bin.count));
+  return el(
+    "div.histogram",
+    { role: "group", "aria-label": "rewards" },
+    bins.map((bin) => {
+      const range = bin.exact ? `exactly ${num(bin.low)}` : `${num(bin.low)} to ${num(bin.high)}`;
+      const bar = el(`i${bin.exact ? ".exact" : ""}`);
+      bar.style.height = `${bin.count ? Math.max(2, (bin.count / most) * 56) : 0}px`;
+      const label = el("span", {}, bin.exact ? `=${num(bin.low)}` : num(bin.low));
+      const title = `reward ${range}: ${count(bin.count)} samples`;
+      return button(
+        "",
+        () => pick(bin),
+        { title, "aria-label": title, "aria-pressed": String(picked === bin.filter) },
+        bar,
+        label,
+      );
+    }),
+  );
+}
+
+/** Parts of a whole as bars in words: `[{name, share, text, hue}]`. */
+export function shareBars(parts) {
+  const most = Math.max(1e-9, ...parts.map((part) => part.share ?? 0));
+  return el(
+    "div.shares",
+    {},
+    parts.map((part) => {
+      const bar = el(`i.${part.hue ?? "version"}`);
+      bar.style.width = `${((part.share ?? 0) / most) * 100}%`;
+      return el(
+        "div",
+        {},
+        el("span", {}, part.name),
+        el("span.bar", {}, bar),
+        el("span.number", {}, part.text ?? percent(part.share)),
+      );
+    }),
+  );
+}
+
+const MOST_PIECES = 40; // of a line: a piece must be wide enough for the pointer
+
+/** A row with many pieces as several lines; its padding stands in the last one. */
+function inLines(row) {
+  const lines = [];
+  for (let from = 0; from < row.pieces.length; from += MOST_PIECES) {
+    const pieces = row.pieces.slice(from, from + MOST_PIECES);
+    const tokens = pieces.reduce((sum, piece) => sum + (piece.prompt_tokens ?? 0) + piece.response_tokens, 0);
+    lines.push({ pieces, tokens, padding: from + MOST_PIECES >= row.pieces.length ? row.padding : 0 });
+  }
+  return lines;
+}
+
+/** Rows of a step: tokens by version, padding hatched, ranks below each other. `ranks`: as `/api/batch` has them. */
+export class BatchRows extends Chart {
+  constructor(host, { label, ranks, pick }) {
+    const rows = ranks.flatMap((rank) =>
+      rank.micro_batches.flatMap((batch) =>
+        batch.rows.flatMap(inLines).map((row, place) => ({ ...row, rank, batch, first: !place })),
+      ),
+    );
+    const breaks = ranks.length;
+    super(host, { label, says: true, height: Math.min(12_000, rows.length * 16 + breaks * 20 + 4) });
+    Object.assign(this, { rows, ranks, onPick: pick, place: -1 });
+    this.most = Math.max(1, ...rows.map((row) => row.tokens + row.padding));
+    this.newest = Math.max(
+      0,
+      ...rows.flatMap((row) => row.pieces.flatMap((piece) => piece.versions.map((part) => part[0]))),
+    );
+    this.redraw();
+  }
+
+  draw(g, width) {
+    this.areas = [];
+    const padding = hatch(g, "line");
+    const scale = (width - LEFT - RIGHT) / this.most;
+    let [y, rank] = [0, null];
+    for (const row of this.rows) {
+      if (row.rank !== rank) {
+        rank = row.rank;
+        const text = `rank ${rank.rank} · ${count(rank.tokens)} tokens · ${count(rank.padding)} padding`;
+        writeText(g, text, 0, y + 10, { colour: "ink" });
+        y += 20;
+      }
+      if (row.first) writeText(g, `mb ${row.batch.number}`, LEFT - 6, y + 8, { align: "right" });
+      let x = LEFT;
+      for (const piece of row.pieces) x = this.drawPiece(g, piece, x, y, scale);
+      g.fillStyle = padding;
+      g.fillRect(x, y + 2, row.padding * scale, 12);
+      y += 16;
+    }
+  }
+
+  drawPiece(g, piece, x, y, scale) {
+    const begin = x;
+    const part = (tokens, colour, alpha) => {
+      g.globalAlpha = alpha;
+      g.fillStyle = ink(colour);
+      g.fillRect(x, y + 2, Math.max(0, tokens * scale), 12);
+      x += tokens * scale;
+    };
+    part(piece.prompt_tokens ?? 0, "mute", piece.shared ? 0.2 : 0.5);
+    for (const [version, tokens] of piece.versions)
+      part(tokens, "version", Math.max(0.25, 1 - 0.25 * (this.newest - version)));
+    g.globalAlpha = 1;
+    g.fillStyle = ink("panel");
+    g.fillRect(x - 0.6, y + 2, 0.6, 12);
+    if (this.areas.length === this.place) {
+      g.strokeStyle = ink("ink");
+      g.strokeRect(begin, y + 1, Math.max(3, x - begin), 14);
+    }
+    this.areas.push([begin, y, x - begin, 16, piece]);
+    return x;
+  }
+
+  hover(x, y) {
+    this.show(x == null ? -1 : this.areas.findIndex(([l, t, w, h]) => x >= l && x <= l + w && y >= t && y < t + h));
+  }
+
+  show(place) {
+    this.place = place;
+    const piece = this.areas[place]?.[4];
+    this.say(piece ? pieceWords(piece) : "");
+    this.redraw();
+  }
+
+  move(dx, dy) {
+    this.show(Math.max(0, Math.min(this.areas.length - 1, this.place + (dx || dy))));
+  }
+
+  pick() {
+    if (this.areas[this.place]) this.onPick?.(this.areas[this.place][4]);
+  }
+
+  words() {
+    const rows = this.ranks.map((rank) => [`rank ${rank.rank}`, count(rank.tokens), count(rank.padding)]);
+    return { head: ["rank", "tokens", "padding"], rows };
+  }
+}
+
+function pieceWords({ seq, task, index, prompt_tokens, response_tokens, shared, versions: spans }) {
+  const prompt = `prompt ${count(prompt_tokens)}${shared ? " (computed once for its group)" : ""}`;
+  const made = spans.map(([version, tokens]) => `v${version}: ${tokens}`).join(", ");
+  return `sample #${seq} · task ${task}.${index} · ${prompt} + response ${count(response_tokens)} tokens · ${made}`;
+}

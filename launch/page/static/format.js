@@ -1,0 +1,187 @@
+// Numbers, times, escapes and links as text. Pure: knows neither the document nor the run.
+
+const NUMBER = new Intl.NumberFormat("en-US");
+
+/** A number with three significant digits: `12.4 k`, `0.812`, `7.5e-8`, and `—` where it is undefined. */
+export function num(value) {
+  if (value == null || !Number.isFinite(value)) return "—";
+  const size = Math.abs(value);
+  if (size === 0) return "0";
+  if (size < 0.001) return value.toExponential(1).replace(".0e", "e");
+  if (size >= 999_500_000) return `${(value / 1e9).toPrecision(3)} G`;
+  if (size >= 999_500) return `${(value / 1e6).toPrecision(3)} M`;
+  if (size >= 9_995) return `${(value / 1e3).toPrecision(3)} k`;
+  if (size >= 999.5) return NUMBER.format(Math.round(value));
+  return String(Number(value.toPrecision(3)));
+}
+
+/** A count: in full with commas below a million. */
+export function count(value) {
+  if (value == null || !Number.isFinite(value)) return "—";
+  return Math.abs(value) < 1e6 ? NUMBER.format(Math.round(value)) : num(value);
+}
+
+export function percent(value) {
+  return value == null || !Number.isFinite(value) ? "—" : `${num(value * 100)} %`;
+}
+
+/** A duration: `0.4 ms`, `35 ms`, `2.1 s`, `41 min`, `3.2 h`. */
+export function duration(seconds) {
+  if (seconds == null || !Number.isFinite(seconds)) return "—";
+  const size = Math.abs(seconds);
+  if (size === 0) return "0 s";
+  if (size < 0.9995) return `${Number((seconds * 1e3).toPrecision(2))} ms`;
+  if (size < 99.5) return `${Number(seconds.toPrecision(2))} s`;
+  if (size < 5_970) return `${Math.round(seconds / 60)} min`;
+  return size < 172_800 ? `${Number((seconds / 3600).toPrecision(2))} h` : `${Math.round(seconds / 86_400)} days`;
+}
+
+const BYTES = ["bytes", "KiB", "MiB", "GiB", "TiB"];
+
+export function bytes(value) {
+  if (value == null || !Number.isFinite(value)) return "—";
+  const power = Math.min(4, Math.floor(Math.log2(Math.max(1, value)) / 10));
+  return power ? `${Number((value / 1024 ** power).toPrecision(3))} ${BYTES[power]}` : `${count(value)} bytes`;
+}
+
+const UNITS = { s: duration, bytes, share: percent };
+
+/** A value in the unit that the server names. */
+export function inUnit(value, unit) {
+  return (UNITS[unit] ?? num)(value);
+}
+
+/** The clock of the reader: `14:02:33`, with the date where it is another day. */
+export function clock(seconds, now = Date.now() / 1e3) {
+  if (seconds == null) return "—";
+  const date = new Date(seconds * 1e3);
+  const two = (part) => String(part).padStart(2, "0");
+  const time = `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
+  if (date.toDateString() === new Date(now * 1e3).toDateString()) return time;
+  return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${time}`;
+}
+
+// Control characters but line feed and tab, characters that turn the direction of text, that are invisible or split
+// lines, and halves of surrogate pairs. Joiners (U+200C, U+200D) stay: scripts and emoji need them.
+const HIDDEN = new RegExp(
+  "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u115f\\u180e\\u200b\\u200e\\u200f\\u2028-\\u202e" +
+    "\\u2060-\\u206f\\ufeff\\ufff9-\\ufffb\\u{e0000}-\\u{e007f}\\ud800-\\udfff]",
+  "gu",
+);
+
+/** Text in which control and bidirectional characters stand as `\x1b`, `\u202e`. */
+export function visible(text) {
+  return String(text).replace(HIDDEN, (char) => {
+    const code = char.codePointAt(0);
+    if (code < 0x100) return `\\x${code.toString(16).padStart(2, "0")}`;
+    return code < 0x10000 ? `\\u${code.toString(16).padStart(4, "0")}` : `\\u{${code.toString(16)}}`;
+  });
+}
+
+/** Text in one line: `⏎` for a line feed, `→` for a tab, `∅ empty` for none. */
+export function oneLine(text) {
+  return text === "" ? "∅ empty" : visible(text).replaceAll("\n", "⏎").replaceAll("\t", "→");
+}
+
+/** Versions of a sample's tokens: `v4`, `v4–5`. */
+export function versions(range) {
+  if (!range || range[0] == null || range[0] < 0) return "—";
+  return range[0] === range[1] ? `v${range[0]}` : `v${range[0]}–${range[1]}`;
+}
+
+/** The hash of a page: `link("sample", 12, {t: "3-8"})` is `#sample=12&t=3-8`. */
+export function link(page, value = "", query = {}) {
+  const items = Object.entries(query).filter(([, item]) => item != null && item !== "");
+  const text = items.map(([key, item]) => `&${key}=${encodeURIComponent(item)}`).join("");
+  return `#${page}${value === "" ? "" : `=${encodeURIComponent(value)}`}${text}`;
+}
+
+/** The page, its value and its query that a hash names. */
+export function parseLink(hash) {
+  const items = [...new URLSearchParams(hash.replace(/^#/, ""))];
+  const [page, value] = items.shift() ?? ["", ""];
+  return { page: page || "overview", value, query: Object.fromEntries(items) };
+}
+
+/** First and last token that `t=120-180` or `t=120` names, or null. */
+export function tokenRange(text) {
+  const match = /^(\d+)(?:-(\d+))?$/.exec(text ?? "");
+  if (!match) return null;
+  const ends = [Number(match[1]), Number(match[2] ?? match[1])];
+  return [Math.min(...ends), Math.max(...ends)];
+}
+
+/** Round numbers between two ends, about `wanted` of them. */
+export function ticks(low, high, wanted) {
+  if (!(high > low)) return [low];
+  const raw = (high - low) / Math.max(1, wanted);
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw * (1 - 1e-9));
+  const places = [];
+  for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index++) {
+    places.push(Number((index * step).toPrecision(12)));
+  }
+  return places;
+}
+
+/** Points in `buckets` parts of equally many, of each the least and the greatest value and a hole: spikes stay. */
+export function reduce(points, buckets) {
+  if (points.length <= 2 * buckets) return points;
+  const size = Math.ceil(points.length / buckets);
+  const kept = [];
+  for (let start = 0; start < points.length; start += size) {
+    const end = Math.min(points.length, start + size);
+    let [low, high, hole] = [-1, -1, -1];
+    for (let place = start; place < end; place++) {
+      const value = points[place][1];
+      if (value == null) hole = place;
+      else {
+        if (low < 0 || value < points[low][1]) low = place;
+        if (high < 0 || value > points[high][1]) high = place;
+      }
+    }
+    for (const place of [...new Set([low, high, hole])].sort((a, b) => a - b)) if (place >= 0) kept.push(points[place]);
+  }
+  return kept;
+}
+
+/** Ends of a value axis: from the 2nd to the 98th percentile where values beyond them would flatten the rest. */
+export function axisRange(values, include = []) {
+  const sorted = values.filter(Number.isFinite).sort((a, b) => a - b);
+  if (!sorted.length) return [0, 1];
+  let [low, high] = [sorted[0], sorted.at(-1)];
+  if (sorted.length >= 20) {
+    const inner = [sorted[Math.floor(sorted.length * 0.02)], sorted[Math.ceil(sorted.length * 0.98) - 1]];
+    const span = inner[1] - inner[0];
+    if (span > 0 && high > inner[1] + 2 * span) high = inner[1] + 0.15 * span;
+    if (span > 0 && low < inner[0] - 2 * span) low = inner[0] - 0.15 * span;
+  }
+  for (const value of include) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  if (low === 0 && high === 0) return [0, 1];
+  if (low === high) return [low - (Math.abs(low) || 1) * 0.5, high + (Math.abs(high) || 1) * 0.5];
+  return [low, high];
+}
+
+/** How a metric stands against its healthy range: the last ten steps decide, earlier ones are mentioned. */
+export function judge(points, low, high) {
+  if (low == null && high == null) return { mark: "", text: "" };
+  const outside = ([, value]) => value != null && ((low != null && value < low) || (high != null && value > high));
+  const recent = points.slice(-10).filter(outside).length;
+  const earlier = points.slice(0, -10).filter(outside).length;
+  if (recent)
+    return { mark: "△", tone: "warn", text: `outside in ${recent} of the last ${Math.min(10, points.length)}` };
+  return { mark: "✓", tone: "ok", text: earlier ? "earlier outside" : "" };
+}
+
+/** Place of a token's value on an overlay of five shades, from 0 (plain) to 4; negative for the other direction. */
+export function shade(overlay, value) {
+  if (value == null) return 0;
+  if (overlay === "probability") return [0.9, 0.5, 0.1, 0.01].filter((edge) => Math.exp(value) < edge).length;
+  if (overlay === "entropy") return [0.1, 0.5, 1, 2].filter((edge) => value > edge).length;
+  const edges = { advantage: [0.01, 0.3, 1, 2], difference: [0.01, 0.05, 0.2, 1], weight: [0.01, 0.05, 0.2, 0.7] }[
+    overlay
+  ];
+  const signed = overlay === "weight" ? Math.log(Math.max(value, 1e-9)) : value;
+  const size = edges.filter((edge) => Math.abs(signed) >= edge).length;
+  return signed < 0 ? -size : size;
+}

@@ -1,0 +1,322 @@
+// A lane per process over time: phases by hue and pattern, pushes as lines through all lanes.
+
+import { bytes, clock, count, duration, num, ticks, visible } from "./format.js";
+import { Chart, hatch, ink, writeText } from "./canvas.js";
+
+const ROW = 16;
+const GROUP = 20; // height of a group's heading
+const STACK = 46; // height of a group that is drawn as shares
+const AXIS = 22;
+const NAMES = 112;
+const FACTS = 178; // right column; left out where the page is narrow
+const NARROW_LANES = 700;
+export const MOST_LANES = 80;
+const KEPT_S = 3_600;
+const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600];
+
+export const PHASES = ["working", "waiting", "updating", "draining", "down"];
+const PATTERN = { updating: "version", draining: "warn", down: "bad" };
+
+/** Segments by lane in the order of time; a segment that comes again replaces the earlier one. */
+export class Segments {
+  constructor() {
+    this.lanes = new Map();
+  }
+
+  add(segments) {
+    for (const segment of segments) {
+      const lane = this.lanes.get(segment.lane) ?? [];
+      let place = lane.length;
+      while (place && lane[place - 1].begin_s > segment.begin_s) place--;
+      const again = place && lane[place - 1].begin_s === segment.begin_s;
+      lane.splice(again ? place - 1 : place, again ? 1 : 0, segment);
+      this.lanes.set(segment.lane, lane);
+    }
+  }
+
+  /** Forget what ended before `second`. */
+  forget(second) {
+    for (const lane of this.lanes.values()) {
+      const kept = lane.findIndex((segment) => (segment.end_s ?? Infinity) >= second);
+      if (kept > 0) lane.splice(0, kept);
+    }
+  }
+
+  of(lane) {
+    return this.lanes.get(lane) ?? [];
+  }
+
+  /** The place of the first segment of a lane that ends behind `second`. */
+  firstAfter(lane, second) {
+    const segments = this.of(lane);
+    let [low, high] = [0, segments.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if ((segments[middle].end_s ?? Infinity) < second) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+}
+
+/** Seconds of each phase in each of `bins` parts of a time, over several lanes: `[phase][bin]`. Pure. */
+export function phaseShares(segments, lanes, begin, end, bins) {
+  const sums = PHASES.map(() => new Float32Array(bins));
+  const width = (end - begin) / bins;
+  for (const lane of lanes) {
+    const list = segments.of(lane);
+    for (let place = segments.firstAfter(lane, begin); place < list.length && list[place].begin_s < end; place++) {
+      const sum = sums[PHASES.indexOf(list[place].phase)] ?? sums[1];
+      const [first, last] = [Math.max(begin, list[place].begin_s), Math.min(end, list[place].end_s ?? end)];
+      for (let bin = Math.floor((first - begin) / width); bin < bins && begin + bin * width < last; bin++) {
+        sum[bin] += Math.max(0, Math.min(last, begin + (bin + 1) * width) - Math.max(first, begin + bin * width));
+      }
+    }
+  }
+  return sums;
+}
+
+/** The lanes of a fleet. `set` takes what `/api/fleet` answers, `add` what `/events` brings. */
+export class Lanes extends Chart {
+  constructor(host, { label, pick }) {
+    super(host, { height: 120, label, says: true });
+    Object.assign(this, { lanes: [], pushes: [], segments: new Segments(), now: 0, span: 600, shift: 0, onPick: pick });
+    Object.assign(this, { place: null, opened: new Set() });
+    this.canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
+    this.canvas.addEventListener("keydown", (event) => {
+      if (event.key === "+" || event.key === "-") this.zoom(event.key === "+" ? 0.7 : 1.4);
+    });
+  }
+
+  set({ now_s, lanes, segments, pushes }) {
+    this.segments = new Segments();
+    this.pushes = [];
+    this.lanes = lanes;
+    const begin = Math.min(...segments.map((segment) => segment.begin_s), now_s);
+    this.span = Math.max(20, Math.min(600, now_s - begin));
+    this.add({ now_s, segments, pushes });
+  }
+
+  add({ now_s, segments = [], pushes = [], lanes }) {
+    this.now = Math.max(this.now, now_s ?? 0);
+    this.segments.add(segments);
+    this.segments.forget(this.now - KEPT_S);
+    this.pushes = [...this.pushes, ...pushes].slice(-400);
+    if (lanes) this.lanes = lanes;
+    this.arrange();
+    this.redraw();
+  }
+
+  /** Put lanes under their roles; with more than 80 of them a role is one stack, and a click opens it. */
+  arrange() {
+    const roles = grouped(this.lanes);
+    const many = this.lanes.length > MOST_LANES;
+    this.rows = [];
+    let y = 0;
+    for (const [role, lanes] of roles) {
+      const collapsed = many && lanes.length > 4 && !this.opened.has(role);
+      this.rows.push({ y, height: GROUP, role, lanes, heading: true, collapsed });
+      y += GROUP;
+      if (collapsed) {
+        this.rows.push({ y, height: STACK, role, lanes, collapsed });
+        y += STACK;
+      } else {
+        for (const lane of lanes) {
+          this.rows.push({ y, height: ROW, role, lane });
+          y += ROW;
+        }
+      }
+    }
+    this.height = y + AXIS;
+  }
+
+  /** Show the last `seconds`, or those around the time at `x`. */
+  zoom(factor, x) {
+    const middle = x == null ? this.end : this.timeAt(x);
+    const span = Math.max(2, Math.min(KEPT_S, this.span * factor));
+    const end = middle + (this.end - middle) * (span / this.span);
+    this.shift = Math.max(0, this.now - end);
+    this.span = span;
+    this.redraw();
+  }
+
+  wheel(event) {
+    if (!event.ctrlKey && !event.shiftKey) return;
+    event.preventDefault();
+    if (event.ctrlKey) return this.zoom(event.deltaY > 0 ? 1.25 : 0.8, event.offsetX);
+    this.shift = Math.max(0, this.shift - ((event.deltaY || event.deltaX) / 600) * this.span);
+    return this.redraw();
+  }
+
+  draw(g, width) {
+    if (!this.lanes.length) return writeText(g, "no process has sent a heartbeat in the last hour", 0, 12);
+    const facts = width < NARROW_LANES ? 0 : FACTS;
+    const right = width - facts - 6;
+    this.end = this.now - this.shift;
+    this.begin = this.end - this.span;
+    this.timeAt = (x) => this.begin + ((x - NAMES) / (right - NAMES)) * this.span;
+    const x = (time) => NAMES + ((time - this.begin) / this.span) * (right - NAMES);
+    Object.assign(this, { x, right });
+    for (const row of this.rows) {
+      if (row.heading) this.drawHeading(g, row);
+      else if (row.collapsed) this.drawStack(g, row);
+      else this.drawLane(g, row, facts ? right : null);
+    }
+    this.drawPushes(g);
+    const step = STEPS_S.find((seconds) => (seconds / this.span) * (right - NAMES) > 78) ?? 3_600;
+    for (const time of ticks(Math.ceil(this.begin / step), Math.floor(this.end / step), 400).filter(Number.isInteger)) {
+      writeText(g, clock(time * step), x(time * step), this.height - 9, { align: "center" });
+    }
+  }
+
+  drawHeading(g, row) {
+    const mark = this.lanes.length <= MOST_LANES ? "" : row.collapsed ? "▸ " : "▾ ";
+    writeText(g, visible(`${mark}${row.role} (${row.lanes.length})`), 0, row.y + 12, { colour: "ink" });
+  }
+
+  drawLane(g, { y, lane }, facts) {
+    writeText(g, visible(lane.id), NAMES - 6, y + ROW / 2, {
+      align: "right",
+      width: NAMES - 8,
+      colour: lane.trouble ? "bad" : "mute",
+    });
+    const list = this.segments.of(lane.lane);
+    let [drawn, last] = [-1, ""];
+    for (let place = this.segments.firstAfter(lane.lane, this.begin); place < list.length; place++) {
+      const segment = list[place];
+      if (segment.begin_s > this.end) break;
+      const left = Math.max(NAMES, this.x(segment.begin_s));
+      const right = Math.min(this.right, this.x(segment.end_s ?? this.now));
+      if (right - drawn < 0.4 && segment.phase === last) continue; // thinner than a pixel, as its neighbour
+      this.fill(g, segment.phase, segment.version);
+      g.fillRect(left, y + 2, Math.max(0.5, right - left), ROW - 4);
+      [drawn, last] = [right, segment.phase];
+    }
+    g.globalAlpha = 1;
+    if (facts == null) return;
+    const words = [
+      lane.version == null ? "" : `v${lane.version}`,
+      lane.tokens_per_second ? `${num(lane.tokens_per_second)} tok/s` : lane.phase,
+    ];
+    if (lane.restarts) words.push(`↻ ${lane.restarts}`);
+    if (lane.trouble) words.splice(1, 1, "△ trouble");
+    else if (lane.silent_s > 10) words.splice(1, 1, `silent ${duration(lane.silent_s)}`);
+    writeText(g, visible(words.filter(Boolean).join("  ")), facts + 10, y + ROW / 2, {
+      colour: lane.trouble ? "bad" : "mute",
+      width: FACTS - 8,
+    });
+  }
+
+  /** Working is solid, lighter for every other version; the rest by pattern, so that a hue alone decides nothing. */
+  fill(g, phase, version) {
+    g.globalAlpha = phase === "working" ? (version % 2 ? 0.62 : 0.95) : phase === "waiting" ? 0.35 : 1;
+    g.fillStyle = PATTERN[phase] ? hatch(g, PATTERN[phase]) : ink(phase === "working" ? "version" : "mute");
+    if (phase === "waiting") g.fillStyle = ink("line");
+  }
+
+  drawStack(g, row) {
+    const bins = Math.max(1, Math.floor((this.right - NAMES) / 3));
+    const end = Math.min(this.end, this.now);
+    const sums = phaseShares(
+      this.segments,
+      row.lanes.map((lane) => lane.lane),
+      this.begin,
+      end,
+      bins,
+    );
+    const whole = (this.span / bins) * row.lanes.length;
+    for (let bin = 0; bin < bins; bin++) {
+      let y = row.y + STACK - 4;
+      PHASES.forEach((phase, place) => {
+        const size = (sums[place][bin] / whole) * (STACK - 6);
+        if (size <= 0) return;
+        this.fill(g, phase, 0);
+        g.fillRect(NAMES + bin * 3, y - size, 3, size);
+        y -= size;
+      });
+    }
+    g.globalAlpha = 1;
+    const troubled = row.lanes.filter((lane) => lane.trouble || lane.phase === "down").length;
+    writeText(g, troubled ? `△ ${troubled} in trouble` : "share of time", NAMES - 6, row.y + STACK / 2, {
+      align: "right",
+      colour: troubled ? "bad" : "mute",
+    });
+  }
+
+  drawPushes(g) {
+    g.strokeStyle = g.fillStyle = ink("version");
+    g.lineWidth = 1;
+    let free = NAMES;
+    for (const push of this.pushes) {
+      const place = this.x(push.time_s);
+      if (place < NAMES || place > this.right) continue;
+      g.globalAlpha = 0.45;
+      g.beginPath();
+      g.moveTo(Math.round(place) + 0.5, GROUP - 4);
+      g.lineTo(Math.round(place) + 0.5, this.height - AXIS);
+      g.stroke();
+      g.globalAlpha = 1;
+      if (place < free) continue;
+      writeText(g, `v${push.version}`, place + 2, 9, { colour: "version" });
+      free = place + 44;
+    }
+  }
+
+  find(x, y) {
+    const row = this.rows?.find((item) => y >= item.y && y < item.y + item.height);
+    if (!row || x > this.right) return { row };
+    const time = this.timeAt(x);
+    const push = this.pushes.find((item) => Math.abs(this.x(item.time_s) - x) < 3);
+    const segment =
+      row.lane &&
+      this.segments.of(row.lane.lane).find((item) => item.begin_s <= time && time <= (item.end_s ?? this.now));
+    return { row, segment, push: y < GROUP || !segment ? push : null };
+  }
+
+  hover(x, y) {
+    this.place = x == null ? null : [x, y];
+    const { row, segment, push } = this.place ? this.find(x, y) : {};
+    let words = "";
+    if (push) {
+      const time = `${duration(push.seconds)}, stall ${duration(push.stall_seconds)}`;
+      words = `push of v${push.version} · ${time} · ${bytes(push.bytes)} · ${count(push.engines)} engines`;
+    } else if (segment) {
+      const time = duration((segment.end_s ?? this.now) - segment.begin_s);
+      words = [segment.lane, segment.phase, segment.words, time, `since ${clock(segment.begin_s)}`]
+        .filter(Boolean)
+        .join(" · ");
+      if (segment.version != null) words += ` · v${segment.version}`;
+    } else if (row?.lane?.trouble) words = `${row.lane.lane}: ${row.lane.trouble}`;
+    this.say(words);
+  }
+
+  pick(x, y) {
+    const { row, segment, push } = this.find(x ?? this.place?.[0], y ?? this.place?.[1]);
+    if (row?.heading || row?.collapsed) {
+      if (!this.opened.delete(row.role)) this.opened.add(row.role);
+      this.arrange();
+      this.redraw();
+    } else if (segment || push) this.onPick?.(row, segment, push);
+  }
+
+  move(dx) {
+    this.shift = Math.max(0, this.shift - (dx * this.span) / 10);
+    this.redraw();
+  }
+
+  words() {
+    const rows = this.lanes.map((lane) => [
+      lane.lane,
+      lane.phase,
+      lane.version == null ? "—" : `v${lane.version}`,
+      lane.trouble || "none",
+    ]);
+    return { head: ["process", "phase", "version", "trouble"], rows, summary: `${rows.length} processes` };
+  }
+}
+
+function grouped(lanes) {
+  const roles = new Map();
+  for (const lane of lanes) roles.set(lane.role, [...(roles.get(lane.role) ?? []), lane]);
+  return roles;
+}

@@ -1,0 +1,105 @@
+"""Values of trained tokens on their way from the ranks into the stream TRAINED, for those who look at the run.
+
+Consumes the ranks' messages; names the samples of a planned step; stores each message by one try. No step waits for it:
+a message that finds the queue full, that the bus does not store, or that is malformed is dropped and counted.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidemill.bus.errors import BusError, WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.system.output import FailureLog
+from tidemill.bus.wire.messages import Plan, Sample
+from tidemill.bus.wire.trained_values import decode_trained
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 16
+"""Messages that wait to be stored; with more, the oldest is dropped."""
+_MOST_STEPS = 4
+"""Steps whose samples are known: the ranks are at most two behind the plans."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """The samples of a planned step, as ``TrainedStep.named`` takes them."""
+
+    sequences_M: NDArray[np.int32]
+    offsets_M: NDArray[np.int32]
+    samples_N: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, plan: Plan, samples: Sequence[Sample]) -> Self:
+        """Return the samples of a plan, in its order."""
+        names = [(int(seq), sample.task, sample.index) for seq, sample in zip(plan.seqs, samples, strict=True)]
+        sizes_M = np.array([size for sample in samples for size in sample.sizes], np.int64).reshape(-1, 2)
+        rows_N = [len(sample.sizes) for sample in samples]
+        sequences_M = np.repeat(np.arange(len(samples)), rows_N)
+        tokens_M, responses_M = sizes_M.T
+        before_M = np.cumsum(responses_M) - responses_M
+        firsts_N = np.cumsum(rows_N) - rows_N
+        before_M -= np.repeat(before_M[firsts_N], rows_N)  # responses of the sample's earlier sequences
+        offsets_M = before_M - (tokens_M - responses_M)
+        return cls(sequences_M.astype(np.int32), offsets_M.astype(np.int32), np.array(names, np.int64))
+
+
+class TrainedRecords:
+    """The queue of messages, and the samples of the newest planned steps."""
+
+    def __init__(self, bus: Bus, *, epoch: int, on: bool) -> None:
+        self._bus, self._epoch, self._on = bus, epoch, on
+        self._steps: dict[int, _Step] = {}
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._waiter = Waiter()
+        self._failures = FailureLog(log)
+        self.dropped = 0
+        """Messages that were not stored, since this start."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of a step; none where nothing is recorded."""
+        return {"data/trained_dropped": float(self.dropped)} if self._on else {}
+
+    def planned(self, plan: Plan, samples: Sequence[Sample]) -> None:
+        """Register the samples of a step, before its batch is offered."""
+        if self._on:
+            self._steps[plan.step] = _Step.of(plan, samples)
+            self._steps = {step: known for step, known in self._steps.items() if step > plan.step - _MOST_STEPS}
+
+    def put(self, dp_rank: int, data: bytes) -> None:
+        """Take a message of a data-parallel rank; it does not wait."""
+        self._waiting.append((dp_rank, data))
+        if len(self._waiting) > MOST_WAITING:
+            self._waiting.popleft()
+            self._drop(f"{MOST_WAITING} messages wait for the bus")
+        self._waiter.wake()
+
+    async def run(self) -> None:
+        """Store messages until cancelled."""
+        while True:
+            while self._waiting:
+                try:
+                    await self._store(*self._waiting.popleft())
+                except (BusError, TimeoutError) as error:
+                    self._drop(str(error) or type(error).__name__)
+            await self._waiter.wait()
+
+    async def _store(self, dp_rank: int, data: bytes) -> None:
+        values = decode_trained(data)
+        step = self._steps.get(values.step)
+        if step is None or values.rank != dp_rank:
+            raise WireError("step, rank", f"one of {list(self._steps)}, {dp_rank}", (values.step, values.rank))
+        named = values.named(step.sequences_M, step.offsets_M, step.samples_N)
+        await self._bus.trained.store(replace(named, epoch=self._epoch))
+
+    def _drop(self, reason: str) -> None:
+        self.dropped += 1
+        self._failures("values of trained tokens not stored (no step waits for them)", reason)

@@ -1,0 +1,101 @@
+"""What an open page of a run costs its reader, under the load of ``tests.bench.page``.
+
+python -m tests.bench.page_browser [--rate 2000] [--processes 200] [--seconds 20]
+
+Chromium shows one page after the other; a line for each has the seconds to the first drawn chart, times of frames
+(drawing, without layout), the processor time of the page's thread and of the page's server, and the JavaScript heap.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.bench.page import ROOT, page
+from tests.bench.sample_path import prepare
+from tests.page.browser import open_browser, reading
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.nats_server import EmbeddedServer
+
+RUN = "bench"
+STARTS_S = 5  # Time for the load to start
+FRAMES = """window.frames_ms = []; const ask = window.requestAnimationFrame;
+window.requestAnimationFrame = (draw) => ask((now) => {
+  const began = performance.now(); draw(now); window.frames_ms.push(performance.now() - began); });"""
+DRAWN = """() => document.querySelector('main tr[aria-selected]') || [...document.querySelectorAll('main canvas')].some(
+  item => item.width && item.getContext('2d').getImageData(0, 0, item.width, item.height).data.some(byte => byte))"""
+PAGES = ("overview", "learning&q=metric", "fleet", "samples")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rate", type=float, default=2000.0)
+    parser.add_argument("--processes", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    args = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        EmbeddedServer(Path(directory) / "nats", BusConfig(port=-1)) as server,
+    ):
+        asyncio.run(prepare(server.url, RUN))
+        seconds = (args.seconds + 10) * len(PAGES) + STARTS_S
+        role = [sys.executable, "-m", "tests.bench.page", "--url", server.url, "--run", RUN, "--role", "load"]
+        role += ["--rate", str(args.rate), "--processes", str(args.processes), "--seconds", str(seconds)]
+        child = subprocess.Popen(role, stdout=subprocess.DEVNULL, cwd=ROOT)
+        try:
+            with page(server.url, RUN, Path(directory)) as (address, pid):
+                time.sleep(STARTS_S)
+                for name in PAGES:
+                    print(json.dumps(measure(name, address, psutil.Process(pid), args.seconds)), flush=True)
+        finally:
+            child.kill()
+            child.wait()
+
+
+def measure(name: str, address: str, server: psutil.Process, seconds: float) -> dict[str, Any]:
+    """Return the costs of one page that is open for some seconds in a browser of its own."""
+    with open_browser() as browser, reading(browser, address) as reader:
+        reader.page.add_init_script(FRAMES)
+        reader.page.goto("about:blank")
+        began_s = time.monotonic()
+        reader.page.goto(f"{address.split('?')[0]}#{name}")
+        reader.page.wait_for_function(DRAWN, polling=20)
+        first_s = time.monotonic() - began_s
+        session = reader.page.context.new_cdp_session(reader.page)
+        session.send("Performance.enable")
+        reader.page.wait_for_timeout(1000)
+        reader.page.evaluate("window.frames_ms.length = 0")
+        before, cpu_s, began_s = _metrics(session), sum(server.cpu_times()[:2]), time.monotonic()
+        reader.page.wait_for_timeout(1000 * seconds)
+        after, passed_s = _metrics(session), time.monotonic() - began_s
+        served_s = sum(server.cpu_times()[:2]) - cpu_s
+        frames = sorted(reader.page.evaluate("window.frames_ms")) or [0.0]
+        stored = reader.page.evaluate("fetch('/api/samples?n=1').then(answer => answer.json())")["last_seq"]
+    return {
+        "page": name.partition("&")[0],
+        "first chart, s": round(first_s, 2),
+        "frames": len(frames),
+        "frame p50, ms": round(frames[len(frames) // 2], 2),
+        "frame p95, ms": round(frames[int(0.95 * (len(frames) - 1))], 2),
+        "frame max, ms": round(frames[-1], 2),
+        "thread, % of a core": round(100 * (after["ThreadTime"] - before["ThreadTime"]) / passed_s, 1),
+        "thread a frame, ms": round(1e3 * (after["ThreadTime"] - before["ThreadTime"]) / len(frames), 1),
+        "heap, MB": round(after["JSHeapUsedSize"] / 1e6, 1),
+        "server, % of a core": round(100 * served_s / passed_s, 1),
+        "samples so far": stored,
+    }
+
+
+def _metrics(session: Any) -> dict[str, float]:
+    return {item["name"]: item["value"] for item in session.send("Performance.getMetrics")["metrics"]}
+
+
+if __name__ == "__main__":
+    main()

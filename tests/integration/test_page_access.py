@@ -1,0 +1,244 @@
+"""Who sees the page of a run and who may act on it, the process of `tidemill up`, and the export in one file."""
+
+import argparse
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.bus_fixtures import BusOpener
+from tests.page_kit import HOSTILE, LIMIT_S, OPERATOR, SHOWN, VIEWER, Answer, Run, page_of, routes_of
+from tidemill.bus.client.addresses import parse
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.auth import credentials_file, read_credentials
+from tidemill.bus.server.embedded_bus import EmbeddedBus
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.streams.dead import REQUEUE
+from tidemill.bus.wire.messages import Dead
+from tidemill.launch.cli import main as cli
+from tidemill.launch.page import export as page_export
+from tidemill.launch.page.access import POLICY, PageAccess
+from tidemill.launch.page.export import joined
+from tidemill.launch.page.serve import access_of
+from tidemill.launch.run.page_process import URL_FILE, keep_page
+
+# ---- who may see it
+
+
+TOKENS = {  # (arguments, address of the bus): whether a viewer, and an operator, needs a token
+    ("", "nats://h:1"): (False, False),
+    ("--token", "nats://h:1"): (True, False),
+    ("--host 0.0.0.0", "nats://h:1"): (True, False),
+    ("", "nats://viewer:secret@h:1"): (True, False),
+    ("--operator", "nats://h:1"): (True, True),
+}
+
+
+def test_a_token_is_made_where_another_machine_or_another_user_could_look() -> None:
+    for (words, line), needed in TOKENS.items():
+        args = cli._parser(("dashboard",)).parse_args(["dashboard", "--bus", "nats://h:1", *words.split()])
+        args.viewer_token = args.operator_token = ""
+        access = access_of(args, line)
+        assert (bool(access.token), bool(access.operator)) == needed, words
+        assert access.guarded == needed[0] and (not access.token or len(access.token) >= 32)
+
+
+def secure(answer: Answer) -> bool:
+    wanted = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+    return all(answer.headers.get(name) == value for name, value in wanted.items())
+
+
+async def test_without_the_token_nothing_is_shown_and_every_answer_has_the_policy(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = await Run(bus).begin()
+        await run.sample(await run.task(), 0)
+        async with page_of(bus, access=PageAccess(VIEWER)) as page:
+            cookie, page.headers = page.headers, {}
+            for route in routes_of(page):
+                method, path = route.replace("{name}", "app.js").split()
+                for headers in ({}, {"Cookie": f"{cookie['Cookie']}x"}, {"Authorization": f"Bearer {VIEWER}"}):
+                    answer = await page.request(method, path, headers=headers)
+                    assert (answer.status, secure(answer)) == (401, True), (route, headers)
+                    assert b"t-" not in answer.body
+            assert (await page.request("GET", "/?token=wrong")).status == 401
+            exchanged = await page.request("GET", f"//other.example/x?token={VIEWER}")
+            assert exchanged.status in (302, 404)
+            assert not exchanged.headers.get("Location", "/").startswith("//")
+            exchanged = await page.request("GET", f"/api/run?token={VIEWER}")
+            assert (exchanged.status, exchanged.headers["Location"], secure(exchanged)) == (302, "/api/run", True)
+            set_cookie = exchanged.headers["Set-Cookie"]
+            assert "HttpOnly" in set_cookie and "SameSite=Strict" in set_cookie and VIEWER not in set_cookie
+            page.headers = {"Cookie": set_cookie.partition(";")[0]}
+            for path, status in (("/api/run", 200), ("/api/none", 404), ("/static/none.js", 404), ("/api/text", 400)):
+                answer = await page.request("GET", path)
+                assert (answer.status, secure(answer)) == (status, True), path
+            async with page.session.get(f"{page.url}/events", headers=page.headers) as response:
+                assert response.headers["Content-Security-Policy"] == POLICY
+            for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil", "[::1", ""):
+                answer = await page.request("GET", "/api/run", headers={"Host": host})
+                assert (answer.status, secure(answer)) == (421, True), host
+            for host in ("localhost:9", "127.0.0.1", "[::1]:80"):
+                assert (await page.request("GET", "/api/run", headers={"Host": host})).status == 200
+            names = ("..%2f..%2fpyproject.toml", "%2e%2e/server.py", "access.py", "")
+            assert {(await page.request("GET", f"/static/{name}")).status for name in names} == {404}
+
+
+async def test_a_viewers_page_has_no_command_and_an_operators_wants_cookie_and_origin(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = await Run(bus).begin()
+        task = await run.task()
+        await bus.dead.store(Dead(task=task.id, reason="x", attempts=3, actor="w1", prompt="p", root=task.id))
+        body = {"counts": {"actor": 3}}
+        async with page_of(bus) as page:
+            assert not [route for route in routes_of(page) if not route.startswith("GET ")]
+            assert (await page.request("POST", "/do/scale", json=body)).status in (404, 405)
+            assert (await page.get("dead"))["dead"][0]["decision"] is None
+        access = PageAccess(VIEWER, OPERATOR)
+        async with page_of(bus, access=access, operator=True) as page:
+            origin = {"Origin": page.url}
+            viewer = {"Cookie": f"{access.cookie_name}={access.cookie('viewer')}"}
+            for headers, status in (({}, 403), ({"Origin": "http://evil.example"}, 403), (viewer | origin, 401)):
+                answer = await page.request("POST", "/do/scale", json=body, headers=headers)
+                assert (answer.status, secure(answer)) == (status, True), headers
+            assert await bus.rows("wanted").all() == {}
+            assert (await page.request("POST", "/do/scale", json=body, headers=origin)).status == 200
+            assert (await bus.rows("wanted").all())["all"][0] == {"actor": 3}
+            for bad in ({}, {"counts": {"actor": -1}}, {"counts": {"learner": 1}}, {"counts": {"actor": 1.5}}):
+                assert (await page.request("POST", "/do/scale", json=bad, headers=origin)).status == 400, bad
+            answer = await page.request("POST", "/do/requeue", json={"tasks": [task.id]}, headers=origin)
+            assert (answer.status, answer.json["decided"]) == (200, [task.id])
+            assert (await bus.dead.decisions())[task.id].word == REQUEUE
+            assert (await page.request("POST", "/do/drop", json={"tasks": [99]}, headers=origin)).status == 400
+
+
+async def test_a_public_address_wants_a_token(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await Run(bus).begin()
+        async with page_of(bus) as page:
+            with pytest.raises(ValueError, match="--host"):
+                async with page.server.serving("0.0.0.0", 0):
+                    pass
+
+
+async def test_a_viewer_of_a_bus_with_users_sees_everything(tmp_path: Path) -> None:
+    """The page needs the rights of `tidemill tail`, and no more."""
+    config = BusConfig(auth=True, port=-1)
+    servers = EmbeddedBus(tmp_path / "bus", "r", config, tmp_path / "auth")
+    servers.start()
+    try:
+        lines = {}
+        for user in ("learner", "viewer"):
+            name, password = read_credentials(credentials_file(tmp_path / "auth", user))
+            lines[user] = replace(parse(servers.url), user=name, password=password).line()
+        async with connect(lines["learner"], "r", config, name="learner") as learner:
+            await learner.create_layout()
+            run = await Run(learner).begin()
+            seq = await run.sample(task := await run.task(), 0)
+            await run.plan({task.id: [seq]})
+            await run.done(1, data__reward_mean=0.5)
+            async with connect(lines["viewer"], "r", config, name="dashboard") as viewer:
+                async with page_of(viewer, url=lines["viewer"]) as page:
+                    await page.until("run", lambda answer: answer["step"] == 1)
+                    query = {"seq": seq, "task": task.id, "step": 1, "field": "response"}
+                    for route in routes_of(page):
+                        if "/api/" in route:
+                            await page.get(route.removeprefix("GET /api/"), **query)
+    finally:
+        servers.stop()
+
+
+async def test_up_keeps_a_page_beside_the_run(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
+    """It is a process of its own: killed, it is reported; and it ends with `up`."""
+    reports: asyncio.Queue[str] = asyncio.Queue()
+    config = {"run": "t", "bus": {"url": nats_server.url, "auth": False}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    async with open_bus() as bus, asyncio.timeout(LIMIT_S):
+        await Run(bus).begin()
+        for is_killed in (True, False):
+            keeping = asyncio.create_task(keep_page(tmp_path, bus.run, nats_server.url, reports.put_nowait))
+            url = (await reports.get()).rpartition(" ")[2]
+            assert (tmp_path / URL_FILE).stat().st_mode & 0o077 == 0
+            async with aiohttp.ClientSession() as session, session.get(f"{url}api/run") as response:
+                assert (await response.json())["run"] == bus.run
+            (child,) = [one for one in psutil.Process().children() if "dashboard" in one.cmdline()]
+            if is_killed:
+                child.kill()
+                assert "has ended with code -9" in await reports.get()
+            keeping.cancel()
+            await asyncio.wait({keeping})
+            assert not child.is_running() and not (tmp_path / URL_FILE).exists()
+
+
+# ---- export
+
+
+MODULES = {
+    "app.js": 'import { b } from "./b.js";\nimport { c } from "./c.js";\nconst a = b + c;\n',
+    "b.js": 'import { c } from "./c.js";\nexport const b = c;\n',
+    "c.js": "export const c = 1;\nexport function used() {}\n",
+}
+BAD = {
+    "no cycle": {"c.js": 'import { b } from "./b.js";\nexport const c = b;\n'},
+    "one module": {"c.js": "export const c = 1;\nconst a = 2;\n"},
+    "of one line": {"b.js": 'import * as c from "./c.js";\nexport const b = c;\n'},
+    "end of a script": {"c.js": 'export const c = "</script>";\n'},
+}
+
+
+def test_modules_are_joined_behind_those_that_they_import(tmp_path: Path) -> None:
+    def written(changes: dict[str, str]) -> Path:
+        for name, text in {**MODULES, **changes}.items():
+            (tmp_path / name).write_text(text)
+        return tmp_path
+
+    assert joined(written({})) == "const c = 1;\nfunction used() {}\n\nconst b = c;\n\nconst a = b + c;\n"
+    for reason, changes in BAD.items():
+        with pytest.raises(ValueError, match=reason):
+            joined(written(changes))
+
+
+async def test_an_export_holds_the_answers_in_one_file_that_allows_only_itself(
+    open_bus: BusOpener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    static = tmp_path / "static"
+    static.mkdir()
+    for name, text in {**MODULES, "app.css": "p { color: red }", "icon.svg": "<svg/>"}.items():
+        (static / name).write_text(text)
+    monkeypatch.setattr(page_export, "STATIC", static)
+    file = tmp_path / "run.html"
+    async with open_bus() as bus:
+        run = await Run(bus).begin()
+        seqs: dict[int, list[int]] = {}
+        for _ in range(3):
+            task = await run.task()
+            seqs[task.id] = [await run.sample(task, 0, response=HOSTILE + "</script>")]
+        await run.plan(seqs)
+        await run.done(1, data__reward_mean=0.25)
+        args = argparse.Namespace(export=file, ended=True, run_dir="")
+        assert await page_export.export(bus, args) == 0
+        page = file.read_text()
+        monkeypatch.setattr(page_export, "MAX_BYTES", len(page) - 4_000)
+        await page_export.export(bus, args)
+    (data,) = re.findall(r'<script type="application/json" id="exported">(.*?)</script>', page, re.DOTALL)
+    answers = json.loads(data)["answers"]
+    assert answers["/api/run"]["mode"] == "exported"
+    assert answers["/api/series"]["series"]["data/reward_mean"] == [[1, 0.25]]
+    assert answers["/api/flow"]["audit"]["lost"] == 0
+    assert answers["/api/sample?seq=2"]["response"]["text"].startswith(SHOWN)
+    assert answers["/api/batch?step=1"]["samples"] == 3
+    assert page.count("</script>") == 2 and "<img" not in page and "\u202e" not in page
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    for kind, text in (("script", joined(static)), ("style", "p { color: red }")):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy and text in page
+    assert "default-src 'none'" in policy and not re.search(r"(src|href)=\"(?!data:)", page)
+    small = file.read_text()
+    assert len(small) < len(page) and "would be too large" in small

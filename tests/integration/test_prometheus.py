@@ -1,0 +1,184 @@
+"""`tidemill metrics prometheus` on a real nats-server, scraped by a real Prometheus and checked by promtool."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.bus_fixtures import BusOpener
+from tests.bus_kit import make_sample
+from tests.programs import missing
+from tests.waits import until
+from tidemill.bus.client.addresses import KeptPort
+from tidemill.bus.http.listener import Listener
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Done, Evaluated
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.cli import main as cli
+from tidemill.launch.metrics import monitoring
+from tidemill.launch.metrics.prometheus import RunState, listener_of, read_rows
+
+pytestmark = pytest.mark.skipif(bool(missing(("prometheus", "promtool"))), reason="want Debian's prometheus")
+VALUES = {
+    "train/loss": -0.25,
+    "train/tokens": 1000.0,
+    "offpolicy/k3": 0.2,
+    "offpolicy/lag_mean": 1.0,
+    "offpolicy/lag_share/0": 0.75,
+    "offpolicy/lag_share/over": 0.25,
+    "data/reward/format": 0.5,
+}
+ENGINE = LiveRow(
+    role="engine", id="e.0", host="h", pid=1, phase="serving", version=3, load={"stall_s": 1.5, "steps": 7}
+)
+
+
+async def get(url: str, **headers: str) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as answer:
+        return answer.status, await answer.text()
+
+
+def promtool(*words: str, text: str = "") -> None:
+    """Check rules or metrics; a remark of its linter is a failure, too."""
+    checked = subprocess.run(["promtool", "check", *words], input=text, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, ""), checked.stdout + checked.stderr
+
+
+@contextmanager
+def real_prometheus(words: list[str]) -> Iterator[None]:
+    child = subprocess.Popen(["prometheus", *words])
+    try:
+        yield
+    finally:
+        child.send_signal(signal.SIGTERM)
+        child.wait(60)
+
+
+async def written(bus: Bus) -> None:
+    """Write a run with a step, a score and a sample."""
+    await bus.plans.fence(1)
+    await bus.rows("run").put(
+        "config", {"learner": {"steps": 4}, "staleness": {"max_lag": 2}, "bus": {"samples_max_bytes": 1000}}
+    )
+    await bus.plans.append(Done(epoch=1, step=3, metrics=VALUES))
+    await bus.plans.append(Evaluated(epoch=1, version=3, step=3, dataset="held out", metrics={"mean": 0.75}))
+    await bus.samples.publish(make_sample(bus.run))
+
+
+@pytest.fixture
+def exporter(tmp_path: Path) -> Any:
+    """Return a function that starts the command, and ends it with the test."""
+    children: list[subprocess.Popen[bytes]] = []
+
+    def start(bus: Bus, port: int) -> None:
+        words = ["metrics", "prometheus", "--bus", bus.connected_url, "--run", bus.run, "--option", f"port={port}"]
+        children.append(subprocess.Popen([sys.executable, "-m", "tidemill", *words], cwd=tmp_path))
+
+    yield start
+    for child in children:
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == 0
+
+
+@pytest.mark.slow
+async def test_a_real_prometheus_scrapes_a_run_and_its_rules_fire(
+    open_bus: BusOpener, tmp_path: Path, exporter: Any
+) -> None:
+    rules, config = tmp_path / "rules.yml", tmp_path / "prometheus.yml"
+    rules.write_text(monitoring.rules())
+    promtool("rules", str(rules))
+    with KeptPort() as ours, KeptPort() as theirs:
+        url = f"http://127.0.0.1:{ours.number}/metrics"
+        target = {"targets": [f"127.0.0.1:{ours.number}"]}
+        scrape = {"job_name": "tidemill", "scrape_interval": "1s", "static_configs": [target]}
+        settings = {"global": {"evaluation_interval": "1s"}, "rule_files": [str(rules)], "scrape_configs": [scrape]}
+        config.write_text(json.dumps(settings))
+        async with open_bus() as bus:
+            await written(bus)
+            async with HeartbeatPublisher(bus, ENGINE):
+                exporter(bus, ours.number)
+                words = [f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'tsdb'}"]
+                words += [f"--web.listen-address=127.0.0.1:{theirs.number}", "--log.level=error"]
+                with real_prometheus(words):
+                    await _check_scraped(url, f"http://127.0.0.1:{theirs.number}/api/v1/query", bus.run)
+
+
+async def _check_scraped(url: str, api: str, run: str) -> None:
+    async def value(query: str) -> list[tuple[dict[str, str], str]]:
+        async with aiohttp.ClientSession() as session, session.get(api, params={"query": query}) as answer:
+            found = (await answer.json())["data"]["result"]
+            return [(series["metric"], series["value"][1]) for series in found]
+
+    async def answered() -> Any:
+        try:
+            return await value("tidemill_engine_stall_seconds_total") and await value(
+                'ALERTS{alertname="TidemillK3Warn"}'
+            )
+        except (aiohttp.ClientError, KeyError):
+            return None
+
+    ((labels, _),) = await until(answered, timeout_s=300)
+    assert (labels["run"], labels["severity"], labels["alertstate"]) == (run, "warning", "pending")
+    assert [number for _, number in await value("tidemill_train_loss")] == ["-0.25"]
+    shares = {labels["lag"]: number for labels, number in await value("tidemill_offpolicy_lag_share")}
+    assert shares == {"0": "0.75", "over": "0.25"}
+    assert [(labels["id"], number) for labels, number in await value("tidemill_engine_steps_total")] == [("e.0", "7")]
+    assert [(labels["set"], number) for labels, number in await value("tidemill_eval_mean")] == [("held out", "0.75")]
+    assert not await value('ALERTS{alertname="TidemillK3Error"}'), "0.2 is within 0.15 x (1 + lag 1)"
+    _, text = await get(url)
+    promtool("metrics", text=text)
+
+
+async def test_a_scrape_has_streams_rows_and_the_silence_of_the_bus(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await written(bus)
+        state = RunState(run=bus.run)
+        listener = listener_of(state)
+        url = await listener.start("127.0.0.1", 0)
+        async with HeartbeatPublisher(bus, ENGINE):
+            reading = asyncio.create_task(read_rows(bus, state))
+            await until(lambda: state.up and state.rows)
+            status, text = await get(f"{url}/metrics")
+            assert status == 200 and f'tidemill_bus_up{{run="{bus.run}"}} 1.0' in text
+            assert f'tidemill_bus_stream_messages{{run="{bus.run}",stream="SAMPLES"}} 1.0' in text
+            assert f'tidemill_bus_stream_bytes_limit{{run="{bus.run}",stream="SAMPLES"}} 1000.0' in text
+            assert f'tidemill_process_up{{host="h",id="e.0",role="engine",run="{bus.run}"}} 1.0' in text
+            assert f'tidemill_process_version{{host="h",id="e.0",role="engine",run="{bus.run}"}} 3.0' in text
+            assert state.store is not None and state.store[0] > 0
+            reading.cancel()
+        await _close(listener)
+
+
+async def test_other_machines_need_the_token(open_bus: BusOpener) -> None:
+    with pytest.raises(ValueError, match="no request needs a key"):
+        await listener_of(RunState(run="r")).start("0.0.0.0", 0)
+    listener = listener_of(RunState(run="r"), "s3cret")
+    url = (await listener.start("0.0.0.0", 0)).replace("0.0.0.0", "127.0.0.1")
+    assert (await get(f"{url}/metrics"))[0] == 401
+    assert (await get(f"{url}/metrics", Authorization="Bearer s3cret"))[0] == 200
+    await _close(listener)
+
+
+async def _close(listener: Listener) -> None:
+    await listener.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [(["prot=1"], "want host or port"), (["port=70000"], "want 0 .any free one. to 65535"), (["port=x"], "want 0")],
+)
+def test_a_wrong_option_is_refused(options: list[str], want: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for option in options for word in ("--option", option)]
+    assert cli.main(["metrics", "prometheus", "--bus", "nats://127.0.0.1:1", *words]) == 2
+    assert want.replace(".any free one.", "(any free one)") in capsys.readouterr().err
+    assert "TIDEMILL_METRICS_TOKEN" not in os.environ

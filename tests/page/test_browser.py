@@ -1,0 +1,191 @@
+"""The dashboard in a real browser, on a live run, on a finished one and in an exported file."""
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.launched import run_tidemill
+from tests.page.browser import Reader, open_browser, reading
+from tests.page.live_run import HOSTILE, RUN, LiveRun, dashboard
+
+PAGES = ("overview", "flow", "learning", "fleet", "samples", "sample=1", "batch=2")
+CANVASES = {"overview": 1, "flow": 1, "learning": 8, "fleet": 1, "batch=2": 1}
+"""Least number of drawn canvases."""
+DRAWN = """[...document.querySelectorAll('main canvas')].filter(canvas => canvas.width &&
+  canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.some(byte => byte)).length"""
+STEPS_OF = """name => document.querySelector(`section[aria-label="${name}"] canvas`)
+  ?.chart.lines[0].points.map(point => point[0])"""
+TEN_MB = 10_000_000
+RENDERER = """export async function render(sample, host, el) {
+  const elsewhere = `http://localhost:${location.port}/api/run`;
+  const refused = await fetch(elsewhere, { mode: "no-cors" }).then(() => "sent", () => "refused");
+  host.append(el("b.board", {}, `board of ${sample.reward}, request ${refused}`));
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def live(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
+    with LiveRun(tmp_path_factory.mktemp("live")) as run:
+        run.advance(5)
+        yield run
+
+
+@pytest.fixture(scope="module")
+def address(live: LiveRun) -> Iterator[str]:
+    with dashboard(live) as served:
+        yield served
+
+
+def look_at_all(reader: Reader, folder: Path, width: int) -> None:
+    """Show each page: drawn, labelled, no wider than the screen."""
+    for name in PAGES:
+        reader.show(name)
+        reader.wait(f"least => {DRAWN} >= least", CANVASES.get(name, 0))
+        text = reader.page.inner_text("main")
+        assert len(text) > 20 and "undefined" not in text and "NaN" not in text, f"{name}: {text[:500]}"
+        assert reader.page.evaluate("document.documentElement.scrollWidth") <= width, f"{name} is wider than {width}"
+        unnamed = "[...document.querySelectorAll('canvas:not([aria-label]), main input:not([aria-label])')]"
+        assert reader.page.evaluate(f"{unnamed}.filter(item => !item.closest('label')).length") == 0, name
+        reader.page.screenshot(path=folder / f"{name.partition('=')[0]}.png", full_page=True)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (390, "dark")])
+def test_every_page_of_a_live_run(address: str, browser: Any, tmp_path: Path, width: int, scheme: str) -> None:
+    with reading(browser, address, width=width, scheme=scheme) as reader:
+        look_at_all(reader, tmp_path, width)
+
+
+def test_an_open_page_follows_the_run(address: str, live: LiveRun, browser: Any) -> None:
+    with reading(browser, address) as reader:
+        reader.show("learning")
+        step = live.advance(2)
+        reader.wait_step(step)
+        reader.wait(f"step => ({STEPS_OF})('train/entropy')?.at(-1) === step", step)
+        assert reader.page.evaluate(STEPS_OF, "train/entropy") == list(range(1, step + 1))
+
+
+def test_a_restarted_bus_leaves_no_gap_and_no_double(address: str, live: LiveRun, browser: Any) -> None:
+    with reading(browser, address) as reader:
+        reader.show("learning")
+        reader.wait(f"() => ({STEPS_OF})('train/entropy')?.length > 1")
+        live.server.kill()
+        reader.wait("() => !document.querySelector('.alert').hidden && document.body.matches('.stale')")
+        assert "bus" in reader.page.inner_text(".alert")
+        live.server.start()
+        reader.wait("() => document.querySelector('.alert').hidden && !document.body.matches('.stale')")
+        step = live.advance(2)
+        reader.wait(f"step => ({STEPS_OF})('train/entropy')?.at(-1) === step", step)
+        assert reader.page.evaluate(STEPS_OF, "train/entropy") == list(range(1, step + 1))
+
+
+def test_a_restarted_server_of_the_page(live: LiveRun, browser: Any) -> None:
+    with ExitStack() as stack:
+        serving = stack.enter_context(ExitStack())
+        served = serving.enter_context(dashboard(live))
+        reader = stack.enter_context(reading(browser, served))
+        reader.expected = re.compile("ERR_|Failed to fetch")
+        reader.show("learning")
+        reader.wait(f"() => ({STEPS_OF})('train/entropy')?.length > 1")
+        serving.close()
+        reader.wait("() => document.querySelector('.alert').textContent.includes('does not answer')")
+        step = live.advance(1)
+        stack.enter_context(dashboard(live, port=urlsplit(served).port or 0))
+        reader.wait("() => document.querySelector('.alert').hidden && !document.body.matches('.stale')")
+        reader.wait(f"step => ({STEPS_OF})('train/entropy')?.at(-1) === step", step)
+        assert reader.page.evaluate(STEPS_OF, "train/entropy") == list(range(1, step + 1))
+
+
+def test_hostile_samples_do_nothing(address: str, live: LiveRun, browser: Any) -> None:
+    seqs = [live.publish(5_000 + place, 0, response=text, prompt=text) for place, text in enumerate(HOSTILE)]
+    large = live.publish(6_000, 0, response="<b>" + "é" * TEN_MB)
+    broken = live.publish_broken()
+    with reading(browser, address) as reader:
+        for seq, text in zip(seqs, HOSTILE, strict=True):
+            reader.show(f"sample={seq}")
+            shown = reader.page.inner_text(".conversation")
+            assert text[:5].replace("\x1b", "\\x1b") in shown
+            assert not {"\x1b", "\u202e", "\u2066", "\u2028", "\x00"} & set(shown)
+        assert "\\u202e" in reader.page.inner_text(".conversation")
+        reader.show(f"sample={large}")
+        assert len(reader.page.inner_text(".conversation")) < 200_000
+        reader.page.click("text=show next")
+        reader.wait("() => document.querySelector('.turn.response pre').textContent.length > 100_000")
+        reader.show(f"sample={broken}")
+        assert "#" in reader.page.inner_text("main")
+        reader.show("samples")
+        reader.wait("() => document.querySelectorAll('[aria-label=Samples] tbody tr').length > 5")
+        assert "\u202e" not in reader.page.inner_text("main")
+        assert reader.page.evaluate("window.pwned") is None
+        assert reader.page.evaluate("document.querySelectorAll('main script, main img, main style').length") == 0
+
+
+def test_keyboard_filter_and_quoted_tokens(address: str, browser: Any) -> None:
+    with reading(browser, address) as reader:
+        page = reader.page
+        reader.show("samples")
+        reader.wait("() => document.querySelector('tr[aria-selected]')")
+        page.keyboard.press("j")
+        reader.wait("() => document.querySelectorAll('[aria-label=Samples] tbody tr')[1].matches('[aria-selected]')")
+        seq = page.inner_text("tr[aria-selected] td")
+        page.keyboard.press("Enter")
+        reader.wait("seq => document.querySelector('.headline h2')?.textContent === seq", seq)
+        page.go_back()
+        page.wait_for_selector("tr[aria-selected]")
+        page.keyboard.press("/")
+        page.keyboard.type("reward=0 task=2")
+        page.keyboard.press("Enter")
+        reader.wait("() => location.hash.includes('filter=reward%3D0%20task%3D2')")
+        reader.wait("() => document.querySelectorAll('[aria-label=Samples] tbody tr').length === 1")
+        page.reload()
+        page.wait_for_selector("tr[aria-selected]")
+        assert page.input_value("input[type=search]") == "reward=0 task=2"
+        reader.show("sample=1&t=1-2")
+        assert page.evaluate("document.querySelectorAll('.tokens .quoted').length") == 2
+
+
+def test_a_renderer_of_an_environment(live: LiveRun, browser: Any, tmp_path: Path) -> None:
+    """It draws its samples, and the page's policy holds for it, too."""
+    (tmp_path / "board.js").write_text(RENDERER)
+    seq = live.publish(7_000, 0, metadata={"environment": "board"})
+    with dashboard(live, "--renderers", str(tmp_path)) as served, reading(browser, served) as reader:
+        reader.expected = re.compile("Content Security Policy")
+        reader.show(f"sample={seq}")
+        reader.wait("() => document.querySelector('.own .board')?.textContent === 'board of 0, request refused'")
+        reader.show("sample=1")
+        assert reader.page.query_selector(".own") is None
+    words = ("dashboard", "--bus", live.server.url, "--run", RUN, "--renderers", str(tmp_path / "none"))
+    refused = run_tidemill(*words)
+    assert refused.returncode == 2 and "--renderers: want a directory" in refused.output
+
+
+def test_a_filter_that_cannot_be_read_is_explained(address: str, browser: Any) -> None:
+    with reading(browser, address) as reader:
+        reader.expected = re.compile("400")
+        reader.show("samples&filter=reward%3Dhigh")
+        assert "want" in reader.page.inner_text("[role=alert].badly")
+
+
+def test_finished_run_and_exported_file(live: LiveRun, browser: Any, tmp_path: Path) -> None:
+    live.finish()
+    with dashboard(live) as served, reading(browser, served, width=390) as reader:
+        reader.wait("() => document.querySelector('.state').dataset.kind === 'finished'")
+        look_at_all(reader, tmp_path, 390)
+    file = tmp_path / "run.html"
+    ended = run_tidemill("dashboard", "--bus", live.server.url, "--run", RUN, "--export", str(file))
+    assert ended.returncode == 0, ended.output
+    with reading(browser, file.as_uri()) as reader:
+        look_at_all(reader, tmp_path, 1440)
+        reader.show("samples&filter=reward%3D1")
+        assert reader.page.evaluate("document.querySelectorAll('[aria-label=Samples] tbody tr').length") > 0
