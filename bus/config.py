@@ -13,7 +13,6 @@ from tidemill.bus.errors import Unquotable
 from tidemill.bus.section import Derived, Name, NotNegative, OneOf, Positive, PositiveFloat, section
 
 SINGLE_TURN = "single_turn"  # Name of the rollout that is none: an engine is asked once
-RUN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # A run's name can be part of a subject and of a stream's name
 # Control characters, and bytes of a file's name that are no UTF-8: the configuration of nats-server cannot hold them
 UNQUOTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 MAX_REPLICAS = 5  # Copies of a stream that nats-server keeps at most

@@ -1,4 +1,4 @@
-"""Settings of rewards: ``reward_parts`` by name, with weights and conditions; ``by_rollout``. Loads no reward."""
+"""Settings of rewards: ``reward_parts`` by name, with weights and conditions. Loads no reward."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -10,7 +10,6 @@ from tidemill.bus.section import Sections, section, short
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 SCORE = "score"
-BY_ROLLOUT = "by_rollout"  # ``actor.reward`` of a run in which every episode gets its reward from its rollout
 
 
 @section

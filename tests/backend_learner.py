@@ -81,7 +81,8 @@ def open_learner(
     critic = open_critic(backend, learner, policy, model_dir)
     copy = WeightBackup(policy) if proximal else None
     others = OtherModels(proximal=copy, reference=reference.weights, critic=critic)
-    trainer = Trainer(policy, optimizer, learner.algorithm, max_lag=2, others=others)
+    mtp = {"mtp_factor": learner.mtp_loss_scaling_factor}
+    trainer = Trainer(policy, optimizer, learner.algorithm, max_lag=2, others=others, **mtp)
     return BackendLearner(
         backend=backend,
         model_dir=model_dir,

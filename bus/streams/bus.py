@@ -20,7 +20,7 @@ from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.client.layout import create_layout
 from tidemill.bus.client.outbox import answered
 from tidemill.bus.client.rows import Rows, Value
-from tidemill.bus.config import RUN_NAME, BusConfig
+from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable
 from tidemill.bus.streams.dead import DeadLetters
 from tidemill.bus.streams.episode_turns import TurnStream
@@ -154,7 +154,7 @@ async def current_epoch(bus: Bus) -> int:
 LOOK_EVERY_S = 1.0
 _ANSWER_S = 5.0
 _NAMES = "$JS.API.STREAM.NAMES"
-_TASKS = re.compile(re.escape(subjects.stream("@", subjects.TASKS)).replace("@", f"({RUN_NAME.pattern})"))
+_TASKS = re.compile(re.escape(subjects.stream("@", subjects.TASKS)).replace("@", f"({subjects.RUN_NAME.pattern})"))
 
 
 class SeveralRuns(ValueError):

@@ -5,9 +5,9 @@ import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tidemill.bus.config import RUN_NAME
 from tidemill.bus.wire.messages import Kind
 
+RUN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # A run's name can be part of a subject and of a stream's name
 TASKS, SAMPLES, PLAN, PARTIALS, TURNS, DEAD = "TASKS", "SAMPLES", "PLAN", "PARTIALS", "TURNS", "DEAD"
 TRAINED = "TRAINED"
 BUCKETS = ("weights", "run", "live", "wanted", "keys")

@@ -11,7 +11,7 @@ from tidemill.learner.checkpoints.disk import written_by
 from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
 from tidemill.learner.layout.transformers_models import language_models
-from tidemill.learner.settings.backends import MEGATRON
+from tidemill.learner.settings.backends import MEGATRON, NO_MTP
 from tidemill.learner.settings.megatron_arguments import refusals as argument_refusals
 
 SETTING = "model.path"
@@ -25,6 +25,9 @@ SPLITS = (
 def check_backend(report: Report, config: RunConfig, values: Mapping[str, object], where: str, kind: str) -> None:
     """Report values of a model and settings that the backend of this kind cannot train. ``where``: of the values."""
     if kind == MEGATRON:
+        if factor := config.learner.mtp_loss_scaling_factor:
+            cure = "remove it, or what needs Megatron"
+            report.error("model", "learner.mtp_loss_scaling_factor", want=NO_MTP, got=factor, cure=cure)
         _check_layout(report, config, values, where)
         _check_settings(report, config, values)
     else:

@@ -1,80 +1,30 @@
-"""Checks of the user's own code: rewards and filters, loaded with their options; losses, hooks, bridges and programs.
-
-Losses, hooks and bridges may load torch, so a process of their own imports them.
-"""
+"""Checks of the user's own code: rewards and filters with their options; losses, hooks, bridges and programs."""
 
 import asyncio
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 
 from tidemill.actors.rollout_settings import MULTI_TURN, OF_SLIME, RolloutConfig, served
-from tidemill.bus.system.functions import FunctionRefused, check_call, described, errors_as, find_function, find_object
+from tidemill.bus.system.functions import described, errors_as
 from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Status
 from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.own_objects import defect
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.algorithms.choices import OFFERED, OWN_ARGUMENTS
 from tidemill.learner.filters import contract_of
 from tidemill.learner.prompts.rows import PromptRow
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from tidemill.rewards.group import GROUP
-from tidemill.rewards.part_settings import BY_ROLLOUT
-from tidemill.rewards.port import RewardRequest, Scorer
+from tidemill.rewards.port import BY_ROLLOUT, RewardRequest, Scorer
 from tidemill.rewards.registry import ASKING, COMPARING, SANDBOXED, SEVERAL, TABLE, bind, load
 from tidemill.rewards.scorers import opened
-
-# Seconds in which a module is imported; with torch it takes several, and twenty times as long beside other work.
-LOAD_S = 300.0
-
-
-def defect(path: str, arguments: Sequence[str] = (), offered: Sequence[str] = (), *, kind: str = "function") -> str:
-    """Return the reason that the object at ``module:name`` cannot be used; empty if none is known.
-
-    ``arguments``, ``offered``: of the call of a function, as for ``check_call``. ``kind``: function | class | any |
-    slime (a generate function, which has the names of slime that its child process provides).
-    The process has the module search path of this one. A module that is not imported in time is left to its users.
-    """
-    request = {"search": sys.path, "path": path, "arguments": arguments, "offered": offered, "kind": kind}
-    command = (sys.executable, "-P", "-m", __name__)
-    try:
-        child = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=LOAD_S)
-    except subprocess.TimeoutExpired:
-        return ""
-    if child.returncode:
-        last_line = (child.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
-        return f"its import ends the process: {last_line}"
-    # A module may print while it is imported.
-    return str(json.loads(child.stdout.splitlines()[-1]))
-
-
-def _load(path: str, arguments: Sequence[str], offered: Sequence[str], kind: str) -> str:
-    if kind == "slime":
-        from tidemill.actors.episodes.programs.slime_generate import provide_names
-
-        provide_names()
-    try:
-        if kind == "function":
-            check_call(find_function(path), arguments, offered, path=path, setting="")
-        elif not isinstance(find_object(path), type) and kind == "class":
-            return "no class"
-    except FunctionRefused as error:
-        return error.reason
-    return ""
-
-
-if __name__ == "__main__":
-    request = json.load(sys.stdin)
-    sys.path[:] = request["search"]
-    print("\n" + json.dumps(_load(request["path"], request["arguments"], request["offered"], request["kind"])))
-
 
 FIX_MODULE = "fix the name or the module; modules are searched in this directory and in PYTHONPATH"
 CALL_S = 10.0  # Time limit in seconds of the one call of a reward by import path, with --check-reward

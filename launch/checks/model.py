@@ -25,7 +25,7 @@ from tidemill.launch.devices.memory_table import MemoryRow, dtype_on, engine_row
 from tidemill.launch.devices.shapes import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 from tidemill.learner.layout.backends import BackendChoice, choose_backend
-from tidemill.learner.layout.model_files import tensors_in
+from tidemill.learner.layout.model_files import mtp_in, tensors_in, text_tensors_in
 from tidemill.learner.layout.sizes import FAMILIES
 from tidemill.learner.settings.backends import FSDP, MEGATRON
 from tidemill.learner.settings.config import ROLLOUT
@@ -246,7 +246,10 @@ def size_here(config: RunConfig, model: Path | None = None) -> ModelSize:
     try:
         critic = _critic_tensors(Path(config.learner.critic.path or path))
         values = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return ModelSize(tensors_in(path), critic, _backend(config, values).kind)
+        tensors = text_tensors_in(path)
+        if config.learner.mtp_loss_scaling_factor:
+            tensors |= {name: stored.shape for name, stored in mtp_in(path).items()}
+        return ModelSize(tensors, critic, _backend(config, values).kind)
     except UNREADABLE:
         return ModelSize()
 

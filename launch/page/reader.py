@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidemill.bus.client.jetstream import StreamState
-from tidemill.bus.errors import BusError
+from tidemill.bus.errors import BusError, StreamReplaced
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.readers import History
@@ -84,6 +84,7 @@ class RunReader:
         self._clock_s = (
             time.time() - time.monotonic()
         )  # Added to the monotonic clock: Unix time, as this machine has it
+        self._created = ""  # Creation time of SAMPLES, which tells runs of one name apart
         self._audit_s = float("-inf")
         self._auditing: asyncio.Task[None] | None = None
 
@@ -98,7 +99,7 @@ class RunReader:
         return time.monotonic() - self.answered_s
 
     async def run(self) -> None:
-        """Background loop: read until cancelled."""
+        """Background loop: read until cancelled. Raises StreamReplaced when another run takes this one's name."""
         await all_of((self._follow_plans(), self._follow_samples(), self._look_for_ever()))
 
     # ---- PLAN
@@ -187,7 +188,14 @@ class RunReader:
                 self.looked.set()
             except BusError as error:
                 log.info("not read: %s", error)
+            self._refuse_another_run()
             await asyncio.sleep(LOOK_S)
+
+    def _refuse_another_run(self) -> None:
+        created = "" if self.samples is None else self.samples.created
+        self._created = self._created or created
+        if created != self._created:
+            raise StreamReplaced(f"samples of {self.bus.run}", self._created, created)
 
     async def _look_slowly(self) -> None:
         rows = self.bus.rows("run")

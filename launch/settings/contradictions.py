@@ -4,12 +4,13 @@ from typing import TYPE_CHECKING
 
 from tidemill.actors.rollout_settings import DATASET, served
 from tidemill.actors.serving.sglang.arguments import refuse_untried
-from tidemill.bus.config import RUN_NAME, SINGLE_TURN
+from tidemill.bus.config import SINGLE_TURN
+from tidemill.bus.wire.subjects import RUN_NAME
 from tidemill.learner.algorithms.alarms import refuse_unknown
 from tidemill.learner.buffer.rules import refuse_rare_pushes, refuse_sampling
 from tidemill.learner.data import DataConfig
 from tidemill.learner.settings.checkpoint_store import masked
-from tidemill.rewards.part_settings import BY_ROLLOUT
+from tidemill.rewards.port import BY_ROLLOUT
 
 if TYPE_CHECKING:
     from tidemill.launch.settings.run_config import RunConfig

@@ -269,6 +269,7 @@ _LATER_OF_LEARNER: JsonMapping = {
     "backend": "auto",
     "distributed_optimizer": False,
     "fsdp_replicas": 1,
+    "mtp_loss_scaling_factor": 0.0,
     "num_epochs": 0,
     "first_stage_layers": 0,
     "last_stage_layers": 0,

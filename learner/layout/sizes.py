@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.bus.wire.model_values import EXPERTS_OF, MTP_LAYERS, as_older, language_values, num_experts, sparse_layers
+from tidemill.bus.wire.model_values import EXPERTS_OF, as_older, language_values, num_experts, sparse_layers
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.layout.model_files import tensors_in
+from tidemill.learner.layout.model_files import text_tensors_in
 
 FAMILIES = (
     "deepseek_v3",
@@ -223,12 +223,6 @@ def _attention_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str,
 
 
 def _expert_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str, str]]:
-    if values.get(MTP_LAYERS):
-        yield (
-            MTP_LAYERS,
-            "0: layers for multi-token prediction are not trained, and a push would leave them out; "
-            "if the files have none, set 0",
-        )
     by_softmax = family in ("qwen3_moe", "mixtral") or (family == "qwen2_moe" and values.get("norm_topk_prob"))
     if by_softmax and values.get("num_experts_per_tok") == 1:
         yield "num_experts_per_tok", "> 1: Megatron has no softmax over a single chosen expert"
@@ -333,7 +327,7 @@ class StepFlops:
         values = json.loads((model_dir / "config.json").read_text())
         if values.get("model_type") in FAMILIES:
             return cls.of(values, value_head=value_head)
-        return cls.of_tensors(values, tensors_in(model_dir), value_head=value_head)
+        return cls.of_tensors(values, text_tensors_in(model_dir), value_head=value_head)
 
     @property
     def pair_tokens(self) -> int:

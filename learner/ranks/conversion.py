@@ -23,9 +23,10 @@ from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.errors import CheckpointCorrupt, ConfigRefused, LearnerError
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.backends import FSDP
+from tidemill.learner.trainer import kept_tensors
 from tidemill.learner.trainer.adapter_files import ADAPTER, write_adapter
 from tidemill.learner.trainer.backend import Policy, named_dtype
-from tidemill.weightstore.store import snapshot_files
+from tidemill.weightstore.format.manifest import Manifest
 
 _ERRORS: tuple[type[BaseException], ...] = (
     *(CheckpointException, pickle.UnpicklingError),
@@ -63,11 +64,13 @@ class Conversion:
         """Write the model of a checkpoint to ``out``, with configuration and tokenizer of ``model_dir``. Returns its
         step.
 
-        Adapters are merged into the weights, and written to ``out/adapter`` as well. Raises ConfigRefused for a
-        checkpoint of another model, CheckpointCorrupt, OSError.
+        Adapters are merged into the weights, and written to ``out/adapter`` as well. Tensors that are not trained are
+        copied from ``model_dir``. Raises ConfigRefused for a checkpoint of another model, CheckpointCorrupt, OSError.
         """
         policy, step = self._read(checkpoint, model_dir)
-        snapshot_files.write(out, dict(policy.export()), version=-1, step=step, model_dir=model_dir)
+        tensors = dict(policy.export())
+        manifest = Manifest.of(tensors.items())
+        kept_tensors.write_model(out, tensors, version=-1, step=step, model_dir=model_dir, manifest=manifest)
         if policy.adapters is not None:
             write_adapter(out / ADAPTER, dict(policy.export_adapters()), policy.adapters.config, model_dir)
         return step

@@ -243,6 +243,7 @@ class Rank:
             turn_gamma=self._settings.turn_gamma,
             collector=self._debug.collector,
             hooks=self._learner.hooks,
+            mtp_factor=self._learner.mtp_loss_scaling_factor,
             record=self._learner.record,
         )
 

@@ -31,6 +31,9 @@ OF_MEGATRON = {
 }
 """Settings that only Megatron has, and the reason why FSDP has none of them."""
 
+NO_MTP = "0 where Megatron trains, which keeps heads for further tokens as they are"
+"""Wanted of ``mtp_loss_scaling_factor`` there."""
+
 
 def megatron_settings(learner: "LearnerConfig") -> dict[str, object]:
     """Return the settings in use that only Megatron has, with the default of each."""

@@ -180,6 +180,8 @@ class LearnerConfig:
     """Coefficient of the loss that balances the tokens of the experts, of every packed row; 0 = none."""
     moe_bias_update_rate: NotNegativeFloat = 0.0
     """Step of a router's bias per expert (glm4_moe, deepseek_v3) towards idle experts; 0 = it is fixed."""
+    mtp_loss_scaling_factor: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """Weight of the loss of the model's heads for further tokens (MTP), which it trains; 0 = they stay as they are."""
     bridge: str = ""
     """module:Class of a bridge to Megatron for another model family (docs/models.md); empty = by ``model_type``."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

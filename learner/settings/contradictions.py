@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tidemill.learner.algorithms.choices import BY_CRITIC, OF_GROUPS, OF_TURNS
-from tidemill.learner.settings.backends import FSDP, OF_MEGATRON, megatron_settings
+from tidemill.learner.settings.backends import FSDP, MEGATRON, NO_MTP, OF_MEGATRON, megatron_settings
 from tidemill.learner.settings.megatron_arguments import refuse_untried
 from tidemill.learner.settings.schedule import FALLING
 
@@ -49,9 +49,22 @@ def _refuse_other_backends(learner: "LearnerConfig") -> None:
     """Refuse settings of Megatron alone with ``backend: fsdp``."""
     if learner.fsdp_replicas != 1:
         _refuse_copies(learner)
+    if learner.mtp_loss_scaling_factor:
+        _refuse_heads(learner)
     for name, default in megatron_settings(learner).items() if learner.backend == FSDP else ():
         got = getattr(learner, name)
         raise ValueError(f"{name}: want {default!r} with backend: fsdp, where {OF_MEGATRON[name]}, got {got!r}")
+
+
+def _refuse_heads(learner: "LearnerConfig") -> None:
+    """Refuse settings with which heads for further tokens cannot be trained."""
+    megatrons, got = list(megatron_settings(learner)), learner.mtp_loss_scaling_factor
+    if learner.backend == MEGATRON or (megatrons and learner.backend != FSDP):
+        reason = "backend: megatron" if learner.backend == MEGATRON else f"{megatrons[0]} needs it"
+        raise ValueError(f"mtp_loss_scaling_factor: want {NO_MTP} ({reason}), got {got}")
+    if learner.lora.rank or learner.routing_replay != "none":
+        reason = "lora.rank > 0" if learner.lora.rank else f"routing_replay: {learner.routing_replay}"
+        raise ValueError(f"mtp_loss_scaling_factor: want 0 with {reason}, got {got}")
 
 
 def _refuse_copies(learner: "LearnerConfig") -> None:

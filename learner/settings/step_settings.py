@@ -98,7 +98,7 @@ def with_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 BUILT_IN = (
     *("optimizer.name", "optimizer.freeze", "critic", "hooks", "dtype", "megatron", "bridge", "from_checkpoint"),
-    *("moe_aux_loss_coef", "moe_bias_update_rate", "routing_replay"),
+    *("moe_aux_loss_coef", "moe_bias_update_rate", "routing_replay", "mtp_loss_scaling_factor"),
     *("algorithm.kl.reference", "algorithm.kl.reference_every", "algorithm.kl.reference_ema"),
 )
 """Settings below ``learner`` that no rank can change between two steps, and ``weights.push_every``."""
@@ -164,4 +164,5 @@ def refuse_built_in(then: JsonMapping, now: JsonMapping, step: int) -> None:
 
 
 def _at(record: JsonMapping, path: str) -> object:
-    return reduce(lambda values, name: values[name], path.split("."), record)
+    # A record from before mtp_loss_scaling_factor has none: heads were not trained.
+    return reduce(lambda values, name: values.get(name, 0.0), path.split("."), record)

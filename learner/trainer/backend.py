@@ -106,6 +106,10 @@ class Weights(Protocol):
         """Memory of the weights, their gradients and the optimizer's state."""
 
     @property
+    def model_dir(self) -> Path:
+        """Directory of the model with which a new run begins."""
+
+    @property
     def adapters(self) -> Adapters | None:
         """The only weights that are trained; None = the model's own."""
 
@@ -216,6 +220,13 @@ class Policy(Weights, Exports, Protocol):
     def head(self) -> Head:
         """Return the output layer; valid inside ``finish``, where its weight is whole or this rank's part. Not
         collective.
+        """
+
+    def further_log_probs(self, row: ModelInput, hidden_TH: Tensor) -> Iterator[Tensor]:
+        """Yield for each head for further tokens (MTP) that is trained the log-probs of the tokens it predicts, [T].
+
+        The k-th, from 1, predicts the token k + 1 places behind. Values without such a token in the sequence mean
+        nothing. Valid inside ``finish``; gradients are those of the heads alone.
         """
 
     def gather(self) -> None:

@@ -16,6 +16,7 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.checkpoints.disk import written_by
 from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
 from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.trainer import kept_tensors
 from tidemill.learner.trainer.backend import Weights
 from tidemill.learner.trainer.backups import OtherModels
 from tidemill.learner.trainer.optimizer import Optimizer
@@ -26,15 +27,20 @@ COMMON = "common.pt"
 
 
 def facts_of(step: int, policy: Weights, others: OtherModels) -> JsonObject:
-    """Return the facts of a state after ``step``, equal on all ranks, by which ``refuse_...`` tell runs apart."""
+    """Return the facts of a state after ``step``, equal on all ranks, by which ``refuse_...`` tell runs apart.
+
+    Collective.
+    """
     roles = {"proximal": others.proximal, "reference": others.reference, "critic": others.critic}
-    facts = {
+    facts: JsonObject = {
         "format": FORMAT,
         "step": step,
         "world": dist.get_world_size(),
         **{name: role is not None for name, role in roles.items()},
     }
-    return facts if policy.adapters is None else facts | {"lora": policy.adapters.facts()}
+    facts |= {} if policy.adapters is None else {"lora": policy.adapters.facts()}
+    # By reference: they are up to a tenth of a model, and a checkpoint would have them again every few steps.
+    return facts | ({"kept": kept} if (kept := _kept(policy)) else {})
 
 
 def read_facts(directory: Path) -> JsonMapping:
@@ -71,12 +77,17 @@ def refuse_another_run(
     want = "the settings of learner.lora and the model that this run began with"
     _refuse_other_adapters(directory, facts, policy, want)
     _refuse_other_roles(directory, facts, others)
+    _refuse_other_kept(directory, facts, policy, "model.path")
 
 
-def refuse_other_beginning(directory: Path, facts: JsonMapping, policy: Weights) -> None:
-    """Raise ConfigRefused when a new run with this policy cannot begin with the weights of the checkpoint."""
+def refuse_other_beginning(directory: Path, facts: JsonMapping, policy: Weights, *, setting: str) -> None:
+    """Raise ConfigRefused when a new run with this policy cannot begin with the weights of the checkpoint.
+
+    ``setting``: that names the checkpoint, or its model.
+    """
     want = f"{directory} with the same, or a model directory of it (tidemill convert)"
     _refuse_other_adapters(directory, facts, policy, want)
+    _refuse_other_kept(directory, facts, policy, setting)
 
 
 def _refuse_missing_state(directory: Path, facts: JsonMapping, optimizer: Optimizer, others: OtherModels) -> None:
@@ -133,6 +144,25 @@ def _refuse_other_adapters(directory: Path, facts: JsonMapping, policy: Weights,
     name = next(name for name, value in stored.items() if current.get(name) != value)
     field = "model.path" if name == "base" else f"learner.lora.{name}"
     raise ConfigRefused(field, f"{want}: {stored[name]!r} in {directory}", current.get(name))
+
+
+def _refuse_other_kept(directory: Path, facts: JsonMapping, policy: Weights, setting: str) -> None:
+    """Raise ConfigRefused where the tensors that are not trained are others than when the checkpoint was saved.
+
+    Collective. Checkpoints from before they were recorded are taken.
+    """
+    stored, current = facts.get("kept"), _kept(policy)
+    if stored is not None and stored != current:
+        want = f"a model whose tensors beside the trained ones (MTP, images) are those of the run of {directory}"
+        raise ConfigRefused(setting, f"{want}: SHA-256 {stored:.12}", f"{current:.12}" or "none")
+
+
+def _kept(policy: Weights) -> str:
+    """Return the digest of the tensors that are not trained. Collective: the first rank reads them, once."""
+    digest = [kept_tensors.digest(policy.model_dir) if dist.get_rank() == 0 else ""]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(digest, src=0, device=policy.parallel.device)
+    return digest[0]
 
 
 def _rank_of(facts: JsonMapping | None) -> int:

@@ -39,6 +39,7 @@ from tidemill.learner.settings.config import HooksConfig, RecordConfig
 from tidemill.learner.settings.step_settings import StepSettings
 from tidemill.learner.trainer.backend import Policy
 from tidemill.learner.trainer.backups import NO_OTHER_MODELS, OtherModels, OtherWeights
+from tidemill.learner.trainer.further import further_loss
 from tidemill.learner.trainer.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
 from tidemill.learner.trainer.optimizer import Optimizer
 from tidemill.learner.trainer.passes import Passes, Scores
@@ -75,11 +76,14 @@ class Trainer:
         turn_gamma: float | None = None,
         collector: Collector | None = None,
         hooks: HooksConfig = NO_HOOKS,
+        mtp_factor: float = 0.0,
         record: RecordConfig = NO_RECORD,
     ) -> None:
-        """``turn_gamma``: discount of the returns of turns, which have advantages of their own; None = no turns."""
+        """``turn_gamma``: discount of the returns of turns, which have advantages of their own; None = no turns.
+        ``mtp_factor``: of the loss of heads for further tokens; 0 = the policy has none.
+        """
         critic = others.critic
-        self._collector = collector
+        self._collector, self._mtp_factor = collector, mtp_factor
         if collector is not None:
             policy.routing.observe(policy.parallel)
         self._policy, self._optimizer, self._proximal, self._reference = (
@@ -389,7 +393,8 @@ class Trainer:
             )
             self._hooks.before_step(moment)
         self._optimizer.zero_grad()
-        loss = partial(self._loss, denominators=denominators, coupled=coupled, supervised=supervised)
+        trained = int(torch.where(step.minibatches_N == number, step.trainable_N, 0).sum())
+        loss = partial(self._loss, denominators=denominators, coupled=coupled, supervised=supervised, trained=trained)
         biases = [(bias, bias.clone()) for bias in self._policy.moving_biases()]
         sums = self._passes.gradients(rows, loss, forward_only=warms_up)
         if warms_up:  # the metrics are those of the policy that stays
@@ -445,6 +450,8 @@ class Trainer:
         taken = torch.tensor([number for number, update in enumerate(updates) if update.norm is not None])
         of_rows = diagnostics.finalize(sums)
         of_rows["train/tokens"] += float(step.trainable_N[skipped_N & torch.isin(step.minibatches_N, taken)].sum())
+        if "mtp" in sums.totals:
+            of_rows["train/mtp_loss"] = float(sums.totals["mtp"] / sums.totals["mtp_tokens"].clamp(min=1))
         return {
             **metrics,
             **of_rows,
@@ -486,7 +493,9 @@ class Trainer:
         denominators: Denominators,
         coupled: Coupled,
         supervised: Supervised | None,
+        trained: int,
     ) -> tuple[Tensor, Sums]:
+        """Return a row's part of the loss and its sums. ``trained``: tokens of the minibatch."""
         log_probs_T, entropy_T, listed_TK = self._passes.read(row, hidden_TH, listed=self._objective.by_listed)
         tokens = self._objective.advised(row.seen, log_probs_T)
         total, loss, divergence_T = self._objective.total(
@@ -526,6 +535,9 @@ class Trainer:
             totals["teacher_top_kl"] = self._objective.listed_divergence(tokens, listed_TK.detach()).sum().double()
         if self._algorithm.ess_lr:
             totals["ess"] = sequence_weight_sums(log_probs_T, tokens)
+        if self._mtp_factor and torch.is_grad_enabled():  # not while only a critic is trained
+            further, further_sums = further_loss(self._policy, row, hidden_TH, tokens=trained)
+            total, totals = total + self._mtp_factor * further, totals | further_sums
         return total, Sums(totals={**sums.totals, **totals}, maxima=sums.maxima)
 
     def _record_logits(self, record: Collector, row: Row, hidden_TH: Tensor, tokens: Tokens) -> None:

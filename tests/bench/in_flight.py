@@ -1,15 +1,15 @@
 """``actor.max_samples_in_flight: auto`` against the best fixed number, in a simulation of the loop by events.
 
 python -m tests.bench in_flight [--shapes tiny late ...]
-python -m tests.bench in_flight --runs digits walk [--steps 60] [--fixed 64 256 1024] [--rounds 1]
+python -m tests.bench in_flight --runs launch/configs/digits.yaml ... [--steps 60] [--fixed 64 256 1024] [--rounds 1]
 
 Actors (with the real ``SampleLimit``), engines, feeder and learner are simulated: an engine decodes one token for all
 of its rows in a time that grows with them, responses beyond its rows wait, its figures reach the actors a second late,
 tasks are admitted up to ``max_lag`` steps ahead, and a step is trained when all of its groups are there. Printed: the
 seconds until all steps are trained, with each fixed number and with auto, and the ratio of auto to the best of them.
 
-``--runs``: shipped configurations as they are, in turn: steps a second of wall time and of processor time, from the
-tenth step to the last. On a machine with other work only the second means anything.
+``--runs``: shipped configurations as they are (by file, since ``digits`` names a bench, too), in turn: steps a second
+of wall time and of processor time, from the tenth step to the last. Beside other work only the second counts.
 """
 
 import argparse
@@ -259,9 +259,7 @@ def compare_runs(name: str, settings: Sequence[int | str], *, steps: int, rounds
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument(
-        "--runs", nargs="*", default=[], metavar="CONFIG", help="shipped configurations, run as they are"
-    )
+    parser.add_argument("--runs", nargs="*", default=[], metavar="FILE", help="shipped configurations, run as they are")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--fixed", type=int, nargs="*", default=[64, 256, 1024])
     parser.add_argument("--rounds", type=int, default=1)

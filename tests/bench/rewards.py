@@ -42,8 +42,7 @@ from tidemill.bus.system.coroutines import beside
 from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards import group
-from tidemill.rewards.part_settings import BY_ROLLOUT
-from tidemill.rewards.port import RewardRequest, fields_of
+from tidemill.rewards.port import BY_ROLLOUT, RewardRequest, fields_of
 from tidemill.rewards.registry import bind
 from tidemill.rewards.scorers import opened
 

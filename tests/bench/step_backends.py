@@ -19,12 +19,14 @@ from typing import Any
 from torch import Tensor
 
 from tests.bench.learner_step import SHAPES, SMOLLM, make_batch, make_model, make_smollm, plain_step, trainer_parts
-from tests.families import KINDS, write_family
+from tests.families import FAMILIES, KINDS, write_family
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.trainer.trainer import Trainer
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 8192}
+BOUND_SIZES = {"vocab_size_per_layer_input": SIZES["vocab_size"], "mamba_d_head": 2 * SIZES["hidden_size"] // 8}
+"""Sizes that follow from the others in the families that have them; 8 heads, twice as wide as the hidden states."""
 BATCH = {"sequences": 16, "prompt": 60, "response": 24, "vocab": SIZES["vocab_size"]}
 ATTENTION = re.compile("Attention|DeltaNet|Mamba|Conv|Mixer|Linear.*Attn")
 """Classes of the modules that read other tokens."""
@@ -79,7 +81,8 @@ def compare_families(names: Sequence[str], *, rounds: int) -> None:
     for name in names or KINDS:
         batch = make_batch(**BATCH)
         with tempfile.TemporaryDirectory() as directory:
-            write_family(Path(directory), name, **SIZES)
+            bound = {key: value for key, value in BOUND_SIZES.items() if key in FAMILIES[name][1]}
+            write_family(Path(directory), name, **SIZES, **bound)
             policy, optimizer = trainer_parts(Path(directory), "cpu", dtype="float32", kernels=None, fsdp=True)
             plain = plain_step(Path(directory), batch, "cpu")
         ours = Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2)

@@ -17,6 +17,7 @@ from tests.backend_learner import BackendLearner, open_learner
 from tests.examples import THOROUGH
 from tests.learner_steps import make_samples, with_random_experts
 from tests.megatron_world import joined, not_sent_once
+from tests.mtp_models import write_with_heads
 from tests.tiny_models import write_tiny_model
 from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.learner.algorithms.sections import KLConfig
@@ -34,6 +35,9 @@ MOVING = KLConfig(coef=0.1, reference_ema=0.5)
 LORA = LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj"))
 CRITIC = CriticConfig(optimizer=replace(OPTIMIZER, lr=1e-2))
 BASE = LearnerConfig(steps=10, optimizer=OPTIMIZER)
+
+WITH_HEADS = "deepseek_v3"
+"""Family whose model has a head for further tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,11 @@ KINDS = {
     "bfloat16": Kind(learner=BASE, dtype="bfloat16"),
     "olmo3": Kind(learner=replace(BASE, algorithm=algorithm_of(kl=MOVING)), family="olmo3"),
     "lfm2": Kind(learner=replace(BASE, algorithm=algorithm_of(kl=MOVING)), family="lfm2"),
+    "heads for further tokens": Kind(
+        learner=replace(BASE, mtp_loss_scaling_factor=0.3, algorithm=algorithm_of(kl=MOVING)),
+        family=WITH_HEADS,
+        minibatches=2,
+    ),
     "gpt_oss": Kind(learner=replace(BASE, algorithm=algorithm_of(kl=MOVING)), family="gpt_oss"),
 }
 OFTEN = (
@@ -90,6 +99,7 @@ OFTEN = (
     "experts, given",
     "bfloat16",
     "olmo3",
+    "heads for further tokens",
 )
 """One of each kind: the others are tried by ``make test-all``."""
 TRIED = {name: kind for name, kind in KINDS.items() if THOROUGH or name in OFTEN}
@@ -106,6 +116,8 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
 
 def write_model(directory: Path, family: str, **changes: Any) -> Path:
     """Write a small random model of a family of either kind. Returns its directory."""
+    if family == WITH_HEADS:
+        return write_with_heads(directory, family)
     if family not in OTHER_FAMILIES:
         return write_tiny_model(directory, family, vocab_size=VOCAB, **changes)
     sizes = {

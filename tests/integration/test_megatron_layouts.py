@@ -196,6 +196,7 @@ NOT_COMPARED = {
         ("train/tflops", "train/mfu", "train/peak_memory_bytes"), "of rank 0 and its device: tests/gpu, test_flops"
     ),
     **dict.fromkeys(("train/wait_seconds", "train/wait_share"), "of the rank's process, which waits for batches"),
+    "train/mtp_loss": "on FSDP2 alone: test_further_heads",
     "train/shared_tokens": "of the layout: test_shared_prompts",
     "train/routing_known": "of experts that an engine has chosen: test_routing_replay",
 }

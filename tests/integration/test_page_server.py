@@ -12,6 +12,7 @@ import pytest
 
 from tests.bus_fixtures import BusOpener
 from tests.page_kit import HOSTILE, LIMIT_S, SHOWN, Run, page_of, routes_of
+from tidemill.bus.errors import StreamReplaced
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import encode_sample
@@ -21,6 +22,7 @@ from tidemill.launch.cli import main as cli
 from tidemill.launch.cli.tail import tail
 from tidemill.launch.page import feed
 from tidemill.launch.page.compared import ComparedRuns
+from tidemill.launch.page.reader import RunReader
 from tidemill.launch.page.texts import MAX_CHARACTERS
 from tidemill.launch.run.audit import audit
 from tidemill.launch.samples.filters import filter_of
@@ -270,6 +272,19 @@ async def test_a_sample_has_the_recorded_values_of_its_trained_tokens(open_bus: 
             assert (await page.get("tokens", seq=seqs[1]))["train_logprob"] == []
             (loss,) = (await page.get("metrics"))["metrics"]
             assert loss["meaning"] and loss["source"]
+
+
+async def test_a_page_ends_when_another_run_takes_the_name(open_bus: BusOpener) -> None:
+    """Its numbers would be of two runs."""
+    async with open_bus() as bus, asyncio.timeout(LIMIT_S):
+        await (await Run(bus).begin()).done(1, train__loss=1.0)
+        reader = RunReader(bus)
+        reading = asyncio.create_task(reader._look_for_ever())  # readers of a stream that is gone end by themselves
+        await reader.looked.wait()
+        assert await bus.js.delete_stream(subjects.stream(bus.run, subjects.SAMPLES))
+        await bus.create_layout()
+        with pytest.raises(StreamReplaced, match="samples of"):
+            await reading
 
 
 async def test_other_runs_are_drawn_over_this_one(open_bus: BusOpener, tmp_path: Path) -> None:

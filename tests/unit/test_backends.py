@@ -15,6 +15,7 @@ from tidemill.learner.layout.sizes import FAMILIES, StepFlops
 from tidemill.learner.layout.transformers_models import language_models
 from tidemill.learner.settings.backends import OF_MEGATRON, megatron_settings
 from tidemill.learner.settings.config import LearnerConfig
+from tidemill.learner.settings.lora import LoraConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
 
 IN_USE: dict[str, Any] = {
@@ -81,6 +82,21 @@ def test_both_backends_have_muon() -> None:
     LearnerConfig(optimizer=muon, backend="fsdp")
     with refusal(ValueError, place="offload_optimizer", got="true"):
         LearnerConfig(optimizer=muon, offload_optimizer=True)
+
+
+def test_heads_for_further_tokens_are_trained_by_fsdp() -> None:
+    """Neither with adapters, which are all that is trained, nor with replayed experts, which none has recorded."""
+    choice = choose_backend(LearnerConfig(mtp_loss_scaling_factor=0.2), {"model_type": "glm4_moe"})
+    assert (choice.kind, choice.reason) == ("fsdp", "learner.mtp_loss_scaling_factor needs it")
+    excluded: tuple[dict[str, Any], ...] = (
+        {"backend": "megatron"},
+        {"tensor_parallel": 2},
+        {"lora": LoraConfig(rank=2)},
+        {"routing_replay": "old"},
+    )
+    for settings in excluded:
+        with refusal(ValueError, place="mtp_loss_scaling_factor", got="0.2"):
+            LearnerConfig(mtp_loss_scaling_factor=0.2, **settings)
 
 
 def findings(directory: Path, *settings: str, family: str = "qwen2") -> tuple[list[str], list[str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.launch.checks.functions import defect
+from tidemill.launch.checks.own_objects import defect
 from tidemill.launch.cli.main import main
 from tidemill.launch.settings import reference
 

@@ -19,8 +19,7 @@ from tidemill.rewards.builtin.math_equality import same_math
 from tidemill.rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math
 from tidemill.rewards.builtin.text import f1, format_tags, gpqa, overlong, regex, repetition
 from tidemill.rewards.errors import RewardFailed
-from tidemill.rewards.part_settings import BY_ROLLOUT
-from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.port import BY_ROLLOUT, RewardRequest
 from tidemill.rewards.registry import TABLE, UNBOUNDED, bind
 
 

@@ -57,6 +57,7 @@ def test_settings_are_read_back_from_their_record(name: str) -> None:
         ("learner.from_checkpoint", {"from_checkpoint": "/other"}),
         ("learner.moe_aux_loss_coef", {"moe_aux_loss_coef": 0.1}),
         ("learner.routing_replay", {"routing_replay": "old"}),
+        ("learner.mtp_loss_scaling_factor", {"mtp_loss_scaling_factor": 0.1}),
         (
             "learner.algorithm.kl.reference_every",
             {"algorithm": AlgorithmConfig(kl=KLConfig(coef=0.1, reference_every=5))},

@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from tests.mtp_models import files_of, heads_of, rewrite
 from tests.tiny_models import tiny_model
 from tests.whole.prepared import made
 from tests.whole.running import SMOKE, assert_books_balance, up
@@ -43,3 +45,24 @@ async def test_learner_and_engine_have_one_model_after_every_push(tmp_path: Path
     assert run.summary["steps"] == run.summary["pushes"] == STEPS
     differences = [step["offpolicy/logprob_diff_max"] for step in run.metrics]
     assert len(differences) == STEPS and max(differences) < NEAR
+
+
+@pytest.mark.slow
+async def test_trained_heads_for_further_tokens_are_pushed_and_in_the_trained_model(tmp_path: Path) -> None:
+    """Engines that do not compute them take the pushes. The final directory has every tensor of the first one."""
+    file = write_run(tmp_path, "deepseek_v3")
+    before = files_of(tmp_path / "model")
+    before |= heads_of("deepseek_v3", before)
+    rewrite(tmp_path / "model", before)
+    settings = ("run=smoke", "learner.mtp_loss_scaling_factor=0.3", "learner.data_parallel=2")
+    with up(tmp_path, *settings, config=file, flags=("--fresh",)) as run:
+        assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
+    assert_books_balance(run.summary, max_lag=0)
+    assert max(step["offpolicy/logprob_diff_max"] for step in run.metrics) < NEAR
+    assert all(step["train/mtp_loss"] > 0 for step in run.metrics)
+    trained = files_of(run.directory / "final")
+    assert trained.keys() == before.keys()
+    heads = [name for name in before if name.endswith(("eh_proj.weight", "shared_head.norm.weight"))]
+    assert len(heads) == 2 and not any(torch.equal(trained[name], before[name]) for name in heads)
+    [copy] = [name for name in before if name.endswith("shared_head.head.weight")]
+    assert torch.equal(trained[copy], trained["lm_head.weight"])

@@ -32,8 +32,7 @@ ASIDE = ".part"  # Suffix of a directory that is being written
 
 # Suffixes of weights in Hugging Face formats, which are not copied: a snapshot has weights of its own
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt"}
-# Names of dtypes in safetensors. Source: huggingface.co/docs/safetensors, "Format".
-_CODES = {
+CODES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -47,6 +46,7 @@ _CODES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+"""Names of dtypes in safetensors. Source: huggingface.co/docs/safetensors, "Format"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +266,7 @@ def _write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping
     end = 0
     for spec in specs:
         header[spec.name] = {
-            "dtype": _CODES[spec.dtype],
+            "dtype": CODES[spec.dtype],
             "shape": list(spec.shape),
             "data_offsets": [end, end + spec.num_bytes],
         }

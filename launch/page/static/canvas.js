@@ -139,6 +139,39 @@ export class Chart {
   }
 }
 
+/** A chart made of places that can be pointed at and chosen: `areas` of `[x, y, width, height, thing]`. */
+export class PlacesChart extends Chart {
+  areas = [];
+  place = -1;
+
+  /** Note a place while drawing, with its outline where it is pointed at. */
+  note(g, x, y, width, height, thing) {
+    if (this.areas.length === this.place) {
+      g.strokeStyle = ink("ink");
+      g.strokeRect(x + 0.5, y + 0.5, Math.max(3, width - 1), height - 1);
+    }
+    this.areas.push([x, y, width, height, thing]);
+  }
+
+  point(place) {
+    this.place = place;
+    if (this.readout) this.say(this.areas[place] ? this.describe(this.areas[place][4]) : "");
+    this.redraw();
+  }
+
+  hover(x, y) {
+    this.point(x == null ? -1 : this.areas.findIndex(([l, t, w, h]) => x >= l && x <= l + w && y >= t && y < t + h));
+  }
+
+  move(dx, dy) {
+    this.point(Math.max(0, Math.min(this.areas.length - 1, this.place + (dx || dy))));
+  }
+
+  pick() {
+    if (this.areas[this.place]) this.onPick(this.areas[this.place][4]);
+  }
+}
+
 /** Text in a canvas, cut to a width. */
 export function writeText(g, text, x, y, { colour = "mute", align = "left", width = Infinity } = {}) {
   g.fillStyle = ink(colour);

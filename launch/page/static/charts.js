@@ -2,7 +2,7 @@
 
 import { count, num, percent, ticks } from "./format.js";
 import { button, el } from "./dom.js";
-import { Chart, hatch, ink, writeText } from "./canvas.js";
+import { Chart, PlacesChart, hatch, ink, writeText } from "./canvas.js";
 import { BOTTOM, LEFT, RIGHT } from "./curves.js";
 
 /** Shares by column and row, opacity by the square root. `columns`: `[[first, last], …]`, `shares[column][row]`. */
@@ -119,10 +119,10 @@ export function layFlow(nodes, links, width, height) {
 }
 
 /** The way of the samples as bands whose width is their number; where it is narrow, as bars below each other. */
-export class Flow extends Chart {
+export class Flow extends PlacesChart {
   constructor(host, { label, pick }) {
     super(host, { height: 260, label });
-    Object.assign(this, { nodes: [], links: [], onPick: pick, place: -1 });
+    Object.assign(this, { nodes: [], links: [], onPick: pick });
   }
 
   set({ nodes, links }) {
@@ -156,14 +156,13 @@ export class Flow extends Chart {
       g.fill();
     }
     g.globalAlpha = 1;
-    Object.values(nodes).forEach((node, place) => {
+    for (const node of Object.values(nodes)) {
       g.fillStyle = ink(this.tone(node.id));
       g.fillRect(node.x, node.y, NODE, Math.max(2, node.size));
       const text = `${node.name} ${count(node.value)}`;
       writeText(g, text, node.x + NODE + 5, node.y + Math.max(6, node.size / 2), { colour: "ink", width: 160 });
-      this.areas.push([node.x, node.y - 8, 170, Math.max(20, node.size + 8), node]);
-      this.outline(g, place);
-    });
+      this.note(g, node.x, node.y - 8, 170, Math.max(20, node.size + 8), node);
+    }
     return undefined;
   }
 
@@ -175,31 +174,8 @@ export class Flow extends Chart {
       writeText(g, `${node.name} ${count(node.value)}`, 2, place * pitch + 9, { colour: "ink" });
       g.fillStyle = ink(this.tone(node.id));
       g.fillRect(2, place * pitch + 18, Math.max(2, (node.value / most) * (width - 4)), Math.max(3, pitch - 24));
-      this.areas.push([0, place * pitch, width, pitch, node]);
-      this.outline(g, place);
+      this.note(g, 0, place * pitch, width, pitch, node);
     });
-  }
-
-  outline(g, place) {
-    if (place !== this.place) return;
-    const [x, y, width, height] = this.areas[place];
-    g.strokeStyle = ink("ink");
-    g.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
-  }
-
-  hover(x, y) {
-    if (!this.areas) return;
-    this.place = x == null ? -1 : this.areas.findIndex(([l, t, w, h]) => x >= l && x <= l + w && y >= t && y <= t + h);
-    this.redraw();
-  }
-
-  move(dx, dy) {
-    this.place = (this.place + (dx || dy) + this.areas.length) % this.areas.length;
-    this.redraw();
-  }
-
-  pick() {
-    if (this.areas?.[this.place]) this.onPick?.(this.areas[this.place][4]);
   }
 
   words() {
@@ -264,7 +240,7 @@ function inLines(row) {
 }
 
 /** Rows of a step: tokens by version, padding hatched, ranks below each other. `ranks`: as `/api/batch` has them. */
-export class BatchRows extends Chart {
+export class BatchRows extends PlacesChart {
   constructor(host, { label, ranks, pick }) {
     const rows = ranks.flatMap((rank) =>
       rank.micro_batches.flatMap((batch) =>
@@ -273,7 +249,7 @@ export class BatchRows extends Chart {
     );
     const breaks = ranks.length;
     super(host, { label, says: true, height: Math.min(12_000, rows.length * 16 + breaks * 20 + 4) });
-    Object.assign(this, { rows, ranks, onPick: pick, place: -1 });
+    Object.assign(this, { rows, ranks, onPick: pick, describe: pieceWords });
     this.most = Math.max(1, ...rows.map((row) => row.tokens + row.padding));
     this.newest = Math.max(
       0,
@@ -317,31 +293,8 @@ export class BatchRows extends Chart {
     g.globalAlpha = 1;
     g.fillStyle = ink("panel");
     g.fillRect(x - 0.6, y + 2, 0.6, 12);
-    if (this.areas.length === this.place) {
-      g.strokeStyle = ink("ink");
-      g.strokeRect(begin, y + 1, Math.max(3, x - begin), 14);
-    }
-    this.areas.push([begin, y, x - begin, 16, piece]);
+    this.note(g, begin, y, x - begin, 16, piece);
     return x;
-  }
-
-  hover(x, y) {
-    this.show(x == null ? -1 : this.areas.findIndex(([l, t, w, h]) => x >= l && x <= l + w && y >= t && y < t + h));
-  }
-
-  show(place) {
-    this.place = place;
-    const piece = this.areas[place]?.[4];
-    this.say(piece ? pieceWords(piece) : "");
-    this.redraw();
-  }
-
-  move(dx, dy) {
-    this.show(Math.max(0, Math.min(this.areas.length - 1, this.place + (dx || dy))));
-  }
-
-  pick() {
-    if (this.areas[this.place]) this.onPick?.(this.areas[this.place][4]);
   }
 
   words() {

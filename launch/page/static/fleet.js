@@ -19,7 +19,7 @@ function legend() {
   return el("p.legend", {}, items, el("span.mute", {}, "│ push · Ctrl + wheel zooms, Shift + wheel moves"));
 }
 
-function processRows(lanes, operator, source) {
+function processRows(lanes) {
   const load = (lane) =>
     Object.entries(lane.load ?? {})
       .map(([name, value]) => `${name} ${num(value)}`)
@@ -37,18 +37,7 @@ function processRows(lanes, operator, source) {
       (lane.devices ?? []).join(" ") || "CPU",
       count(lane.restarts ?? 0),
       lane.trouble || lane.note || "—",
-      ...(operator ? [drainButton(lane, source)] : []),
     ]);
-}
-
-function drainButton(lane, source) {
-  return button("drain", async (event) => {
-    event.target.disabled = true;
-    event.target.textContent = await source.post("drain", { role: lane.role, id: lane.id }).then(
-      () => "drains",
-      (error) => error.message,
-    );
-  });
 }
 
 function scaleForm(hosts, source) {
@@ -123,10 +112,9 @@ export async function fleetPage({ source, run, go }) {
       "restarts",
       "trouble",
     ];
-    if (operator) head.push("");
     body.replaceChildren(
       lanes.length
-        ? table(head, processRows(lanes, operator, source), { caption: "Processes now" })
+        ? table(head, processRows(lanes), { caption: "Processes now" })
         : run().mode === "live"
           ? empty("Processes stand here from their first heartbeat on.", "tidemill up")
           : empty("The run has ended: no process sends heartbeats."),

@@ -91,7 +91,8 @@ class Tile {
     this.newest = el("output");
     this.root = panel(metric.name, { tools: [this.status, this.newest], label: metric.name });
     this.root.classList.add("tile");
-    if (metric.meaning) this.root.querySelector("h2").title = metric.meaning;
+    const words = [metric.meaning, metric.unit, metric.healthy_words && `healthy: ${metric.healthy_words}`];
+    this.root.querySelector("h2").title = words.filter(Boolean).join(" · ");
     const hue = metric.group === "reward" || metric.name.includes("reward") ? "reward" : "version";
     this.line = { name: "this run", hue };
     this.chart = new Curves(this.root, {

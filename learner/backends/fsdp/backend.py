@@ -58,6 +58,7 @@ class FsdpBackend:
             tuning=Tuning.of(learner),
             replays=learner.routing_replay != "none",
             given=learner.routing_replay == ROLLOUT,
+            further=learner.mtp_loss_scaling_factor > 0,
         )
 
     def open_value_model(self, learner: LearnerConfig, policy: FsdpPolicy, model_dir: Path) -> FsdpPolicy:
@@ -79,6 +80,7 @@ class FsdpBackend:
         replays: bool = False,
         given: bool = False,
         value_head: bool = False,
+        further: bool = False,
     ) -> FsdpPolicy:
         site = this_site(DTYPES[dtype], 0)
         kernel = choose_own_kernels("learner.fused_log_probs", learner.fused_log_probs, site)
@@ -94,6 +96,7 @@ class FsdpBackend:
             given=given,
             fused=kernel.kernel == "fused",
             value_head=value_head,
+            further=further,
         )
 
     def open_optimizer(

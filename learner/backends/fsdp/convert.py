@@ -39,7 +39,8 @@ def read(checkpoint: Path, model_dir: Path, ranks: Parallel, *, bridge_class: st
     _refuse_bridge(bridge_class)
     facts = read_facts(checkpoint)
     tuning = Tuning(lora=adapters_in(facts))
-    policy = build_policy(model_dir, dtype=facts["dtype"], parallel=ranks, tuning=tuning)
+    further = bool(facts.get("further"))
+    policy = build_policy(model_dir, dtype=facts["dtype"], parallel=ranks, tuning=tuning, further=further)
     return policy, state.load_model(checkpoint, policy=policy, setting="--model")
 
 

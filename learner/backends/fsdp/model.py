@@ -9,6 +9,7 @@ computed there without the logits of all tokens. Shape letters: T = tokens of a 
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from tidemill.bus.system.functions import described
 from tidemill.learner.backends.fsdp import weights
+from tidemill.learner.backends.fsdp.further import SETTING, add_heads, count_heads, further_states, heads_of
 from tidemill.learner.backends.fsdp.opening import Transformer, build, read_config
 from tidemill.learner.backends.fsdp.self_test import Findings, Head, self_test
 from tidemill.learner.errors import ConfigRefused, FirstRankFailed
@@ -96,6 +98,11 @@ class FsdpModel(torch.nn.Module):
         return str(self.transformer.config.model_type)
 
     @property
+    def num_further(self) -> int:
+        """Number of heads for further tokens that are trained."""
+        return len(heads_of(self.transformer))
+
+    @property
     def head(self) -> Head:
         """Scale and cap of the logits."""
         return self.findings.head
@@ -125,6 +132,11 @@ class FsdpModel(torch.nn.Module):
         """Return the weight of the output layer, [V, H], or [1, H] of a critic. It is whole inside ``finish`` only."""
         weight: Tensor = self.transformer.get_output_embeddings().weight
         return weight
+
+    def further_states(self, hidden_TH: Tensor, tokens_T: Tensor, packed: PackedRow) -> Iterator[Tensor]:
+        """Yield the states [T, H] of each head for further tokens; inside ``finish``."""
+        assert packed.position_ids_T is not None
+        yield from further_states(self.transformer, hidden_TH, tokens_T, packed.position_ids_T)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's parts of the weights, live, under transformers' names, with biases of routers.
@@ -171,7 +183,7 @@ class FsdpModel(torch.nn.Module):
         sources: list[Any] = []
 
         def read() -> weights.FileForm:
-            sources.append(weights.read_model(read_config(directory), directory))
+            sources.append(weights.read_model(read_config(directory), directory, heads=self.num_further))
             if self.is_critic:
                 give_value_head(sources[0])
             if self._form.names:
@@ -197,6 +209,7 @@ def open_model(
     cpu_offload: bool = False,
     value_head: bool = False,
     prepare: Callable[[Any], None] | None = None,
+    further: bool = False,
 ) -> FsdpModel:
     """Return the model of a directory, divided over the ranks of a place. Collective.
 
@@ -204,7 +217,8 @@ def open_model(
     are sums over the ranks, which run the same number of passes. ``attention``: ``learner.attention``. ``recompute``:
     compute each layer again in the backward pass. ``cpu_offload``: keep the parts in host memory. ``value_head``: for a
     critic. ``prepare``: gets the model of transformers, without memory, before it is divided, and may freeze parameters
-    and add some; these have no values then. Raises ConfigRefused, on all ranks.
+    and add some; these have no values then. ``further``: with the heads for further tokens (MTP) of the files. Raises
+    ConfigRefused, on all ranks.
     """
     config = read_config(model_dir)
     findings = from_first(lambda: self_test(config, place.device), place)
@@ -214,6 +228,9 @@ def open_model(
         "packed" if findings.packed else "padded",
         findings.reason,
     )
+    heads = from_first(lambda: count_heads(config, model_dir), place) if further else 0
+    if heads and not findings.packed:
+        raise ConfigRefused(SETTING, f"0 for {config.model_type}, which is computed in padded rows", "> 0")
     if value_head:
         config.tie_word_embeddings = False
     kernel = choose_attention(
@@ -221,7 +238,12 @@ def open_model(
     )  # each layer looks at its own
     log.info("kernel of=attention chosen=%s reason=%s", kernel.kernel, kernel.reason)
     with torch.device("meta"):
-        transformer = build(config, packed=findings.packed, kernel=kernel.kernel)
+        transformer = build(
+            config,
+            packed=findings.packed,
+            kernel=kernel.kernel,
+            prepare=partial(add_heads, heads=heads) if heads else None,
+        )
         if value_head:
             give_value_head(transformer.model)
     if recompute:

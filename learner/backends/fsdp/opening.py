@@ -1,7 +1,7 @@
 """Models of transformers from the configuration of a Hugging Face directory, without weights."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tidemill.bus.system.functions import described
 from tidemill.learner.backends.fsdp.attention import PACKED, CurrentRow, give_row
-from tidemill.learner.backends.fsdp.decoding import DECODERS
 from tidemill.learner.backends.fsdp.family import family_of
 from tidemill.learner.backends.fsdp.mixers import mixers_of, separate_sequences
+from tidemill.learner.checkpoints.decoding import DECODERS
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.choices import SDPA
 from tidemill.learner.kernels.packed_rows import PackedRow
@@ -127,13 +127,19 @@ def base_of(model: Any) -> Any:
     return model.model if model.base_model is model else model.base_model
 
 
-def build(config: Any, *, packed: bool, kernel: str = SDPA) -> Transformer:
+def build(
+    config: Any, *, packed: bool, kernel: str = SDPA, prepare: Callable[[Any], None] | None = None
+) -> Transformer:
     """Return the model of a configuration on torch's default device, in float32 and training mode.
 
     ``packed``: rows are packed, else padded, with transformers' own attention. ``kernel``: of packed attention.
+    ``prepare``: gets the model of transformers first, and may add layers.
     """
     implementation = {"attn_implementation": PACKED} if packed else {}
-    model = AutoModelForCausalLM.from_config(plain_config(config), dtype=torch.float32, **implementation).train()
+    model = AutoModelForCausalLM.from_config(plain_config(config), dtype=torch.float32, **implementation)
+    if prepare is not None:
+        prepare(model)
+    model.train()
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None  # a policy may sample that token, whose row would get no gradient

@@ -19,9 +19,10 @@ from tidemill.learner.backends.fsdp.lora import Adapters, Tuning, add_adapters, 
 from tidemill.learner.backends.fsdp.model import Changed, FsdpModel, Place, open_model, unchanged
 from tidemill.learner.backends.fsdp.replay import Replay
 from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.kernels.logprobs import log_probs_and_entropy
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import ROLLOUT
-from tidemill.learner.trainer.backend import Finish, Head, Input, Result
+from tidemill.learner.trainer.backend import Finish, Head, Input, ModelInput, Result
 from tidemill.learner.trainer.exports import digest_of
 from tidemill.learner.trainer.memory import Memory
 
@@ -55,8 +56,8 @@ class FsdpPolicy:
 
     @property
     def counts_tokens(self) -> bool:
-        """False: there is no balancing loss, and no bias of a router moves."""
-        return False
+        """True with heads for further tokens; there is no balancing loss, and no bias of a router moves."""
+        return self.root.num_further > 0
 
     @property
     def vocab_size(self) -> int:
@@ -76,7 +77,11 @@ class FsdpPolicy:
     @property
     def obstacle(self) -> str:
         """Why prompts that samples share cannot be computed once; empty = they can."""
-        return "the experts of each copy of a token are replayed" if self.replays else self.root.prefix_obstacle
+        if self.replays:
+            return "the experts of each copy of a token are replayed"
+        if self.root.num_further:
+            return "heads for further tokens read the next tokens of each copy"
+        return self.root.prefix_obstacle
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters, as DTensors, and buffers that belong to a checkpoint, under the names of transformers."""
@@ -130,6 +135,15 @@ class FsdpPolicy:
             self.root.weights_changed()
         return results
 
+    def further_log_probs(self, row: ModelInput, hidden_TH: Tensor) -> Iterator[Tensor]:
+        """Yield for each head the log-probs of the tokens that it predicts, [T]; inside ``finish``."""
+        head = self.head()
+        for depth, states_TH in enumerate(self.root.further_states(hidden_TH, row.tokens_T, row.packed), 1):
+            targets_T, weight_VH = row.tokens_T.roll(-1 - depth), head.weight_VH.detach()
+            yield log_probs_and_entropy(
+                states_TH, weight_VH, targets_T, fused=head.fused, scale=head.scale, cap=head.cap
+            )[0]
+
     def gather(self) -> None:
         """Do nothing: a step changes the parts of each rank, and the next pass gathers them."""
 
@@ -182,11 +196,13 @@ def build_policy(
     given: bool = False,
     fused: bool = False,
     value_head: bool = False,
+    further: bool = False,
 ) -> FsdpPolicy:
     """Build the model of a directory, divided over all ranks, in ``memory``; collective. Raises ConfigRefused.
 
     ``attention``: as the setting. ``recompute``: compute each layer again in the backward pass. ``replays``, ``given``:
     of the experts (``Replay``). ``fused``: log-probs by kernels of Triton. ``value_head``: for a critic.
+    ``further``: with heads for further tokens.
     """
     memory = memory or Memory()
     with memory.region():
@@ -197,6 +213,7 @@ def build_policy(
             attention=attention,
             recompute=recompute,
             value_head=value_head,
+            further=further,
             prepare=partial(add_adapters, config=tuning.lora),
         )
         adapters = tuned(root, tuning)

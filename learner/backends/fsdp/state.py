@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.learner.backends.fsdp.further import SETTING
 from tidemill.learner.backends.fsdp.lora import is_adapter
 from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
 from tidemill.learner.backends.fsdp.policy import FsdpPolicy
@@ -175,7 +176,8 @@ def stage(
 
 def _facts(step: int, policy: FsdpPolicy, others: OtherModels) -> JsonObject:
     # The weights are float32 whatever the dtype of the passes, in which engines and files have them.
-    return facts_of(step, policy, others) | {"dtype": policy.dtype}
+    further = {"further": policy.root.num_further} if policy.root.num_further else {}
+    return facts_of(step, policy, others) | {"dtype": policy.dtype} | further
 
 
 def _staged(directory: Path, content: Content, facts: JsonObject, copies: HostCopies | None = None) -> Staged:
@@ -217,6 +219,7 @@ def load(
     refuse_other_backend(directory, KIND)
     facts = read_facts(directory)
     refuse_another_run(directory, facts, policy, optimizer, others)
+    _refuse_other_heads(directory, facts, policy)
     content, world = _content(policy, optimizer, others), dist.get_world_size()
     want = "the model this run began with (another one needs another run)"
     _refuse_another_model(directory, content, "model.", "model.path", want)
@@ -247,7 +250,8 @@ def load_model(directory: Path, *, policy: FsdpPolicy, setting: str) -> int:
     """Load the weights alone of a checkpoint of this backend. Returns its step. Raises ConfigRefused."""
     refuse_other_backend(directory, KIND)
     facts = read_facts(directory)
-    refuse_other_beginning(directory, facts, policy)
+    refuse_other_beginning(directory, facts, policy, setting=setting)
+    _refuse_other_heads(directory, facts, policy)
     content = model(policy)
     _refuse_another_model(directory, content, "model.", setting, "a checkpoint of the model in model.path")
     _read(directory, content)
@@ -283,6 +287,15 @@ def _refuse_another_model(directory: Path, content: Content, prefix: str, settin
         if shape != tuple(part.shape):
             got = "is missing" if shape is None else f"has the shape {shape}"
             raise ConfigRefused(setting, f"{want}: {name} {got} in {directory}", tuple(part.shape))
+
+
+def _refuse_other_heads(directory: Path, facts: JsonMapping, policy: FsdpPolicy) -> None:
+    """Raise ConfigRefused where heads for further tokens are trained here, and were not in the checkpoint, or the
+    reverse.
+    """
+    if bool(facts.get("further")) is not bool(policy.root.num_further):
+        want = "> 0, as in the run that saved" if facts.get("further") else "0, as in the run that saved"
+        raise ConfigRefused(SETTING, f"{want} {directory}", "> 0" if policy.root.num_further else 0)
 
 
 def _rng_name() -> str:

@@ -21,9 +21,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from tidemill.bus.system.functions import described
-from tidemill.learner.backends.fsdp.decoding import decoded_files
+from tidemill.learner.backends.fsdp.further import with_heads
 from tidemill.learner.backends.fsdp.opening import encoding_of, plain_config
+from tidemill.learner.checkpoints.decoding import decoded_files
 from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout.model_files import beside_text_in
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +34,10 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 """Names of dtypes in the headers of safetensors."""
 
 
-def read_model(config: Any, directory: Path) -> Any:
+def read_model(config: Any, directory: Path, *, heads: int = 0) -> Any:
     """Return the whole model of a directory in float32 on the CPU, with quantized weights decoded.
+
+    ``heads``: for further tokens, which are read, too.
 
     Raises ConfigRefused where weights of the model are missing in the files, or have other shapes.
     """
@@ -41,20 +45,22 @@ def read_model(config: Any, directory: Path) -> Any:
     encoding, plain = encoding_of(config), plain_config(config)
     options = {"config": plain, "dtype": torch.float32, "output_loading_info": True}
     try:
+        with torch.device("meta"):
+            kind = type(AutoModelForCausalLM.from_config(plain))
+        if heads:
+            kind = with_heads(kind, heads)
         if encoding:
-            with torch.device("meta"):
-                kind = type(AutoModelForCausalLM.from_config(plain))
             settings = config.quantization_config
             tensors = decoded_files(directory, encoding, settings)
             model, report = kind.from_pretrained(None, state_dict=tensors, **options)
         else:
-            model, report = AutoModelForCausalLM.from_pretrained(directory, use_safetensors=True, **options)
+            model, report = kind.from_pretrained(directory, use_safetensors=True, **options)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ConfigRefused("model.path", "files of the model's weights", described(error)) from error
     faults = [*sorted(report["missing_keys"]), *sorted(map(str, report["mismatched_keys"]))]
     if faults:
         raise ConfigRefused("model.path", f"files with all weights of {type(model).__name__}", f"not {faults[:3]}")
-    if left_out := sorted(report["unexpected_keys"]):
+    if left_out := sorted(report["unexpected_keys"] - beside_text_in(directory).keys()):
         log.warning("weights_not_loaded count=%d first=%s directory=%s", len(left_out), left_out[0], directory)
     return model
 

@@ -30,7 +30,7 @@ from tidemill.learner.errors import ConfigRefused, LearnerError
 from tidemill.learner.kernels.choices import SDPA
 from tidemill.learner.layout.parallel import Parallel, of_all_stages
 from tidemill.learner.layout.sizes import Dealt
-from tidemill.learner.trainer.backend import DTYPES, Finish, Head, Input, Result
+from tidemill.learner.trainer.backend import DTYPES, Finish, Head, Input, ModelInput, Result
 from tidemill.learner.trainer.exports import digest_of
 from tidemill.learner.trainer.memory import Memory
 
@@ -113,6 +113,10 @@ class MegatronPolicy:
             fused=self.bridge.kernels.fused_log_probs,
             placeholder=self.replicas.overlap_grad_reduce and not is_embedding_too(last),
         )
+
+    def further_log_probs(self, row: ModelInput, hidden_TH: Tensor) -> Iterator[Tensor]:
+        """Yield nothing: heads for further tokens are not built."""
+        yield from ()
 
     def moving_biases(self) -> list[Tensor]:
         """Return the biases of this rank's routers, if they move."""

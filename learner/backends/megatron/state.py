@@ -151,7 +151,7 @@ def load_model(directory: Path, *, policy: MegatronPolicy, setting: str) -> int:
     """Load the weights alone of a checkpoint of Tidemill or Megatron. Returns its step. Raises ConfigRefused."""
     refuse_other_backend(directory, KIND)
     facts = load_common_state_dict(str(directory)).get("facts", {})  # Megatron's have none, and no adapters
-    refuse_other_beginning(directory, facts, policy)
+    refuse_other_beginning(directory, facts, policy, setting=setting)
     with megatron_device(), policy.memory.region():
         if not facts:
             return load_megatron(directory, policy.chunks, setting=setting)

@@ -4,7 +4,6 @@ Dense: Llama, Mistral (Llama's layout where its window is off, ``sizes.refusals`
 Mixtral, Qwen2-MoE, Qwen3-MoE, GLM-4.5 and 4.6, DeepSeek-V3.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -223,7 +222,7 @@ class DeepSeekV3(Experts, DeepseekV3Bridge):
 
     _FLASH_HEADS = False
     _SHARED_STATE_DICT_MAPPING: ClassVar[Mapping[str, list[str]]] = {}
-    """Tensors that the layers for multi-token prediction share; models with such layers are refused."""
+    """Tensors that the layers for multi-token prediction share, which are not built."""
 
     def _build_base_config(self, **arguments: Any) -> Any:
         arguments["original_max_position_embeddings"] = arguments.pop("max_position_embeddings")
@@ -327,13 +326,12 @@ def _config(model_dir: Path) -> Any:
     Raises ConfigRefused for a model type unknown to transformers.
     """
     try:
-        values = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         config = AutoConfig.from_pretrained(model_dir)
         for name, value in in_older_keys(config.to_dict()).items():
             if name != SCALING:  # in transformers 5 another name of rope_parameters
                 setattr(config, name, value)
-        if hasattr(config, MTP_LAYERS):  # transformers 5 has such a layer where the file has no number
-            setattr(config, MTP_LAYERS, values.get(MTP_LAYERS, 0))
+        if hasattr(config, MTP_LAYERS):  # they stay in the files (trainer/kept_tensors.py)
+            setattr(config, MTP_LAYERS, 0)
         return config
     except ValueError as error:
         want = (

@@ -17,7 +17,7 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of E2M1 by three bits; the fourth is the sign. Source: OCP Microscaling Formats 1.0, section 5.3.3."""
 _SCALE_BIAS = 127
 """Exponent bias of the scales, E8M0. Source: the same, section 5.4.1."""
-_FP8_SCALE, _FP4_BLOCKS, _FP4_SCALES = "_scale_inv", "_blocks", "_scales"
+FP8_SCALE, _FP4_BLOCKS, _FP4_SCALES = "_scale_inv", "_blocks", "_scales"
 """Ends of the names of the parts of an encoded weight."""
 
 
@@ -35,15 +35,15 @@ def decoded_files(directory: Path, encoding: str, settings: Settings) -> dict[st
 def _decode_fp8(tensors: dict[str, Tensor], settings: Settings) -> dict[str, Tensor]:
     """Decode weights of E4M3 with a factor for each block of rows and columns. Source: DeepSeek-V3's releases."""
     rows, columns = settings.get("weight_block_size") or (0, 0)
-    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(_FP8_SCALE)}
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(FP8_SCALE)}
     for name, factors in tensors.items():
-        if name.endswith(_FP8_SCALE):
-            weight = tensors[name.removesuffix(_FP8_SCALE)].float()
+        if name.endswith(FP8_SCALE):
+            weight = tensors[name.removesuffix(FP8_SCALE)].float()
             factors = factors.float()
             if rows:
                 factors = factors.repeat_interleave(rows, -2)[..., : weight.shape[-2], :]
                 factors = factors.repeat_interleave(columns, -1)[..., : weight.shape[-1]]
-            plain[name.removesuffix(_FP8_SCALE)] = weight * factors
+            plain[name.removesuffix(FP8_SCALE)] = weight * factors
     return plain
 
 

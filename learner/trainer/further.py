@@ -1,0 +1,37 @@
+"""The loss of heads that predict the tokens behind the next one (MTP).
+
+    for each head k: -log p(token i + k + 1), where that token is a trained one -> mean over heads and tokens
+
+Shape letters: T = tokens of a packed micro-batch.
+"""
+
+import torch
+from torch import Tensor
+
+from tidemill.learner.trainer.backend import Policy
+from tidemill.learner.trainer.rows import Row
+
+
+def further_loss(policy: Policy, row: Row, hidden_TH: Tensor, *, tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the row's part of the mean over heads and ``tokens`` (trained ones of the minibatch), and its sums.
+
+    Inside ``finish``. Its gradient is that of the heads alone.
+    Source: DeepSeek-V3 (arXiv 2412.19437), equations 24 and 25.
+    """
+    trained_T = row.seen.mask_T | row.demonstrated_T
+    assert row.seen.sequence_T is not None
+    losses, counts = [], []
+    for depth, log_probs_T in enumerate(policy.further_log_probs(row, hidden_TH), 1):
+        predicts_T = _predicts(trained_T, row.seen.sequence_T, depth)
+        losses.append(-torch.where(predicts_T, log_probs_T, 0.0).sum())
+        counts.append(predicts_T.sum())
+    total = torch.stack(losses).sum()
+    sums = {"mtp": total.detach().double(), "mtp_tokens": torch.stack(counts).sum().double()}
+    return total / (len(losses) * max(1, tokens)), sums
+
+
+def _predicts(trained_T: Tensor, sequence_T: Tensor, depth: int) -> Tensor:
+    """Return where the token that a head predicts is a trained one of the same sequence."""
+    later_T = trained_T.roll(-depth) & (sequence_T == sequence_T.roll(-depth))
+    later_T[-depth:] = False
+    return later_T
