@@ -8,6 +8,7 @@ the oldest events of its queue, sees the jump in ``from``, and asks again.
 """
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,7 @@ from tidemill.launch.page.texts import to_json
 EVENT_S = 1.0
 QUEUE = 8  # Events that one viewer may be behind
 MAX_VIEWERS = 64
+UNWATCHED_S = 30.0  # Seconds without a viewer or a request after which no more headers are read
 PROCESSES_EVERY_S, PROCESSES_PER_S = 2.0, 20.0  # Shortest interval of the list of processes, and its length a second
 MAX_STEPS = 500  # Steps of one event: with more, viewers ask for the answers again
 
@@ -35,6 +37,7 @@ class Feed:
         self._viewers: set[Queue] = set()
         self._sent: dict[str, object] = {}
         self._processes_s = float("-inf")
+        self._requested_s = time.monotonic()
 
     @contextmanager
     def viewer(self) -> Iterator[Queue]:
@@ -43,6 +46,7 @@ class Feed:
             raise ValueError(f"events: want at most {MAX_VIEWERS} viewers at once; close a page")
         queue: Queue = asyncio.Queue(QUEUE)
         self._viewers.add(queue)
+        self._reader.watched.set()
         try:
             yield queue
         finally:
@@ -50,6 +54,8 @@ class Feed:
 
     def position(self) -> JsonObject:
         """Send the changes that wait, and return the position behind them, for an answer."""
+        self._requested_s = time.monotonic()
+        self._reader.watched.set()
         changes = self._reader.changes
         if changes.steps or changes.pushes or changes.evaluations or changes.samples:
             self.flush()
@@ -60,6 +66,8 @@ class Feed:
         while True:
             await asyncio.sleep(EVENT_S)
             self.flush()
+            if not self._viewers and time.monotonic() > self._requested_s + UNWATCHED_S:
+                self._reader.watched.clear()
 
     def close(self) -> None:
         """End the connections of all viewers."""

@@ -78,6 +78,8 @@ class RunReader:
         self.planned = self.last_seq = 0
         self.answered_s = time.monotonic()
         self.loaded = asyncio.Event()  # Set when the records that were there at the start are read
+        self.watched = asyncio.Event()  # Cleared while there is no viewer: each header costs the bus 20 us
+        self.watched.set()
         self.audit_ended = asyncio.Event()
         self.headers_read, self.looked = asyncio.Event(), asyncio.Event()  # The same for headers, and for rows
         self.changes = RunChanges()
@@ -152,22 +154,35 @@ class RunReader:
         newest = max(begin, last - NEWEST + 1)
         self.last_seq = last
         await self._read_headers(newest, last)
-        await all_of((self._read_past_headers(begin, newest - 1), self._read_headers(last + 1, None)))
+        await all_of((self._read_past_headers(begin, newest - 1), self._follow_headers(last + 1)))
 
     async def _read_past_headers(self, first: int, last: int) -> None:
         if last >= first:
-            await self._read_headers(first, last, pause_s=PAUSE_S)
+            await self._read_headers(first, last)
         self.headers_read.set()
 
-    async def _read_headers(self, first: int, last: int | None, *, pause_s: float = 0.0) -> None:
-        """Register headers. With ``pause_s``, a part of the time is left to requests of viewers, and to the bus."""
+    async def _follow_headers(self, first: int) -> None:
+        """Register new headers while the page is watched; after a time without viewers, those that came meanwhile."""
+        while True:
+            await self.watched.wait()
+            newest = (await self.bus.retry(self.history.state)).last_seq
+            await self._read_headers(max(first, newest - self.held.size + 1), None)
+            first = self.last_seq + 1
+
+    async def _read_headers(self, first: int, last: int | None) -> None:
+        """Register headers, to the end or until the page is no longer watched.
+
+        Of many at once, a part of the time is left to requests of viewers, and to the bus.
+        """
         async for glimpse in self.history.glimpses(first, last):
             self.held.add(headline(glimpse))
-            if pause_s and not glimpse.seq % PAUSE_EVERY:
-                await asyncio.sleep(pause_s)
+            if glimpse.pending > PAUSE_EVERY and not glimpse.seq % PAUSE_EVERY:
+                await asyncio.sleep(PAUSE_S)
             if glimpse.seq > self.last_seq:
                 self.last_seq = glimpse.seq
                 self.changes.samples += 1
+            if last is None and not self.watched.is_set():
+                return
 
     # ---- rows and states
 

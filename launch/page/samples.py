@@ -6,7 +6,7 @@ import re
 import shlex
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -36,11 +36,11 @@ MAX_PROMPTS = 100
 MAX_FILTER = 2000  # Characters of a filter
 KEPT_SAMPLES, KEPT_BYTES = 16, 64 << 20
 _WORD = re.compile(r"(?:--)?([a-z]+)[=:](.*)", re.DOTALL)
-_NAMES = ("reward", "lag", "tokens", "status", "kind", "task", "actor", "engine", "text", "version", "fate")
+_NAMES = ("reward", "lag", "tokens", "status", "kind", "task", "actor", "engine", "text", "version", "fate", "step")
 
 
 class PageFilter:
-    """A filter in one line: the words of ``tidemill tail``, and ``version=`` and ``fate=``."""
+    """A filter in one line: the words of ``tidemill tail``, and ``version=``, ``fate=`` and ``step=``."""
 
     def __init__(self, line: str) -> None:
         """Raises ValueError naming the word. ``text=`` is plain text: an expression could hold the server."""
@@ -51,9 +51,7 @@ class PageFilter:
             self.words.append({"name": name, "value": safe(value)})
         newest = {name: texts[-1] if texts else "" for name, texts in values.items()}
         self.text, self.fate = newest["text"].casefold(), newest["fate"].casefold()
-        self.version = int(newest["version"]) if newest["version"].isdecimal() else None
-        if newest["version"] and self.version is None:
-            raise ValueError(f"filter: version: want a number, got {newest['version']!r}")
+        self.version, self.step = _whole(newest, "version"), _whole(newest, "step")
         names = {name: newest[name] or None for name in ("kind", "actor", "engine")}
         ranges = {name: newest[name] for name in ("reward", "lag", "tokens", "task")}
         try:
@@ -64,7 +62,7 @@ class PageFilter:
     @property
     def selects_all(self) -> bool:
         """True if no sample is left out."""
-        return self.headers == Filter() and not self.text and not self.fate and self.version is None
+        return self.headers == Filter() and not self.text and not self.fate and self.version is self.step is None
 
     def fits(self, line: Headline, disposition: Disposition | None, *, with_lag: bool = True) -> bool | None:
         """Return whether headers fit; None if fields are missing for it. The text is not compared here.
@@ -75,6 +73,8 @@ class PageFilter:
             low, high = line.versions or (-1, -1)
             if not low <= self.version <= high:
                 return False
+        if self.step is not None and (disposition is None or disposition.step != self.step):
+            return False
         if self.fate and self.fate not in ("unknown" if disposition is None else disposition.words):
             return False
         return (self.headers if with_lag else replace(self.headers, lag=None)).of(line)
@@ -82,6 +82,14 @@ class PageFilter:
     def fits_text(self, sample: Sample) -> bool:
         """Return whether the text is in the prompt or in the response."""
         return not self.text or any(self.text in part.casefold() for part in (prompt_text(sample), sample.response))
+
+
+def _whole(values: Mapping[str, str], name: str) -> int | None:
+    """Return a number of the filter, None without one. Raises ValueError."""
+    text = values[name]
+    if text and not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise ValueError(f"filter: {name}: want a number, got {text!r}")
+    return int(text) if text else None
 
 
 def _words(line: str) -> list[tuple[str, str]]:
@@ -170,8 +178,8 @@ class SampleAnswers:
     def histogram(self, words: str) -> JsonObject:
         """Return the rewards of the held samples in bins. Raises ValueError for a filter of texts or dispositions."""
         chosen = PageFilter(words)
-        if chosen.text or chosen.fate or chosen.version is not None:
-            raise ValueError("filter: a histogram is made of headers: want no text=, fate= or version=")
+        if chosen.text or chosen.fate or chosen.version is not None or chosen.step is not None:
+            raise ValueError("filter: a histogram is made of headers: want no text=, fate=, version= or step=")
         return self._reader.held.histogram(chosen.headers)
 
     async def group(self, task: int) -> JsonObject:

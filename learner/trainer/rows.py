@@ -48,7 +48,7 @@ class Row(ModelInput):
     demonstrated_T: Tensor
     """Trainable tokens of demonstrations."""
     fan: Fan | None = None
-    """With shared prefixes, how the computed tokens stand for those of the row; None = each is one of the row's."""
+    """How computed tokens stand for those that the loss reads; None = it reads all, and each is one of the row's."""
     listed_TK: Tensor | None = None
     """Token ids that the teacher listed, this rank's part, [T, K]; None = none. Of the reference: on the last stage."""
 
@@ -125,12 +125,23 @@ def step_of(batch: StepBatch, *, constant: float) -> Step:
     )
 
 
-def rows_of(batch: StepBatch, ranks: Parallel, routing: Routing | None = None, *, shared: bool = False) -> list[Row]:
-    """Return the micro-batches on this rank's device. ``shared``: compute common prefixes once."""
+def rows_of(
+    batch: StepBatch,
+    ranks: Parallel,
+    routing: Routing | None = None,
+    *,
+    shared: bool = False,
+    trained_only: bool = False,
+) -> list[Row]:
+    """Return the micro-batches on this rank's device. ``shared``: compute common prefixes once. ``trained_only``: read
+    the trained tokens alone, as with ``shared``; for rows that are whole on a rank.
+    """
     rows = [_row(micro_batch, batch, ranks) for micro_batch in batch.micro_batches]
     if shared:
         trees = [tree_of(micro_batch) for micro_batch in batch.micro_batches]
         rows = [row if tree is None else _shared(row, tree, ranks) for row, tree in zip(rows, trees, strict=True)]
+    elif trained_only:
+        rows = [_trained_only(row) for row in rows]
     if routing is not None and batch.routing != (0, 0):
         for row, micro_batch in zip(rows, batch.micro_batches, strict=True):
             experts_TEK = tensor_of(micro_batch.experts).view(-1, *batch.routing)
@@ -155,6 +166,11 @@ def _shared(row: Row, tree: Tree, ranks: Parallel) -> Row:
         ),
         fan=Fan(at_M, torch.from_numpy(tree.source_T).to(ranks.device)[at_M]),
     )
+
+
+def _trained_only(row: Row) -> Row:
+    at_M = (row.seen.mask_T | row.demonstrated_T).nonzero()[:, 0]
+    return replace(row, fan=Fan(at_M, at_M)) if len(at_M) else row  # a row of padding has none
 
 
 def _part_of_router(values_T: Tensor, ranks: Parallel) -> Tensor:

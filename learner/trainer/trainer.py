@@ -9,7 +9,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -176,7 +176,9 @@ class Trainer:
         skipped_N = self._without_gradient(step, advantages if batch.step > REPORTED_STEPS else None)
         shared = not self._obstacle and any_common(batch.micro_batches)
         batch, counts = self._repacked(batch, skipped_N, shared=shared)
-        rows = rows_of(batch, self._policy.parallel, self._policy.routing, shared=shared)
+        # Most of a step are the log-probs over the vocabulary, and prompts need none.
+        trained_only = bool(self._policy.obstacle) and self._collector is None and self._policy.parallel.cp_size == 1
+        rows = rows_of(batch, self._policy.parallel, self._policy.routing, shared=shared, trained_only=trained_only)
         self.spans = tuple(span for row in rows for span in row.packed.spans)
         with self._policy.ready():
             if self._collector is not None:
@@ -393,8 +395,10 @@ class Trainer:
             )
             self._hooks.before_step(moment)
         self._optimizer.zero_grad()
-        trained = int(torch.where(step.minibatches_N == number, step.trainable_N, 0).sum())
-        loss = partial(self._loss, denominators=denominators, coupled=coupled, supervised=supervised, trained=trained)
+        loss = partial(self._loss, denominators=denominators, coupled=coupled, supervised=supervised)
+        if self._mtp_factor and not warms_up:
+            trained = int(torch.where(step.minibatches_N == number, step.trainable_N, 0).sum())
+            loss = partial(self._with_further, loss=loss, trained=trained)
         biases = [(bias, bias.clone()) for bias in self._policy.moving_biases()]
         sums = self._passes.gradients(rows, loss, forward_only=warms_up)
         if warms_up:  # the metrics are those of the policy that stays
@@ -493,9 +497,7 @@ class Trainer:
         denominators: Denominators,
         coupled: Coupled,
         supervised: Supervised | None,
-        trained: int,
     ) -> tuple[Tensor, Sums]:
-        """Return a row's part of the loss and its sums. ``trained``: tokens of the minibatch."""
         log_probs_T, entropy_T, listed_TK = self._passes.read(row, hidden_TH, listed=self._objective.by_listed)
         tokens = self._objective.advised(row.seen, log_probs_T)
         total, loss, divergence_T = self._objective.total(
@@ -535,10 +537,15 @@ class Trainer:
             totals["teacher_top_kl"] = self._objective.listed_divergence(tokens, listed_TK.detach()).sum().double()
         if self._algorithm.ess_lr:
             totals["ess"] = sequence_weight_sums(log_probs_T, tokens)
-        if self._mtp_factor and torch.is_grad_enabled():  # not while only a critic is trained
-            further, further_sums = further_loss(self._policy, row, hidden_TH, tokens=trained)
-            total, totals = total + self._mtp_factor * further, totals | further_sums
         return total, Sums(totals={**sums.totals, **totals}, maxima=sums.maxima)
+
+    def _with_further(
+        self, row: Row, hidden_TH: Tensor, *, loss: Callable[[Row, Tensor], tuple[Tensor, Sums]], trained: int
+    ) -> tuple[Tensor, Sums]:
+        """Add the loss of heads for further tokens to a row's loss. ``trained``: tokens of the minibatch."""
+        total, sums = loss(row, hidden_TH)
+        further, further_sums = further_loss(self._policy, row, hidden_TH, tokens=trained)
+        return total + self._mtp_factor * further, Sums(totals={**sums.totals, **further_sums}, maxima=sums.maxima)
 
     def _record_logits(self, record: Collector, row: Row, hidden_TH: Tensor, tokens: Tokens) -> None:
         at_K = tokens.mask_T.nonzero()[:LOGITS_POSITIONS, 0]

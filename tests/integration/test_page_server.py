@@ -12,6 +12,7 @@ import pytest
 
 from tests.bus_fixtures import BusOpener
 from tests.page_kit import HOSTILE, LIMIT_S, SHOWN, Run, page_of, routes_of
+from tests.waits import until
 from tidemill.bus.errors import StreamReplaced
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.wire import subjects
@@ -272,6 +273,25 @@ async def test_a_sample_has_the_recorded_values_of_its_trained_tokens(open_bus: 
             assert (await page.get("tokens", seq=seqs[1]))["train_logprob"] == []
             (loss,) = (await page.get("metrics"))["metrics"]
             assert loss["meaning"] and loss["source"]
+
+
+async def test_without_viewers_no_headers_are_read_and_none_is_missing_afterwards(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "UNWATCHED_S", 0.0)
+    async with open_bus() as bus, asyncio.timeout(LIMIT_S):
+        run = await Run(bus).begin()
+        task = await run.task()
+        async with page_of(bus) as page:
+            await page.until("run", lambda answer: not answer["loading"])
+            await until(lambda: not page.reader.watched.is_set())
+            for number in range(20):
+                await run.sample(task, number % 2, attempt=f"a{number}")
+            await until(lambda: page.reader.samples is not None and page.reader.samples.last_seq == 20)
+            assert page.reader.held.last_seq <= 1, "one header ends the reading"
+            assert (await page.get("histogram"))["count"] <= 1
+            assert (await page.until("histogram", lambda answer: answer["count"] == 20))["undefined"] == 0
+            assert [row["seq"] for row in (await page.get("samples"))["rows"]] == list(range(20, 0, -1))
 
 
 async def test_a_page_ends_when_another_run_takes_the_name(open_bus: BusOpener) -> None:

@@ -35,6 +35,7 @@ class Hook:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        self.released.set()
         await self._runner.cleanup()
 
     async def _take(self, request: web.Request) -> web.Response:
@@ -121,7 +122,6 @@ async def test_a_hook_that_does_not_answer_holds_a_bounded_number_and_the_end_a_
             for number in range(2 * MOST_WAITING):
                 sender.given_up(f"{number}")
             assert len(sender._waiting) == MOST_WAITING and sender.dropped == MOST_WAITING
-        hook.released.set()
 
 
 async def test_without_a_hook_nothing_is_kept() -> None:

@@ -151,6 +151,12 @@ def test_keyboard_filter_and_quoted_tokens(address: str, browser: Any) -> None:
         page.reload()
         page.wait_for_selector("tr[aria-selected]")
         assert page.input_value("input[type=search]") == "reward=0 task=2"
+        reader.show("samples&filter=step%3D2")
+        reader.wait("() => document.querySelectorAll('[aria-label=Samples] tbody tr').length === 4")
+        reader.show("samples")
+        page.fill("input[aria-label^='go to']", "#3")
+        page.keyboard.press("Enter")
+        reader.wait("() => document.querySelector('[aria-label=Samples] tbody td').textContent === '#3'")
         reader.show("sample=1&t=1-2")
         assert page.evaluate("document.querySelectorAll('.tokens .quoted').length") == 2
 

@@ -3,13 +3,16 @@
 from dataclasses import replace
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.learner_steps import make_batches, make_samples, with_long_prompts
+from tests.unit.test_truncation import of_one_rank
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.batch.repacking import SHARED_FROM, num_computed, num_needed, packings, repacked, tree_of
+from tidemill.learner.trainer.rows import rows_of
 
 
 def row_of(sequences: list[list[int]], trained: list[int]) -> MicroBatch:
@@ -105,3 +108,13 @@ def test_rows_by_prompt_have_the_sequences_of_the_batch(
             assert {int(batch.minibatches_N[part.sample_T[0]]) for part in row} == {number}
             assert num_computed(row) <= capacity
             assert all(num_needed(part) == len(part.tokens_T) - 1 for part in row)
+
+
+def test_rows_read_the_trained_tokens_alone_where_no_prefix_is_shared() -> None:
+    [batch] = make_batches(make_samples(vocab=50), max_tokens=64)
+    rows = [rows_of(batch, of_one_rank(), trained_only=only) for only in (False, True)]
+    for row, read in zip(*rows, strict=True):
+        hidden_T, mask_T = torch.arange(1.0, len(row.tokens_T) + 1), row.seen.mask_T
+        assert torch.equal(read.read(hidden_T), hidden_T[mask_T]) and torch.equal(row.read(hidden_T), hidden_T)
+        assert torch.equal(read.read_row(row.targets_T), row.targets_T[mask_T])
+        assert torch.equal(read.spread(read.read(hidden_T)), torch.where(mask_T, hidden_T, 0.0))

@@ -16,6 +16,11 @@ from tests.held_steps import HELD, reached
 from tests.launched import run_tidemill
 from tests.waits import poll
 from tests.whole.running import UP_LIMIT_S, Up, assert_books_balance, until_step, up
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.messages import Plan
+from tidemill.launch.metrics.dictionary import described
+from tidemill.launch.run.bus_process import EndedBus, started
+from tidemill.learner.batch.batching import trainable_lags
 from tidemill.learner.checkpoints.disk import listed
 
 
@@ -46,6 +51,42 @@ def test_a_run_from_nothing_to_a_model_that_transformers_loads(from_nothing: Up)
     assert (run.directory / "curves.png").stat().st_size > 5000
     AutoModelForCausalLM.from_pretrained(run.directory / "final")
     AutoTokenizer.from_pretrained(run.directory / "final")
+
+
+def test_its_metrics_are_described_and_every_token_with_a_gradient_has_its_values(from_nothing: Up) -> None:
+    run = from_nothing
+    names = {name for line in run.metrics for name in line} - {"step", "epoch", "seconds"}
+    assert {name for name in names if described(name) is None} == set()
+    assert {line["data/trained_dropped"] for line in run.metrics} == {0.0}
+    ended = EndedBus.of(run.directory)
+    assert ended is not None
+    with started(ended) as url:
+        assert asyncio.run(_steps_with_values(url, ended.run)) == [1, 2, 3, 4, 5, 6]
+
+
+async def _steps_with_values(url: str, run: str) -> list[int]:
+    """Return the steps with recorded values, each compared with its plan and its samples."""
+    steps = []
+    async with connect(url, run, name="test") as bus:
+        plans = [record async for _, record in bus.plans.scan() if isinstance(record, Plan)]
+        for plan in plans:
+            values = {one.seq: one for one in await bus.trained.of_step(plan.step)}
+            samples = {int(seq): await bus.samples.fetch(int(seq)) for seq in plan.seqs}
+            assert values.keys() <= samples.keys()
+            for seq, sample in samples.items():
+                group = [one.score for one in samples.values() if one.task == sample.task]
+                lags = trainable_lags(sample, plan.version_steps, plan.step, plan.oldest_step)
+                trained = (lags >= 0).nonzero()[0].tolist()
+                if seq not in values and trained:  # no gradient: its reward is the mean of its group
+                    assert sample.score == pytest.approx(sum(group) / len(group)), (plan.step, seq)
+                if seq not in values:
+                    continue
+                one = values[seq]
+                assert (one.task, one.index, one.places.tolist()) == (sample.task, sample.index, trained)
+                if plan.step == 1:  # the weights that sampled it
+                    assert one.log_probs == pytest.approx(sample.rollout_log_probs, abs=1e-4)
+            steps.append(plan.step)
+    return steps
 
 
 def test_its_evaluations_are_those_of_the_command_alone(from_nothing: Up) -> None:

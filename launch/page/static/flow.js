@@ -7,20 +7,22 @@ import { Flow } from "./charts.js";
 const TIMES = { "whole run": "all", "last 10 min": "600" };
 const FLOW_EVERY_MS = 5_000;
 
-function ledgerRows(flow, go) {
+/** The filter of the samples in a line of the ledger; empty where headers do not have it. */
+function filterOf({ fate }) {
+  if (fate === "eval") return "kind=eval";
+  return fate === "trained" || fate.startsWith("dropped") ? `fate="${fate}"` : "";
+}
+
+function ledgerRows(flow) {
   const published = Math.max(1, flow.published ?? 0);
   return flow.ledger.map((line) => {
+    const filter = filterOf(line);
     const tone = line.samples && ["bad", "warn"].includes(line.tone) ? line.tone : line.samples ? "" : "mute";
     const mark = { bad: "✕ ", warn: "△ " }[tone] ?? "";
-    const name = line.filter
-      ? el("a", { href: link("samples", "", { filter: line.filter }) }, mark + line.fate)
-      : mark + line.fate;
+    const href = link("samples", "", { filter });
+    const name = filter ? el("a", { href }, mark + line.fate) : mark + line.fate;
     const cells = [name, count(line.samples), percent(line.samples / published)];
-    return {
-      cells,
-      class: tone,
-      ...(line.filter && { onclick: () => go(link("samples", "", { filter: line.filter })) }),
-    };
+    return { cells, class: tone };
   });
 }
 
@@ -78,8 +80,8 @@ export async function flowPage({ source, run, go }) {
   const chart = new Flow(way, {
     label: "way of the samples from the task to their place in the ledger",
     pick: (node) => {
-      const line = flow.ledger.find((item) => [item.fate, item.id].includes(node.name) || node.id === item.fate);
-      if (line?.filter) go(link("samples", "", { filter: line.filter }));
+      const line = flow.ledger.find((item) => item.fate === node.id || item.fate === node.name);
+      if (line && filterOf(line)) go(link("samples", "", { filter: filterOf(line) }));
     },
   });
   const ledger = panel("Ledger", { note: "every sample has one line, zeros stay", size: "wide8" });
@@ -94,7 +96,7 @@ export async function flowPage({ source, run, go }) {
     chart.set(flow);
     const { balance } = flow;
     body.replaceChildren(
-      table(["samples", "number", "share"], ledgerRows(flow, go), { caption: "Ledger" }),
+      table(["samples", "number", "share"], ledgerRows(flow), { caption: "Ledger" }),
       el(
         `p.${balance.ok ? "good" : "badly"}`,
         {},

@@ -77,7 +77,7 @@ export async function samplesPage({ source, go, replace, query }) {
   const bins = el("div");
   const list = el("div.scroll");
   const note = el("p.mute");
-  const more = button("older", () => load(next));
+  const more = button("older", () => load(next, true));
   const preview = panel("Preview", { note: "j, k move; Enter opens", size: "wide4" });
   const pane = el("div", {}, empty("Choose a sample."));
   preview.classList.add("preview");
@@ -106,28 +106,19 @@ export async function samplesPage({ source, go, replace, query }) {
     );
   }
 
+  /** The histogram of the samples that the other headers choose: its axis is the reward. */
   async function drawBins() {
+    const words = filterWords(filter).filter(([name]) => !["reward", "text", "fate", "version", "step"].includes(name));
     const answer = await source
-      .get("histogram", {
-        filter: filterWords(filter).filter(([name]) => name !== "reward").length ? toggleReward() : "",
-      })
+      .get("histogram", { filter: words.map((word) => word.join("=")).join(" ") })
       .catch(() => null);
     if (!answer?.bins?.length) return bins.replaceChildren();
-    const picked = filterWords(filter).find(([name]) => name === "reward");
-    return bins.replaceChildren(
-      histogram(answer.bins, {
-        picked: picked && `reward=${picked[1]}`,
-        pick: (bin) => setFilter(toggleWord(filter, bin.filter)),
-      }),
-    );
+    const reward = filterWords(filter).find(([name]) => name === "reward");
+    const pick = (bin) => setFilter(toggleWord(filter, bin.filter));
+    return bins.replaceChildren(histogram(answer.bins, { picked: reward && `reward=${reward[1]}`, pick }));
   }
 
-  /** The filter without its condition on the reward, which is the histogram's axis. */
-  function toggleReward() {
-    return toggleWord(toggleWord(filter, "reward=0"), "reward=0");
-  }
-
-  async function load(before = null) {
+  async function load(before = null, older = false) {
     drawChips();
     let answer;
     try {
@@ -138,9 +129,9 @@ export async function samplesPage({ source, go, replace, query }) {
       error.hidden = false;
       return;
     }
-    rows = before ? [...rows, ...answer.rows] : answer.rows;
+    rows = older ? [...rows, ...answer.rows] : answer.rows;
     next = answer.next;
-    if (!before) {
+    if (!older) {
       place = -1;
       fresh = 0;
       news.hidden = true;
@@ -225,7 +216,7 @@ export async function samplesPage({ source, go, replace, query }) {
     const kind = match[1] ? "seq" : ({ v: "version", "step ": "step", "task ": "task" }[match[2]] ?? "time");
     try {
       const seq = kind === "seq" ? Number(match[3]) : (await source.get("find", { [kind]: match[3] })).seq;
-      return await load(seq + PAGE);
+      return await load(seq + 1);
     } catch (problem) {
       error.textContent = problem.message;
       error.hidden = false;

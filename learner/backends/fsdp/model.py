@@ -228,9 +228,7 @@ def open_model(
         "packed" if findings.packed else "padded",
         findings.reason,
     )
-    heads = from_first(lambda: count_heads(config, model_dir), place) if further else 0
-    if heads and not findings.packed:
-        raise ConfigRefused(SETTING, f"0 for {config.model_type}, which is computed in padded rows", "> 0")
+    heads = _num_heads(config, model_dir, findings, place) if further else 0
     if value_head:
         config.tie_word_embeddings = False
     kernel = choose_attention(
@@ -254,6 +252,14 @@ def open_model(
     shard(model, place, dtype=DTYPES[dtype], cpu_offload=cpu_offload)
     model.load(model_dir)
     return model
+
+
+def _num_heads(config: Any, model_dir: Path, findings: Findings, place: Place) -> int:
+    """Return the number of heads for further tokens in the files. Raises ConfigRefused, on all ranks."""
+    heads = from_first(lambda: count_heads(config, model_dir), place)
+    if not findings.packed:
+        raise ConfigRefused(SETTING, f"0 for {config.model_type}, which is computed in padded rows", "> 0")
+    return heads
 
 
 def shard(model: FsdpModel, place: Place, *, dtype: torch.dtype, cpu_offload: bool) -> None:
