@@ -1,7 +1,7 @@
 """The architectures that an installation of SGLang has models for, asked before a server is started.
 
-SGLang runs any other one by transformers, with weights under names that no push has been tried with. It says so in a
-line of its log alone.
+SGLang runs any other one by transformers, with weights under names that no push has been tried with, and says so in a
+line of its log alone. A model whose module cannot be imported there (missing kernels) is not found here.
 """
 
 import os
@@ -21,8 +21,6 @@ LIMIT_S = 60.0
 """Time limit of the program, which reads source files of a few megabytes, in seconds."""
 MORE_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 """Variable of SGLang: a package with further models."""
-FELL_BACK = "has no SGLang implementation, falling back to Transformers"
-"""Part of the line in the server's log."""
 CURE = "use engine.kind: builtin (engine.runner: transformers), or a release of SGLang that has it"
 
 

@@ -14,9 +14,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from tidemill.actors.config import EngineConfig
-from tidemill.actors.errors import EngineError, EngineFailed, UnsupportedModel
+from tidemill.actors.errors import EngineError, EngineFailed
 from tidemill.actors.serving.sglang.api import Api
-from tidemill.actors.serving.sglang.registry import CURE, FELL_BACK
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.system.processes import Child
@@ -51,9 +50,7 @@ class ServerProcess:
 
     @classmethod
     async def open(cls, model_dir: Path, config: EngineConfig) -> "ServerProcess":
-        """Start the server unless it has a URL. Raises EngineFailed with its last lines if it does not answer,
-        UnsupportedModel if it has no model of its own for the directory.
-        """
+        """Start the server unless it has a URL. Raises EngineFailed with its last lines if it does not answer."""
         settings = config.sglang
         async with AsyncExitStack() as stack:
             async with AsyncExitStack() as secret:
@@ -64,9 +61,6 @@ class ServerProcess:
                     api, child = await _started(stack, secret, model_dir, config)
                 if not await until_healthy(api.healthy, child, settings.start_timeout_s):
                     raise _failure(api, child, f"SGLang does not answer after {settings.start_timeout_s:g} s")
-                if child is not None and any(FELL_BACK in line for line in child.lines()):
-                    want = "want a model whose SGLang code can be imported (the server's log has the error)"
-                    raise UnsupportedModel(str(model_dir), f"{want}, got one that SGLang runs by transformers; {CURE}")
             return cls(api, child, settings.silent_s, stack.pop_all())
 
     async def close(self) -> None:

@@ -1,7 +1,8 @@
 """Program for SGLang's interpreter: prints its release and the architectures that its registry has, as JSON.
 
 The registry imports the modules of all models, which takes half a minute of a core. So the names are read from the
-lines by which a module registers its classes. A module that cannot be imported there is found in the server's log.
+lines by which a module registers its classes. Modules that cannot be imported there are
+listed, too.
 """
 
 import importlib.metadata
