@@ -24,7 +24,7 @@ from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.invariants import MAX_REWARD
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject, is_integer, is_number
 from tidemill.bus.wire.messages import Sampling, Task
-from tidemill.bus.wire.subjects import RUN_NAME
+from tidemill.bus.wire.names import RUN_NAME
 
 
 class Clock:

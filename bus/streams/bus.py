@@ -29,6 +29,7 @@ from tidemill.bus.streams.samples import SampleStream
 from tidemill.bus.streams.tasks import Partials, TaskQueue
 from tidemill.bus.streams.trained import TrainedStream
 from tidemill.bus.wire import subjects
+from tidemill.bus.wire.names import RUN_NAME
 from tidemill.bus.wire.subjects import check_run
 
 _log = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ async def current_epoch(bus: Bus) -> int:
 LOOK_EVERY_S = 1.0
 _ANSWER_S = 5.0
 _NAMES = "$JS.API.STREAM.NAMES"
-_TASKS = re.compile(re.escape(subjects.stream("@", subjects.TASKS)).replace("@", f"({subjects.RUN_NAME.pattern})"))
+_TASKS = re.compile(re.escape(subjects.stream("@", subjects.TASKS)).replace("@", f"({RUN_NAME.pattern})"))
 
 
 class SeveralRuns(ValueError):

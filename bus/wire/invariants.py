@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.episode_limits import Budget, check_template_args
 from tidemill.bus.wire.messages import Partial, Plan, Sample, Span, Task, Timings, Turns, score_of
+from tidemill.bus.wire.names import RUN_NAME
 from tidemill.bus.wire.routed_experts import RoutedShape, check_routed_experts
-from tidemill.bus.wire.subjects import RUN_NAME
 
 # Largest absolute value of a reward, of each of its parts and of the score made of them.
 #

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tidemill.bus.wire.messages import Kind
+from tidemill.bus.wire.names import RUN_NAME
 
-RUN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # A run's name can be part of a subject and of a stream's name
 TASKS, SAMPLES, PLAN, PARTIALS, TURNS, DEAD = "TASKS", "SAMPLES", "PLAN", "PARTIALS", "TURNS", "DEAD"
 TRAINED = "TRAINED"
 BUCKETS = ("weights", "run", "live", "wanted", "keys")
