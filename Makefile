@@ -145,11 +145,11 @@ test-all test-sglang-all test-net-all test-env test-gpu test-gpu-logic: export T
 test-all: check
 	$(BIN)/python -m pytest -m "not gpu" tests/chaos tests/net/test_smoke.py $(TESTS) $(BESIDE)
 
-# Every family of transformers in the table of docs/models.md, on one rank and two; `make test` tries one of each kind.
+# Every family of transformers in the tables of docs/models.md, on one rank and two, and docs/families.md; `make test` tries one of each kind.
 .PHONY: test-families
 test-families: export THOROUGH := 1
 test-families: setup
-	$(BIN)/python -m pytest tests/integration/test_fsdp_families.py tests/integration/test_fsdp_model.py
+	$(BIN)/python -m pytest tests/integration/test_fsdp_families.py tests/integration/test_fsdp_model.py tests/integration/test_other_families.py
 
 # The engine's contract and whole runs on real SGLang servers.
 test-sglang: setup $(SGLANG)/.ready

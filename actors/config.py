@@ -103,8 +103,8 @@ class EngineConfig:
     """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU (``/server_info`` has the one in use)."""
     runner: Literal["auto", "decoder", "transformers"] = "auto"
     """What runs the model in the built-in engine: auto | decoder | transformers; auto = the engine's own decoder for
-    the families that it has, and the library transformers for every other one. With transformers only prompts that
-    join together share their keys and values (``share_prefix``), and adapters are merged into the weights.
+    the families that it has, and the library transformers for every other one. With transformers a family with
+    states (convolutions, linear attention) shares prompts that join together alone, and adapters are merged.
     """
     max_running: Annotated[Positive, BASIC] = 64
     """Sequences decoded together."""

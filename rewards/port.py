@@ -19,7 +19,6 @@ from tidemill.bus.system.functions import find_object
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Prompt, Status
 
-BY_ROLLOUT = "by_rollout"  # ``actor.reward`` of a run in which every episode gets its reward from its rollout
 Parts = float | Mapping[str, float]  # A number, or named numbers; ``score`` is trained on
 
 

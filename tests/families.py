@@ -1,8 +1,10 @@
 """Families of transformers at tiny sizes: a model of each, and its row in the table of ``docs/models.md``.
 
-``python -m tests.families`` prints the table anew.
+``python -m tests.families [PYTHON]`` prints the table anew; ``PYTHON``: the interpreter of an environment with SGLang.
 """
 
+import itertools
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tidemill.actors.config import SglangConfig
+from tidemill.actors.serving.builtin.shape import ModelShape, choose_runner
+from tidemill.actors.serving.sglang.arguments import NEWEST, written
+from tidemill.actors.serving.sglang.registry import Registry, read_registry
 from tidemill.learner.backends.fsdp.model import FsdpModel, Place, open_model
 from tidemill.learner.backends.fsdp.opening import build, without_noise
 from tidemill.learner.backends.fsdp.self_test import randomize
@@ -20,6 +27,8 @@ from tidemill.learner.backends.fsdp.self_test import randomize
 VOCAB = 512
 LENGTHS = (23, 1, 40, 17, 2)
 """Tokens of the sequences of a row: longer and shorter than windows and chunks."""
+GAIN = 0.5
+"""Factor of random matrices: with larger ones states amplify rounding to 5e-4 nats (nemotron_h)."""
 _DENSE = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -54,7 +63,8 @@ _LATENT = {
     "head_dim": None,
     "num_key_value_heads": 4,
 }
-_SPARSE = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
+# As many heads as released models have: with few, equal scores are frequent, and any of the tokens may be chosen.
+_SPARSE = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 64}
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "linear_key_head_dim": 16,
@@ -65,6 +75,7 @@ _DELTA = {
 _MIXED_EXPERTS = {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32}
 _WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
+_OF_GPT = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512, "head_dim": None}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_head": 16, "mamba_chunk_size": 16}
 
 FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -93,6 +104,7 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
             **_WINDOWS,
             "vocab_size_per_layer_input": VOCAB,
             "hidden_size_per_layer_input": 8,
+            "global_head_dim": 32,
             "final_logit_softcapping": 30.0,
             "num_kv_shared_layers": 2,
             "tie_word_embeddings": True,
@@ -171,6 +183,61 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1, 0], "tie_word_embeddings": True}),
 }
 """A name -> ``model_type`` and settings of transformers that differ from those of a small dense model."""
+OTHERS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    name: (name, settings)
+    for names, settings in (
+        ("apertus arcee cohere diffllama doge ernie4_5 gemma helium hunyuan_v1_dense nanochat nemotron olmo", {}),
+        ("qwen2 stablelm starcoder2", {}),
+        ("cohere2 cwm exaone4", _WINDOWS),
+        ("granitemoe phimoe", _LOCAL_EXPERTS),
+        ("flex_olmo olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
+        ("falcon phi", {"head_dim": None}),
+        (
+            "afmoe",
+            {
+                **_WINDOWS,
+                **_EXPERTS,
+                "num_dense_layers": 1,
+                "num_shared_experts": 1,
+                "n_group": 1,
+                "topk_group": 1,
+            },
+        ),
+        ("bamba", {**_MAMBA, "attn_layer_indices": [1, 3], "head_dim": None}),
+        ("bloom", {"n_layer": 4, "n_head": 4, "head_dim": None}),
+        ("codegen", {**_OF_GPT, "rotary_dim": 8}),
+        ("dots1", _GROUPED_EXPERTS),
+        ("ernie4_5_moe", {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1}),
+        ("falcon_h1", {**_MAMBA, "mamba_d_ssm": 128}),
+        ("gpt2", _OF_GPT),
+        ("gpt_neox", {"num_key_value_heads": None, "head_dim": None}),
+        ("gptj", {**_OF_GPT, "rotary_dim": 8}),
+        ("granitemoeshared", {**_LOCAL_EXPERTS, "shared_intermediate_size": 32}),
+        ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "num_shared_expert": 1, "moe_intermediate_size": 32}),
+        (
+            "jamba",
+            {
+                "mamba_d_state": 16,
+                "mamba_dt_rank": 8,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "attn_layer_period": 2,
+                "attn_layer_offset": 1,
+                "use_mamba_kernels": False,
+                "head_dim": None,
+            },
+        ),
+        ("mamba2", {"num_heads": 16, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 16}),
+        ("minimax", {**_LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 8}),
+        ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "head_dim": None}),
+        ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 32}),
+        ("recurrent_gemma", {"lru_width": 64, "attention_window_size": 16}),
+        ("vaultgemma", {**_WINDOWS, "query_pre_attn_scalar": 16}),
+        ("xglm", {"d_model": 64, "ffn_dim": 96, "num_layers": 4, "attention_heads": 4, "head_dim": None}),
+    )
+    for name in names.split()
+}
+"""Families for which nothing was written, or one file: those of ``docs/families.md``."""
 KINDS = ("qwen3, tied", "qwen3_5_moe", "gpt_oss", "gemma4", "glm_moe_dsa", "granitemoehybrid", "lfm2", "llama4")
 """One family of each kind: dense, linear attention with experts, sinks and windows, caps and shared keys, sparse
 attention, states, convolutions, chunks.
@@ -179,20 +246,31 @@ attention, states, convolutions, chunks.
 
 def config_of(name: str, **sizes: int) -> Any:
     """Return the configuration of a family at a tiny size, but for ``sizes``."""
-    kind, settings = FAMILIES[name]
+    kind, settings = {**OTHERS, **FAMILIES}[name]
     both = {**_DENSE, **settings, **sizes}
     present = {key: value for key, value in both.items() if value is not None or key == "q_lora_rank"}
     return AutoConfig.for_model(kind, **present)
 
 
+def family_model(name: str, *, seed: int = 0, **sizes: int) -> Any:
+    """Return a random model of a family in float32, without dropout, ready to be evaluated."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = build(without_noise(config_of(name, **sizes)), packed=False).model
+        randomize(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(GAIN if parameter.dim() > 1 else 1.0)
+    return model.eval()
+
+
 def write_family(
     directory: Path, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: int
 ) -> Path:
-    """Write a random model of a family by transformers, tiny but for ``sizes``. Returns its directory."""
-    torch.manual_seed(seed)
-    model = build(without_noise(config_of(name, **sizes)), packed=False).model
-    randomize(model)
-    model.to(dtype).save_pretrained(directory)
+    """Write a random model of a family, tiny but for ``sizes``, in the names of its released files. Returns its
+    directory.
+    """
+    family_model(name, seed=seed, **sizes).to(dtype).save_pretrained(directory)
     return directory
 
 
@@ -223,15 +301,22 @@ def place_here() -> Place:
     return Place(device=torch.device("cpu"), group=dist.group.WORLD)
 
 
-HEADER = ("family", "`model_type`", "rows", "states", "experts", "tied", "logits", "common prompts once")
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+SGLANG = written(NEWEST)
+"""The release of SGLang in the table."""
+HEADER = (
+    *("family", "`model_type`", "rows", "states", "experts", "tied", "logits", "common prompts once"),
+    *("built-in engine", f"SGLang {SGLANG}"),
+)
 
 
-def table_row(name: str, model: FsdpModel) -> str:
-    """Return the row of a family in the table of the documentation."""
+def table_row(name: str, model: FsdpModel, directory: Path) -> list[str]:
+    """Return the cells of a family in the table of the documentation, but that of SGLang."""
     experts = any("expert" in parameter for parameter, _ in model.transformer.named_parameters())
     scale, cap = model.head
     logits = [f"x {scale:g}"] * (scale != 1) + [f"cap {cap:g}"] * (cap != 0)
-    cells = (
+    shape, _ = choose_runner("auto", lambda: ModelShape.read(directory))
+    return [
         name,
         f"`{FAMILIES[name][0]}`",
         "packed" if model.findings.packed else "padded",
@@ -240,17 +325,38 @@ def table_row(name: str, model: FsdpModel) -> str:
         "yes" if model.transformer.all_tied_weights_keys else "",
         ", ".join(logits),
         "" if model.prefix_obstacle else "yes",
-    )
+        "transformers" if shape is None else "decoder",
+    ]
+
+
+def sglang_cell(name: str, registry: Registry) -> str:
+    """Return the last cell of a family: whether SGLang has code for it."""
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FAMILIES[name][0]]
+    return "" if registry.refusal({"architectures": [architecture]}) else "yes"
+
+
+def page_rows(page: str, header: Sequence[str] = HEADER) -> dict[str, list[str]]:
+    """Return the cells of the table in a page by family."""
+    lines = page.splitlines()
+    first = lines.index(_line(header)) + 2
+    of_table = itertools.takewhile(lambda line: line.startswith("|"), lines[first:])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in of_table]
+    return {cells[0]: cells for cells in rows}
+
+
+def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
-    """Print the table."""
-    print("| " + " | ".join(HEADER) + " |\n|" + "---|" * len(HEADER))
+    """Print the table. Without SGLang its column is empty."""
+    registry = read_registry(SglangConfig(python=sys.argv[1])) if len(sys.argv) > 1 else None
+    print(_line(HEADER) + "\n|" + "---|" * len(HEADER))
     with tempfile.TemporaryDirectory() as directory, one_place() as place:
         for name in FAMILIES:
             model_dir = write_family(Path(directory) / name, name)
-            print(table_row(name, open_model(model_dir, dtype="float32", place=place)))
+            cells = table_row(name, open_model(model_dir, dtype="float32", place=place), model_dir)
+            print(_line([*cells, sglang_cell(name, registry) if registry else ""]))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from tidemill.bus.system.functions import described, errors_as
 from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Status
+from tidemill.bus.wire.names import BY_ROLLOUT
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.own_objects import defect
 from tidemill.launch.settings.run_config import RunConfig
@@ -22,7 +23,7 @@ from tidemill.learner.filters import contract_of
 from tidemill.learner.prompts.rows import PromptRow
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from tidemill.rewards.group import GROUP
-from tidemill.rewards.port import BY_ROLLOUT, RewardRequest, Scorer
+from tidemill.rewards.port import RewardRequest, Scorer
 from tidemill.rewards.registry import ASKING, COMPARING, SANDBOXED, SEVERAL, TABLE, bind, load
 from tidemill.rewards.scorers import opened
 

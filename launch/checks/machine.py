@@ -1,4 +1,6 @@
-"""Checks of a run's environment: bus, engine's program, directories, disk, memory, store. Starts nothing."""
+"""Checks of a run's environment: bus, engine's program, directories, disk, memory, store. Starts nothing but a
+program that lists the models of SGLang.
+"""
 
 import json
 import math
@@ -15,6 +17,7 @@ from urllib.parse import urlsplit
 from tidemill.actors.errors import EngineFailed, UnsupportedModel
 from tidemill.actors.serving.builtin.blocks import host_memory
 from tidemill.actors.serving.sglang.arguments import OLDEST, release_of, written
+from tidemill.actors.serving.sglang.registry import CURE, read_registry
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import OLDEST_SERVER, STORE_SHARE, needed_bytes
 from tidemill.bus.system.files import lacking
@@ -43,8 +46,10 @@ STORE_SETTING = "learner.checkpoint.store"
 STORE_ANSWER_S = 20.0  # Longest time in which the store takes a small object, returns and removes it
 
 
-def check_engine(report: Report, config: RunConfig, *, on_this_machine: bool) -> None:
-    """Check the engine's program and the release of SGLang; ``on_this_machine``: engines are started here."""
+def check_engine(report: Report, config: RunConfig, model: CheckedModel | None, *, on_this_machine: bool) -> None:
+    """Check the engine's program, the release of SGLang, and whether it serves the model; ``on_this_machine``: engines
+    are started here.
+    """
     engine = config.engine
     if engine.kind != "sglang" or engine.sglang.url:
         is_running = "a server that is running (engine.sglang.url)"
@@ -74,6 +79,22 @@ def check_engine(report: Report, config: RunConfig, *, on_this_machine: bool) ->
             want = f"an environment with SGLang {written(OLDEST)} or newer"
             got = f"{engine.sglang.python!r}: SGLang {release}"
             severity("engine", where, want=want, got=got, cure="install a newer release there (docs/sglang.md)")
+    if releases and model is not None and model.directory is not None:
+        _check_served(report, config, model.directory, program)
+
+
+def _check_served(report: Report, config: RunConfig, directory: Path, program: str) -> None:
+    """Report a model that the SGLang of this interpreter has no code for, as the engine's start refuses it."""
+    try:
+        registry = read_registry(config.engine.sglang, program)
+        refused = registry.refusal(json.loads((directory / "config.json").read_text())) if registry else None
+    except EngineFailed as error:
+        cure = "install SGLang there (docs/sglang.md), or give another one"
+        report.warning("engine", "engine.sglang.python", want="its models", got=error.reason, cure=cure)
+        return
+    if refused:
+        want, got = refused
+        report.error("model", f"{directory}/config.json: architectures", want=want, got=got, cure=CURE)
 
 
 def _installed(program: str, package: str) -> list[str] | None:

@@ -57,7 +57,7 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     check_filters(report, config)
     check_algorithm(report, config)
     check_bridge(report, config)
-    check_engine(report, config, on_this_machine=starts_workers and config.up.engines > 0)
+    check_engine(report, config, model, on_this_machine=starts_workers and config.up.engines > 0)
     check_bus(report, config, model, data, reach=purpose.uses_bus)
     check_places(report, config, model, trains=purpose.trains)
     if purpose.trains:

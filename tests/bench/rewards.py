@@ -41,8 +41,9 @@ from tidemill.bus.liveness.keys import Keys, RunKeys
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
+from tidemill.bus.wire.names import BY_ROLLOUT
 from tidemill.rewards import group
-from tidemill.rewards.port import BY_ROLLOUT, RewardRequest, fields_of
+from tidemill.rewards.port import RewardRequest, fields_of
 from tidemill.rewards.registry import bind
 from tidemill.rewards.scorers import opened
 

@@ -5,13 +5,14 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -89,16 +90,11 @@ def measured(directory: Path, *, recompute: bool = False) -> tuple[FsdpModel, di
     }
 
 
-def sent(model: FsdpModel, senders: int) -> dict[str, int]:
-    """Return the number of elements of every tensor that this rank sends."""
-    return {name: tensor.numel() for name, tensor in model.export_part(senders)}
-
-
 def main(directories: Sequence[Path], out: Path) -> None:
     """Measure each family on this rank, with and without recomputation."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    results = dict(_measured(directories))
+    results = dict(_measured(directories, out))
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
@@ -113,7 +109,23 @@ def refused(directory: Path, out: Path) -> None:
     dist.destroy_process_group()
 
 
-def _measured(directories: Sequence[Path]) -> Iterator[tuple[str, Any]]:
+def _measured(directories: Sequence[Path], out: Path) -> Iterator[tuple[str, Any]]:
     for directory in directories:
         model, result = measured(directory, recompute=True)
-        yield directory.name, {**result, "sent": sent(model, dist.get_world_size())}
+        part = {name: tensor.contiguous() for name, tensor in model.export_part(dist.get_world_size())}
+        _write_part(part, out / directory.name, directory)
+        yield directory.name, {**result, "sent": list(part)}
+
+
+def _write_part(part: dict[str, Tensor], directory: Path, model_dir: Path) -> None:
+    """Write the tensors that this rank sends into the files of a model that all ranks write. Collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    directory.mkdir(exist_ok=True)
+    file = f"model-{rank + 1:05}-of-{world:05}.safetensors"
+    save_file(part, directory / file, metadata={"format": "pt"})
+    files: list[Any] = [None] * world
+    dist.all_gather_object(files, dict.fromkeys(part, file))
+    if rank == 0:
+        index = {"metadata": {}, "weight_map": {name: file for listed in files for name, file in listed.items()}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        shutil.copy(model_dir / "config.json", directory)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.check_kit import write_run
+from tests.families import write_family
 from tests.forked import completed
-from tests.model_families import write_family_model
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.cli import main
@@ -29,7 +29,9 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the settings of a run with a family that the learner has, and the decoder lacks."""
     directory = tmp_path_factory.mktemp("run")
     file = write_run(directory)
-    write_family_model(directory / "model", "glm4_moe")
+    write_family(directory / "model", "glm4_moe")
+    config = directory / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 0}))
     return file
 
 
@@ -60,10 +62,10 @@ def test_what_only_the_decoder_or_sglang_has_is_refused(run_file: Path, setting:
 
 def test_a_reference_with_rotary_positions_by_kind_of_layer_is_compared(tmp_path: Path) -> None:
     file = write_run(tmp_path)
-    write_family_model(tmp_path / "model", "olmo3")
-    write_family_model(tmp_path / "same", "olmo3", seed=1)
-    write_family_model(tmp_path / "other", "olmo2")
-    turned = write_family_model(tmp_path / "turned", "olmo3")
+    write_family(tmp_path / "model", "olmo3")
+    write_family(tmp_path / "same", "olmo3", seed=1)
+    write_family(tmp_path / "other", "olmo2")
+    turned = write_family(tmp_path / "turned", "olmo3")
     config = json.loads((turned / "config.json").read_text())
     config["rope_parameters"]["full_attention"]["rope_theta"] = 5.0
     (turned / "config.json").write_text(json.dumps(config))
@@ -82,7 +84,7 @@ def test_the_text_of_a_model_with_images_has_the_sizes_of_a_run(tmp_path: Path) 
     file = write_run(tmp_path)
     sizes = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 4}
     vision = sizes | {"out_hidden_size": 64, "num_position_embeddings": 64}
-    text = AutoConfig.from_pretrained(write_family_model(tmp_path / "text", "qwen3_5_text")).to_dict()
+    text = AutoConfig.from_pretrained(write_family(tmp_path / "text", "qwen3_5")).to_dict()
     config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
     report = checked(file)

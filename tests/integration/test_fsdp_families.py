@@ -9,19 +9,34 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.examples import THOROUGH
-from tests.families import FAMILIES, HEADER, KINDS, config_of, one_place, sequences, table_row, write_family
+from tests.families import (
+    FAMILIES,
+    KINDS,
+    LENGTHS,
+    PAGE,
+    config_of,
+    one_place,
+    page_rows,
+    plain_model,
+    sequences,
+    table_row,
+    write_family,
+)
 from tests.integration import fsdp_family_ranks
 from tests.integration.fsdp_family_ranks import measured
 from tests.learner_steps import run_ranks
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.serving.builtin.input_scores import Scoring
+from tidemill.actors.serving.builtin.opening import open_model as open_engine
 from tidemill.learner.backends.fsdp.model import Place
 from tidemill.learner.backends.fsdp.opening import Transformer, build, without_noise
 from tidemill.learner.backends.fsdp.self_test import TOLERANCE, Alone, randomize
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TRIED = list(FAMILIES) if THOROUGH else list(KINDS)
 LOG_PROBS, GRADIENTS = 5e-5, 2e-5
 """Largest differences in float32: of a log-prob, in nats, and of a gradient relative to the largest."""
@@ -41,10 +56,15 @@ def place() -> Iterator[Place]:
 
 
 @pytest.fixture(scope="module")
-def ranks(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory with the models that two ranks export, by their names."""
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(directories: dict[str, Path], exports: Path) -> list[dict[str, Any]]:
     """Results of two ranks, which compute the layers again in the backward pass."""
-    arguments = (list(directories.values()),)
-    return run_ranks(fsdp_family_ranks.main, arguments, world=2, out=tmp_path_factory.mktemp("ranks"))
+    return run_ranks(fsdp_family_ranks.main, (list(directories.values()),), world=2, out=exports)
 
 
 def assert_close(result: dict[str, Any]) -> None:
@@ -57,7 +77,7 @@ def assert_close(result: dict[str, Any]) -> None:
 def test_a_row_is_what_each_sequence_is_alone(name: str, directories: dict[str, Path], place: Place) -> None:
     model, result = measured(directories[name])
     assert_close(result)
-    assert table_row(name, model) in PAGE.read_text().splitlines()
+    assert table_row(name, model, directories[name]) == page_rows(PAGE.read_text())[name][:-1]
 
 
 @pytest.mark.parametrize("name", TRIED)
@@ -73,12 +93,23 @@ def test_every_exported_tensor_has_one_sender(name: str, ranks: list[dict[str, A
     assert all(rank[name]["sent"] for rank in ranks)
 
 
+@pytest.mark.parametrize("name", TRIED)
+@pytest.mark.usefixtures("ranks")
+def test_transformers_and_the_engine_load_the_export_of_two_ranks(
+    name: str, directories: dict[str, Path], exports: Path
+) -> None:
+    tokens = sequences()[LENGTHS.index(max(LENGTHS))]
+    with torch.inference_mode():
+        logits = [plain_model(path)(input_ids=tokens[None]).logits[0] for path in (directories[name], exports / name)]
+        scoring = Scoring(tokens=tokens.numpy().astype(np.int32), start=0, temperature=1.0, top_k=0)
+        (scores,) = open_engine(exports / name, EngineConfig(device="cpu", kv_tokens=64)).runner.scores([scoring], 0)
+    assert torch.equal(*logits)
+    wanted = logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    np.testing.assert_allclose(scores.log_probs_P, wanted, atol=LOG_PROBS, rtol=0)
+
+
 def test_the_page_has_every_family() -> None:
-    lines = PAGE.read_text().splitlines()
-    first = lines.index("| " + " | ".join(HEADER) + " |") + 2
-    rows = lines[first : first + len(FAMILIES) + 1]
-    assert [row.split(" | ")[0].removeprefix("| ") for row in rows[:-1]] == list(FAMILIES)
-    assert not rows[-1].startswith("|")
+    assert list(page_rows(PAGE.read_text())) == list(FAMILIES)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "granitemoehybrid", "qwen3_next", "lfm2", "kimi_linear"])

@@ -316,7 +316,7 @@ RELEASED = {
     "gpt_oss": True,
     "gemma4_text": True,
     "nemotron_h": True,
-    "minimax": False,  # its lightning attention has no convolution, by which a mixer is known
+    "minimax": True,  # by its module in ``families``: its lightning attention has no convolution
     "deepseek_v32": False,
     "cohere2": True,
 }

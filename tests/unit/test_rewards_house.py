@@ -14,12 +14,13 @@ import pytest
 from tests.refusals import refusal
 from tidemill import launch
 from tidemill.bus.wire.messages import Status
+from tidemill.bus.wire.names import BY_ROLLOUT
 from tidemill.rewards.builtin.ifeval import INSTRUCTIONS, follows, ifeval
 from tidemill.rewards.builtin.math_equality import same_math
 from tidemill.rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math
 from tidemill.rewards.builtin.text import f1, format_tags, gpqa, overlong, regex, repetition
 from tidemill.rewards.errors import RewardFailed
-from tidemill.rewards.port import BY_ROLLOUT, RewardRequest
+from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.registry import TABLE, UNBOUNDED, bind
 
 

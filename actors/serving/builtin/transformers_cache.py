@@ -229,21 +229,38 @@ class RowCache(Cache):
 
     # -- rows
 
+    def load(self, cache: DynamicCache, num_tokens: int, tables: Sequence[BlockTable]) -> None:
+        """Fill an empty cache of a prefill with the first tokens of its prompts, which are in their blocks."""
+        if not num_tokens:
+            return
+        places_U = torch.from_numpy(_places(tables)[:, :num_tokens].copy()).to(self._device)
+        for layer, target in zip(self.layers, cache.layers, strict=True):
+            parts = {
+                name: store.index_select(0, places_U.flatten()).unflatten(0, places_U.shape)
+                for name, store in (layer.parts if isinstance(layer, PagedLayer) else {}).items()
+            }
+            if "keys" in parts:
+                target.update(parts["keys"].transpose(1, 2), parts["values"].transpose(1, 2))
+            if "indexer_keys" in parts:
+                target.update_indexer(parts["indexer_keys"])
+
     def store(
         self,
         filled: DynamicCache,
         lengths_U: Sequence[int],
         tables: Sequence[BlockTable],
         prompt_of_R: Sequence[int],
+        *,
+        num_cached: int,
     ) -> None:
-        """Keep the tokens of a prefill in the blocks of its rows. Rows of a prompt share its full blocks: the first one
-        fills them.
+        """Keep the tokens of a prefill in the blocks of its rows, but for the first ``num_cached``, which are there.
+        Rows of a prompt share its full blocks: the first one fills them.
         """
         longest, first_rows = max(lengths_U), [prompt_of_R.index(prompt) for prompt in range(len(lengths_U))]
         sources, places = [], []
         for row, (table, prompt) in enumerate(zip(tables, prompt_of_R, strict=True)):
             length = lengths_U[prompt]
-            tokens = np.arange(0 if row == first_rows[prompt] else length - length % BLOCK, length)
+            tokens = np.arange(num_cached if row == first_rows[prompt] else length - length % BLOCK, length)
             sources.append(prompt * longest + tokens)
             places.append(_places([table])[0, tokens])
         device = self._device

@@ -1,7 +1,7 @@
 """The model runner of every causal language model that the library transformers has. Knows no sequence.
 
-It runs the library's own modules over a cache by row (``transformers_cache.py``). Adapters and prompts that begin with
-blocks of other sequences are left to the decoder.
+It runs the library's own modules over a cache by row (``transformers_cache.py``). Adapters are left to the decoder: the
+library's modules have no place for several at once, and another class for each projection of each family.
 
 Shape letters: N = running rows, L = positions (padded), U = prompts of a prefill, T = tokens per prompt (padded), R =
 rows of a prefill, P = scored places, V = vocabulary.
@@ -31,8 +31,6 @@ LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 class TransformersRunner:
     """One model with a cache by row (see ``ModelRunner``)."""
 
-    finds_prefixes = False
-
     def __init__(self, weights: TransformersWeights, probed: DynamicCache, *, num_blocks: int) -> None:
         """``probed``: as ``transformers_cache.probe`` returns it."""
         self.weights: TransformersWeights | None = weights
@@ -41,6 +39,7 @@ class TransformersRunner:
         self.captures = False
         self.experts_BTGJ: NDArray[np.int64] | None = None
         self.memory = RowCache(probed, num_blocks=num_blocks)
+        self.finds_prefixes = not self.memory.has_states  # a state at the end of a block is not kept
         self._config = weights.model.config.get_text_config(decoder=True)
 
     def prefill(
@@ -51,33 +50,36 @@ class TransformersRunner:
         prompt_of_R: Sequence[int],
         adapter_names: Sequence[str],
     ) -> tuple[Tensor, int]:
-        assert not any(cached) and not any(adapter_names), "neither is offered"
+        assert not any(adapter_names), "they are merged into the weights"
         scores_U: dict[int, Tensor] = {}
         num_padded = 0
-        for prompts in self._together(contexts):
-            cache = prefill_cache(self._config)
-            lengths = [len(contexts[prompt]) for prompt in prompts]
-            scores_UV = self._prefill([contexts[prompt] for prompt in prompts], lengths, cache)
-            scores_U |= dict(zip(prompts, scores_UV, strict=True))
+        for prompts in self._together(contexts, cached):
+            num_cached, cache = cached[prompts[0]], prefill_cache(self._config)
             rows = [row for row, prompt in enumerate(prompt_of_R) if prompt in prompts]
             of_rows = [prompts.index(prompt_of_R[row]) for row in rows]
-            self.memory.store(cache, lengths, [tables[row] for row in rows], of_rows)
-            num_padded += len(prompts) * max(lengths)
+            self.memory.load(cache, num_cached, [tables[prompt_of_R.index(prompt)] for prompt in prompts])
+            new = [contexts[prompt][num_cached:] for prompt in prompts]
+            scores_UV = self._prefill(new, cache)
+            scores_U |= dict(zip(prompts, scores_UV, strict=True))
+            lengths = [len(contexts[prompt]) for prompt in prompts]
+            self.memory.store(cache, lengths, [tables[row] for row in rows], of_rows, num_cached=num_cached)
+            num_padded += len(prompts) * max(map(len, new))
         return torch.stack([scores_U[prompt] for prompt in prompt_of_R]), num_padded
 
-    def _together(self, contexts: Sequence[NDArray[np.int32]]) -> Iterator[list[int]]:
-        """Yield the numbers of contexts that are computed together: of one length where padding would reach states."""
-        if not self.memory.has_states:
-            yield list(range(len(contexts)))
-            return
-        by_length: dict[int, list[int]] = {}
+    def _together(self, contexts: Sequence[NDArray[np.int32]], cached: Sequence[int]) -> Iterator[list[int]]:
+        """Yield the numbers of contexts that are computed together: with as many cached tokens, and of one length where
+        padding would reach states.
+        """
+        groups: dict[tuple[int, int], list[int]] = {}
         for number, context in enumerate(contexts):
-            by_length.setdefault(len(context), []).append(number)
-        yield from by_length.values()
+            key = cached[number], len(context) if self.memory.has_states else 0
+            groups.setdefault(key, []).append(number)
+        yield from groups.values()
 
-    def _prefill(self, contexts: Sequence[NDArray[np.int32]], lengths: Sequence[int], cache: DynamicCache) -> Tensor:
-        """Fill the cache with contexts, padded on the right. Returns the scores of their next tokens, [U, V]."""
+    def _prefill(self, contexts: Sequence[NDArray[np.int32]], cache: DynamicCache) -> Tensor:
+        """Add contexts to the cache, padded on the right. Returns the scores of their next tokens, [U, V]."""
         assert self.weights is not None
+        lengths = [len(context) for context in contexts]
         ends = sorted(set(lengths))
         kept = torch.tensor([end - 1 for end in ends], device=self.device)
         out = self.weights.model(input_ids=self._padded(contexts), cache=cache, use_cache=True, logits_to_keep=kept)

@@ -19,6 +19,7 @@ from tidemill.actors.serving.host import PROBE, EngineHost
 from tidemill.actors.serving.sglang.api import Api
 from tidemill.actors.serving.sglang.arguments import CPU_CHECKSUMS, NEWEST, Release, release_of, written
 from tidemill.actors.serving.sglang.proxy import Proxy
+from tidemill.actors.serving.sglang.registry import refuse_unserved
 from tidemill.actors.serving.sglang.server_process import INFO_S, ServerProcess
 from tidemill.actors.serving.sglang.tensors import layout_of
 from tidemill.actors.serving.sglang.weight_updates import SglangUpdates
@@ -50,16 +51,21 @@ class SglangEngine(EngineHost[SglangUpdates]):
         self.counters = dict.fromkeys(COUNTERS, 0.0)
 
     def load(self) -> None:
-        """Read the model's sizes, tokenizer and tensor names, which the proxy needs. Raises UnsupportedModel."""
+        """Read the model's sizes, tokenizer and tensor names, which the proxy needs. Raises UnsupportedModel, also for
+        a model that SGLang does not serve.
+        """
         file = self.model_dir / "config.json"
         try:
-            values = language_values(json.loads(file.read_text()))
+            config = json.loads(file.read_text())
+            values = language_values(config)
             vocab_size, context = int(values["vocab_size"]), int(values["max_position_embeddings"])
             self._hidden_size = int(values["hidden_size"])
             self.routed = RoutedShape.of(values)
         except (OSError, ValueError, KeyError) as error:
             want = "want vocab_size, hidden_size and max_position_embeddings"
             raise UnsupportedModel(str(file), f"{want}: {error!r}") from error
+        if not self.config.sglang.url:
+            refuse_unserved(self.model_dir, config, self.config.sglang)
         self._read_limits(vocab_size, context, experts=self.routed is not None)
         self._names = frozenset(tensor_names(self.model_dir))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tidemill.learner.backends.fsdp.attention import CurrentRow
+from tidemill.learner.backends.fsdp.family import Family
 from tidemill.learner.kernels.attention import Pad, Unpad
 
 _OF_ROW = (
@@ -27,33 +28,33 @@ _OF_ROW = (
 """Arguments about the tokens of a row, which a bucket does not have."""
 
 
-def mixers_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules that carry a state from token to token: each has a convolution over time as its first step."""
-    for name, module in model.named_modules():
-        if any(isinstance(child, torch.nn.Conv1d) for child in module.children()):
-            yield name, module
+def mixers_of(model: torch.nn.Module, family: Family) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules that carry a state from token to token."""
+    yield from ((name, module) for name, module in model.named_modules() if family.is_mixer(module))
 
 
-def separate_sequences(model: torch.nn.Module, row: CurrentRow) -> list[str]:
-    """Let the mixers of a model compute each sequence of the current row alone. Returns their names."""
-    names = []
-    for name, mixer in mixers_of(model):
-        mixer.forward = partial(_by_bucket, mixer.forward, row)  # type: ignore[method-assign]
-        names.append(name)
-    return names
+def separate_sequences(model: torch.nn.Module, row: CurrentRow, family: Family) -> None:
+    """Let the mixers of a model compute each sequence of the current row alone."""
+    for _, mixer in mixers_of(model, family):
+        mixer.forward = partial(_by_bucket, mixer.forward, row, family)  # type: ignore[method-assign]
 
 
 def _by_bucket(
-    forward: Callable[..., Any], row: CurrentRow, hidden_states: Tensor, *positional: Any, **arguments: Any
-) -> Tensor:
-    """Return a mixer's output for each sequence alone: [1, T, H] -> [1, T, H]."""
+    forward: Callable[..., Any],
+    row: CurrentRow,
+    family: Family,
+    hidden_states: Tensor,
+    *positional: Any,
+    **arguments: Any,
+) -> Any:
+    """Return a mixer's output, computed for each sequence alone: [1, T, H] -> [1, T, H]."""
     packed, out, place = row.packed, [], 0
     assert packed is not None and not packed.cuts, "a mixer has whole sequences only"
     arguments = {name: value for name, value in arguments.items() if name not in _OF_ROW}
     hidden = Pad.apply(hidden_states[0], packed.take_P, packed.give_T)
     for count, width in packed.buckets:
-        output = forward(hidden[place : place + count * width].view(count, width, -1), *positional, **arguments)
-        out.append((output[0] if isinstance(output, tuple) else output).reshape(count * width, -1))
+        bucket_BLH = hidden[place : place + count * width].view(count, width, -1)
+        out.append(family.mix(forward, bucket_BLH, *positional, **arguments).reshape(count * width, -1))
         place += count * width
-    mixed: Tensor = Unpad.apply(out[0] if len(out) == 1 else torch.cat(out), packed.give_T)
-    return mixed[None]
+    mixed_TH: Tensor = Unpad.apply(out[0] if len(out) == 1 else torch.cat(out), packed.give_T)
+    return family.result(mixed_TH[None])

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tidemill.bus.system.functions import described
 from tidemill.learner.backends.fsdp.attention import PACKED, CurrentRow, give_row
+from tidemill.learner.backends.fsdp.family import family_of
 from tidemill.learner.backends.fsdp.mixers import mixers_of, separate_sequences
 from tidemill.learner.checkpoints.decoding import DECODERS
 from tidemill.learner.errors import ConfigRefused
@@ -145,7 +146,8 @@ def build(
     row = CurrentRow(kernel=kernel)
     if packed:
         give_row(model, row)
-    mixers = [name for name, _ in mixers_of(model)]
+    family = family_of(model.config)
+    mixers = [name for name, _ in mixers_of(model, family)]
     if packed:
-        separate_sequences(model, row)
+        separate_sequences(model, row, family)
     return Transformer(model, row, tuple(mixers), packed)

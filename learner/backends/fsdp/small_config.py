@@ -7,6 +7,8 @@ cut: layers, hidden units, heads, experts, vocabulary.
 import copy
 from typing import Any
 
+from tidemill.learner.backends.fsdp.family import family_of
+
 HIDDEN, HEADS, VOCABULARY = 64, 4, 128
 _LIMITS = {
     "vocab_size": VOCABULARY,
@@ -57,6 +59,7 @@ def _small(settings: Settings, config: Any) -> Settings:
     if "num_attention_heads" in common and hasattr(config, "num_hidden_layers"):
         _cut_sizes(common)
         _cut_layers(common, config.num_hidden_layers)
+        family_of(config).fit(common)
     if common.get("pad_token_id") is not None:
         common["pad_token_id"] = 0
     return {**{config.attribute_map.get(name, name): value for name, value in common.items()}, **inner}

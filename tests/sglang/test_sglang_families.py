@@ -1,0 +1,69 @@
+"""Families of ``tests.families`` on SGLang: which ones it serves, and the names of experts in a push."""
+
+import asyncio
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.engine_kinds import sglang_server
+from tests.engine_push import joined
+from tests.engine_serving import log_probs_of, scores, told_log_probs
+from tests.families import FAMILIES, PAGE, SGLANG, family_model, page_rows, sglang_cell, write_family
+from tests.sglang.server import ENVIRONMENT, config, serving
+from tests.tiny_models import write_tiny_tokenizer
+from tidemill.actors.serving.sglang.registry import Registry, read_registry
+
+REGISTRY = """
+import json, logging, sys
+from sglang.srt.models.registry import ModelRegistry
+print(json.dumps(sorted(ModelRegistry.get_supported_archs())))
+"""
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def registry(python: str) -> Registry:
+    registry = read_registry(config(python).sglang)
+    assert registry is not None and registry.release == SGLANG
+    return registry
+
+
+def test_the_page_names_the_families_that_sglang_serves(registry: Registry) -> None:
+    rows = page_rows(PAGE.read_text())
+    assert {name: cells[-1] for name, cells in rows.items()} == {name: sglang_cell(name, registry) for name in FAMILIES}
+
+
+@pytest.mark.slow
+def test_the_names_are_those_of_sglangs_registry(registry: Registry, python: str) -> None:
+    """But for the modules that it cannot import on this machine, and leaves out."""
+    done = subprocess.run(
+        [python, "-c", REGISTRY], env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    imported, logged = set(json.loads(done.stdout.splitlines()[-1])), done.stdout + done.stderr
+    assert imported <= registry.architectures
+    left_out = [line for line in logged.splitlines() if "Ignore import error when loading sglang.srt.models" in line]
+    assert bool(left_out) == bool(registry.architectures - imported)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_are_pushed_by_the_names_of_files(python: str, tmp_path: Path, name: str) -> None:
+    """As the learner exports them: one tensor of each expert, or of all of them, as in the family's files."""
+    directory = write_tiny_tokenizer(write_family(tmp_path / "model", name))
+    models = [family_model(name, seed=seed) for seed in range(2)]
+
+    async def pushed(url: str) -> None:
+        async with serving(python, url, directory) as served, joined(served) as push:
+            for version, model in enumerate(models):
+                if version:
+                    await push.whole(model, version)
+                answer = await served.generate(PROMPT, max_new_tokens=24, temperature=1.0, ignore_eos=True)
+                wanted = log_probs_of(await scores(model, PROMPT, answer["output_ids"]), answer["output_ids"])
+                assert np.abs(told_log_probs(answer) - wanted).max() < 1e-3
+
+    with sglang_server(python, directory, tmp_path / "sglang.log", dtype="float32") as url:
+        asyncio.run(pushed(url))
