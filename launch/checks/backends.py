@@ -9,6 +9,8 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.checkpoints.disk import written_by
 from tidemill.learner.checkpoints.manifest import MANIFEST
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout.model_files import HEADS_SETTING, count_heads
 from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
 from tidemill.learner.layout.transformers_models import language_models
 from tidemill.learner.settings.backends import MEGATRON, NO_MTP
@@ -32,6 +34,8 @@ def check_backend(report: Report, config: RunConfig, values: Mapping[str, object
         _check_settings(report, config, values)
     else:
         _check_transformers(report, config, values, where)
+        if config.learner.mtp_loss_scaling_factor:
+            _check_heads(report, config, values, made=where == "prepare")
     _check_beginning(report, config.learner.from_checkpoint, kind)
     for refused in argument_refusals(config.learner.megatron):
         cure = "see docs/parallelism.md, or remove it"
@@ -66,6 +70,21 @@ def _check_transformers(report: Report, config: RunConfig, values: Mapping[str, 
     if config.model.megatron_checkpoint:
         want, got = "none with learner.backend: fsdp", config.model.megatron_checkpoint
         report.error("model", "model.megatron_checkpoint", want=want, got=got, cure="remove learner.backend")
+
+
+def _check_heads(report: Report, config: RunConfig, values: Mapping[str, object], *, made: bool) -> None:
+    """Refuse models without heads that can be trained, and patterns that freeze all of them. ``made``: at the start."""
+    if made:
+        got, want = config.learner.mtp_loss_scaling_factor, "0 for a model that is made at the start, without heads"
+        report.error("model", HEADS_SETTING, want=want, got=got, cure="remove it")
+        return
+    try:
+        path, freeze = Path(config.model.path), config.learner.optimizer.freeze
+        count_heads(str(values.get("model_type")), path, freeze=freeze)
+    except ConfigRefused as refused:
+        report.error("model", refused.field, want=refused.want, got=refused.got, cure="remove it")
+    except (OSError, ValueError, LookupError):  # of damaged files, which the check of the weights reports
+        return
 
 
 def _check_settings(report: Report, config: RunConfig, values: Mapping[str, object]) -> None:

@@ -25,7 +25,7 @@ from tidemill.launch.devices.memory_table import MemoryRow, dtype_on, engine_row
 from tidemill.launch.devices.shapes import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 from tidemill.learner.layout.backends import BackendChoice, choose_backend
-from tidemill.learner.layout.model_files import mtp_in, tensors_in, text_tensors_in
+from tidemill.learner.layout.model_files import tensors_in, text_tensors_in, trained_heads_in
 from tidemill.learner.layout.sizes import FAMILIES
 from tidemill.learner.settings.backends import FSDP, MEGATRON
 from tidemill.learner.settings.config import ROLLOUT
@@ -248,7 +248,7 @@ def size_here(config: RunConfig, model: Path | None = None) -> ModelSize:
         values = json.loads((path / "config.json").read_text(encoding="utf-8"))
         tensors = text_tensors_in(path)
         if config.learner.mtp_loss_scaling_factor:
-            tensors |= {name: stored.shape for name, stored in mtp_in(path).items()}
+            tensors |= trained_heads_in(path)
         return ModelSize(tensors, critic, _backend(config, values).kind)
     except UNREADABLE:
         return ModelSize()
@@ -298,7 +298,9 @@ def _check_reference(report: Report, config: RunConfig, values: JsonMapping, mod
         its = json.loads((Path(reference) / "config.json").read_text(encoding="utf-8"))
         family = its["model_type"]
         is_decoded = model.shape is not None
-        tensors = ModelShape.of(its, where=reference).tensors() if is_decoded else tensors_in(Path(reference))
+        tensors = ModelShape.of(its, where=reference).tensors() if is_decoded else text_tensors_in(Path(reference))
+        # A reference needs no heads for further tokens, which only the policy's own loss reads.
+        own_tensors = dict(model.tensors) if is_decoded or not model.directory else text_tensors_in(model.directory)
         # Other families may have rotary positions by kind of layer, which version 4 has no keys for.
         configs = (as_older(values), as_older(its)) if is_decoded else (language_values(values), language_values(its))
     except UNREADABLE as error:
@@ -306,7 +308,7 @@ def _check_reference(report: Report, config: RunConfig, values: JsonMapping, mod
         report.error("model", where, want=want, got=str(error), cure=cure)
         return
     cure = "use a reference of the same architecture"
-    if (family, tensors) != (values["model_type"], dict(model.tensors)):
+    if (family, tensors) != (values["model_type"], own_tensors):
         got = f"{family}, {its.get('num_hidden_layers')} layers of {its.get('hidden_size')} in {reference}"
         report.error("model", where, want=want, got=got, cure=cure)
     for name in ROPE_KEYS if is_decoded else (ROPE, *ROPE_KEYS):

@@ -10,8 +10,9 @@ from tidemill.launch.devices.shapes import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.settings.config import LearnerConfig
 
-MOMENTS = 2  # tensors of Adam beside each weight
 GATHERED = 2  # layers that are whole at a time: the one that computes, and the next one, which is gathered meanwhile
+_NOT_BY_MUON = ("embed", "lm_head", "bias")
+"""In names of tensors that AdamW updates in Muon's place."""
 _LAYER = re.compile(r"(.*\.layers\.\d+)\.")
 
 
@@ -19,7 +20,7 @@ def fsdp_rows(tensors: Shapes, config: RunConfig, *, cuda: bool, critic: Shapes 
     """Return the rows of one rank by the model's tensors, without activations and logits.
 
     ``critic``: the tensors of the critic's model; None = as many as the policy's. Weights are float32 whatever the
-    dtype of the passes, and Adam has no further copy of them.
+    dtype of the passes, and the optimizer has no further copy of them.
     """
     learner, dtype = config.learner, dtype_on(config.learner.dtype, cuda=cuda)
     rows = _models(tensors, dtype, learner, cuda=cuda, critic=critic)
@@ -48,7 +49,8 @@ def _model(tensors: Shapes, learner: LearnerConfig, item: int, prefix: str, *, c
     yield of_rank(f"{prefix}weights, float32{share}", FLOAT32 * _divided(tensors, learner))
     yield of_rank(f"{prefix}gradients, float32{share}", FLOAT32 * trained)
     on_host = learner.offload_optimizer and cuda
-    yield of_rank(f"{prefix}Adam: two moments, float32{share}", MOMENTS * FLOAT32 * trained, on_host=on_host)
+    words, state = _state(tensors if prefix else trained_tensors(tensors, learner), learner, by_adam=bool(prefix))
+    yield of_rank(f"{prefix}{words}, float32{share}", FLOAT32 * state, on_host=on_host)
     if num_parts(learner) > 1 or item != FLOAT32:
         yield of_rank(
             f"{prefix}whole weights of {GATHERED} layers, and those outside of layers", item * _whole(tensors)
@@ -66,9 +68,27 @@ def _copies(tensors: Shapes, config: RunConfig, *, cuda: bool) -> Iterable[Memor
         yield of_rank(part, FLOAT32 * num_weights, on_host=cuda)
     if learner.checkpoint.background:
         saved = 1 + len([part for part in kept if part != "reference model" or learner.algorithm.kl.moves])
-        state = MOMENTS * _divided(trained_tensors(tensors, learner), learner)
+        _, state = _state(trained_tensors(tensors, learner), learner, by_adam=learner.algorithm.by_critic)
         size = FLOAT32 * (saved * num_weights + state) * (2 if learner.algorithm.by_critic else 1)
-        yield of_rank("copy of weights and Adam's state, for checkpoints, at most", size, on_host=cuda)
+        yield of_rank("copy of weights and the optimizer's state, for checkpoints, at most", size, on_host=cuda)
+
+
+def _state(tensors: Shapes, learner: LearnerConfig, *, by_adam: bool) -> tuple[str, int]:
+    """Return the optimizer's state of these tensors: a description, and its elements on a rank. ``by_adam``: whatever
+    the policy's optimizer is, as for a critic.
+    """
+    name = "adam" if by_adam else learner.optimizer.name
+    if name == "sgd":
+        return "SGD: momentum", _divided(tensors, learner)
+    if name != "muon":
+        return "Adam: two moments", 2 * _divided(tensors, learner)
+    matrices = {
+        name: shape
+        for name, shape in tensors.items()
+        if len(shape) == 2 and not any(part in name for part in _NOT_BY_MUON)
+    }
+    elements = 2 * _divided(tensors, learner) - _divided(matrices, learner)
+    return "Muon: momentum of matrices, Adam's two moments of others", elements
 
 
 def num_parts(learner: LearnerConfig) -> int:

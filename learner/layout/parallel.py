@@ -8,7 +8,7 @@ Shape letters: T = tokens of the row, C = tokens of one part, n = heads, d = hea
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tidemill.bus.system.functions import described
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.errors import ConfigRefused, FirstRankFailed
 from tidemill.learner.layout.sizes import num_senders
 
 
@@ -263,6 +264,29 @@ def tokens_for_heads(values_T: Tensor, group: dist.ProcessGroup) -> Tensor:
     tokens, width = values_T.shape
     mine: Tensor = _Exchange.apply(values_T.view(ranks, tokens // ranks, width), group)
     return mine.transpose(0, 1).reshape(tokens // ranks, ranks * width)
+
+
+def from_first(make: Callable[[], T], *, device: torch.device, group: dist.ProcessGroup | None = None) -> T:
+    """Return what ``make`` returns on the first rank of a group, on all its ranks. Collective. None = all ranks.
+
+    Its errors end all ranks: ConfigRefused is raised on all, for any other FirstRankFailed on those that wait.
+    """
+    outcome: list[Any] = [None, None]
+    failure: Exception | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            outcome[0] = make()
+        except ConfigRefused as error:
+            outcome[1] = failure = error
+        except Exception as error:
+            # Of any library: it might not be picklable, or not without code that the other ranks lack.
+            outcome[1], failure = FirstRankFailed(described(error)), error
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(outcome, group=group, group_src=0, device=device)
+    value, other = outcome
+    if (raised := failure or other) is not None:
+        raise raised
+    return value  # type: ignore[no-any-return]
 
 
 class _Gather(torch.autograd.Function):

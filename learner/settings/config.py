@@ -100,8 +100,8 @@ class CriticConfig:
             raise ValueError(
                 f"optimizer.freeze: want none, because the whole critic is trained, got {list(self.optimizer.freeze)}"
             )
-        if self.optimizer.name == "sgd":
-            raise ValueError("optimizer.name: want adamw or adam for the critic, got 'sgd'")
+        if self.optimizer.name not in ("adamw", "adam"):
+            raise ValueError(f"optimizer.name: want adamw or adam for the critic, got {self.optimizer.name!r}")
 
 
 @section

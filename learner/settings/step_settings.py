@@ -164,5 +164,6 @@ def refuse_built_in(then: JsonMapping, now: JsonMapping, step: int) -> None:
 
 
 def _at(record: JsonMapping, path: str) -> object:
-    # A record from before mtp_loss_scaling_factor has none: heads were not trained.
-    return reduce(lambda values, name: values.get(name, 0.0), path.split("."), record)
+    if path == "learner.mtp_loss_scaling_factor":  # records from before it have none: heads were not trained
+        return record["learner"].get("mtp_loss_scaling_factor", 0.0)
+    return reduce(lambda values, name: values[name], path.split("."), record)

@@ -110,6 +110,16 @@ class Weights(Protocol):
         """Directory of the model with which a new run begins."""
 
     @property
+    def kept(self) -> str:
+        """Digest of the tensors of the model's files that are not trained; empty = none."""
+
+    @property
+    def names_of_heads(self) -> frozenset[str]:
+        """Names of the weights of heads for further tokens. Only their loss reads them, so copies for other passes are
+        without them.
+        """
+
+    @property
     def adapters(self) -> Adapters | None:
         """The only weights that are trained; None = the model's own."""
 
@@ -123,8 +133,10 @@ class Weights(Protocol):
     def weights_changed(self) -> None:
         """Let the next pass see weights that were written outside of an optimizer step."""
 
-    def load(self, directory: Path) -> None:
-        """Load the weights of another model directory of the same shape. Raises ConfigRefused."""
+    def load_reference(self, directory: Path) -> None:
+        """Load the weights of another model directory of the same shape, but for those of heads for further tokens.
+        Raises ConfigRefused.
+        """
 
     def load_initial(self) -> None:
         """Load the weights again that a new run begins with, before its adapters."""
@@ -222,11 +234,13 @@ class Policy(Weights, Exports, Protocol):
         collective.
         """
 
-    def further_log_probs(self, row: ModelInput, hidden_TH: Tensor) -> Iterator[Tensor]:
-        """Yield for each head for further tokens (MTP) that is trained the log-probs of the tokens it predicts, [T].
+    def further_log_probs(
+        self, row: ModelInput, hidden_TH: Tensor, predicts: Callable[[int], Tensor]
+    ) -> Iterator[Tensor]:
+        """Yield for each head for further tokens (MTP) that is trained the log-probs of the tokens it predicts, [N].
 
-        The k-th, from 1, predicts the token k + 1 places behind. Values without such a token in the sequence mean
-        nothing. Valid inside ``finish``; gradients are those of the heads alone.
+        The k-th, from 1, predicts the token k + 1 places behind, at the N places where ``predicts(k)``, [T], is true;
+        of none it yields one 0, with the head's graph. Valid inside ``finish``; gradients are those of the heads alone.
         """
 
     def gather(self) -> None:

@@ -15,7 +15,7 @@ from tidemill.learner.trainer.critic import Critic
 
 def reference_weights(policy: Weights, reference_dir: Path, *, dtype: torch.dtype | None = None) -> "WeightBackup":
     """Return a backup of another model's weights, loaded through the policy, which gets its initial ones again."""
-    policy.load(reference_dir)
+    policy.load_reference(reference_dir)
     backup = WeightBackup(policy, dtype=dtype, whole=True)
     if policy.adapters is not None:
         backup.restore({name: torch.zeros_like(backup.tensors[name]) for name in policy.adapters.names("B")})
@@ -33,7 +33,10 @@ def initial_weights(policy: Weights, *, dtype: torch.dtype | None = None) -> "We
 
 
 class WeightBackup:
-    """A second copy of the weights: the proximal policy, the reference. Of CUDA weights it is in pinned host memory."""
+    """A second copy of the weights: the proximal policy, the reference. Of CUDA weights it is in pinned host memory.
+
+    It is without heads for further tokens, which its passes do not run.
+    """
 
     def __init__(
         self,
@@ -50,10 +53,11 @@ class WeightBackup:
         self._policy = policy
         if names is None and policy.adapters is not None and not whole:
             names = policy.adapters.names()
+        left_out = policy.names_of_heads
         self._copies = {
             name: _empty_on_host(weight, dtype)
             for name, weight in policy.named_weights()
-            if names is None or name in set(names)
+            if name not in left_out and (names is None or name in set(names))
         }
         self.refresh()
 
@@ -76,6 +80,8 @@ class WeightBackup:
         """Move the copies to ``stays * copy + (1 - stays) * current weights``. Raises MemoryReleased."""
         self._policy.memory.want("an average of the weights")
         for name, weight in self._policy.named_weights():
+            if name not in self._copies:
+                continue
             self._copies[name].lerp_(weight.detach().to("cpu", self._copies[name].dtype), 1 - stays)
 
     @torch.no_grad()

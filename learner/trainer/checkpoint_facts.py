@@ -16,7 +16,6 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.checkpoints.disk import written_by
 from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
 from tidemill.learner.settings.lora import LoraConfig
-from tidemill.learner.trainer import kept_tensors
 from tidemill.learner.trainer.backend import Weights
 from tidemill.learner.trainer.backups import OtherModels
 from tidemill.learner.trainer.optimizer import Optimizer
@@ -27,10 +26,7 @@ COMMON = "common.pt"
 
 
 def facts_of(step: int, policy: Weights, others: OtherModels) -> JsonObject:
-    """Return the facts of a state after ``step``, equal on all ranks, by which ``refuse_...`` tell runs apart.
-
-    Collective.
-    """
+    """Return the facts of a state after ``step``, equal on all ranks, by which ``refuse_...`` tell runs apart."""
     roles = {"proximal": others.proximal, "reference": others.reference, "critic": others.critic}
     facts: JsonObject = {
         "format": FORMAT,
@@ -40,7 +36,7 @@ def facts_of(step: int, policy: Weights, others: OtherModels) -> JsonObject:
     }
     facts |= {} if policy.adapters is None else {"lora": policy.adapters.facts()}
     # By reference: they are up to a tenth of a model, and a checkpoint would have them again every few steps.
-    return facts | ({"kept": kept} if (kept := _kept(policy)) else {})
+    return facts | ({"kept": policy.kept} if policy.kept else {})
 
 
 def read_facts(directory: Path) -> JsonMapping:
@@ -149,20 +145,12 @@ def _refuse_other_adapters(directory: Path, facts: JsonMapping, policy: Weights,
 def _refuse_other_kept(directory: Path, facts: JsonMapping, policy: Weights, setting: str) -> None:
     """Raise ConfigRefused where the tensors that are not trained are others than when the checkpoint was saved.
 
-    Collective. Checkpoints from before they were recorded are taken.
+    Checkpoints from before they were recorded are taken.
     """
-    stored, current = facts.get("kept"), _kept(policy)
+    stored, current = facts.get("kept"), policy.kept
     if stored is not None and stored != current:
         want = f"a model whose tensors beside the trained ones (MTP, images) are those of the run of {directory}"
         raise ConfigRefused(setting, f"{want}: SHA-256 {stored:.12}", f"{current:.12}" or "none")
-
-
-def _kept(policy: Weights) -> str:
-    """Return the digest of the tensors that are not trained. Collective: the first rank reads them, once."""
-    digest = [kept_tensors.digest(policy.model_dir) if dist.get_rank() == 0 else ""]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(digest, src=0, device=policy.parallel.device)
-    return digest[0]
 
 
 def _rank_of(facts: JsonMapping | None) -> int:

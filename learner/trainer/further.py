@@ -5,6 +5,8 @@
 Shape letters: T = tokens of a packed micro-batch.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -21,10 +23,10 @@ def further_loss(policy: Policy, row: Row, hidden_TH: Tensor, *, tokens: int) ->
     trained_T = row.seen.mask_T | row.demonstrated_T
     assert row.seen.sequence_T is not None
     losses, counts = [], []
-    for depth, log_probs_T in enumerate(policy.further_log_probs(row, hidden_TH), 1):
-        predicts_T = _predicts(trained_T, row.seen.sequence_T, depth)
-        losses.append(-torch.where(predicts_T, log_probs_T, 0.0).sum())
-        counts.append(predicts_T.sum())
+    predicts = partial(_predicts, trained_T, row.seen.sequence_T)
+    for depth, log_probs_N in enumerate(policy.further_log_probs(row, hidden_TH, predicts), 1):
+        losses.append(-log_probs_N.sum())
+        counts.append(predicts(depth).sum())
     total = torch.stack(losses).sum()
     sums = {"mtp": total.detach().double(), "mtp_tokens": torch.stack(counts).sum().double()}
     return total / (len(losses) * max(1, tokens)), sums

@@ -4,7 +4,6 @@ They stay in the files of the model with which a run began: no rank has them in 
 content. Every directory of the trained model has them again, read one at a time.
 """
 
-import functools
 import hashlib
 import json
 import logging
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from tidemill.learner.checkpoints.decoding import DECODERS, FP8_SCALE
 from tidemill.learner.layout.model_files import StoredTensor, beside_text_in
+from tidemill.learner.layout.parallel import from_first
 from tidemill.weightstore.format.manifest import Manifest, TensorSpec
 from tidemill.weightstore.store import snapshot_files
 
@@ -101,7 +101,11 @@ def write_model(
     )
 
 
-@functools.cache
+def digest_of_kept(model_dir: Path, device: torch.device) -> str:
+    """Return ``digest`` on all ranks; the first one reads the files, and its errors end all. Collective."""
+    return from_first(lambda: digest(model_dir), device=device)
+
+
 def digest(model_dir: Path) -> str:
     """Return SHA-256 of the tensors of a model's files that a text model is computed without; empty = none."""
     total = hashlib.sha256()

@@ -105,7 +105,10 @@ class Optimizer(ABC):
 
     @abstractmethod
     def _update(self, rate: float) -> float:
-        """Clip the gradients to ``max_norm``, and apply them. Returns their norm over all ranks before clipping."""
+        """Clip the gradients to ``max_norm``, and apply them. Returns their norm over all ranks before clipping.
+
+        Those of heads for further tokens are clipped by their own norm, which is not in it.
+        """
 
     @abstractmethod
     def _reset(self) -> None:

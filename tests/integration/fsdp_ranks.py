@@ -17,12 +17,13 @@ from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.backends.fsdp.activations import module_outputs
-from tidemill.learner.backends.fsdp.model import Place, from_first
+from tidemill.learner.backends.fsdp.model import Place
 from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
 from tidemill.learner.backends.fsdp.policy import FsdpPolicy, build_policy
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.trainer.backups import OtherModels, WeightBackup
+from tidemill.learner.trainer.kept_tensors import digest_of_kept
 from tidemill.learner.trainer.rows import Row, rows_of
 from tidemill.learner.trainer.trainer import Trainer
 
@@ -105,7 +106,7 @@ def written_behind_a_pass(model_dir: Path, here: Parallel) -> dict[str, bool]:
     return {"changed": changed, "restored": torch.equal(forward_only(policy), before)}
 
 
-def failing(here: Parallel) -> dict[str, list[str]]:
+def failing(model_dir: Path, here: Parallel) -> dict[str, list[str]]:
     """Return the errors of this rank where reading fails on the first rank: of a setting, and of a library."""
     errors: dict[str, list[str]] = {}
     for wanted in (ConfigRefused("model.path", "a model", "none"), MemoryError("no memory is left")):
@@ -114,9 +115,18 @@ def failing(here: Parallel) -> dict[str, list[str]]:
             raise error
 
         try:
-            from_first(read, Place.of(here))
+            Place.of(here).from_first(read)
         except Exception as error:
             errors[type(wanted).__name__] = [type(error).__name__, str(error)]
+    damaged = model_dir.parent / "damaged"
+    if here.rank == 0:
+        damaged.mkdir()
+        (damaged / "model.safetensors").write_bytes(b"no header")
+    torch.distributed.barrier()
+    try:
+        digest_of_kept(damaged, here.device)
+    except Exception as error:
+        errors["damaged"] = [type(error).__name__, str(error)]
     return errors
 
 
@@ -130,7 +140,7 @@ def modules(model_dir: Path, here: Parallel) -> dict[str, float]:
 def main(model_dir: Path, out: Path) -> None:
     with joined() as here:
         results: dict[str, Any] = {case: on_fsdp(model_dir, here, case) for case in TRAINED}
-        results[FAILING] = failing(here)
+        results[FAILING] = failing(model_dir, here)
         results[MODULES] = modules(model_dir, here)
         results[WRITTEN] = written_behind_a_pass(model_dir, here)
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

@@ -104,8 +104,6 @@ OFTEN = (
 """One of each kind: the others are tried by ``make test-all``."""
 TRIED = {name: kind for name, kind in KINDS.items() if THOROUGH or name in OFTEN}
 _WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-OF_FSDP = ("muon", "muon of experts")
-"""Kinds of the families of Megatron that it does not train."""
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"head_dim": 16, **_WINDOWS},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},

@@ -21,6 +21,7 @@ from aiohttp.test_utils import TestServer
 from safetensors.torch import load_file, save_file
 
 from tests.engine_serving import serving
+from tests.families import write_family
 from tests.integration import debug_ranks
 from tests.integration.debug_ranks import DENSE, DUMPED, DUMPED_OF_FOUR, EXPERTS, LATENT, PROMPTS
 from tests.integration.expert_ranks import VOCAB
@@ -80,6 +81,31 @@ def test_fsdp_and_engine_agree_in_the_modules_of_a_layer(here: parallel.Parallel
     assert comparison.first is None
     layers = [f"layers.{layer}{part}" for layer in (0, 1) for part in (".attention", ".mlp", "")]
     assert list(comparison.compared) == ["embedding", *layers, "norm", "log_probs"]
+
+
+@pytest.mark.parametrize(
+    ("family", "modules", "left_out"),
+    [
+        ("falcon_h1", [["attention", "mlp"]] * 4, "mamba"),
+        ("nemotron_h", [["attention"], ["mlp"], ["attention"], ["mlp"]], "norm"),
+    ],
+)
+def test_layers_of_other_forms_are_dumped(
+    here: parallel.Parallel,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    family: str,
+    modules: list[list[str]],
+    left_out: str,
+) -> None:
+    caplog.set_level("INFO")
+    policy = fsdp_policy.build_policy(write_family(tmp_path, family), dtype="float32", parallel=here)
+    outputs = fsdp.module_outputs(policy, PROMPTS[:1])
+    layers = [f"layers.{layer}" for layer in range(len(modules))]
+    inner = [f"{layer}.{name}" for layer, names in zip(layers, modules, strict=True) for name in names]
+    assert set(outputs) == {f"0.{name}" for name in ("embedding", *layers, *inner, "norm", "log_probs")}
+    [line] = [message for message in caplog.messages if "left out of the dump" in message]
+    assert left_out in line
 
 
 def test_latent_attention_is_dumped_without_its_projection(here: parallel.Parallel, tmp_path: Path) -> None:

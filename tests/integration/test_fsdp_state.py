@@ -15,7 +15,6 @@ from tests.integration.fsdp_state_ranks import (
     BASE,
     KINDS,
     LORA,
-    OF_FSDP,
     OPTIMIZER,
     OTHER_FAMILIES,
     SAVED,
@@ -39,7 +38,7 @@ from tidemill.learner.trainer.adapter_files import write_adapter
 
 FAMILIES = ("qwen3", "qwen3_moe", "lfm2")
 """Of the tests of refused settings."""
-LOOSE = ("bfloat16", *OF_FSDP)
+LOOSE = ("bfloat16", "muon", "muon of experts")
 """Kinds that compute in bfloat16 (Muon its updates), which rounds a last digit of float32 to other neighbours."""
 
 

@@ -87,6 +87,7 @@ def test_an_error_of_the_first_rank_ends_all(ranks: list[dict[str, Any]]) -> Non
     )
     assert first["MemoryError"] == ["MemoryError", "no memory is left"]
     assert second["MemoryError"][0] == "FirstRankFailed" and "no memory is left" in second["MemoryError"][1]
+    assert second["damaged"][0] == "FirstRankFailed" and first["damaged"][1] in second["damaged"][1], "kept tensors"
 
 
 def test_rank_0_has_the_outputs_of_modules(ranks: list[dict[str, Any]], model_dir: Path, here: Parallel) -> None:

@@ -5,6 +5,7 @@ gradients for the heads alone.
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tests.learner_steps import make_samples
 from tests.megatron_world import one_rank
 from tests.mtp_models import rewrite, write_with_heads
 from tests.refusals import refusal
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.backends.fsdp import convert
 from tidemill.learner.backends.fsdp.backend import FsdpBackend
 from tidemill.learner.backends.fsdp.model import FsdpModel, Place, open_model
@@ -29,6 +32,7 @@ from tidemill.learner.backends.fsdp.self_test import row_of
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import LearnerConfig, OptimizerConfig
+from tidemill.learner.trainer.backend import ModelInput
 from tidemill.learner.trainer.kept_tensors import write_model
 from tidemill.weightstore.format.manifest import Manifest
 
@@ -143,8 +147,12 @@ def test_heads_of_a_row_are_those_of_transformers_for_each_sequence(family: str,
     assert all(name.endswith(copies) for name in files.keys() - exported.keys())
 
 
-def learner_of(model: Path, here: Parallel, factor: float, **settings: Any) -> BackendLearner:
-    optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, clip_grad=0.0)
+UNCLIPPED = OptimizerConfig(lr=1e-3, eps=1e-4, clip_grad=0.0)
+
+
+def learner_of(
+    model: Path, here: Parallel, factor: float, optimizer: OptimizerConfig = UNCLIPPED, **settings: Any
+) -> BackendLearner:
     config = LearnerConfig(steps=10, optimizer=optimizer, mtp_loss_scaling_factor=factor, backend="fsdp", **settings)
     return open_learner(FsdpBackend(), model, here, config)
 
@@ -171,6 +179,62 @@ def test_a_step_trains_the_heads_on_the_tokens_of_responses_and_nothing_else(her
         torch.testing.assert_close(trained[name], tensor, atol=2e-5, rtol=1e-4)
     assert "model.layers.5.eh_proj.weight" in trained and "model.layers.5.eh_proj.weight" not in without
     assert learner.train(4, samples)["train/mtp_loss"] < metrics["train/mtp_loss"]
+
+
+def test_heads_are_clipped_by_a_norm_of_their_own(here: Parallel, tmp_path: Path) -> None:
+    """Theirs is over the limit with this factor. The policy's norm and its clipped steps stay."""
+    model, samples = write_with_heads(tmp_path / "model", "deepseek_v3", heads=2), make_samples(vocab=VOCAB)
+    sgd = OptimizerConfig(name="sgd", lr=1e-2, momentum=0.0, clip_grad=1.0)
+    plain, learner = (learner_of(model, here, factor, sgd) for factor in (0.0, 50.0))
+    for step in (3, 4):
+        norms = [each.train(step, samples)["train/grad_norm"] for each in (plain, learner)]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    before, trained, without = (files_of(model), *(dict(each.policy.export()) for each in (learner, plain)))
+    assert different(without, {name: before[name] for name in without})
+    for name, tensor in without.items():
+        torch.testing.assert_close(trained[name], tensor, atol=1e-6, rtol=1e-5)
+    heads = [(trained[name] - before[name]).square().sum() for name in trained.keys() - without.keys()]
+    assert 0 < float(sum(heads)) ** 0.5 < 2 * 1e-2 * 1.001, "two steps of the largest norm"
+
+
+def test_a_reference_has_no_heads(here: Parallel, tmp_path: Path) -> None:
+    """Neither in its files, as transformers saves a model, nor in its copy and its checkpoint."""
+    model = write_with_heads(tmp_path / "model", "deepseek_v3")
+    plain = write_family(tmp_path / "plain", "deepseek_v3", seed=5)
+    for reference in ("", str(plain)):
+        kl = KLConfig(coef=0.1, reference=reference, reference_ema=0.5)
+        learner = learner_of(model, here, 0.3, algorithm=AlgorithmConfig(kl=kl))
+        assert different(dict(learner.policy.export()), files_of(model)) == sorted(
+            name
+            for name in files_of(model)
+            if name.endswith(("embed_tokens.weight", "shared_head.head.weight")) and "layers" in name
+        )
+        copies = learner.reference.weights
+        assert copies is not None and copies.tensors and not copies.tensors.keys() & learner.policy.names_of_heads
+        assert learner.train(3, make_samples(vocab=VOCAB))["train/mtp_loss"] > 0
+        saved = tmp_path / f"saved{len(reference)}"
+        saved.mkdir()
+        learner.save(saved, 3)
+        assert learner_of(model, here, 0.3, algorithm=AlgorithmConfig(kl=kl)).load(saved) == 3
+
+
+def test_a_row_without_predicted_tokens_takes_part_in_the_backward_pass(here: Parallel, tmp_path: Path) -> None:
+    """Other ranks gather the heads in theirs. Log-probs are those of the predicted tokens alone."""
+    policy = learner_of(write_with_heads(tmp_path / "model", "deepseek_v3", heads=2), here, 0.3).policy
+    row = ModelInput(tokens_T=torch.cat(sequences()), packed=row_of(LENGTHS))
+    places = torch.arange(sum(LENGTHS))
+
+    def finish(number: int, row: ModelInput, hidden_TH: Tensor) -> tuple[Tensor, list[int]]:
+        heads = list(policy.further_log_probs(row, hidden_TH, lambda depth: places < number * depth))
+        return torch.stack([log_probs_N.sum() for log_probs_N in heads]).sum(), list(map(len, heads))
+
+    for number, lengths in ((3, [3, 6]), (0, [1, 1])):
+        policy.root.zero_grad()
+        assert policy.run([row], partial(finish, number)) == [lengths]
+        gradients = {name: weight.grad for name, weight in policy.named_tensors() if name in policy.names_of_heads}
+        norms = [gradients[f"model.layers.{head}.eh_proj.weight"] for head in (4, 5)]
+        assert [norm is not None and bool(norm.full_tensor().any()) for norm in norms] == [number > 0] * 2
+        assert None not in norms
 
 
 def test_a_checkpoint_with_trained_heads_becomes_a_model_with_them(
@@ -202,6 +266,13 @@ def with_two_heads(directory: Path) -> Path:
     more = {name.replace("layers.0", "layers.1"): tensor.clone() for name, tensor in files.items() if "mtp.l" in name}
     rewrite(directory, files | more)
     return directory
+
+
+def test_patterns_that_freeze_all_of_the_heads_are_refused(here: Parallel, tmp_path: Path) -> None:
+    model = write_with_heads(tmp_path / "model", "qwen3_next")
+    with refusal(ConfigRefused, field="learner.optimizer.freeze", want=re.compile("weights of the heads")):
+        learner_of(model, here, 0.3, replace(UNCLIPPED, freeze=("embed", r"^mtp\.")))
+    learner_of(model, here, 0.3, replace(UNCLIPPED, freeze=(r"mtp\.layers",)))
 
 
 @pytest.mark.parametrize(

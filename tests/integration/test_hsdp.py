@@ -9,13 +9,11 @@ import pytest
 from tests.integration import hsdp_ranks
 from tests.integration.fsdp_state_ranks import KINDS, SAVED, STEPS, VOCAB, opened, trained, write_model
 from tests.integration.hsdp_ranks import COPIES, TRIED, other
-from tests.integration.test_fsdp_state import LOOSE
+from tests.integration.muon_ranks import exact
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import TIMES, assert_same
 from tidemill.learner.layout.parallel import Parallel
-
-EXACT = [name for name in TRIED if name not in LOOSE]
 
 
 class World:
@@ -38,7 +36,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[Parallel]:
-    with one_rank() as parallel:
+    with one_rank() as parallel, exact():
         yield parallel
 
 
@@ -49,7 +47,7 @@ def test_each_copy_has_the_whole_model_and_the_first_is_sent(world: World) -> No
 
 
 @pytest.mark.parametrize("division", COPIES)
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", TRIED)
 def test_four_ranks_train_as_one(world: World, here: Parallel, name: str, division: str) -> None:
     kind = KINDS[name]
     metrics = trained(opened(world.model_dir, here, kind), kind, STEPS)
@@ -70,7 +68,7 @@ def test_a_restart_has_the_same_bits(world: World, name: str, division: str) -> 
 
 
 @pytest.mark.parametrize("division", COPIES)
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", TRIED)
 def test_a_checkpoint_continues_in_the_other_division_and_on_one_rank(
     world: World, here: Parallel, name: str, division: str
 ) -> None:

@@ -12,7 +12,6 @@ from tests.mtp_models import NAMED, NUMBERED, files_of, rewrite, write_with_head
 from tests.tiny_models import write_tiny_model
 from tidemill.launch.cli.main import main
 from tidemill.learner.layout.model_files import beside_text_in, mtp_in
-from tidemill.learner.trainer import kept_tensors
 from tidemill.learner.trainer.kept_tensors import KeptTensors, write_model
 from tidemill.weightstore.format.manifest import Manifest
 
@@ -70,14 +69,19 @@ def test_a_model_with_heads_has_the_same_files_after_a_checkpoint(family: str, b
     assert_same(converted(model, tmp_path, backend), files)
 
 
-def test_a_checkpoint_goes_with_the_heads_of_its_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("backend", "family", "norm"),
+    [("fsdp", "qwen3_5", "mtp.norm.weight"), ("megatron", "deepseek_v3", "model.layers.4.shared_head.norm.weight")],
+)
+def test_a_checkpoint_goes_with_the_heads_of_its_own_model(
+    backend: str, family: str, norm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Those of another model are refused: the checkpoint has a digest of them."""
-    model = write_with_heads(tmp_path / "model", "qwen3_5")
-    converted(model, tmp_path, "fsdp")
+    model = write_with_heads(tmp_path / "model", family)
+    converted(model, tmp_path, backend)
     files = files_of(model)
-    rewrite(model, files | {"mtp.norm.weight": files["mtp.norm.weight"] + 1})
-    checkpoint, out = tmp_path / "fsdp-checkpoint", tmp_path / "out"
-    kept_tensors.digest.cache_clear()  # of a process whose model changes
+    rewrite(model, files | {norm: files[norm] + 1})
+    checkpoint, out = tmp_path / f"{backend}-checkpoint", tmp_path / "out"
     capsys.readouterr()
     assert main(["convert", str(checkpoint), str(out), "--model", str(model)]) == 2
     assert "--model: want a model whose tensors beside the trained ones (MTP, images)" in capsys.readouterr().err

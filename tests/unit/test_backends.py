@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.check_kit import write_run
 from tests.refusals import refusal
@@ -120,6 +122,33 @@ def test_a_check_refuses_what_transformers_and_fsdp_lack(tmp_path: Path) -> None
     assert "model_type" in error and "got pond" in error
     [error], _ = findings(tmp_path / "c", "learner.backend=fsdp", f"model.megatron_checkpoint={tmp_path}")
     assert "model.megatron_checkpoint" in error
+
+
+HEAD = "mtp.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "settings", "want"),
+    [
+        ("qwen3_5", HEAD, (), None),
+        ("qwen3_5_text", HEAD, (), None),
+        ("glm4_moe", "model.layers.7.eh_proj.weight", (), None),
+        ("qwen3_5", "", (), "learner.mtp_loss_scaling_factor: want 0 for a model without heads"),
+        ("glm4_moe", "model.layers.7.embed_tokens.weight", (), "want 0 for a model without heads"),
+        ("nemotron_h", HEAD, (), "learner.mtp_loss_scaling_factor: want 0 for nemotron_h, whose heads"),
+        ("qwen3_5", HEAD, ("learner.optimizer.freeze=[mtp]",), "learner.optimizer.freeze: want patterns that leave"),
+        ("qwen3", HEAD, ("prepare.kind=digits", "model.path="), "want 0 for a model that is made at the start"),
+    ],
+)
+def test_a_check_refuses_heads_that_are_not_trained(
+    tmp_path: Path, family: str, head: str, settings: tuple[str, ...], want: str | None
+) -> None:
+    if head:
+        (tmp_path / "model").mkdir()
+        save_file({head: np.zeros((2, 2), np.float32)}, tmp_path / "model/heads.safetensors")
+    errors, _ = findings(tmp_path, "learner.mtp_loss_scaling_factor=0.2", *settings, family=family)
+    of_heads = [error for error in errors if "heads" in error]
+    assert len(of_heads) == (want is not None) and all(want in error for error in of_heads if want), errors
 
 
 @pytest.mark.parametrize("writer", ["megatron", "fsdp"])

@@ -214,6 +214,18 @@ def test_the_placement_counts_a_rank_of_fsdp_as_its_table_does(at_most: int, sen
     assert copies == 2 * 2 * (36 // senders * layer + ends)
 
 
+def test_fsdp_counts_the_state_of_the_optimizer_that_it_has() -> None:
+    tensors = SHAPE.tensors()
+    ends = sum(math.prod(shape) for name, shape in tensors.items() if "embed" in name or "lm_head" in name)
+    matrices = sum(math.prod(shape) for shape in tensors.values() if len(shape) == 2) - ends
+    elements = parameters(SHAPE)
+    wanted = {"sgd": ("SGD: momentum", elements), "muon": ("Muon: momentum of matrices", 2 * elements - matrices)}
+    for name, (words, state) in wanted.items():
+        config = load([], ("learner.backend=fsdp", f"learner.optimizer.name={name}")).config
+        [row] = [row for row in fsdp_rows(tensors, config, cuda=True) if row.part.startswith(words)]
+        assert row.bytes == 4 * state
+
+
 def test_a_rank_of_two_copies_has_twice_as_much() -> None:
     tensors, needs = SHAPE.tensors(), []
     for copies in (1, 2):

@@ -1,5 +1,6 @@
 """Settings of steps: their record, and the differences that a step that is executed again cannot have."""
 
+import copy
 import dataclasses
 import json
 from typing import Any
@@ -73,6 +74,17 @@ def test_what_is_built_into_the_models_is_refused_with_the_cure(path: str, chang
     with refusal(ConfigRefused, field=path) as refused:
         refuse_built_in(then, record_of(LearnerConfig(), push_every=1), 3)
     assert refused.value.exit_code == 78 and "step 3" in str(refused.value)
+
+
+def test_a_record_from_before_heads_were_trained_had_none() -> None:
+    """Any other missing setting is an error, not one of 0."""
+    now = record_of(LearnerConfig(), push_every=1)
+    then = copy.deepcopy(now)
+    del then["learner"]["mtp_loss_scaling_factor"]
+    refuse_built_in(then, now, 3)
+    del then["learner"]["hooks"]
+    with pytest.raises(KeyError, match="hooks"):
+        refuse_built_in(then, now, 3)
 
 
 def test_every_setting_of_the_learner_is_one_of_a_step_built_in_or_without_effect_on_its_result() -> None:

@@ -152,8 +152,9 @@ def adam_critic() -> CriticConfig:
 
 def test_a_critic_has_adam() -> None:
     assert adam_critic().optimizer.name == "adam"
-    with refusal(ValueError, place="optimizer.name", got="'sgd'"):
-        CriticConfig(optimizer=OptimizerConfig(name="sgd"))
+    for name in ("sgd", "muon"):
+        with refusal(ValueError, place="optimizer.name", got=f"'{name}'"):
+            CriticConfig(optimizer=OptimizerConfig(name=name))
 
 
 @pytest.mark.parametrize(

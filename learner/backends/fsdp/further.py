@@ -10,21 +10,13 @@ Shape letters: T = tokens of a row, H = hidden size.
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tidemill.learner.backends.fsdp.opening import base_of
-from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.layout.model_files import mtp_in
-
-SETTING = "learner.mtp_loss_scaling_factor"
-_NUMBERED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
-"""Families whose heads are layers behind the last one, with a projection (``eh_proj``) and norms of their own."""
-_NAMED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-"""Families whose only head is ``mtp``, with a projection (``fc``), norms and a layer."""
+from tidemill.learner.layout.model_files import has_named_head
 
 
 class NumberedHead(torch.nn.Module):
@@ -58,22 +50,6 @@ class NamedHead(torch.nn.Module):
         return states
 
 
-def count_heads(config: Any, model_dir: Path) -> int:
-    """Return the number of heads in the files of a model. Raises ConfigRefused for ones whose structure is not known
-    here, or none.
-    """
-    family, names = str(config.model_type), sorted(mtp_in(model_dir))
-    if not names:
-        raise ConfigRefused(SETTING, f"0 for a model without heads for further tokens: {model_dir}", "> 0")
-    numbers = {int(name.split("layers.")[1].split(".")[0]) for name in names if "layers." in name}
-    known = len(numbers) == 1 if family in _NAMED else family in _NUMBERED
-    if not known:
-        families = ", ".join((*_NUMBERED, *_NAMED))
-        want = f"0 for {family}, whose heads ({names[0]}, ...) are kept: those of {families} are trained"
-        raise ConfigRefused(SETTING, want, "> 0")
-    return len(numbers)
-
-
 def add_heads(model: Any, heads: int) -> None:
     """Add the heads to a model of transformers, without values."""
     base, config = base_of(model), model.config.get_text_config()
@@ -83,7 +59,7 @@ def add_heads(model: Any, heads: int) -> None:
         layer = type(base.layers[last])(config, last)
         norm = type(base.norm)(config.hidden_size, eps=config.rms_norm_eps)
         projection = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        if config.model_type in _NAMED:
+        if has_named_head(config.model_type):
             model.mtp = NamedHead(layer, norm, projection)
             continue
         # The names in the files want the layer itself, with further parts: it keeps its instance, and its class is
@@ -108,6 +84,16 @@ def with_heads(kind: Any, heads: int) -> Any:
 def heads_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the heads of a model, in order."""
     return [module for module in model.modules() if isinstance(module, NumberedHead | NamedHead)]
+
+
+def names_of_heads(model: torch.nn.Module) -> frozenset[str]:
+    """Return the names in the model of all tensors of its heads."""
+    prefixes = {id(head): name for name, head in model.named_modules()}
+    return frozenset(
+        f"{prefixes[id(head)]}.{name}"
+        for head in heads_of(model)
+        for name, _ in (*head.named_parameters(), *head.named_buffers())
+    )
 
 
 def further_states(model: Any, hidden_TH: Tensor, tokens_T: Tensor, positions_T: Tensor) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ computed there without the logits of all tokens. Shape letters: T = tokens of a 
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from tidemill.bus.system.functions import described
 from tidemill.learner.backends.fsdp import weights
-from tidemill.learner.backends.fsdp.further import SETTING, add_heads, count_heads, further_states, heads_of
+from tidemill.learner.backends.fsdp.further import add_heads, further_states, heads_of, names_of_heads
 from tidemill.learner.backends.fsdp.opening import Transformer, build, read_config
 from tidemill.learner.backends.fsdp.self_test import Findings, Head, self_test
-from tidemill.learner.errors import ConfigRefused, FirstRankFailed
+from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.choices import FLASH_MULTIPLE, SDPA, choose_attention, this_site
 from tidemill.learner.kernels.packed_rows import PackedRow
-from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.layout.model_files import HEADS_SETTING, count_heads
+from tidemill.learner.layout.parallel import Parallel, from_first
 from tidemill.learner.layout.sizes import Dealt
 
 log = logging.getLogger(__name__)
@@ -59,10 +59,9 @@ class Place:
         mirrored = (mirrors, shards) if mirrors is not None and shards is not None else None
         return cls(device=parallel.device, group=parallel.dp_group, mirrored=mirrored)
 
-    @property
-    def is_first(self) -> bool:
-        """True for the rank that reads files."""
-        return dist.get_rank(self.group) == 0
+    def from_first(self, make: Callable[[], Result]) -> Result:
+        """Return what ``make`` returns on the rank that reads files, on all ranks. Collective."""
+        return from_first(make, group=self.group, device=self.device)
 
     @property
     def in_first_copy(self) -> bool:
@@ -175,26 +174,31 @@ class FsdpModel(torch.nn.Module):
         """Return the names in the files of a parameter by its name in memory; several for experts in one tensor."""
         return self._form.file_names(self.transformer, name)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, further: bool = True) -> None:
         """Read the weights of a directory of this model into the live parts. Collective.
 
-        A critic's value head becomes 0. Tensors that no file has (adapters) stay. Raises ConfigRefused, on all ranks.
+        A critic's value head becomes 0. Tensors that no file has (adapters) stay, and without ``further`` the heads for
+        further tokens, which need not be in the files. Raises ConfigRefused, on all ranks.
         """
         sources: list[Any] = []
+        heads = frozenset() if further else names_of_heads(self.transformer)
 
         def read() -> weights.FileForm:
-            sources.append(weights.read_model(read_config(directory), directory, heads=self.num_further))
+            num_heads = self.num_further if further else 0
+            sources.append(weights.read_model(read_config(directory), directory, heads=num_heads))
             if self.is_critic:
                 give_value_head(sources[0])
             if self._form.names:
-                weights.refuse_other_tensors(self.transformer, sources[0], self._form.names, directory)
+                weights.refuse_other_tensors(self.transformer, sources[0], self._form.names - heads, directory)
             return weights.FileForm.of(sources[0], directory)
 
         place = self._place
         self.weights_changed()
-        self._form = from_first(read, place)
+        form = place.from_first(read)
+        if further:
+            self._form = form
         weights.distribute(
-            self.transformer, sources[0] if sources else None, self._form.names, device=place.device, group=place.group
+            self.transformer, sources[0] if sources else None, form.names, device=place.device, group=place.group
         )
         self.weights_changed()
 
@@ -210,6 +214,7 @@ def open_model(
     value_head: bool = False,
     prepare: Callable[[Any], None] | None = None,
     further: bool = False,
+    freeze: Sequence[str] = (),
 ) -> FsdpModel:
     """Return the model of a directory, divided over the ranks of a place. Collective.
 
@@ -217,18 +222,18 @@ def open_model(
     are sums over the ranks, which run the same number of passes. ``attention``: ``learner.attention``. ``recompute``:
     compute each layer again in the backward pass. ``cpu_offload``: keep the parts in host memory. ``value_head``: for a
     critic. ``prepare``: gets the model of transformers, without memory, before it is divided, and may freeze parameters
-    and add some; these have no values then. ``further``: with the heads for further tokens (MTP) of the files. Raises
-    ConfigRefused, on all ranks.
+    and add some; these have no values then. ``further``: with the heads for further tokens (MTP) of the files, not all
+    of which ``freeze`` may name. Raises ConfigRefused, on all ranks.
     """
     config = read_config(model_dir)
-    findings = from_first(lambda: self_test(config, place.device), place)
+    findings = place.from_first(lambda: self_test(config, place.device))
     log.info(
         "model_family type=%s rows=%s reason=%s",
         config.model_type,
         "packed" if findings.packed else "padded",
         findings.reason,
     )
-    heads = _num_heads(config, model_dir, findings, place) if further else 0
+    heads = place.from_first(lambda: _num_heads(config, model_dir, findings, freeze)) if further else 0
     if value_head:
         config.tie_word_embeddings = False
     kernel = choose_attention(
@@ -254,11 +259,11 @@ def open_model(
     return model
 
 
-def _num_heads(config: Any, model_dir: Path, findings: Findings, place: Place) -> int:
-    """Return the number of heads for further tokens in the files. Raises ConfigRefused, on all ranks."""
-    heads = from_first(lambda: count_heads(config, model_dir), place)
+def _num_heads(config: Any, model_dir: Path, findings: Findings, freeze: Sequence[str]) -> int:
+    """Return the number of heads for further tokens in the files. Raises ConfigRefused."""
+    heads = count_heads(str(config.model_type), model_dir, freeze=freeze)
     if not findings.packed:
-        raise ConfigRefused(SETTING, f"0 for {config.model_type}, which is computed in padded rows", "> 0")
+        raise ConfigRefused(HEADS_SETTING, f"0 for {config.model_type}, which is computed in padded rows", "> 0")
     return heads
 
 
@@ -302,26 +307,3 @@ def give_value_head(transformer: Any) -> None:
     )
     torch.nn.init.zeros_(head.weight)
     transformer.set_output_embeddings(head)
-
-
-def from_first(make: Callable[[], Result], place: Place) -> Result:
-    """Return what ``make`` returns on the first rank, on all ranks. Collective.
-
-    Its errors end all ranks: ConfigRefused is raised on all, for any other FirstRankFailed on those that wait.
-    """
-    outcome: list[Any] = [None, None]
-    failure: Exception | None = None
-    if place.is_first:
-        try:
-            outcome[0] = make()
-        except ConfigRefused as error:
-            outcome[1] = failure = error
-        except Exception as error:
-            # Of any library: it might not be picklable, or not without code that the other ranks lack.
-            outcome[1], failure = FirstRankFailed(described(error)), error
-    if dist.get_world_size(place.group) > 1:
-        dist.broadcast_object_list(outcome, group=place.group, group_src=0, device=place.device)
-    value, other = outcome
-    if (raised := failure or other) is not None:
-        raise raised
-    return value  # type: ignore[no-any-return]

@@ -35,6 +35,7 @@ class FsdpOptimizer(Optimizer):
         self.parameters = {name: weight for name, weight in policy.named_tensors() if weight.requires_grad}
         """Trained weights of the model by name, each a DTensor."""
         self._parts = {name: local_part(weight).detach() for name, weight in self.parameters.items()}
+        self._heads = policy.names_of_heads
         orthogonal = matrices_of(policy, self.parameters) if config.name == "muon" else frozenset()
         self.inner: torch.optim.Optimizer = self._open(config, orthogonal)
         """The optimizer of torch, over this rank's parts."""
@@ -111,10 +112,13 @@ class FsdpOptimizer(Optimizer):
     @torch.no_grad()
     def _update(self, rate: float) -> float:
         gradients = self._of_parts()
-        norm = self._norm(list(gradients.values()))
-        factor = min(1.0, self.max_norm / (norm + SMALL))
-        if factor < 1.0:
-            torch._foreach_mul_(list(gradients.values()), factor)
+        of_heads = [gradient for name, gradient in gradients.items() if name in self._heads]
+        of_policy = [gradient for name, gradient in gradients.items() if name not in self._heads]
+        # The loss of the heads must not shorten the policy's steps, so each group has a norm of its own.
+        norm, norm_of_heads = self._norms(of_policy, of_heads)
+        for part, size in ((of_policy, norm), (of_heads, norm_of_heads)):
+            if part and (factor := self.max_norm / (size + SMALL)) < 1.0:
+                torch._foreach_mul_(part, factor)
         config = self._config
         for group in self.inner.param_groups:  # in each step, because settings may change between two
             group["lr"], group["weight_decay"] = rate, config.weight_decay * group["wd_mult"]
@@ -130,13 +134,17 @@ class FsdpOptimizer(Optimizer):
         self.steps += 1
         return norm
 
-    def _norm(self, gradients: Sequence[Tensor]) -> float:
-        """Return the norm of the gradients of all parts of a copy of the model."""
-        squares = [sum_of_squares(gradient).to(self._parallel.device) for gradient in gradients]
-        total = torch.stack([torch.zeros((), dtype=torch.float64, device=self._parallel.device), *squares]).sum()
-        if self._parallel.dp_size > 1:
-            dist.all_reduce(total, group=self._parallel.shard_group or self._parallel.dp_group)
-        return math.sqrt(float(total))
+    def _norms(self, *groups: Sequence[Tensor]) -> list[float]:
+        """Return the norm of each group of gradients, over all parts of a copy of the model; the same on all ranks."""
+        ranks = self._parallel
+        squares = [[sum_of_squares(gradient).to(ranks.device) for gradient in group] for group in groups]
+        zero = torch.zeros((), dtype=torch.float64, device=ranks.device)
+        totals = torch.stack([torch.stack([zero, *of_group]).sum() for of_group in squares])
+        if ranks.dp_size > 1:
+            dist.all_reduce(totals, group=ranks.shard_group or ranks.dp_group)
+        if ranks.mirror_group is not None:  # two copies that add up in another order would drift apart
+            dist.broadcast(totals, group=ranks.mirror_group, group_src=0)
+        return [math.sqrt(float(total)) for total in totals]
 
     @contextmanager
     def _on_device(self, block: Sequence[str]) -> Iterator[None]:

@@ -5,7 +5,7 @@
 Shape letters: T = tokens of a packed row, H = hidden size, V = vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tidemill.learner.backends.fsdp import weights
+from tidemill.learner.backends.fsdp.further import names_of_heads
 from tidemill.learner.backends.fsdp.lora import Adapters, Tuning, add_adapters, tuned
 from tidemill.learner.backends.fsdp.model import Changed, FsdpModel, Place, open_model, unchanged
 from tidemill.learner.backends.fsdp.replay import Replay
@@ -24,6 +25,7 @@ from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import ROLLOUT
 from tidemill.learner.trainer.backend import Finish, Head, Input, ModelInput, Result
 from tidemill.learner.trainer.exports import digest_of
+from tidemill.learner.trainer.kept_tensors import digest_of_kept
 from tidemill.learner.trainer.memory import Memory
 
 NO_TUNING = Tuning()
@@ -48,6 +50,8 @@ class FsdpPolicy:
     """The only parameters that are trained; None = those of the model itself."""
     fused: bool = False
     """Log-probs by kernels of Triton."""
+    kept: str = ""
+    """Digest of the tensors of the files that are not trained; empty = none."""
 
     @property
     def in_place(self) -> bool:
@@ -95,9 +99,14 @@ class FsdpPolicy:
         """Let the next pass gather weights that were written outside of an optimizer step."""
         self.root.weights_changed()
 
-    def load(self, directory: Path) -> None:
-        """Load the weights of another model directory of the same shape. Raises ConfigRefused."""
-        self.root.load(directory)
+    @property
+    def names_of_heads(self) -> frozenset[str]:
+        """Names of the weights of heads for further tokens, which are trained."""
+        return names_of_heads(self.root.transformer)
+
+    def load_reference(self, directory: Path) -> None:
+        """Load the weights of another model directory of the same shape, but for heads. Raises ConfigRefused."""
+        self.root.load(directory, further=False)
 
     def load_initial(self) -> None:
         """Load the weights again that a new run begins with, before its adapters."""
@@ -135,14 +144,19 @@ class FsdpPolicy:
             self.root.weights_changed()
         return results
 
-    def further_log_probs(self, row: ModelInput, hidden_TH: Tensor) -> Iterator[Tensor]:
-        """Yield for each head the log-probs of the tokens that it predicts, [T]; inside ``finish``."""
+    def further_log_probs(
+        self, row: ModelInput, hidden_TH: Tensor, predicts: Callable[[int], Tensor]
+    ) -> Iterator[Tensor]:
+        """Yield for each head the log-probs of the tokens that it predicts, [N]; inside ``finish``."""
         head = self.head()
         for depth, states_TH in enumerate(self.root.further_states(hidden_TH, row.tokens_T, row.packed), 1):
-            targets_T, weight_VH = row.tokens_T.roll(-1 - depth), head.weight_VH.detach()
-            yield log_probs_and_entropy(
-                states_TH, weight_VH, targets_T, fused=head.fused, scale=head.scale, cap=head.cap
-            )[0]
+            places_N = predicts(depth).nonzero()[:, 0]
+            if not len(places_N):  # the graph stays, because other ranks gather the head in their backward pass
+                yield states_TH.sum(dtype=torch.float32)[None] * 0
+                continue
+            targets_N = row.tokens_T.roll(-1 - depth)[places_N]
+            inputs = (states_TH[places_N], head.weight_VH.detach(), targets_N)
+            yield log_probs_and_entropy(*inputs, fused=head.fused, scale=head.scale, cap=head.cap)[0]
 
     def gather(self) -> None:
         """Do nothing: a step changes the parts of each rank, and the next pass gathers them."""
@@ -214,6 +228,7 @@ def build_policy(
             recompute=recompute,
             value_head=value_head,
             further=further,
+            freeze=tuning.freeze,
             prepare=partial(add_adapters, config=tuning.lora),
         )
         adapters = tuned(root, tuning)
@@ -230,4 +245,5 @@ def build_policy(
         replays=replays,
         adapters=adapters,
         fused=fused,
+        kept="" if value_head else digest_of_kept(model_dir, parallel.device),
     )

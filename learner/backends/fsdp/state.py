@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.learner.backends.fsdp.further import SETTING
 from tidemill.learner.backends.fsdp.lora import is_adapter
 from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
 from tidemill.learner.backends.fsdp.policy import FsdpPolicy
@@ -44,6 +43,7 @@ from tidemill.learner.checkpoints.staged_files import (
     write_staged,
 )
 from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout.model_files import HEADS_SETTING
 from tidemill.learner.trainer.backups import NO_OTHER_MODELS, OtherModels, WeightBackup
 from tidemill.learner.trainer.checkpoint_facts import (
     COMMON,
@@ -295,7 +295,7 @@ def _refuse_other_heads(directory: Path, facts: JsonMapping, policy: FsdpPolicy)
     """
     if bool(facts.get("further")) is not bool(policy.root.num_further):
         want = "> 0, as in the run that saved" if facts.get("further") else "0, as in the run that saved"
-        raise ConfigRefused(SETTING, f"{want} {directory}", "> 0" if policy.root.num_further else 0)
+        raise ConfigRefused(HEADS_SETTING, f"{want} {directory}", "> 0" if policy.root.num_further else 0)
 
 
 def _rng_name() -> str:

@@ -1,6 +1,6 @@
 """The policy: Megatron's GPTModel from a Hugging Face directory, in one or several chunks, for data parallelism."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from tidemill.learner.layout.parallel import Parallel, of_all_stages
 from tidemill.learner.layout.sizes import Dealt
 from tidemill.learner.trainer.backend import DTYPES, Finish, Head, Input, ModelInput, Result
 from tidemill.learner.trainer.exports import digest_of
+from tidemill.learner.trainer.kept_tensors import digest_of_kept
 from tidemill.learner.trainer.memory import Memory
 
 ROUTER_BIAS = "router.expert_bias"  # end of the name of a router's bias, which Megatron keeps as a buffer
@@ -59,6 +60,8 @@ class MegatronPolicy:
     """Directory of the model's files."""
     megatron_checkpoint: Path | None = None
     """Checkpoint of Megatron's own training with the initial weights; None = those of ``model_dir``."""
+    kept: str = ""
+    """Digest of the tensors of the files that are not trained; empty = none."""
 
     @property
     def module(self) -> GPTModel:
@@ -81,7 +84,12 @@ class MegatronPolicy:
     def weights_changed(self) -> None:
         """Do nothing: passes read the tensors themselves."""
 
-    def load(self, directory: Path) -> None:
+    @property
+    def names_of_heads(self) -> frozenset[str]:
+        """None: heads for further tokens are not built."""
+        return frozenset()
+
+    def load_reference(self, directory: Path) -> None:
         """Load the weights of another model directory of the same shape. Raises ConfigRefused."""
         with megatron_device(), torch.no_grad():
             self.bridge.load(self.chunks, directory)
@@ -114,7 +122,9 @@ class MegatronPolicy:
             placeholder=self.replicas.overlap_grad_reduce and not is_embedding_too(last),
         )
 
-    def further_log_probs(self, row: ModelInput, hidden_TH: Tensor) -> Iterator[Tensor]:
+    def further_log_probs(
+        self, row: ModelInput, hidden_TH: Tensor, predicts: Callable[[int], Tensor]
+    ) -> Iterator[Tensor]:
         """Yield nothing: heads for further tokens are not built."""
         yield from ()
 
@@ -275,6 +285,7 @@ def build_policy(
         adapters=adapters,
         model_dir=model_dir,
         megatron_checkpoint=megatron_checkpoint,
+        kept="" if value_head else digest_of_kept(model_dir, parallel.device),
     )
 
 
