@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 from tests.check_kit import write_run
 from tests.refusals import refusal
+from tidemill.launch.checks.model import size_here
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.layout.backends import choose_backend
@@ -149,6 +150,18 @@ def test_a_check_refuses_heads_that_are_not_trained(
     errors, _ = findings(tmp_path, "learner.mtp_loss_scaling_factor=0.2", *settings, family=family)
     of_heads = [error for error in errors if "heads" in error]
     assert len(of_heads) == (want is not None) and all(want in error for error in of_heads if want), errors
+
+
+def test_the_size_of_a_model_has_its_trained_heads(tmp_path: Path) -> None:
+    """Without their copies of the embedding and the output layer, which no rank has."""
+    (tmp_path / "model").mkdir()
+    copies = ("model.layers.7.embed_tokens.weight", "model.layers.7.shared_head.head.weight")
+    heads = {name: np.zeros((2, 2), np.float32) for name in ("model.layers.7.eh_proj.weight", *copies)}
+    save_file(heads, tmp_path / "model/heads.safetensors")
+    file = write_run(tmp_path)
+    for factor, tensors in ((0.0, []), (0.2, ["model.layers.7.eh_proj.weight"])):
+        size = size_here(load(file, [f"learner.mtp_loss_scaling_factor={factor}"]).config)
+        assert [name for name in size.tensors if name in heads] == tensors
 
 
 @pytest.mark.parametrize("writer", ["megatron", "fsdp"])
