@@ -8,15 +8,13 @@ rebinding), so names are compared even where no token is needed. The cookies are
 
 import hashlib
 import hmac
-import ipaddress
 import json
 import secrets
 from collections.abc import Collection, Mapping
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from tidemill.bus.http.access import Handler, Rule, refusal
+from tidemill.bus.http.access import Handler, Rule, check_host, refusal
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -32,10 +30,6 @@ HEADERS: Mapping[str, str] = {
 TOKEN_BYTES = 24
 _LONGEST_NAME = 253
 _KEPT = ("Accept-Encoding", "Retry-After", "Allow")  # Headers of an error that its answer keeps
-
-
-class _WrongHost(web.HTTPClientError):
-    status_code = 421  # Misdirected Request: RFC 9110, 15.5.20
 
 
 def new_token() -> str:
@@ -67,7 +61,7 @@ class PageAccess:
 
     async def check(self, request: web.Request, rule: Rule) -> None:
         """Check host, token and origin. Raises HTTPFound (with the cookie), HTTPUnauthorized, HTTPForbidden."""
-        self._check_host(request)
+        check_host(request, self._names, "the address that the dashboard printed (--name adds another name)")
         if request.method == "GET" and "token" in request.query:
             self._exchange(request)
         rights = self.rights(request)
@@ -94,25 +88,6 @@ class PageAccess:
         found = web.HTTPFound("/" + request.path.lstrip("/"))
         found.set_cookie(self.cookie_name, self._cookies[fits[-1]], httponly=True, samesite="Strict", path="/")
         raise found
-
-    def _check_host(self, request: web.Request) -> None:
-        host = request.headers.get("Host", "")
-        if not self._is_ours(host):
-            want = "the address that the dashboard printed (--name adds another name)"
-            raise refusal(_WrongHost, f"Host: want {want}, got {host[:_LONGEST_NAME]!r}")
-
-    def _is_ours(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        if name in self._names:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True  # no name, so none that another host could point here
 
     def _check_origin(self, request: web.Request) -> None:
         origin = request.headers.get("Origin", "")

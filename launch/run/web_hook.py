@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Self
 from urllib.parse import urlsplit
@@ -41,8 +41,13 @@ _ESCAPES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 def checked_url(url: str) -> str:
     """Return the URL; empty = there is no hook. Raises ValueError, which does not name it, for another text."""
-    parts = urlsplit(url)
-    if url and (parts.scheme not in ("http", "https") or not parts.hostname):
+    try:
+        parts = urlsplit(url)
+        # What connecting would raise: a label of the host that is empty or too long, a port that is no number.
+        is_possible = bool((parts.hostname or "").encode("idna")) and parts.port != 0
+    except ValueError:  # a UnicodeError is one; its text has the host
+        is_possible = False
+    if url and not (is_possible and parts.scheme in ("http", "https")):
         raise ValueError(f"{VARIABLE}: want a URL (https://...), got another text; set it in the environment or .env")
     return url
 
@@ -137,10 +142,13 @@ class WebHook:
         try:
             yield
         finally:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(FLUSH_S):
-                    await self._emptied.wait()
-            await ended(sending)
+            emptied = asyncio.create_task(self._emptied.wait(), name="web hook emptied")
+            try:
+                await asyncio.wait({emptied, sending}, timeout=FLUSH_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await ended(emptied, sending)
+            if not sending.cancelled() and (error := sending.exception()):
+                log.warning("web hook: sending failed error=%s", type(error).__name__)
             if self._waiting:
                 log.warning("web hook: notices unsent count=%d", len(self._waiting))
 
@@ -167,7 +175,7 @@ class WebHook:
                     reason = f"status {answer.status}"
                     if answer.status < 500 and answer.status not in (408, 429):
                         break
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:  # UnicodeError: of a proxy's host
                 reason = type(error).__name__  # its text may have the URL
         self._drop(reason)
 
