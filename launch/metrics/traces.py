@@ -216,8 +216,10 @@ class Tracer:
                 await asyncio.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
             try:
-                request = {"json": body, "headers": self.headers, "allow_redirects": False}  # headers may be secrets
-                async with self.session.post(self.url, **request) as answer:
+                # The headers may have a secret, which is not of the host that a redirect names.
+                async with self.session.post(
+                    self.url, json=body, headers=self.headers, allow_redirects=False
+                ) as answer:
                     if answer.status < 300:
                         self.sent.spans += len(spans)
                         return
