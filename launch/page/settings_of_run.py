@@ -41,8 +41,9 @@ class RunSettings:
         row = self.get("learner.algorithm.alarms", Mapping, {})
         try:
             ignore = tuple(str(name) for name in row.get("ignore", ()))
-            action = "off" if row.get("action") == "off" else "warn"
-            config = AlarmConfig(action=action, ignore=ignore, thresholds=dict(row.get("thresholds", {})))
+            config = AlarmConfig(
+                action=row.get("action", "warn"), ignore=ignore, thresholds=dict(row.get("thresholds", {}))
+            )
             refuse_unknown(config)
         except (TypeError, ValueError):
             return AlarmConfig()
