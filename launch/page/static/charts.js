@@ -193,7 +193,7 @@ export function histogram(bins, { picked, pick }) {
       const range = bin.exact ? `exactly ${num(bin.low)}` : `${num(bin.low)} to ${num(bin.high)}`;
       const bar = el(`i${bin.exact ? ".exact" : ""}`);
       bar.style.height = `${bin.count ? Math.max(2, (bin.count / most) * 56) : 0}px`;
-      const label = el("span", {}, bin.exact ? `=${num(bin.low)}` : num(bin.low));
+      const label = el("span", bin.exact ? `=${num(bin.low)}` : num(bin.low));
       const title = `reward ${range}: ${count(bin.count)} samples`;
       return button(
         "",
@@ -211,17 +211,10 @@ export function shareBars(parts) {
   const most = Math.max(1e-9, ...parts.map((part) => part.share ?? 0));
   return el(
     "div.shares",
-    {},
     parts.map((part) => {
       const bar = el(`i.${part.hue ?? "version"}`);
       bar.style.width = `${((part.share ?? 0) / most) * 100}%`;
-      return el(
-        "div",
-        {},
-        el("span", {}, part.name),
-        el("span.bar", {}, bar),
-        el("span.number", {}, part.text ?? percent(part.share)),
-      );
+      return el("div", el("span", part.name), el("span.bar", bar), el("span.number", part.text ?? percent(part.share)));
     }),
   );
 }
