@@ -35,17 +35,23 @@ function legend() {
   return el("p.legend", items, el("span.mute", "│ push · Ctrl + wheel zooms, Shift + wheel moves"));
 }
 
-/** A field and a button for each role of each host, pool, or all hosts. */
+/** The desired processes of each host; a button sends the numbers that were changed. */
 function scaleForm(hosts, source) {
-  const line = ({ name, pool, running }, role, desired) => {
-    const place = name || (pool ? `pool ${pool}` : "all hosts");
-    const field = el("input", { type: "number", min: 0, value: desired, "aria-label": `${role} on ${place}` });
-    const scale = () => source.post("scale", { counts: { [role]: Number(field.value) }, host: name, pool });
-    const words = `${place}: ${role} (${count(running?.[role] ?? 0)} running) `;
-    return el("label", words, field, commandButton("scale", scale));
+  const roles = Object.keys(hosts[0].desired);
+  const row = ({ name, pool, running, desired }) => {
+    const field = (role) =>
+      el("input", { type: "number", min: 0, value: desired[role], "aria-label": `${role}s of ${name}` });
+    const fields = roles.map(field);
+    const scale = () => {
+      const numbers = roles.map((role, place) => [role, Number(fields[place].value)]);
+      const counts = Object.fromEntries(numbers.filter(([role, number]) => number !== desired[role]));
+      return source.post("scale", { counts, host: name, pool }).then(() => Object.assign(desired, counts));
+    };
+    const cell = (role, place) => el("td", fields[place], el("small", ` ${count(running[role])} running`));
+    return [name, pool || "—", ...roles.map(cell), commandButton("scale", scale)];
   };
-  const lines = hosts.flatMap((host) => Object.entries(host.desired ?? {}).map((item) => line(host, ...item)));
-  return el("p.bar.scale", lines);
+  const head = ["host", "pool", ...roles.map((role) => `${role}s`), "desired numbers"];
+  return el("div.scroll.scale", table(head, hosts.map(row), { caption: "Desired processes" }));
 }
 
 function queueFacts(queue = {}) {
