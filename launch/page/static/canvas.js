@@ -172,6 +172,14 @@ export class PlacesChart extends Chart {
   }
 }
 
+/** A line in the current stroke. */
+export function drawSegment(g, x0, y0, x1, y1) {
+  g.beginPath();
+  g.moveTo(x0, y0);
+  g.lineTo(x1, y1);
+  g.stroke();
+}
+
 /** Text in a canvas, cut to a width. */
 export function writeText(g, text, x, y, { colour = "mute", align = "left", width = Infinity } = {}) {
   g.fillStyle = ink(colour);
