@@ -63,6 +63,7 @@ export class Chart {
     this.height = height;
     this.label = label;
     this.canvas = el("canvas", { role: "img", "aria-label": label, tabindex: 0 });
+    this.canvas.style.height = `${height}px`; // before it is drawn: what is out of sight takes its room
     this.written = 0;
     host.append(this.canvas);
     if (says) host.append((this.readout = el("p.readout", { "aria-live": "polite" })));

@@ -31,12 +31,12 @@ function limits({ limit = {}, waits = [], cost = {}, left_s }) {
     const words = parts.filter(Boolean).join(" · ");
     return words && el("p", el("span.mute", name), words);
   };
-  const hue = { waiting: "mute", training: "ok" };
+  const hue = (name) => (name.startsWith("waiting") ? "mute" : name === "training" ? "ok" : "version");
   const rows = waits.map((wait) => [wait.who, wait.for, duration(wait.seconds), percent(wait.share)]);
   return el(
     "div",
     limit.words ? el("p.lead", limit.words) : empty("Known after the first steps."),
-    limit.parts?.length > 0 && shareBars(limit.parts.map((part) => ({ ...part, hue: hue[part.name] }))),
+    limit.parts?.length > 0 && shareBars(limit.parts.map((part) => ({ ...part, hue: hue(part.name) }))),
     limit.cure && el("p.mute", limit.cure),
     rows.length > 0 && table(["who waits", "for", "a step", "share"], rows, { caption: "Waiting" }),
     sum("spent ", [hours(cost.gpu_hours), money(cost.money)]),
