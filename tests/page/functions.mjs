@@ -164,8 +164,9 @@ test("only an audit that has ended without a loss is good", () => {
   for (const [audit, tone] of tones) assert.equal(auditWords(audit).tone, tone, JSON.stringify(audit));
   assert.equal(auditWords({ state: "failed", words: "why" }).text, "✕ not checked: failed");
   assert.deepEqual(auditWords({ state: "failed", words: "why" }).notes, ["why"]);
-  assert.ok(!isOld(checked, 130) && isOld(checked, 161) && isOld({ state: "failed" }, 0) && isOld(undefined, 0));
-  assert.ok(!isOld({ state: "running" }, 9_999));
+  const at = (now_s, mode = "live") => ({ mode, now_s });
+  assert.ok(!isOld(checked, at(130)) && isOld(checked, at(161)) && !isOld(checked, at(9_999, "ended")));
+  assert.ok(isOld({ state: "failed" }, at(0)) && isOld(undefined, at(0)) && !isOld({ state: "running" }, at(9_999)));
 });
 
 test("a balance that is not known is neither good nor bad", () => {

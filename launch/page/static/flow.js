@@ -42,10 +42,10 @@ export function balanceWords({ ok, words, difference } = {}) {
   return { tone: "badly", text: `✕ ${words} (difference ${count(difference)})` };
 }
 
-/** Whether a check would find something new. */
-export function isOld(audit, now_s) {
+/** Whether a check would find something new: samples of a run that has ended do not change. */
+export function isOld(audit, { mode, now_s }) {
   if (audit?.state === "running") return false;
-  return audit?.state !== "checked" || !(now_s - audit.time_s < CHECKED_FOR_S);
+  return audit?.state !== "checked" || (mode === "live" && !(now_s - audit.time_s < CHECKED_FOR_S));
 }
 
 function taskRows({ given_up: reasons = {}, ...numbers } = {}) {
@@ -113,9 +113,9 @@ class FlowView {
   audit() {
     const { tone, text, notes } = auditWords(this.flow.audit);
     const check = (event) => this.ask({ check: 1 }).catch(({ message }) => (event.target.textContent = message));
-    const old = this.source.live && isOld(this.flow.audit, this.run().now_s);
+    const old = this.source.live && isOld(this.flow.audit, this.run());
     const lines = notes.map((note) => el("span.cure", note));
-    return el(`p.audit.${tone}`, { role: "status" }, text, old && button("check now", check), lines);
+    return el(`p.audit.${tone}`, { role: "status" }, [text, " ", old && button("check now", check)], lines);
   }
 
   update({ flow }) {
