@@ -1,9 +1,11 @@
 """Who may see a page: tokens in cookies, names of hosts, origins; and the headers of every answer.
 
-    Host -> token in the address (302, cookie) | cookie of viewer or operator -> handler; for a command also Origin
+    Host, Sec-Fetch-Site -> token in the address (302, cookie) | cookie of viewer or operator -> handler; for a command
+    also Origin
 
 A page of another host that a browser shows can send requests to a loopback address under a name of its own (DNS
-rebinding), so names are compared even where no token is needed. The cookies are derived from the tokens.
+rebinding), so names are compared even where no token is needed. It also causes requests whose answers it cannot read
+(``<img src=...>``): browsers mark these, and they are refused. The cookies are derived from the tokens.
 """
 
 import hashlib
@@ -68,6 +70,7 @@ class PageAccess:
     async def check(self, request: web.Request, rule: Rule) -> None:
         """Check host, token and origin. Raises HTTPFound (with the cookie), HTTPUnauthorized, HTTPForbidden."""
         self._check_host(request)
+        self._check_site(request)
         if request.method == "GET" and "token" in request.query:
             self._exchange(request)
         rights = self.rights(request)
@@ -100,6 +103,13 @@ class PageAccess:
         if not self._is_ours(host):
             want = "the address that the dashboard printed (--name adds another name)"
             raise refusal(_WrongHost, f"Host: want {want}, got {host[:_LONGEST_NAME]!r}")
+
+    def _check_site(self, request: web.Request) -> None:
+        """Refuse a request that a page of another origin causes; a link to this page may be followed."""
+        site = request.headers.get("Sec-Fetch-Site", "none")
+        target = tuple(request.headers.get(f"Sec-Fetch-{name}", "") for name in ("Mode", "Dest"))
+        if site not in ("none", "same-origin") and (request.path, *target) != ("/", "navigate", "document"):
+            raise refusal(web.HTTPForbidden, f"Sec-Fetch-Site: want a request of this page, got {site[:40]!r}")
 
     def _is_ours(self, host: str) -> bool:
         try:

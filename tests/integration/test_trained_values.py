@@ -139,9 +139,10 @@ async def test_a_step_is_read_back_from_all_ranks_and_the_newest_start_counts(op
         found = await bus.trained.of_step(3)
         assert [(values.seq, values.epoch, values.rank) for values in found] == [(300, 2, 0), (301, 1, 1)]
         assert found[0].advantages.tolist() == [2.0] * 4
-        one = await bus.trained.of_sample(3, 301)
+        one = await bus.trained.of_sample(3, 301, 1)
         assert one is not None and one.log_probs.tolist() == [0, -1, -2, -3]
-        assert await bus.trained.of_sample(3, 999) is None and await bus.trained.of_step(5) == []
+        assert await bus.trained.of_sample(3, 301, 0) is await bus.trained.of_sample(3, 999, 1) is None
+        assert await bus.trained.of_step(5) == []
 
 
 async def test_beyond_its_bound_the_stream_loses_the_oldest_steps(open_bus: BusOpener) -> None:
