@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.config import BusConfig
-from tidemill.bus.errors import ConfigMismatch, NoRoom, NotFound, Refused
+from tidemill.bus.errors import BusError, ConfigMismatch, NoRoom, NotFound, Refused
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
 
@@ -15,23 +15,26 @@ _NS = 1_000_000_000
 _ALREADY_IN_USE = (10058, 10148, 10013, 10105)
 _NO_STORAGE = 10047  # A stream's ``max_bytes`` is reserved when it is created, and the server has no such room left
 _ROW_DUPLICATE_WINDOW_S = 120
-_CHANGED_IN_PLACE = ("allow_rollup_hdrs",)  # Settings with another value in older releases; they affect stored messages
+# Settings with another value in older releases, which affect stored messages; and the bound of a stream for viewers
+_CHANGED_IN_PLACE, _OF_TRAINED = ("allow_rollup_hdrs",), ("max_bytes",)
 _MAX_WAITING = 16_384  # Limit of pull requests that wait at one consumer: one for every free slot of every actor
 
 
 async def create_layout(jet: JetStream) -> None:
     """Create missing streams and consumers; compare every setting with the server's.
 
-    Raises ConfigMismatch naming stream and field, NoRoom, BusUnavailable.
+    Raises ConfigMismatch naming stream and field, NoRoom, BusUnavailable; nothing because of TRAINED.
     """
-    stream = subjects.stream(jet.run, subjects.TASKS)
-    for config in sorted(stream_configs(jet.run, jet.config), key=lambda config: config["name"] == stream):
+    trained, stream = (subjects.stream(jet.run, name) for name in (subjects.TRAINED, subjects.TASKS))
+    # TRAINED takes the room that the others leave; TASKS is last, because runs are found by it.
+    order = {trained: 1, stream: 2}
+    for config in sorted(stream_configs(jet.run, jet.config), key=lambda config: order.get(config["name"], 0)):
         try:
             await _ensure_stream(jet, config)
-        except NoRoom as error:
-            if config["name"] != subjects.stream(jet.run, subjects.TRAINED):
+        except BusError as error:
+            if config["name"] != trained:
                 raise
-            _log.warning("values of trained tokens are not recorded: %s", error)  # a run does without them
+            _log.warning("the stream for values of trained tokens is not as configured: %s", error)
     for config in consumer_configs(jet.run, jet.config):
         await _ensure_consumer(jet, stream, config)
 
@@ -120,7 +123,8 @@ async def _ensure_stream(jet: JetStream, config: JsonObject) -> None:
     except NotFound:
         info = await _created(jet, f"STREAM.CREATE.{name}", config, f"STREAM.INFO.{name}")
     present = info["config"]
-    settings = {field: config[field] for field in _CHANGED_IN_PLACE if field in config}
+    fields = _OF_TRAINED if name == subjects.stream(jet.run, subjects.TRAINED) else _CHANGED_IN_PLACE
+    settings = {field: config[field] for field in fields if field in config}
     if any(present.get(field, False) != value for field, value in settings.items()):
         info = await jet.call(f"STREAM.UPDATE.{name}", {**present, **settings})
     _compare(name, config, info["config"])

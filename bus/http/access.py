@@ -8,11 +8,13 @@ A rule stands beside the handler of its route (``Route``), so there is no route 
 """
 
 import hmac
+import ipaddress
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -20,6 +22,7 @@ from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.keys import Keys, RunKeys
 
 _SCHEME = "bearer"
+_LONGEST_NAME = 253
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -128,9 +131,13 @@ class RunAccess:
 class TokenAccess:
     """One token for all requests; empty = none is needed. There are no commands."""
 
-    def __init__(self, token: str, on_refused: Callable[[str], None] | None = None) -> None:
-        """``on_refused`` gets the reason of each refused request."""
-        self._token, self._on_refused = token, on_refused
+    def __init__(
+        self, token: str, on_refused: Callable[[str], None] | None = None, *, names: Collection[str] = ()
+    ) -> None:
+        """``on_refused`` gets the reason of each refused request. ``names``: hosts of requests without a token; empty
+        = any.
+        """
+        self._token, self._on_refused, self._names = token, on_refused, names
         self.guarded, self.is_public = bool(token), False
 
     def key(self, rule: Rule) -> str:
@@ -141,6 +148,8 @@ class TokenAccess:
     async def check(self, request: web.Request, rule: Rule) -> None:
         if rule is Rule.COMMAND:
             raise refusal(web.HTTPForbidden, f"{request.path}: want no command here")
+        if self._names and not self._token:
+            check_host(request, self._names, "an address or localhost")
         if rule is Rule.OPEN or not self._token:
             return
         if not hmac.compare_digest(bearer(request).encode(errors="replace"), self._token.encode()):
@@ -148,6 +157,30 @@ class TokenAccess:
             if self._on_refused is not None:
                 self._on_refused(reason)
             raise refusal(web.HTTPUnauthorized, reason)
+
+
+class _WrongHost(web.HTTPClientError):
+    status_code = 421  # Misdirected Request: RFC 9110, 15.5.20
+
+
+def check_host(request: web.Request, names: Collection[str], want: str) -> None:
+    """Raise an HTTPError (421) for a request under a name that another host could point here (DNS rebinding).
+
+    ``names``: the names of this listener. ``want``: the same in words.
+    """
+    host = request.headers.get("Host", "")
+    if not _is_ours(host, names):
+        raise refusal(_WrongHost, f"Host: want {want}, got {host[:_LONGEST_NAME]!r}")
+
+
+def _is_ours(host: str, names: Collection[str]) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if name not in names:
+            ipaddress.ip_address(name)  # no name, so none that another host could point here
+    except ValueError:
+        return False
+    return True
 
 
 def bearer(request: web.Request) -> str:

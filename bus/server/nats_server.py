@@ -20,7 +20,7 @@ from tidemill.bus.client.addresses import KeptPort, in_url
 from tidemill.bus.config import STORE_SHARE, BusConfig, quoted
 from tidemill.bus.errors import ServerFailed
 from tidemill.bus.system.files import ReaderLock, ask_to_end, holder, write_whole
-from tidemill.bus.system.processes import die_with_parent, tail
+from tidemill.bus.system.processes import dying_with_parent, tail
 from tidemill.bus.wire.json_object import JsonObject
 
 _ANSWER_S = 2.0  # Seconds for an answer: a frozen server gives none
@@ -214,14 +214,15 @@ class EmbeddedServer:
             for stale in self.directory.glob("*.ports"):  # a killed server leaves its file behind
                 stale.unlink()
             config = self._write_config()
+            command, preexec = dying_with_parent([binary, "-c", str(config)])
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [binary, "-c", str(config)],
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     pass_fds=(lock,),
-                    preexec_fn=die_with_parent(),
+                    preexec_fn=preexec,
                     process_group=0,  # Ctrl-C is for this process, which stops the server after its own work
                 )
         finally:

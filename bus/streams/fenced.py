@@ -273,9 +273,9 @@ class PlanLog:
         async for delivered, record in valid(self._log, start, follow=True):
             yield delivered.seq, record
 
-    async def stamped(self, start: int = 1) -> AsyncIterator[tuple[int, float, PlanRecord]]:
-        """Yield (sequence, Unix time by the server's clock, record) as ``follow`` does."""
-        async for delivered, record in valid(self._log, start, follow=True):
+    async def stamped(self, *, follow: bool = True) -> AsyncIterator[tuple[int, float, PlanRecord]]:
+        """Yield (sequence, Unix time by the server's clock, record) as ``follow`` does, or as ``scan``."""
+        async for delivered, record in valid(self._log, 1, follow=follow):
             yield delivered.seq, delivered.stored_s, record
 
     async def state(self) -> StreamState:

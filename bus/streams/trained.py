@@ -33,20 +33,23 @@ class TrainedStream:
         async with asyncio.timeout(STORE_S):
             await self._jet.outbox.attempt(subject, data, {subjects.MESSAGE_ID: message_id})
 
-    async def of_step(self, step: int) -> list[TrainedValues]:
-        """Return the values of the recorded samples of a step; empty if there are none, or no longer."""
-        filter = subjects.trained(self._jet.run, step)
+    async def of_step(self, step: int, rank: int | None = None) -> list[TrainedValues]:
+        """Return the values of a step's recorded samples, of all ranks or of one; empty without them."""
+        run = self._jet.run
         try:
-            ranks = await self._jet.subjects(self._stream, filter)
+            if rank is None:
+                ranks = [*await self._jet.subjects(self._stream, subjects.trained(run, step))]
+            else:
+                ranks = [subjects.trained(run, step, rank)]
             messages = [await self._jet.last(self._stream, subject) for subject in sorted(ranks)]
         except NotFound:  # a run of an older release has no such stream
             return []
         steps = [self._read(message) for message in messages if message is not None]
         return [values for found in steps if found is not None for values in found.by_sample()]
 
-    async def of_sample(self, step: int, seq: int) -> TrainedValues | None:
-        """Return the values of one sample; None if they were not recorded, or are no longer there."""
-        return next((values for values in await self.of_step(step) if values.seq == seq), None)
+    async def of_sample(self, step: int, seq: int, rank: int) -> TrainedValues | None:
+        """Return the values of one sample, as the rank that trained it has stored them; None without them."""
+        return next((values for values in await self.of_step(step, rank) if values.seq == seq), None)
 
     def _read(self, message: Message) -> TrainedStep | None:
         def decoded() -> TrainedStep:

@@ -1,6 +1,6 @@
 """Child processes: in a session of their own, ended with this process by the kernel, with their last lines kept.
 
-``tidemill.bus.server.nats_server``, which has no event loop, shares ``die_with_parent`` and ``tail``.
+``tidemill.bus.server.nats_server``, which has no event loop, shares ``dying_with_parent`` and ``tail``.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,28 @@ def die_with_parent(parent: int = 0) -> Callable[[], None]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return arrange
+
+
+# An interpreter without site-packages that becomes the command. Arguments: our process id, then the command.
+_BECOME = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGKILL)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def dying_with_parent(command: Sequence[str]) -> tuple[list[str], Callable[[], None] | None]:
+    """Return the command and the ``preexec_fn`` of a child that ends with this thread, from any thread.
+
+    Python runs ``preexec_fn`` in a forked copy of this process, which first destroys what belongs to its other threads.
+    In a copy made by another thread than the main one these are the main thread's objects, and destructors of libraries
+    crashed there (SIGSEGV). Without ``preexec_fn`` nothing of this process runs in the child.
+    """
+    if sys.platform != "linux" or threading.current_thread() is threading.main_thread():
+        return [*command], die_with_parent()
+    return [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), *command], None
 
 
 def tail(log_file: Path, since: int = 0) -> list[str]:

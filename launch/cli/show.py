@@ -77,7 +77,9 @@ async def show_sample(bus: Bus, args: argparse.Namespace) -> int:
     if isinstance(sample, WireError):
         raise ValueError(f"sample {args.sample}: #{match.line.seq} cannot be read: {sample}")
     history = await history_of(bus, match.line.seq, sample)
-    values = await bus.trained.of_sample(history.step, match.line.seq) if history.state == "trained" else None
+    values = (
+        await bus.trained.of_sample(history.step, match.line.seq, history.rank) if history.state == "trained" else None
+    )
     tokens = tokens_of(sample, await _vocabulary(bus, args), values)
     if args.json:
         print(to_json(_json(match, sample, tokens, history, duplicates)))

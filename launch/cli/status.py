@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import json
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -25,12 +25,12 @@ from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import look
 from tidemill.launch.run import summary
+from tidemill.launch.run.pace import Pace
 from tidemill.launch.run.summary import SKIPPED
 from tidemill.launch.samples.text import plain, plain_table
 from tidemill.learner.debug.report import LOOKS
 
 _FULL_READ_S = 10.0  # Seconds for the reads while the bus stores nothing
-_PACE_STEPS, _LEAST_PACE = 33, 3  # Newest outcomes that give the pace of a run, and how many of them it takes
 _MOST_NAMES = 6  # Largest number of fields, and of actors, of invalid samples that are named
 # Beginnings of the names of metrics about episodes.
 _OF_EPISODES = (
@@ -82,7 +82,7 @@ async def read_status(bus: Bus) -> JsonObject:
         "run": bus.run,
         "step": plans.newest.step if plans.newest is not None else 0,
         "steps": steps,
-        "left_s": await _left_s(bus, plans, steps),  # at the pace of the last steps; None = not known
+        "left_s": plans.pace.left_s(steps) if steps else None,  # at the pace of the last steps; None = not known
         "planned": plans.planned,
         "minibatches_skipped": int(sum(plans.skipped.values())),
         "report_look": plans.report_look,
@@ -182,13 +182,12 @@ class _Plans:
     skipped: dict[int, float] = field(default_factory=dict)
     report_look: dict[int, int] = field(default_factory=dict)
     evaluated: dict[str, Evaluated] = field(default_factory=dict)  # Newest scores of each evaluation set
-    # (sequence, step) of the newest outcomes.
-    done: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
+    pace: Pace = field(default_factory=Pace)
 
 
 async def _read_plans(bus: Bus) -> _Plans:
     plans = _Plans()
-    async for seq, record in bus.plans.scan():
+    async for _, stored_s, record in bus.plans.stamped(follow=False):
         if isinstance(record, Plan):
             plans.planned = record.step
             plans.tasks.update(record.tasks.tolist())
@@ -199,9 +198,7 @@ async def _read_plans(bus: Bus) -> _Plans:
             if len(record.seqs):
                 plans.dropped[record.reason] += len(record.seqs)
         elif isinstance(record, Done):
-            if plans.newest is not None and record.epoch != plans.newest.epoch:
-                plans.done.clear()  # the time between two starts is no pace
-            plans.done.append((seq, record.step))
+            plans.pace.add(record.epoch, record.step, stored_s)
             plans.skipped[record.step] = record.metrics.get(SKIPPED, 0.0)
             if LOOKS in record.metrics:
                 plans.report_look[record.step] = int(record.metrics[LOOKS])
@@ -216,18 +213,6 @@ def steps_of(config: JsonMapping | None) -> int:
     """Return the steps of a run by its row on the bus; 0 = not known."""
     steps = (config or {}).get("learner", {}).get("steps", 0)
     return steps if isinstance(steps, int) else 0
-
-
-async def _left_s(bus: Bus, plans: _Plans, steps: int) -> float | None:
-    """Return the seconds to the last step at the pace of the newest ones, by the times at which they were stored."""
-    if len(plans.done) < _LEAST_PACE or not steps:
-        return None
-    (first_seq, first), (last_seq, last) = plans.done[0], plans.done[-1]
-    if last <= first:  # a restart has begun at an earlier step
-        return None
-    stream = subjects.stream(bus.run, subjects.PLAN)
-    began_s, ended_s = [(await bus.jet.message(stream, seq)).stored_s for seq in (first_seq, last_seq)]
-    return (ended_s - began_s) / (last - first) * max(0, steps - last)
 
 
 def counts_under(load: Mapping[str, float], name: str) -> dict[str, int]:

@@ -14,10 +14,17 @@ FOR = "1m"  # Time for which a condition must hold
 _LEVELS = {"warn": "warning", "error": "critical"}
 _NO_STATISTICS = ("lag", "skipped", "long_episodes")  # Alarms that are checked in steps of few tokens, too
 
+# A finished run has no processes, and an embedded bus has ended with it.
+_NOT_ENDED = " unless on(run) tidemill_run_ended == 1"
 # Alarms of a run that no step reports: condition, time, sentence, cure.
 _OF_THE_RUN: Mapping[str, tuple[str, str, str, str]] = {
     "exporter_away": ("absent(tidemill_bus_up)", "2m", "no metrics are scraped", "start tidemill metrics prometheus"),
-    "bus_away": ("tidemill_bus_up == 0", "1m", "the bus does not answer", "tidemill status; docs/recovery.md"),
+    "bus_away": (
+        f"tidemill_bus_up == 0{_NOT_ENDED}",
+        "1m",
+        "the bus does not answer",
+        "tidemill status; docs/recovery.md",
+    ),
     "bus_full": ("tidemill_bus_full == 1", "1m", "the bus stores nothing: its disk is full", "free space on its disk"),
     "samples_full": (
         'tidemill_bus_stream_bytes{stream="SAMPLES"} / (tidemill_bus_stream_bytes_limit{stream="SAMPLES"} > 0) > 0.85',
@@ -26,19 +33,21 @@ _OF_THE_RUN: Mapping[str, tuple[str, str, str, str]] = {
         "checkpoint more often, or raise bus.samples_max_bytes",
     ),
     "process_silent": (
-        "tidemill_process_up == 0",
+        f"tidemill_process_up == 0{_NOT_ENDED}",
         "1m",
         "{{ $labels.role }} {{ $labels.id }} sends no heartbeats",
         "tidemill status",
     ),
     "process_trouble": (
-        "tidemill_process_trouble == 1",
+        f"tidemill_process_trouble == 1{_NOT_ENDED}",
         "5m",
         "{{ $labels.role }} {{ $labels.id }} reports repeated failures",
         "tidemill status has the words",
     ),
     "no_step": (
-        "changes(tidemill_run_step[30m]) == 0 and tidemill_run_ended == 0",
+        # `changes` of a range of few samples is 0: the series must have begun before the range, and go on.
+        "changes(tidemill_run_step[30m]) == 0 and tidemill_run_step offset 30m >= 0 and tidemill_run_step >= 0"
+        + _NOT_ENDED,
         "5m",
         "no step was done in 30 minutes",
         "tidemill status names what the processes wait for",

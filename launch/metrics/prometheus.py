@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 60.0
 PORT = 9464
+LOOPBACK_NAMES = ("localhost",)  # Names in the requests of a scrape without a token; addresses always are
 READ_EVERY_S = 2.0
 ALIVE_S = 5.0  # Seconds without a change after which a row's process counts as down
 MOST_PROCESSES = 1024
@@ -65,6 +66,8 @@ class RunState:
     steps: int = 0
     max_lag: int | None = None
     step: int = 0
+    ended_early: bool = False
+    """It has ended before ``steps``."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the newest step."""
     scores: dict[str, Evaluated] = field(default_factory=dict)
@@ -82,7 +85,8 @@ class RunState:
         found = _Found()
         found.add_all({"bus/up": float(self.up), "bus/full": float(bool(self.full)), "run/step": float(self.step)})
         if self.steps:
-            found.add_all({"run/steps": float(self.steps), "run/ended": float(self.step >= self.steps)})
+            ended = self.ended_early or self.step >= self.steps
+            found.add_all({"run/steps": float(self.steps), "run/ended": float(ended)})
         if self.max_lag is not None:
             found.add("run/max_lag", float(self.max_lag))
         for name, value in self.values.items():
@@ -192,7 +196,7 @@ def listener_of(state: RunState, token: str = "") -> Listener:
     async def scraped(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    return Listener({"GET /metrics": Route.request(scraped)}, TokenAccess(token))
+    return Listener({"GET /metrics": Route.request(scraped)}, TokenAccess(token, names=LOOPBACK_NAMES))
 
 
 async def serve(
@@ -244,6 +248,7 @@ async def read_rows(bus: Bus, state: RunState) -> None:
 
 async def _read_streams(bus: Bus, state: RunState) -> None:
     config = (await bus.rows("run").read("config"))[0] or {}
+    state.ended_early = (await bus.rows("run").read(subjects.END_KEY))[1] > 0
     with suppress(KeyError, TypeError, ValueError):
         state.steps = int(config["learner"]["steps"])
         state.max_lag = int(config["staleness"]["max_lag"])

@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import unquote
 
 import aiohttp
 
@@ -215,7 +216,10 @@ class Tracer:
                 await asyncio.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
             try:
-                async with self.session.post(self.url, json=body, headers=self.headers) as answer:
+                # The headers may have a secret, which is not of the host that a redirect names.
+                async with self.session.post(
+                    self.url, json=body, headers=self.headers, allow_redirects=False
+                ) as answer:
                     if answer.status < 300:
                         self.sent.spans += len(spans)
                         return
@@ -229,11 +233,14 @@ class Tracer:
 
 
 def headers_in(text: str) -> dict[str, str]:
-    """Return the headers of ``OTEL_EXPORTER_OTLP_HEADERS``, ``name=value,name=value``. Raises ValueError."""
+    """Return the headers of ``OTEL_EXPORTER_OTLP_HEADERS``, ``name=value,name=value``. Raises ValueError.
+
+    Values are percent-encoded. Source: OpenTelemetry, Protocol Exporter: the format of W3C Baggage, section 3.2.
+    """
     pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
     if any(not equals or not name.strip() for name, equals, _ in pairs):
         raise ValueError(f"{HEADERS_VARIABLE}: want name=value, with commas between them, got another text")
-    return {name.strip(): value.strip() for name, _, value in pairs}
+    return {unquote(name.strip()): unquote(value.strip()) for name, _, value in pairs}
 
 
 async def export_traces(

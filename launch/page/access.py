@@ -1,22 +1,22 @@
 """Who may see a page: tokens in cookies, names of hosts, origins; and the headers of every answer.
 
-    Host -> token in the address (302, cookie) | cookie of viewer or operator -> handler; for a command also Origin
+    Host, Sec-Fetch-Site -> token in the address (302, cookie) | cookie of viewer or operator -> handler; for a command
+    also Origin
 
 A page of another host that a browser shows can send requests to a loopback address under a name of its own (DNS
-rebinding), so names are compared even where no token is needed. The cookies are derived from the tokens.
+rebinding), so names are compared even where no token is needed. It also causes requests whose answers it cannot read
+(``<img src=...>``): browsers mark these, and they are refused. The cookies are derived from the tokens.
 """
 
 import hashlib
 import hmac
-import ipaddress
 import json
 import secrets
 from collections.abc import Collection, Mapping
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from tidemill.bus.http.access import Handler, Rule, refusal
+from tidemill.bus.http.access import Handler, Rule, check_host, refusal
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -32,10 +32,6 @@ HEADERS: Mapping[str, str] = {
 TOKEN_BYTES = 24
 _LONGEST_NAME = 253
 _KEPT = ("Accept-Encoding", "Retry-After", "Allow")  # Headers of an error that its answer keeps
-
-
-class _WrongHost(web.HTTPClientError):
-    status_code = 421  # Misdirected Request: RFC 9110, 15.5.20
 
 
 def new_token() -> str:
@@ -67,7 +63,8 @@ class PageAccess:
 
     async def check(self, request: web.Request, rule: Rule) -> None:
         """Check host, token and origin. Raises HTTPFound (with the cookie), HTTPUnauthorized, HTTPForbidden."""
-        self._check_host(request)
+        check_host(request, self._names, "the address that the dashboard printed (--name adds another name)")
+        self._check_site(request)
         if request.method == "GET" and "token" in request.query:
             self._exchange(request)
         rights = self.rights(request)
@@ -95,24 +92,12 @@ class PageAccess:
         found.set_cookie(self.cookie_name, self._cookies[fits[-1]], httponly=True, samesite="Strict", path="/")
         raise found
 
-    def _check_host(self, request: web.Request) -> None:
-        host = request.headers.get("Host", "")
-        if not self._is_ours(host):
-            want = "the address that the dashboard printed (--name adds another name)"
-            raise refusal(_WrongHost, f"Host: want {want}, got {host[:_LONGEST_NAME]!r}")
-
-    def _is_ours(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        if name in self._names:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True  # no name, so none that another host could point here
+    def _check_site(self, request: web.Request) -> None:
+        """Refuse a request that a page of another origin causes; a link to this page may be followed."""
+        site = request.headers.get("Sec-Fetch-Site", "none")
+        target = tuple(request.headers.get(f"Sec-Fetch-{name}", "") for name in ("Mode", "Dest"))
+        if site not in ("none", "same-origin") and (request.path, *target) != ("/", "navigate", "document"):
+            raise refusal(web.HTTPForbidden, f"Sec-Fetch-Site: want a request of this page, got {site[:40]!r}")
 
     def _check_origin(self, request: web.Request) -> None:
         origin = request.headers.get("Origin", "")

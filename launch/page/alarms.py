@@ -8,7 +8,7 @@ from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.page.settings_of_run import RunSettings
 from tidemill.launch.page.texts import safe
 from tidemill.launch.run.watch import SILENT_S
-from tidemill.learner.algorithms.alarms import Alarm, check
+from tidemill.learner.algorithms.alarms import Alarm, recorded
 
 MAX_ALARMS = 50
 RECENT_STEPS = 10  # Steps within which an alarm of a metric counts as present
@@ -25,7 +25,7 @@ class RunAlarms:
     def step(self, step: int, metrics: Mapping[str, float], stored_s: float, settings: RunSettings) -> None:
         """Check the metrics of a step."""
         self._step = max(self._step, step)
-        for alarm in check(metrics, settings.alarms, settings.context):
+        for alarm in recorded(metrics, settings.alarms, settings.context):
             before = self._of_metrics.get(alarm.name)
             goes_on = before is not None and step - before["last_step"] <= RECENT_STEPS
             since = (before["since_step"], before["since_s"]) if goes_on and before is not None else (step, stored_s)

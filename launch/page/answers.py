@@ -9,10 +9,11 @@ from tidemill.launch.page.columns import BUCKETS, MetricColumns, rounded
 from tidemill.launch.page.lanes import Lane
 from tidemill.launch.page.reader import UNANSWERED_S, RunReader
 from tidemill.launch.page.texts import made_safe, safe
+from tidemill.launch.run.desired import ROLES, LiveHost
+from tidemill.launch.run.pace import RECENT_STEPS
 from tidemill.launch.run.watch import SILENT_S
 from tidemill.learner.algorithms.alarms import THRESHOLDS
 
-RECENT_STEPS = 20
 MAX_POINTS = 400  # Newest pushes of an answer
 _GROUPS = {
     "reward": ("data/reward", "train/reward", "eval/", "train/zero_variance"),
@@ -36,9 +37,9 @@ _GROUPS = {
 class RunAnswers:
     """Answers from the present state of a reader; nothing here waits for the bus."""
 
-    def __init__(self, reader: RunReader, *, rights: str = "viewer", resume: str = "") -> None:
+    def __init__(self, reader: RunReader, *, resume: str = "") -> None:
         """``resume``: command that continues the run, if it is known here."""
-        self._reader, self._rights, self._resume = reader, rights, resume
+        self._reader, self._resume = reader, resume
         self.mode = "ended" if reader.ended else "live"
 
     # ---- the run
@@ -47,13 +48,11 @@ class RunAnswers:
         """Return state, progress and cost of the run."""
         reader = self._reader
         steps, now_s = reader.settings.steps, reader.now_s
-        end_s = now_s if self.mode == "live" and not self._is_over() else reader.newest_s
-        elapsed_s = max(0.0, end_s - reader.first_s) if reader.first_s else 0.0
+        elapsed_s = reader.ran.seconds(now_s if self._goes_on() else None)
         left_s = self._left_s()
         return {
             "run": reader.bus.run,
             "mode": self.mode,
-            "rights": self._rights,
             "state": self._state(),
             "dead": self._dead(),
             "bus": {
@@ -78,10 +77,14 @@ class RunAnswers:
         steps = self._reader.settings.steps
         return bool(self._reader.end) or (steps is not None and self._reader.metrics.last >= steps)
 
+    def _goes_on(self) -> bool:
+        """Return whether a learner is alive, so that time passes for the run."""
+        rows = self._reader.rows if self.mode == "live" and not self._is_over() else ()
+        return any(age_s <= SILENT_S and row.role in ("learner", "feeder") for row, age_s in rows)
+
     def _state(self) -> JsonObject:
         reader = self._reader
         kind, symbol, words, since_s = "running", "●", "running", None
-        alive = [row for row, age_s in reader.rows if age_s <= SILENT_S and row.role in ("learner", "feeder")]
         if self._is_over():
             reason = safe(str(reader.end.get("reason", ""))) if reader.end else "learner.steps"
             kind, symbol, words, since_s = "finished", "✓", f"finished: {reason}", reader.newest_s
@@ -91,7 +94,7 @@ class RunAnswers:
             kind, symbol, words = "silent", "◌", _silence(reader.silent_s)
         elif reader.full:
             kind, symbol, words = "full", "✕", f"the bus stores nothing: {reader.full}"
-        elif not alive:
+        elif not self._goes_on():
             age_s = reader.now_s - reader.newest_s if reader.newest_s else 0.0
             words = f"no learner, no data for {age_s:.0f} s" if reader.newest_s else "waits for a learner"
             kind, symbol, since_s = ("silent" if reader.newest_s else "starting"), "◌", reader.newest_s or None
@@ -115,18 +118,10 @@ class RunAnswers:
         }
 
     def _left_s(self) -> float | None:
-        steps, metrics = self._reader.settings.steps, self._reader.metrics
-        pace_s = self.pace_s()
-        if steps is None or pace_s is None or self.mode != "live" or self._is_over():
+        steps = self._reader.settings.steps
+        if steps is None or self.mode != "live" or self._is_over():
             return None
-        return pace_s * max(0, steps - metrics.last)
-
-    def pace_s(self) -> float | None:
-        """Return the seconds of a step by the clock, over the last steps; None while it is unknown."""
-        metrics = self._reader.metrics
-        times = metrics.times_s(max(metrics.first, metrics.last - RECENT_STEPS))
-        times = times[~(times != times)]
-        return float((times[-1] - times[0]) / (len(times) - 1)) if len(times) > 2 else None
+        return self._reader.pace.left_s(steps)
 
     def _cost(self, elapsed_s: float, left_s: float | None) -> JsonObject:
         reader = self._reader
@@ -174,7 +169,7 @@ class RunAnswers:
         reward, before = metrics.mean("data/reward_mean", 10), self._before("data/reward_mean")
         change = "" if reward is None or before is None else f"{reward - before:+.3g} in 10 steps"
         # By the clock, waiting included: to be compared with the generated tokens.
-        tokens, pace_s = metrics.mean("train/tokens", RECENT_STEPS), self.pace_s()
+        tokens, pace_s = metrics.mean("train/tokens", RECENT_STEPS), reader.pace.step_s
         lag, wait = metrics.mean("offpolicy/lag_mean", 10), metrics.mean("train/wait_share", 10)
         generated = sum(lane.rate or 0.0 for lane in reader.lanes.lanes.values() if lane.row.role == "actor")
         push, balance = metrics.mean("push/seconds", 1), reader.ledger.as_map()["balance"]
@@ -202,7 +197,7 @@ class RunAnswers:
 
     def _waits(self) -> list[JsonObject]:
         """Return the seconds of a step, over the last steps, for which each part of the run waits for another."""
-        metrics, pace_s = self._reader.metrics, self.pace_s()
+        metrics, pace_s = self._reader.metrics, self._reader.pace.step_s
 
         def line(who: str, what: str, seconds: float | None) -> JsonObject:
             share = min(1.0, seconds / pace_s) if seconds is not None and pace_s else None
@@ -314,18 +309,37 @@ class RunAnswers:
     def fleet(self, begin_s: float = 0.0, end_s: float = float("inf")) -> JsonObject:
         """Return the processes, their segments and the pushes of the last hour."""
         reader = self._reader
-        waiting, leased = reader.ledger.backlog or (None, None)
-        state = reader.samples
-        queue = {"waiting": waiting, "leased": leased, "full": reader.full}
-        queue |= {"stream_bytes": None if state is None else state.bytes}
-        queue |= {"stream_messages": None if state is None else state.messages}
         return {
             "now_s": reader.now_s,
             "lanes": self.processes(),
             "segments": reader.lanes.segments(begin_s, end_s),
             "pushes": [push for push in reader.pushes if push["time_s"] >= begin_s][-MAX_POINTS:],
-            "queue": queue,
+            "queue": self.queue(),
+            "hosts": self._hosts(),
         }
+
+    def queue(self) -> JsonObject:
+        """Return the tasks that wait or are leased, and the size of the stream of samples."""
+        reader = self._reader
+        waiting, leased = reader.ledger.backlog or (None, None)
+        queue: JsonObject = {"waiting": waiting, "leased": leased, "full": reader.full}
+        queue["stream_bytes"] = None if reader.samples is None else reader.samples.bytes
+        queue["stream_messages"] = None if reader.samples is None else reader.samples.messages
+        return queue
+
+    def _hosts(self) -> list[JsonObject]:
+        """Return the live hosts, with the running and the desired number of processes of each role."""
+        rows = [row for row, age_s in self._reader.rows if row.role == "host" and age_s <= SILENT_S]
+        hosts = [LiveHost(row.id, row.pool) for row in rows]
+        return [
+            {
+                "name": safe(host.name),
+                "pool": safe(host.pool),
+                "running": {role: int(row.load.get(f"{role}s", 0)) for role in ROLES},
+                "desired": self._reader.desired.of(host, hosts),
+            }
+            for host, row in zip(hosts, rows, strict=True)
+        ]
 
 
 def _mean(columns: MetricColumns, name: str, first: int, last: int) -> float:

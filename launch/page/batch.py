@@ -6,7 +6,6 @@ effect and pack the others again, which no record has: the rows are those of the
 
 import asyncio
 from collections import Counter
-from contextlib import aclosing
 
 import numpy as np
 
@@ -50,13 +49,8 @@ async def batch_of(reader: RunReader, samples: SampleAnswers, step: int) -> Json
 
 
 async def _plan(reader: RunReader, step: int) -> Plan:
-    seq = reader.plan_seqs.get(step)
-    if seq is not None:
-        async with aclosing(reader.bus.plans.scan(seq)) as records:  # type: ignore[type-var]
-            async for _, record in records:
-                if isinstance(record, Plan) and record.step == step:
-                    return record
-                break
+    if (plan := await reader.plan(step)) is not None:
+        return plan
     known = reader.plan_seqs
     steps = f"{min(known)} to {max(known)}" if known else "none yet"
     raise ValueError(f"step: want one whose plan is kept ({steps}), got {step}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from tidemill.launch.page.texts import safe
 
 METRICS_FILE = "metrics.jsonl"
 MAX_RUNS = 16  # Runs of directories, and runs of the bus whose metrics are kept
+KEPT_S = 10.0  # Seconds for which the metrics of another run are kept: its curves are requested one after the other
 READ_S = 20.0  # Longest time for the records of another run of the bus
 MAX_LINE_BYTES = 1 << 20
 
@@ -30,7 +32,7 @@ class ComparedRuns:
             if not (directory / METRICS_FILE).is_file():
                 raise ValueError(f"--compare: want the directory of a run ({METRICS_FILE} in it), got {directory}")
         self._directories = {safe(directory.name): directory for directory in directories}
-        self._kept: OrderedDict[str, MetricColumns] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[float, MetricColumns]] = OrderedDict()  # With the time of reading
         self._reading = asyncio.Lock()
 
     async def as_map(self, step: int) -> JsonObject:
@@ -42,18 +44,27 @@ class ComparedRuns:
         return {"runs": runs}
 
     async def columns(self, name: str) -> MetricColumns | None:
-        """Return the metrics of another run, None for this one. Raises ValueError for an unknown name, BusError."""
+        """Return the metrics of another run, None for this one.
+
+        Raises ValueError for an unknown name, BusError, TimeoutError.
+        """
         if name == self._run:
             return None
         async with self._reading:
-            if name in self._directories:
-                return await asyncio.to_thread(_read_file, self._directories[name] / METRICS_FILE)
-            if name not in await self._on_bus():
-                raise ValueError(f"run: want one of /api/runs, got {safe(name)[:80]!r}")
-            self._kept[name] = await self._read_bus(name)
+            kept = self._kept.pop(name, None)
+            if kept is None or time.monotonic() > kept[0] + KEPT_S:
+                kept = time.monotonic(), await self._read(name)
+            self._kept[name] = kept
             while len(self._kept) > MAX_RUNS:
                 self._kept.popitem(last=False)
-            return self._kept[name]
+            return kept[1]
+
+    async def _read(self, name: str) -> MetricColumns:
+        if name in self._directories:
+            return await asyncio.to_thread(_read_file, self._directories[name] / METRICS_FILE)
+        if name not in await self._on_bus():
+            raise ValueError(f"run: want one of /api/runs, got {safe(name)[:80]!r}")
+        return await self._read_bus(name)
 
     async def _on_bus(self) -> list[str]:
         return await runs_of(self._url, name="dashboard", wait_s=3.0)

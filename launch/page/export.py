@@ -84,7 +84,7 @@ async def _data(reader: RunReader, answers: RunAnswers, samples: SampleAnswers) 
         "/api/flow": answers.flow(),
         "/api/lags": answers.lags(),
         "/api/fleet": answers.fleet(),
-        "/api/histogram": samples.histogram(""),
+        "/api/histogram": await samples.histogram(""),
         "/api/samples": listed,
         "/api/prompts": await samples.prompts(),
         "/api/runs": {"runs": [{"name": reader.bus.run, "this": True, "from": "bus", "steps": reader.metrics.last}]},

@@ -111,6 +111,7 @@ class Feed:
             self._add_changed(news, "processes", self._answers.processes())
         self._add_changed(news, "alarms", reader.alarms.as_list())
         self._add_changed(news, "flow", self._answers.flow())
+        self._add_changed(news, "queue", self._answers.queue())
         return news
 
     def _add_changed(self, news: JsonObject, name: str, value: object) -> None:

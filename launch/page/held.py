@@ -1,13 +1,14 @@
 """The newest samples of a run by their headers: columns in a ring, for lists, histograms and groups. Knows no bus."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.launch.page.columns import rounded
-from tidemill.launch.samples.filters import Filter, Headline
+from tidemill.launch.page.texts import shortened
+from tidemill.launch.samples.filters import Headline
 
 HELD = 1 << 17  # Number of newest sequences that are held
 BINS = 20  # Bins between the lowest and the highest reward
@@ -115,6 +116,7 @@ class HeldSamples:
     def _number(self, text: str | None) -> int:
         if text is None:
             return 0
+        text = shortened(text)  # of a header, which may have a megabyte
         number = self._numbers.get(text)
         if number is None:
             if len(self._texts) >= MAX_NAMES:
@@ -123,13 +125,11 @@ class HeldSamples:
             self._texts.append(text)
         return number
 
-    def histogram(self, chosen: Filter) -> dict[str, object]:
-        """Return the rewards of the held samples that fit, in bins; the lowest and the highest have their own."""
-        if chosen == Filter():
-            rewards = self.reward[self.seq > 0]
-        else:
-            fits = [line.reward for line in self.newest_first(self.last_seq + 1) if chosen.of(line)]
-            rewards = np.array([np.nan if reward is None else reward for reward in fits], np.float32)
+    def histogram(self, chosen: Sequence[float | None] | None = None) -> dict[str, object]:
+        """Return rewards in bins; the lowest and the highest have their own. None = of all held samples."""
+        rewards = self.reward[self.seq > 0]
+        if chosen is not None:
+            rewards = np.array([np.nan if reward is None else reward for reward in chosen], np.float32)
         known = rewards[~np.isnan(rewards)].astype(np.float64)
         answer: dict[str, object] = {"count": len(known), "undefined": len(rewards) - len(known), "bins": []}
         return answer | {"bins": _bins(known)} if len(known) else answer

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +35,9 @@ from tidemill.launch.page.ledger import RunLedger
 from tidemill.launch.page.settings_of_run import RunSettings
 from tidemill.launch.page.texts import made_safe, safe
 from tidemill.launch.run import audit as accounting
+from tidemill.launch.run import desired
+from tidemill.launch.run.desired import DesiredRoles
+from tidemill.launch.run.pace import Pace, RunTime
 from tidemill.launch.run.summary import scores_line
 from tidemill.launch.samples.filters import headline
 
@@ -74,7 +78,8 @@ class RunReader:
         self.rows: list[tuple[LiveRow, float]] = []
         self.samples: StreamState | None = None
         self.full, self.end = "", dict[str, object]()
-        self.first_s = self.newest_s = 0.0  # Times of the first and of the newest record
+        self.pace, self.ran = Pace(), RunTime()
+        self.desired = DesiredRoles({})
         self.planned = self.last_seq = 0
         self.answered_s = time.monotonic()
         self.loaded = asyncio.Event()  # Set when the records that were there at the start are read
@@ -100,6 +105,11 @@ class RunReader:
         """Seconds since the bus answered last."""
         return time.monotonic() - self.answered_s
 
+    @property
+    def newest_s(self) -> float:
+        """Unix time of the newest record; 0 before the first."""
+        return self.ran.newest_s
+
     async def run(self) -> None:
         """Background loop: read until cancelled. Raises StreamReplaced when another run takes this one's name."""
         await all_of((self._follow_plans(), self._follow_samples(), self._look_for_ever()))
@@ -107,6 +117,7 @@ class RunReader:
     # ---- PLAN
 
     async def _follow_plans(self) -> None:
+        await self.bus.retry(self._read_settings)  # first, because the alarms of each step depend on them
         state = await self.bus.retry(self.bus.plans.state)
         if not state.messages:
             self.loaded.set()
@@ -115,8 +126,16 @@ class RunReader:
             if seq >= state.last_seq:
                 self.loaded.set()
 
+    async def plan(self, step: int) -> Plan | None:
+        """Return the plan of a step; None if it is not kept. Raises BusError."""
+        if (seq := self.plan_seqs.get(step)) is not None:
+            async with aclosing(self.bus.plans.scan(seq)) as records:  # type: ignore[type-var]
+                async for _, record in records:
+                    return record if isinstance(record, Plan) and record.step == step else None
+        return None
+
     def _note_record(self, seq: int, stored_s: float, record: PlanRecord) -> None:
-        self.first_s, self.newest_s = self.first_s or stored_s, max(self.newest_s, stored_s)
+        self.ran.add(record.epoch, stored_s)
         self.ledger.add(record)
         if isinstance(record, Done):
             self._note_done(record, stored_s)
@@ -133,6 +152,7 @@ class RunReader:
     def _note_done(self, record: Done, stored_s: float) -> None:
         metrics = {safe(name): value for name, value in record.metrics.items()}
         self.metrics.add(record.step, metrics, stored_s)
+        self.pace.add(record.epoch, record.step, stored_s)
         self.changes.steps.add(record.step)
         self.alarms.step(record.step, metrics, stored_s, self.settings)
         version = metrics.get("push/version", -1.0)
@@ -213,14 +233,17 @@ class RunReader:
             raise StreamReplaced(f"samples of {self.bus.run}", self._created, created)
 
     async def _look_slowly(self) -> None:
-        rows = self.bus.rows("run")
-        config, _ = await rows.read("config")
-        if config is not None and config != self.settings.row:
-            self.settings = RunSettings(config)
-        self.end = (await rows.read(END_KEY))[0] or {}
+        await self._read_settings()
+        self.end = (await self.bus.rows("run").read(END_KEY))[0] or {}
+        self.desired = await desired.read(self.bus)
         self.full = safe(await self.bus.full())
         if self.ended and self.loaded.is_set() and self.ledger.audited["state"] == "not yet":
             self.begin_audit()
+
+    async def _read_settings(self) -> None:
+        config, _ = await self.bus.rows("run").read("config")
+        if config is not None and config != self.settings.row:
+            self.settings = RunSettings(config)
 
     def _note_rows(self, rows: Sequence[tuple[LiveRow, float]]) -> None:
         self.rows = list(rows)
@@ -234,7 +257,7 @@ class RunReader:
     # ---- audit
 
     def begin_audit(self) -> None:
-        """Start the audit of the streams unless one runs, or has just ended. It reads every sample once."""
+        """Start the audit of the streams unless one runs, or ended within a minute. It reads every sample once."""
         running = self._auditing is not None and not self._auditing.done()
         if running or time.monotonic() < self._audit_s + AUDIT_EVERY_S or self.samples is None:
             return
@@ -258,6 +281,7 @@ class RunReader:
             self.ledger.audited = {"state": "failed", "words": safe(str(error))}
             return
         finally:
+            self._audit_s = time.monotonic()
             self.audit_ended.set()
         if self.ended:
             self.ledger.accounting = result

@@ -8,10 +8,10 @@ import numpy as np
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.messages import Sample
+from tidemill.bus.wire.messages import Sample, Turns
 from tidemill.bus.wire.trained_values import TrainedValues
 from tidemill.launch.page.columns import rounded
-from tidemill.launch.page.texts import cut, made_safe, safe
+from tidemill.launch.page.texts import cut, made_safe, safe, shortened
 from tidemill.launch.samples.filters import Headline
 from tidemill.launch.samples.text import to_json as json_text
 from tidemill.launch.samples.text import turns_in
@@ -19,6 +19,8 @@ from tidemill.launch.samples.tokens import Vocabulary
 
 TOKENS, MAX_TOKENS = 2000, 4000
 MAX_MESSAGES = 400
+_MAX_PARTS = 100  # Parts of a reward
+_DIGITS = 10  # Fewer are in the number of a message
 _CONTEXT = 8  # Tokens before the first one shown, which its text depends on
 _SMALL = 4096  # Characters of a label, of metadata and of further fields of a message
 _TEXTS = ("reasoning_content", "content")
@@ -44,18 +46,18 @@ class SampleView:
         timings = ("queued_s", "generating_s", "tools_s", "reward_s")
         return {
             "error": None,
-            "attempt": safe(sample.attempt),
+            "attempt": safe(shortened(sample.attempt)),
             "group": sample.group_size,
-            "finish_reason": safe(sample.finish_reason),
-            "parts": made_safe(sample.reward) if isinstance(sample.reward, dict) else {},
+            "finish_reason": safe(shortened(sample.finish_reason)),
+            "parts": _parts(sample.reward),
             "label": None if sample.label is None else cut(_text(sample.label), size=_SMALL)[0],
             "sampling": sampling | {"max_new_tokens": sample.sampling.max_new_tokens},
             "timings": {name: getattr(sample.timings, name) for name in timings},
-            "rollout": safe(sample.rollout),
-            "environment": safe(str(sample.metadata.get("environment", sample.rollout))),
+            "rollout": safe(shortened(sample.rollout)),
+            "environment": safe(shortened(str(sample.metadata.get("environment", sample.rollout)))),
             "messages": self._messages(sample),
             "response": {"text": response, "cut": left, "field": "response"},
-            "turns": [] if sample.turns is None else made_safe(turns_in(sample.turns)[:MAX_MESSAGES]),
+            "turns": [] if sample.turns is None else _turns(sample.turns),
             "spans": [[span.version, span.num_tokens] for span in sample.spans[:MAX_TOKENS]],
             "num_tokens": sample.response_length,
             "prompt_tokens": len(sample.tokens) - sample.response_length,
@@ -68,13 +70,16 @@ class SampleView:
         for number, message in enumerate(_conversation(sample)[:MAX_MESSAGES]):
             text, left = cut(_content(message))
             fields = {name: value for name, value in message.items() if name not in ("role", *_TEXTS) and value}
+            reasoning, reasoning_left = cut(_reasoning(message))
             messages.append(
                 {
-                    "role": safe(str(message.get("role", "?")))[:40],
+                    "role": safe(str(message.get("role", "?"))[:40]),
                     "text": text,
                     "cut": left,
                     "field": f"messages/{number}",
-                    "reasoning": cut(_text(message.get("reasoning_content") or ""))[0],
+                    "reasoning": reasoning,
+                    "reasoning_cut": reasoning_left,
+                    "reasoning_field": f"reasoning/{number}",
                     "fields": cut(json_text(fields), size=_SMALL)[0] if fields else "",
                 }
             )
@@ -87,10 +92,10 @@ class SampleView:
         kind, _, number = field.partition("/")
         if field == "response":
             whole = sample.response
-        elif kind == "messages" and number.isdecimal() and int(number) < len(messages):
-            whole = _content(messages[int(number)])
+        elif kind in _TEXT_OF and len(number) < _DIGITS and number.isdecimal() and int(number) < len(messages):
+            whole = _TEXT_OF[kind](messages[int(number)])
         else:
-            raise ValueError(f"field: want response or messages/N, got {field[:40]!r}")
+            raise ValueError(f"field: want response, messages/N or reasoning/N, got {field[:40]!r}")
         text, left = cut(whole, start)
         return {"text": text, "from": start, "cut": left}
 
@@ -151,6 +156,23 @@ def _conversation(sample: Sample) -> list[Mapping[str, Any]]:
 def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     return "" if content is None else _text(content)
+
+
+def _reasoning(message: Mapping[str, Any]) -> str:
+    return _text(message.get("reasoning_content") or "")
+
+
+_TEXT_OF = {"messages": _content, "reasoning": _reasoning}
+
+
+def _parts(reward: object) -> JsonObject:
+    parts = list(reward.items())[:_MAX_PARTS] if isinstance(reward, dict) else []
+    return {safe(shortened(str(name))): made_safe(value) for name, value in parts}
+
+
+def _turns(turns: Turns) -> list[JsonObject]:
+    rows = turns_in(turns)[:MAX_MESSAGES]
+    return [{name: made_safe(shortened(value)) for name, value in row.items()} for row in rows]
 
 
 def _text(value: object) -> str:

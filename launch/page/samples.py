@@ -6,7 +6,7 @@ import re
 import shlex
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -16,13 +16,12 @@ from tidemill.bus.errors import BusError, NotFound, WireError
 from tidemill.bus.streams.readers import StoredSample
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Sample, Task
-from tidemill.bus.wire.trained_values import TrainedValues
 from tidemill.launch.page.held import Disposition
 from tidemill.launch.page.reader import RunReader
 from tidemill.launch.page.sample_view import SampleView
-from tidemill.launch.page.texts import cut, made_safe, safe
+from tidemill.launch.page.texts import SHORT, cut, made_safe, safe, shortened
 from tidemill.launch.samples.filters import Filter, Headline, filter_of, headline, headline_of, prompt_text, task_of
-from tidemill.launch.samples.search import Lags, SampleSearch, history_of, opened
+from tidemill.launch.samples.search import Lags, SampleHistory, SampleSearch, history_of, opened, planned
 from tidemill.launch.samples.tokens import Vocabulary
 
 PAGE, MAX_PAGE = 100, 200
@@ -30,7 +29,8 @@ SEARCHED = 100_000  # Headers that one request reads at most
 SEARCH_S = 2.0  # Seconds after which a search answers with what it has
 _CHUNK, _AT_ONCE = (256, 4096), 16
 _LONGEST = 18  # Digits of a number in a query: it fits into 64 bits
-SHORT, LONG = 200, 2000  # Characters of a text in a list, and beside others
+LONG = 2000  # Characters of a text beside others
+AT_A_TIME = 1000  # Headers that are compared before other requests have their turn
 MAX_GROUP = 64
 MAX_PROMPTS = 100
 MAX_FILTER = 2000  # Characters of a filter
@@ -142,7 +142,7 @@ class SampleAnswers:
     async def _newest_first(self, before: int, first: int) -> AsyncIterator[Headline]:
         """Yield the held headers without a gap, then those of the stream."""
         high, size = before, _CHUNK[0]
-        for line in self._reader.held.newest_first(before):
+        async for line in _interruptible(self._reader.held.newest_first(before)):
             if high - line.seq > 1:
                 break  # parts of a large sample, or headers that are not read yet
             high = line.seq
@@ -150,8 +150,8 @@ class SampleAnswers:
         while high > first:
             low = max(first, high - size)
             chunk: list[Message] = [glimpse async for glimpse in self._history.glimpses(low, high - 1)]
-            for glimpse in reversed(chunk):
-                yield headline(glimpse)
+            async for line in _interruptible(map(headline, reversed(chunk))):
+                yield line
             high, size = low, min(2 * size, _CHUNK[1])
 
     async def _row(self, line: Headline, chosen: PageFilter, *, texts: bool) -> JsonObject | None:
@@ -175,12 +175,16 @@ class SampleAnswers:
                 return None
         return row_of(line, disposition) | (_texts_of(sample) if texts else {})
 
-    def histogram(self, words: str) -> JsonObject:
+    async def histogram(self, words: str) -> JsonObject:
         """Return the rewards of the held samples in bins. Raises ValueError for a filter of texts or dispositions."""
         chosen = PageFilter(words)
         if chosen.text or chosen.fate or chosen.version is not None or chosen.step is not None:
             raise ValueError("filter: a histogram is made of headers: want no text=, fate=, version= or step=")
-        return self._reader.held.histogram(chosen.headers)
+        held = self._reader.held
+        if chosen.headers == Filter():
+            return held.histogram()
+        lines = _interruptible(held.newest_first(held.last_seq + 1))
+        return held.histogram([line.reward async for line in lines if chosen.headers.of(line)])
 
     async def group(self, task: int) -> JsonObject:
         """Return the samples of a task beside each other."""
@@ -292,14 +296,22 @@ class SampleAnswers:
         line = headline(Message(seq, stored.subject, stored.headers, b"", stored.stored_s))
         if isinstance(sample, Sample):
             line = headline_of(seq, stored.stored_s, stored.subject, sample)
-        return SampleView(await self._lags.of(line), sample, await self._pieces(), await self._trained(seq))
+        return SampleView(await self._lags.of(line), sample, await self._pieces())
 
-    async def _trained(self, seq: int) -> TrainedValues | None:
-        """Return the recorded values of a trained sample, if its step is known here."""
-        disposition = self._reader.held.disposition(seq)
-        if disposition is None or not disposition.step:
-            return None
-        return await self._reader.bus.trained.of_sample(disposition.step, seq)
+    async def tokens(self, seq: int, start: int, count: int) -> JsonObject:
+        """Return columns of a sample's tokens, as ``SampleView.tokens``. Raises ValueError, NotFound."""
+        view, disposition = await self.view(seq), self._reader.held.disposition(seq)
+        plan = await self._reader.plan(disposition.step) if disposition is not None else None
+        if plan is not None and isinstance(view.sample, Sample):
+            view = await self._with_trained(view, planned(plan, seq, view.sample))
+        return view.tokens(start, count)
+
+    async def _with_trained(self, view: SampleView, history: SampleHistory | None) -> SampleView:
+        """Add the recorded values of the tokens, which the rank that trained the sample has stored."""
+        if history is None or not history.step:
+            return view
+        trained = self._reader.bus.trained
+        return replace(view, trained=await trained.of_sample(history.step, view.line.seq, history.rank))
 
     async def sample(self, query: dict[str, str]) -> JsonObject:
         """Return one sample with its outcome and its group. Raises ValueError, NotFound."""
@@ -309,8 +321,7 @@ class SampleAnswers:
         if isinstance(view.sample, Sample):
             history = await history_of(self._reader.bus, seq, view.sample)
             outcome = made_safe({**history.as_map(), "words": str(history)})
-            if view.trained is None and history.step:
-                view = replace(view, trained=await self._reader.bus.trained.of_sample(history.step, seq))
+            view = await self._with_trained(view, history)
         members = [] if view.line.task is None else await self.members(view.line.task)
         answer = {**row_of(view.line, self._reader.held.disposition(seq)), **view.as_map(), "fate": outcome}
         answer["group_members"] = [row_of(line, self._reader.held.disposition(line.seq)) for line in members]
@@ -334,10 +345,18 @@ class SampleAnswers:
             return self._tokens
 
 
+async def _interruptible(lines: Iterable[Headline]) -> AsyncIterator[Headline]:
+    """Yield the lines, and let other requests run after each ``AT_A_TIME``, also while none fits."""
+    for number, line in enumerate(lines, start=1):
+        yield line
+        if not number % AT_A_TIME:
+            await asyncio.sleep(0)
+
+
 def row_of(line: Headline, disposition: Disposition | None) -> JsonObject:
     """Return headers and disposition as a row of a list."""
     names = ("seq", "stored_s", "kind", "task", "index", "versions", "lag", "reward", "status", "tokens", "actor")
-    row = {name: getattr(line, name) for name in (*names, "engine")}
+    row = {name: shortened(getattr(line, name)) for name in (*names, "engine")}
     row["fate"], row["step"] = (None, None) if disposition is None else (disposition.words, disposition.step or None)
     return made_safe(row)  # type: ignore[no-any-return]
 

@@ -59,7 +59,7 @@ class PageServer:
         """``commands``: routes of an operator. ``renderers``: directory of modules that draw samples."""
         self._renderers = renderers
         self._reader, self._answers, self._samples, self._compared = reader, answers, samples, compared
-        self.feed = Feed(reader, answers)
+        self._access, self.feed = access, Feed(reader, answers)
         self.listener = Listener(
             {**self._routes(), **(commands or {})},
             access,
@@ -70,8 +70,8 @@ class PageServer:
 
     def _routes(self) -> dict[str, Route]:
         answers: dict[str, Answer] = {
-            "run": self._of(lambda query: self._answers.run()),
-            "overview": self._of(lambda query: self._answers.overview()),
+            "run": self._run,
+            "overview": self._overview,
             "metrics": self._of(lambda query: self._answers.metrics()),
             "series": self._series,
             "lags": self._of(lambda query: self._answers.lags(*_steps(query), _number(query, "buckets", 200, 1, 1000))),
@@ -79,7 +79,7 @@ class PageServer:
             "fleet": self._of(
                 lambda query: self._answers.fleet(_seconds(query, "from", 0.0), _seconds(query, "to", float("inf")))
             ),
-            "histogram": self._of(lambda query: self._samples.histogram(query.get("filter", ""))),
+            "histogram": lambda request: self._samples.histogram(request.query.get("filter", "")),
             "samples": self._list,
             "sample": self._sample,
             "text": self._text,
@@ -120,6 +120,13 @@ class PageServer:
             return response
 
         return handler
+
+    async def _run(self, request: web.Request) -> JsonObject:
+        # Events go to all viewers: the rights of one are in its own answers alone.
+        return self._answers.run() | {"rights": self._access.rights(request)}
+
+    async def _overview(self, request: web.Request) -> JsonObject:
+        return self._answers.overview() | {"rights": self._access.rights(request)}
 
     async def _loaded(self) -> None:
         if not self._reader.loaded.is_set():
@@ -170,8 +177,8 @@ class PageServer:
 
     async def _tokens(self, request: web.Request) -> JsonObject:
         query = request.query
-        view = await self._samples.view(_number(query, "seq", None))
-        return view.tokens(_number(query, "from", 0), _number(query, "n", MAX_TOKENS, 1, MAX_TOKENS))
+        start, count = _number(query, "from", 0), _number(query, "n", MAX_TOKENS, 1, MAX_TOKENS)
+        return await self._samples.tokens(_number(query, "seq", None), start, count)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         with self.feed.viewer() as queue:
@@ -206,6 +213,8 @@ async def _translated(request: web.Request, handler: Handler) -> web.StreamRespo
         return error_answer(404, safe(str(error)))
     except BusError as error:
         return error_answer(503, safe(f"the bus does not answer: {error}"))
+    except TimeoutError:
+        return error_answer(503, "the bus has not answered in time; try again")
 
 
 def _file_answer(name: str) -> Handler:

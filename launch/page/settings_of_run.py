@@ -33,8 +33,7 @@ class RunSettings:
     @cached_property
     def context(self) -> Context:
         max_lag = self.get("staleness.max_lag", int, 1 << 30)
-        dtype = self.get("learner.dtype", str, "float32")
-        return Context(max_lag=max_lag, dtype=dtype, gate=self.get("staleness.gate", str, "mask"))
+        return Context(max_lag=max_lag, gate=self.get("staleness.gate", str, "mask"))
 
     @cached_property
     def alarms(self) -> AlarmConfig:
@@ -42,7 +41,9 @@ class RunSettings:
         row = self.get("learner.algorithm.alarms", Mapping, {})
         try:
             ignore = tuple(str(name) for name in row.get("ignore", ()))
-            config = AlarmConfig(ignore=ignore, thresholds=dict(row.get("thresholds", {})))
+            config = AlarmConfig(
+                action=row.get("action", "warn"), ignore=ignore, thresholds=dict(row.get("thresholds", {}))
+            )
             refuse_unknown(config)
         except (TypeError, ValueError):
             return AlarmConfig()

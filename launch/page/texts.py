@@ -11,6 +11,8 @@ import msgspec
 
 MAX_CHARACTERS = 1 << 16  # Characters of one text in one answer; the rest is requested by "show next"
 
+SHORT = 200  # Characters of a name, and of a text in a list
+
 # Control characters but tab and newline; soft hyphen, marks and controls of direction, invisible operators, line and
 # paragraph separators, halves of surrogate pairs, annotation and tag characters.
 _UNSAFE = re.compile(
@@ -27,6 +29,11 @@ def safe(text: str) -> str:
 def cut(text: str, start: int = 0, size: int = MAX_CHARACTERS) -> tuple[str, int]:
     """Return at most ``size`` characters from ``start`` on, made safe, and the number of characters after them."""
     return safe(text[start : start + size]), max(0, len(text) - start - size)
+
+
+def shortened(value: Any) -> Any:
+    """Return the first ``SHORT`` characters of a text, and any other value as it is."""
+    return value[:SHORT] if isinstance(value, str) else value
 
 
 def made_safe(value: Any) -> Any:

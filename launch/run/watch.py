@@ -25,6 +25,7 @@ from tidemill.bus.system.coroutines import all_of
 from tidemill.bus.wire.messages import Done, Evaluated, Sample
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run import summary
+from tidemill.launch.run.pace import Pace
 from tidemill.launch.run.summary import count_in
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,6 @@ SILENT_S = 4.0  # Seconds without a change of its live row after which a process
 # Counter in the live row of a bus: restarts of nats-server by its keeper; the row's trouble is the last one.
 SERVER_RESTARTS = "server_restarts"
 NUM_EVENTS = 20  # Number of events kept for the view
-RECENT_STEPS = 20  # Number of steps over which rates and the time left are computed
 
 
 class RunLines:
@@ -96,6 +96,7 @@ class RunWatch:
     evaluated: dict[tuple[int, str], Evaluated] = field(default_factory=dict, init=False)
     # Seconds since the run began at which a step's outcome was first seen.
     reached_s: dict[int, float] = field(default_factory=dict, init=False)
+    pace: Pace = field(default_factory=Pace, init=False)  # Newest outcomes by the same seconds
     rows: list[tuple[LiveRow, float]] = field(default_factory=list, init=False)  # (row, seconds since it changed)
     # Last counters of every process ever seen, by `role.id`.
     loads: dict[str, dict[str, float]] = field(default_factory=dict, init=False)
@@ -149,14 +150,10 @@ class RunWatch:
         """Return a metric of the last step; ``otherwise`` without a step, or if the step has no such metric."""
         return self.outcomes[self.step].metrics.get(name, otherwise) if self.outcomes else otherwise
 
-    def _recent(self) -> list[tuple[int, float]]:
-        """Return (step, seconds) of the last steps of this start; the pause before it would distort their pace."""
-        return sorted(item for item in self.reached_s.items() if item[0] > self._resumed_at)[-RECENT_STEPS:]
-
     @property
     def rate_trained(self) -> float:
         """Trainable tokens per second of the clock, over the last steps: to be compared with ``rate_generated``."""
-        recent = self._recent()
+        recent = list(self.pace.recent)
         if len(recent) < 2:
             return 0.0
         outcomes = [self.outcomes[step] for step, _ in recent[1:] if step in self.outcomes]
@@ -166,11 +163,7 @@ class RunWatch:
 
     def left_s(self) -> float | None:
         """Return the seconds left at the pace of the last steps; None while it is unknown."""
-        recent = self._recent()
-        if len(recent) < 3:
-            return None
-        pace_s = (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
-        return pace_s * (self.steps - self.step)
+        return self.pace.left_s(self.steps)
 
     def event(self, text: str) -> None:
         """Log an event and show it in the view."""
@@ -188,6 +181,8 @@ class RunWatch:
             if isinstance(record, Done):
                 self.outcomes[record.step] = record
                 self.reached_s.setdefault(record.step, self.elapsed_s)
+                if record.step > self._resumed_at:  # earlier ones were stored before this watch began
+                    self.pace.add(record.epoch, record.step, self.elapsed_s)
                 seconds = round(self.reached_s[record.step], 3)
                 self._lines.add_step({"step": record.step, "epoch": record.epoch, "seconds": seconds, **record.metrics})
             elif isinstance(record, Evaluated) and record.epoch > self.after_epoch:

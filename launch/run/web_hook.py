@@ -10,9 +10,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -23,7 +22,7 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Done, Evaluated
 from tidemill.launch.run.summary import scores_in_words, scores_line
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.algorithms.alarms import Alarm, AlarmConfig, Context, check
+from tidemill.learner.algorithms.alarms import AlarmConfig, Context, recorded
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,6 @@ MOST_TRIES = 5
 TIMEOUT_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 1.0, 30.0
 FLUSH_S = 15.0
 AGAIN_S = 600.0  # Seconds after which an alarm that has ceased, and comes back, is a notice again
-OF_THE_FEEDER = "long_episodes"  # The alarm that the counts of a record leave out
 _MOST_TEXT = 2000
 _SLACK_HOST = "hooks.slack.com"
 _ESCAPES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
@@ -41,8 +39,13 @@ _ESCAPES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 def checked_url(url: str) -> str:
     """Return the URL; empty = there is no hook. Raises ValueError, which does not name it, for another text."""
-    parts = urlsplit(url)
-    if url and (parts.scheme not in ("http", "https") or not parts.hostname):
+    try:
+        parts = urlsplit(url)
+        # What connecting would raise: a label of the host that is empty or too long, a port that is no number.
+        is_possible = bool((parts.hostname or "").encode("idna")) and parts.port != 0
+    except ValueError:  # a UnicodeError is one; its text has the host
+        is_possible = False
+    if url and not (is_possible and parts.scheme in ("http", "https")):
         raise ValueError(f"{VARIABLE}: want a URL (https://...), got another text; set it in the environment or .env")
     return url
 
@@ -87,25 +90,14 @@ class WebHook:
             self._scores[record.version, record.dataset] = record.metrics
             if before != record.metrics and record.epoch > self.after_epoch:
                 self._note("evaluation", scores_in_words(scores_line(record)), step=record.step)
-        elif record.epoch > self.after_epoch and self._alarms.action != "off":
+        elif record.epoch > self.after_epoch:
             now = time.monotonic()
-            for alarm in self._alarms_of(record.metrics):
+            for alarm in recorded(record.metrics, self._alarms, self._context):
                 key = f"{alarm.name} {alarm.level}"
                 is_news = now - self._raised.get(key, float("-inf")) > AGAIN_S
                 self._raised[key] = now
                 if is_news:
                     self._note("alarm", f"step {record.step}: {alarm}", step=record.step, level=alarm.level)
-
-    def _alarms_of(self, metrics: Mapping[str, float]) -> Sequence[Alarm]:
-        """Return the alarms of a step: the record has their numbers, and only the learner knows its data type."""
-        counted = tuple(int(metrics.get(f"alarm/{level}", 0)) for level in ("warnings", "errors"))
-        alarms: Sequence[Alarm] = ()
-        for dtype in ("float32", "bfloat16"):
-            alarms = check(metrics, self._alarms, replace(self._context, dtype=dtype))
-            levels = [alarm.level for alarm in alarms if alarm.name != OF_THE_FEEDER]
-            if (levels.count("warn"), levels.count("error")) == counted:
-                return alarms
-        return alarms if any(counted) else ()
 
     def given_up(self, reason: str) -> None:
         """Note that a process was given up, which ends the run."""
@@ -137,10 +129,13 @@ class WebHook:
         try:
             yield
         finally:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(FLUSH_S):
-                    await self._emptied.wait()
-            await ended(sending)
+            emptied = asyncio.create_task(self._emptied.wait(), name="web hook emptied")
+            try:
+                await asyncio.wait({emptied, sending}, timeout=FLUSH_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await ended(emptied, sending)
+            if not sending.cancelled() and (error := sending.exception()):
+                log.warning("web hook: sending failed error=%s", type(error).__name__)
             if self._waiting:
                 log.warning("web hook: notices unsent count=%d", len(self._waiting))
 
@@ -167,7 +162,7 @@ class WebHook:
                     reason = f"status {answer.status}"
                     if answer.status < 500 and answer.status not in (408, 429):
                         break
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:  # UnicodeError: of a proxy's host
                 reason = type(error).__name__  # its text may have the URL
         self._drop(reason)
 

@@ -266,13 +266,14 @@ async def history_of(bus: Bus, seq: int, sample: Sample) -> SampleHistory:
                 history.done = record
                 break
         elif isinstance(record, Plan):
-            history = _planned(record, seq, sample) or history
+            history = planned(record, seq, sample) or history
         elif isinstance(record, Settle):
             history = _settled(record, seq, sample.task) or history
     return history or await _unplanned(bus, sample, start)
 
 
-def _planned(plan: Plan, seq: int, sample: Sample) -> SampleHistory | None:
+def planned(plan: Plan, seq: int, sample: Sample) -> SampleHistory | None:
+    """Return the disposition of a sample by a plan; None if the plan does not name its task."""
     places = (plan.seqs == seq).nonzero()[0]
     if not len(places):
         reason = f"step {plan.step} trained another sample of this task and index"

@@ -18,6 +18,8 @@ MOST_EMPTY_STEPS = 20
 """Steps in a row that train nothing, after which a run ends unless alarms are off."""
 MIN_GAP = 0.02
 """An entropy gap below this (nats) raises no alarm, even if it is statistically significant."""
+OF_THE_FEEDER = "long_episodes"
+"""The alarm that the counts of a record leave out."""
 MIN_SPREAD = 0.1
 """Standard deviation of mu's probabilities below which their correlation is not meaningful."""
 
@@ -240,6 +242,20 @@ def check(metrics: Mapping[str, float], config: AlarmConfig, context: Context) -
                 )
                 break
     return tuple(alarms)
+
+
+def recorded(metrics: Mapping[str, float], config: AlarmConfig, context: Context) -> tuple[Alarm, ...]:
+    """Return the alarms of a recorded step: the record has their numbers, and only the learner knows its data type."""
+    if config.action == "off":
+        return ()
+    counted = tuple(int(metrics.get(f"alarm/{level}", 0)) for level in ("warnings", "errors"))
+    alarms: tuple[Alarm, ...] = ()
+    for dtype in ("float32", "bfloat16"):
+        alarms = check(metrics, config, replace(context, dtype=dtype))
+        levels = [alarm.level for alarm in alarms if alarm.name != OF_THE_FEEDER]
+        if (levels.count("warn"), levels.count("error")) == counted:
+            return alarms
+    return alarms if any(counted) else ()
 
 
 def refuse_unknown(config: AlarmConfig) -> None:

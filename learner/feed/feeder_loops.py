@@ -102,7 +102,8 @@ class Feeder:
             copies=row.copies,
             best=self._best,
         )
-        self._trained = TrainedRecords(bus, epoch=self._epoch, on=settings.records_values)
+        ranks = settings.learner.data_parallel
+        self._trained = TrainedRecords(bus, epoch=self._epoch, data_parallel=ranks, on=settings.records_values)
         server.on_trained = self._trained.put
         self._filtering = Filtering(filters, self._source, may_plan=self._may_plan, decide=self._decide.wake)
         self._intake = Intake(

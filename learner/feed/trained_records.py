@@ -22,8 +22,10 @@ from tidemill.bus.wire.trained_values import decode_trained
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 16
-"""Messages that wait to be stored; with more, the oldest is dropped."""
+MOST_WAITING, STEPS_WAITING = 16, 2
+"""Messages that wait to be stored: as many, or the messages of so many steps; with more, the oldest is dropped."""
+MOST_BYTES = 128 << 20
+"""Bytes of the messages that wait: two steps of 128 ranks at the default ``learner.record.step_bytes``."""
 _MOST_STEPS = 4
 """Steps whose samples are known: the ranks are at most two behind the plans."""
 
@@ -54,10 +56,13 @@ class _Step:
 class TrainedRecords:
     """The queue of messages, and the samples of the newest planned steps."""
 
-    def __init__(self, bus: Bus, *, epoch: int, on: bool) -> None:
+    def __init__(self, bus: Bus, *, epoch: int, data_parallel: int, on: bool) -> None:
+        """``data_parallel``: number of ranks that send a message each step, all at once."""
         self._bus, self._epoch, self._on = bus, epoch, on
+        self._most_waiting = max(MOST_WAITING, STEPS_WAITING * data_parallel)
         self._steps: dict[int, _Step] = {}
         self._waiting: deque[tuple[int, bytes]] = deque()
+        self._bytes = 0
         self._waiter = Waiter()
         self._failures = FailureLog(log)
         self.dropped = 0
@@ -77,9 +82,10 @@ class TrainedRecords:
     def put(self, dp_rank: int, data: bytes) -> None:
         """Take a message of a data-parallel rank; it does not wait."""
         self._waiting.append((dp_rank, data))
-        if len(self._waiting) > MOST_WAITING:
-            self._waiting.popleft()
-            self._drop(f"{MOST_WAITING} messages wait for the bus")
+        self._bytes += len(data)
+        while len(self._waiting) > self._most_waiting or self._bytes > MOST_BYTES:
+            self._take()
+            self._drop(f"as many wait for the bus as {self._most_waiting} messages or {MOST_BYTES} bytes allow")
         self._waiter.wake()
 
     async def run(self) -> None:
@@ -87,10 +93,15 @@ class TrainedRecords:
         while True:
             while self._waiting:
                 try:
-                    await self._store(*self._waiting.popleft())
+                    await self._store(*self._take())
                 except (BusError, TimeoutError) as error:
                     self._drop(str(error) or type(error).__name__)
             await self._waiter.wait()
+
+    def _take(self) -> tuple[int, bytes]:
+        message = self._waiting.popleft()
+        self._bytes -= len(message[1])
+        return message
 
     async def _store(self, dp_rank: int, data: bytes) -> None:
         values = decode_trained(data)

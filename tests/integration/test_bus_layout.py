@@ -36,7 +36,8 @@ async def test_the_stream_by_which_runs_are_found_is_created_last(open_bus: BusO
         async with open_bus() as bus:
             pass
         await onlooker.jet.connection.nc.flush()
-    assert created[-1] == subjects.stream(bus.run, subjects.TASKS)
+    # TRAINED, which a run does without, gets the room that the others leave.
+    assert created[-2:] == [subjects.stream(bus.run, name) for name in (subjects.TRAINED, subjects.TASKS)]
     assert subjects.bucket_stream(bus.run, "live") in created
 
 
@@ -63,6 +64,27 @@ async def test_a_stream_larger_than_the_disk_is_refused_with_the_remedy(open_bus
     async with open_bus(layout=False, samples_max_bytes=10**18) as bus:
         with pytest.raises(NoRoom, match=r"bus\.samples_max_bytes"):
             await bus.create_layout()
+
+
+async def test_the_stream_for_viewers_is_changed_where_it_is_and_ends_no_start(
+    open_bus: BusOpener, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_bus(trained_max_bytes=2_000_000) as bus:
+        info, run = f"STREAM.INFO.{subjects.stream(bus.run, subjects.TRAINED)}", bus.run
+        for max_bytes in (1_000_000, 3_000_000):
+            async with open_bus(layout=False, run=run, trained_max_bytes=max_bytes) as other:
+                await other.create_layout()
+            assert (await bus.jet.call(info))["config"]["max_bytes"] == max_bytes
+        assert not caplog.records
+        for cause in ({"trained_max_bytes": 10**18}, {"trained_max_bytes": 3_000_000, "duplicate_window_s": 600.0}):
+            config = (await bus.jet.call(info))["config"]
+            if "duplicate_window_s" in cause:
+                verb = f"STREAM.UPDATE.{config['name']}"
+                await bus.jet.call(verb, {**config, "duplicate_window": 10**9, "max_age": 10**10})
+            caplog.clear()
+            async with open_bus(layout=False, run=run, **cause) as other:
+                await other.create_layout()
+            assert "the stream for values of trained tokens is not as configured" in caplog.text
 
 
 async def test_a_setting_dropped_by_the_server_is_an_error(open_bus: BusOpener) -> None:

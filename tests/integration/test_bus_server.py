@@ -61,6 +61,45 @@ def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         parent.stdout.close()
 
 
+IN_A_THREAD = """
+import os, pathlib, signal, sys, threading
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.nats_server import EmbeddedServer
+
+class OfTheMainThread:
+    def __del__(self, ours=os.getpid(), getpid=os.getpid, kill=os.kill):
+        if getpid() != ours:
+            kill(getpid(), signal.SIGSEGV)
+
+local = threading.local()
+local.held = OfTheMainThread()
+server = EmbeddedServer(pathlib.Path(sys.argv[1]), BusConfig())
+
+def serve():
+    server.start()
+    print(server.pid, flush=True)
+    sys.stdin.read()
+
+threading.Thread(target=serve).start()
+"""
+
+
+def test_it_is_started_in_any_thread_and_ends_with_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", IN_A_THREAD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = parent.stdout.readline()
+        assert pid, "a copy of the process destroyed an object of the main thread"
+        child = os.pidfd_open(int(pid))
+        try:
+            parent.send_signal(signal.SIGKILL)
+            poll = select.poll()
+            poll.register(child, select.POLLIN)
+            assert poll.poll(60_000), "nats-server outlived its parent"
+        finally:
+            os.close(child)
+
+
 def test_a_port_that_is_taken_is_a_clear_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = EmbeddedServer(tmp_path, BusConfig(port=taken.getsockname()[1]))

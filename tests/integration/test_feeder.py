@@ -556,16 +556,11 @@ async def seen_row(world: World, wanted: Callable[[dict[str, float]], bool]) -> 
 async def test_the_bus_may_be_killed(open_world: OpenWorld, nats_server: EmbeddedServer) -> None:
     async with open_world() as world, world.actors():
         async with world.feeder() as (url, feeding):
-            loop = asyncio.get_running_loop()
-
-            async def restart() -> None:
-                nats_server.kill()
-                nats_server.start()
 
             def kill(did: str, at: int) -> bool:
-                # From a thread that is not the main one, a process with PyTorch and many libraries cannot always fork.
                 if (did, at) == ("done", 2):
-                    asyncio.run_coroutine_threadsafe(restart(), loop).result()
+                    nats_server.kill()
+                    nats_server.start()
                 return False
 
             await world.train(url, stop=kill)

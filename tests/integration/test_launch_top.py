@@ -11,6 +11,7 @@ from tests.bus_fixtures import BusOpener
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.wire.messages import Done
 from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.cli import top
 from tidemill.launch.cli.top import show_top
 from tidemill.launch.run.hosts_view import Rates, hosts_picture, lines_of
 from tidemill.launch.run.watch import SILENT_S, RunWatch
@@ -59,8 +60,15 @@ def test_a_hundred_hosts_fit_a_small_terminal() -> None:
     assert text.index(" z ") < text.index("h-000"), "the host that needs a look is the first one"
 
 
-async def test_one_picture_of_a_run_on_the_bus(open_bus: BusOpener, capsys: pytest.CaptureFixture[str]) -> None:
-    async with open_bus() as bus, HeartbeatPublisher(bus, ENGINE, 0.2), HeartbeatPublisher(bus, ACTOR, 0.2):
+async def test_one_picture_of_a_run_on_the_bus(
+    open_bus: BusOpener, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the rows and the newest outcome, not for a time."""
+    monkeypatch.setattr(top, "_FIRST_S", 300.0)
+    monkeypatch.setattr(top, "_SETTLE_S", 0.0)
+    async with open_bus() as bus, HeartbeatPublisher(bus, ENGINE) as engine, HeartbeatPublisher(bus, ACTOR) as actor:
+        await engine.stored()
+        await actor.stored()
         await bus.plans.fence(1)
         await bus.rows("run").put("config", {"learner": {"steps": 9}})
         await bus.plans.append(Done(epoch=1, step=4, metrics={"data/reward_mean": 0.5}))

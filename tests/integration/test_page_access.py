@@ -17,12 +17,14 @@ from tests.bus_fixtures import BusOpener
 from tests.page_kit import HOSTILE, LIMIT_S, OPERATOR, SHOWN, VIEWER, Answer, Run, page_of, routes_of
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.server.auth import credentials_file, read_credentials
 from tidemill.bus.server.embedded_bus import EmbeddedBus
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.streams.dead import REQUEUE
 from tidemill.bus.wire.messages import Dead
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli import main as cli
 from tidemill.launch.page import export as page_export
 from tidemill.launch.page.access import POLICY, PageAccess
@@ -108,6 +110,9 @@ async def test_a_viewers_page_has_no_command_and_an_operators_wants_cookie_and_o
             for headers, status in (({}, 403), ({"Origin": "http://evil.example"}, 403), (viewer | origin, 401)):
                 answer = await page.request("POST", "/do/scale", json=body, headers=headers)
                 assert (answer.status, secure(answer)) == (status, True), headers
+            for cookie, rights in ((viewer, "viewer"), ({}, "operator")):
+                for path in ("/api/run", "/api/overview"):
+                    assert (await page.request("GET", path, headers=cookie)).json["rights"] == rights
             assert await bus.rows("wanted").all() == {}
             assert (await page.request("POST", "/do/scale", json=body, headers=origin)).status == 200
             assert (await bus.rows("wanted").all())["all"][0] == {"actor": 3}
@@ -117,6 +122,49 @@ async def test_a_viewers_page_has_no_command_and_an_operators_wants_cookie_and_o
             assert (answer.status, answer.json["decided"]) == (200, [task.id])
             assert (await bus.dead.decisions())[task.id].word == REQUEUE
             assert (await page.request("POST", "/do/drop", json={"tasks": [99]}, headers=origin)).status == 400
+
+
+HOST_ROW = {"role": "host", "id": "h1", "host": "m", "pid": 7, "phase": "working", "pool": "p"}
+
+
+async def test_a_fleet_has_its_live_hosts_with_running_and_desired_processes(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await Run(bus).begin()
+        await bus.rows("wanted").put("pool.p", {"actor": 3})
+        beat = HeartbeatPublisher(bus, LiveRow(**HOST_ROW, load={"actors": 2.0}))  # type: ignore[arg-type]
+        async with beat, page_of(bus) as page:
+            fleet = await page.until("fleet", lambda answer: answer["hosts"] and answer["hosts"][0]["desired"]["actor"])
+            (host,) = fleet["hosts"]
+            assert (host["name"], host["pool"]) == ("h1", "p")
+            assert host["running"] == {"engine": 0, "scorer": 0, "actor": 2}
+            assert host["desired"] == {"engine": 0, "scorer": 0, "actor": 3}
+
+
+FOREIGN = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}
+
+
+async def test_a_page_of_another_host_causes_no_work(open_bus: BusOpener) -> None:
+    """It cannot read an answer, but `<img src=.../api/flow?check=1>` would read every sample of the run."""
+    async with open_bus() as bus:
+        await Run(bus).begin()
+        async with page_of(bus) as page:
+            await page.until("run", lambda answer: not answer["loading"] and page.reader.samples is not None)
+            for site in ("cross-site", "same-site"):  # the latter: another port of this machine
+                for route in routes_of(page):
+                    path = route.removeprefix("GET ").replace("{name}", "app.js")
+                    answer = await page.request("GET", f"{path}?check=1", headers=FOREIGN | {"Sec-Fetch-Site": site})
+                    assert (answer.status, secure(answer)) == (403, True), (site, path)
+            assert (await page.get("flow"))["audit"]["state"] == "not yet"
+            link = FOREIGN | {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+            assert (await page.request("GET", "/", headers=link)).status == 200, "a quoted link may be followed"
+            assert (await page.request("GET", "/api/run", headers=link)).status == 403
+            for site in ("same-origin", "none"):
+                assert (await page.request("GET", "/api/run", headers={"Sec-Fetch-Site": site})).status == 200
+            await page.get("flow", check=1)
+            await page.until("flow", lambda answer: answer["audit"]["state"] == "checked")
+            before = page.reader.ledger.audited
+            await page.get("flow", check=1)
+            assert page.reader.ledger.audited is before, "at most once a minute"
 
 
 async def test_a_public_address_wants_a_token(open_bus: BusOpener) -> None:

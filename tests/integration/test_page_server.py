@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tidemill.bus.wire.messages import Evaluated, Status
 from tidemill.bus.wire.trained_values import TrainedStep
 from tidemill.launch.cli import main as cli
 from tidemill.launch.cli.tail import tail
+from tidemill.launch.page import compared as page_compared
 from tidemill.launch.page import feed
 from tidemill.launch.page.compared import ComparedRuns
 from tidemill.launch.page.reader import RunReader
@@ -95,6 +97,25 @@ async def test_a_slow_viewer_loses_the_oldest_events_and_sees_it(
             assert queue.empty()
             assert ids == list(range(ids[0], ids[0] + feed.QUEUE)), "the newest ones, in order"
             assert ids[-1] == page.server.feed.at
+
+
+async def test_an_event_has_the_queue_when_it_changed(open_bus: BusOpener) -> None:
+    async with open_bus() as bus, asyncio.timeout(LIMIT_S):
+        run = await Run(bus).begin()
+        async with page_of(bus) as page:
+            events = page.events()
+            assert "rights" not in (await anext(events))["run"], "an event is for viewers and operators"
+            await run.task()
+            queues = [event["queue"] async for event in _until_queued(events) if "queue" in event]
+            assert queues[-1] == (await page.get("fleet"))["queue"]
+            await events.aclose()  # type: ignore[attr-defined]
+
+
+async def _until_queued(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    async for event in events:
+        yield event
+        if event.get("queue", {}).get("waiting") == 1:
+            return
 
 
 async def test_hostile_samples_are_text_with_visible_escapes_and_cut(open_bus: BusOpener) -> None:
@@ -215,6 +236,7 @@ async def test_overview_batch_groups_and_prompts(open_bus: BusOpener) -> None:
         await bus.rows("run").put("config", {"learner": {"steps": 10}, "up": {"gpu_hour_price": 2.0}})
         metrics = {
             "offpolicy__k3": 9.0,
+            "alarm__errors": 1.0,
             "train__tokens": 1000.0,
             "train__wait_seconds": 3.0,
             "train__step_seconds": 1.0,
@@ -262,9 +284,15 @@ async def test_a_sample_has_the_recorded_values_of_its_trained_tokens(open_bus: 
         arrays = {name: np.array(column, np.float32) for name, column in values.items()}
         integers = {name: column.astype(np.int32) for name, column in runs.items()}
         await bus.trained.store(TrainedStep(epoch=1, step=1, rank=0, **whole, **integers, **arrays))
+        of_other_rank = whole | {"seqs": np.array([seqs[1]]), "indexes": np.array([1])}
+        await bus.trained.store(TrainedStep(epoch=1, step=1, rank=1, **of_other_rank, **integers, **arrays))
         async with page_of(bus) as page:
             await page.until("run", lambda answer: answer["step"] == 1)
+            reads = await bus.nc.subscribe(f"$JS.API.STREAM.MSG.GET.{subjects.stream(bus.run, subjects.TRAINED)}")
             tokens = (await page.get("sample", seq=seqs[0]))["tokens"]
+            assert reads.pending_msgs == 1
+            await page.get("sample", seq=seqs[1])
+            assert reads.pending_msgs == 2, "without recorded values, too"
             assert tokens["train_logprob"] == [None, -0.5, -1.5, None]
             assert tokens["entropy"] == [None, 0.25, 0.5, None]
             assert tokens["advantage"] == [None, 2.0, 2.0, None] and tokens["weight"] == [None, 1.0, 0.0, None]
@@ -307,7 +335,9 @@ async def test_a_page_ends_when_another_run_takes_the_name(open_bus: BusOpener) 
             await reading
 
 
-async def test_other_runs_are_drawn_over_this_one(open_bus: BusOpener, tmp_path: Path) -> None:
+async def test_other_runs_are_drawn_over_this_one(
+    open_bus: BusOpener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of the same bus, and the directories of ended ones, whose files may hold anything."""
     lines = ['{"step": 1, "epoch": 1, "train/loss": 3.0, "text": "x", "list": [1]}', "{cut", '{"step": "x"}', "[]"]
     (tmp_path / "old").mkdir()
@@ -315,17 +345,27 @@ async def test_other_runs_are_drawn_over_this_one(open_bus: BusOpener, tmp_path:
     with pytest.raises(ValueError, match="--compare"):
         ComparedRuns("", "r", [tmp_path])
     async with open_bus(run="another") as other, open_bus() as bus:
-        await (await Run(other).begin()).done(1, train__loss=7.0)
+        another = await Run(other).begin()
+        await another.done(1, train__loss=7.0)
         await (await Run(bus).begin()).done(1, train__loss=5.0)
         async with page_of(bus, compared=[tmp_path / "old"]) as page:
             await page.until("run", lambda answer: answer["step"] == 1)
             runs = (await page.get("runs"))["runs"]
             assert {run["name"]: run["from"] for run in runs} == {bus.run: "bus", "another": "bus", "old": "directory"}
+            monkeypatch.setattr(page_compared, "KEPT_S", float("inf"))
             for name, points in ((bus.run, [[1, 5.0]]), ("another", [[1, 7.0]])):
                 assert (await page.get("series", run=name))["series"]["train/loss"] == points
             old = (await page.get("series", run="old"))["series"]
             assert old == {"train/loss": [[1, 3.0], [2, None], [3, None], [4, 1.0]]}
             assert (await page.request("GET", "/api/series?run=no-such-run")).status == 400
+            await another.done(2, train__loss=8.0)
+            assert (await page.get("series", run="another"))["series"]["train/loss"] == [[1, 7.0]], "kept for seconds"
+            monkeypatch.setattr(page_compared, "KEPT_S", 0.0)
+            again = await page.get("series", run="another")
+            assert again["series"]["train/loss"] == [[1, 7.0], [2, 8.0]]
+            monkeypatch.setattr(page_compared, "READ_S", 0.0)
+            late = await page.request("GET", "/api/series?run=another")
+            assert (late.status, "in time" in late.json["error"]) == (503, True)
 
 
 async def test_broken_utf8_and_odd_queries_never_get_a_500(open_bus: BusOpener) -> None:

@@ -34,12 +34,12 @@ IDS = ("traceId", "spanId", "parentSpanId")
 class Collector:
     """A collector that takes what OpenTelemetry's messages can hold, and refuses the rest with 400."""
 
-    def __init__(self, *statuses: int) -> None:
+    def __init__(self, *statuses: int, location: str = "") -> None:
         self.spans: list[Any] = []
         self.runs: set[str] = set()
         self.headers: list[str] = []
         self.requests = 0
-        self._statuses = list(statuses)
+        self._statuses, self._location = list(statuses), location
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[str]:
@@ -57,7 +57,7 @@ class Collector:
         self.requests += 1
         self.headers.append(request.headers.get("x-team", ""))
         if self._statuses and (status := self._statuses.pop(0)) != 200:
-            return web.Response(status=status)
+            return web.Response(status=status, headers={"Location": self._location} if self._location else None)
         try:
             message = json_format.Parse(json.dumps(_with_base64(await request.json())), ExportTraceServiceRequest())
         except (json_format.ParseError, ValueError) as error:
@@ -173,6 +173,21 @@ async def test_a_collector_that_is_busy_is_asked_again_and_one_that_refuses_is_n
         assert (sent.dropped, sent.spans, busy.requests, busy.headers[0]) == (0, 13, 4, "tide")
         assert (await traced(bus, second)).dropped == 7 and refusing.requests == 2
         assert (await traced(bus, third)).dropped == 13 and away.requests == 2 * MOST_TRIES
+
+
+async def test_a_redirect_gets_no_headers_and_is_no_delivery(open_bus: BusOpener) -> None:
+    other = Collector()
+    async with open_bus() as bus, other.listening() as elsewhere:
+        redirecting = Collector(*[307] * 9, location=f"{elsewhere}/v1/traces")
+        async with redirecting.listening() as url:
+            await written(bus, one(bus, 0), one(bus, 1))
+            sent = await traced(bus, url, **headers_in("x-team=s3cret"))
+    assert (sent.spans, sent.dropped, other.requests) == (0, 13, 0)
+
+
+def test_values_of_headers_are_percent_encoded() -> None:
+    headers = headers_in("authorization=Basic%20dTpwJTIw%3D, x-team=a%2Cb=c")
+    assert headers == {"authorization": "Basic dTpwJTIw=", "x-team": "a,b=c"}
 
 
 async def test_the_command_traces_to_the_present_end(open_bus: BusOpener) -> None:

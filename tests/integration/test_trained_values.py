@@ -23,6 +23,7 @@ from tidemill.learner.backends.megatron.model import build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.debug.collector import Collector
 from tidemill.learner.debug.train_file import read_train
+from tidemill.learner.feed import trained_records
 from tidemill.learner.feed.trained_records import MOST_WAITING, TrainedRecords
 from tidemill.learner.layout import parallel
 from tidemill.learner.settings.config import RecordConfig
@@ -139,9 +140,10 @@ async def test_a_step_is_read_back_from_all_ranks_and_the_newest_start_counts(op
         found = await bus.trained.of_step(3)
         assert [(values.seq, values.epoch, values.rank) for values in found] == [(300, 2, 0), (301, 1, 1)]
         assert found[0].advantages.tolist() == [2.0] * 4
-        one = await bus.trained.of_sample(3, 301)
+        one = await bus.trained.of_sample(3, 301, 1)
         assert one is not None and one.log_probs.tolist() == [0, -1, -2, -3]
-        assert await bus.trained.of_sample(3, 999) is None and await bus.trained.of_step(5) == []
+        assert await bus.trained.of_sample(3, 301, 0) is await bus.trained.of_sample(3, 999, 1) is None
+        assert await bus.trained.of_step(5) == []
 
 
 async def test_beyond_its_bound_the_stream_loses_the_oldest_steps(open_bus: BusOpener) -> None:
@@ -184,8 +186,8 @@ def of_rank(step: int, **changes: Any) -> bytes:
     )
 
 
-def records_of(bus: Bus, *steps: int) -> TrainedRecords:
-    records = TrainedRecords(bus, epoch=6, on=True)
+def records_of(bus: Bus, *steps: int, data_parallel: int = 1) -> TrainedRecords:
+    records = TrainedRecords(bus, epoch=6, data_parallel=data_parallel, on=True)
     for step in steps:
         records.planned(Planned(step), [make_episode()])  # type: ignore[arg-type]
     return records
@@ -220,6 +222,32 @@ async def test_a_bus_that_does_not_answer_costs_a_bounded_queue_and_no_wait(open
         for _ in range(3 * MOST_WAITING):
             records.put(0, of_rank(1))
         assert len(records._waiting) == MOST_WAITING and records.dropped >= 2 * MOST_WAITING
+        storing.cancel()
+
+
+async def test_all_ranks_of_a_step_send_at_once(open_bus: BusOpener) -> None:
+    ranks = 3 * MOST_WAITING
+    async with open_bus() as bus:
+        records = records_of(bus, 3, data_parallel=ranks)
+        for rank in range(ranks):
+            records.put(rank, of_rank(3, rank=rank))
+        storing = asyncio.create_task(records.run())
+        await until(lambda: bus.jet.last(bus.trained._stream, subjects.trained(bus.run, 3, ranks - 1)))
+        storing.cancel()
+        assert records.dropped == 0 and len(await bus.trained.of_step(3)) == ranks
+
+
+async def test_messages_that_wait_are_bounded_in_bytes(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_bus() as bus:
+        records, message = records_of(bus, 1, data_parallel=1000), of_rank(1)
+        monkeypatch.setattr(trained_records, "MOST_BYTES", 4 * len(message))
+        for _ in range(10):
+            records.put(0, message)
+        assert (len(records._waiting), records.dropped) == (4, 6)
+        storing = asyncio.create_task(records.run())
+        await until(lambda: not records._waiting)
+        records.put(0, message)
+        assert records.dropped == 6, "what was stored no longer counts"
         storing.cancel()
 
 

@@ -124,6 +124,30 @@ async def test_a_hook_that_does_not_answer_holds_a_bounded_number_and_the_end_a_
             assert len(sender._waiting) == MOST_WAITING and sender.dropped == MOST_WAITING
 
 
+async def test_an_impossible_host_of_a_proxy_is_a_drop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sender ended with its UnicodeError, and the end of the run waited for notices that nothing sent."""
+    monkeypatch.setenv("http_proxy", f"http://{'x' * 70}.example:1/")
+    monkeypatch.setattr(web_hook, "FLUSH_S", 300.0)
+    sender = notices("http://h.example/")
+    async with asyncio.timeout(60), sender.sending():
+        sender.given_up("first")
+        sender.given_up("second")
+    assert sender.dropped == 2 and "UnicodeError" in caplog.text
+
+
+async def test_the_end_waits_for_no_sender_that_has_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(web_hook, "FLUSH_S", 300.0)
+    sender = notices("http://127.0.0.1:1/")
+    async with asyncio.timeout(60), sender.sending():
+        sender.ended("over", object())  # type: ignore[arg-type]  # what JSON cannot have
+        sender.given_up("second")
+    assert "sending failed error=TypeError" in caplog.text and "unsent count=1" in caplog.text
+
+
 async def test_without_a_hook_nothing_is_kept() -> None:
     sender = notices("")
     async with sender.sending():
@@ -142,7 +166,19 @@ def test_alarms_that_the_learner_did_not_raise_are_no_news() -> None:
     assert "numerics" in sender._waiting[0]["text"]
 
 
-@pytest.mark.parametrize("text", ["hooks.slack.com/x", "ftp://h/x", "https:///T0", "T0/B0/s3cret"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("hooks.slack.com/x", "ftp://h/x", "https:///T0", "T0/B0/s3cret"),
+        *(
+            "https://a..b/x",
+            f"https://{'x' * 70}.example/x",
+            "https://h:s3cret/x",
+            "https://h:70000/x",
+            "https://[::1/x",
+        ),
+    ],
+)
 def test_another_text_than_a_url_is_refused_without_naming_it(text: str) -> None:
     with refusal(ValueError, place="TIDEMILL_WEBHOOK") as caught:
         checked_url(text)

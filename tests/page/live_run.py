@@ -26,7 +26,7 @@ from tidemill.bus.streams.bus import connect
 from tidemill.bus.streams.samples import headers_of
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import encode_sample
-from tidemill.bus.wire.messages import Sample, Task
+from tidemill.bus.wire.messages import Dead, Sample, Task
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.bus.wire.subjects import END_KEY
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
@@ -105,6 +105,20 @@ class LiveRun:
         """Store a sample whose response is no UTF-8, and return its sequence."""
         return self._call(self._publish_broken())
 
+    def give_up(self, task: int) -> None:
+        """Store the dead letter of a task of its own."""
+        letter = Dead(task=task, reason="no answer", attempts=3, actor="a0", prompt="p", root=task)
+        self._call(self.world.bus.dead.store(letter))
+
+    def decision(self, task: int) -> str:
+        """Return the word of the operator's decision on a dead task; empty = none yet."""
+        decided = self._call(self.world.bus.dead.decisions()).get(task)
+        return decided.word if decided else ""
+
+    def desired(self) -> dict[str, Any]:
+        """Return the rows of desired numbers of processes."""
+        return {key: dict(row) for key, (row, _) in self._call(self.world.bus.rows("wanted").all()).items()}
+
     def finish(self) -> None:
         """Write the row of a run that has ended on purpose."""
         self._call(self.world.bus.rows("run").put(END_KEY, {"step": self.done, "reason": "learner.steps"}))
@@ -141,8 +155,9 @@ class LiveRun:
                 config=BusConfig(),
                 metrics=metrics,
             )
-            for role, name in (("actor", "a0"), ("actor", "a1"), ("engine", "e0"), ("learner", "l0")):
-                row = LiveRow(role=role, id=name, host="here", pid=1, phase="working", version=0, load={"in_flight": 2})
+            for role, name in (("actor", "a0"), ("actor", "a1"), ("engine", "e0"), ("learner", "l0"), ("host", "h0")):
+                load = {"actors": 2, "engines": 1} if role == "host" else {"in_flight": 2}
+                row = LiveRow(role=role, id=name, host="here", pid=1, phase="working", version=0, load=load)
                 await stack.enter_async_context(HeartbeatPublisher(bus, row))
             url, _ = await stack.enter_async_context(self.world.feeder())
             await stack.enter_async_context(self.world.actors(_respond))

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
 from tests.launched import run_tidemill
 from tests.page.browser import Reader, open_browser, reading
 from tests.page.live_run import HOSTILE, RUN, LiveRun, dashboard
+from tests.waits import poll
+from tidemill.bus.client.addresses import KeptPort
 
 PAGES = ("overview", "flow", "learning", "fleet", "samples", "sample=1", "batch=2")
 CANVASES = {"overview": 1, "flow": 1, "learning": 8, "fleet": 1, "batch=2": 1}
@@ -74,6 +75,11 @@ def test_an_open_page_follows_the_run(address: str, live: LiveRun, browser: Any)
         reader.wait_step(step)
         reader.wait(f"step => ({STEPS_OF})('train/entropy')?.at(-1) === step", step)
         assert reader.page.evaluate(STEPS_OF, "train/entropy") == list(range(1, step + 1))
+        reader.show("fleet")
+        stored = "Number([...document.querySelectorAll('.fact dd')][2].textContent.replace(',', ''))"
+        before = reader.page.evaluate(stored)
+        live.publish(4_000, 0)
+        reader.wait(f"before => {stored} > before", before)
 
 
 def test_a_restarted_bus_leaves_no_gap_and_no_double(address: str, live: LiveRun, browser: Any) -> None:
@@ -93,7 +99,8 @@ def test_a_restarted_bus_leaves_no_gap_and_no_double(address: str, live: LiveRun
 def test_a_restarted_server_of_the_page(live: LiveRun, browser: Any) -> None:
     with ExitStack() as stack:
         serving = stack.enter_context(ExitStack())
-        served = serving.enter_context(dashboard(live))
+        port = stack.enter_context(KeptPort()).number
+        served = serving.enter_context(dashboard(live, port=port))
         reader = stack.enter_context(reading(browser, served))
         reader.expected = re.compile("ERR_|Failed to fetch")
         reader.show("learning")
@@ -101,7 +108,7 @@ def test_a_restarted_server_of_the_page(live: LiveRun, browser: Any) -> None:
         serving.close()
         reader.wait("() => document.querySelector('.alert').textContent.includes('does not answer')")
         step = live.advance(1)
-        stack.enter_context(dashboard(live, port=urlsplit(served).port or 0))
+        stack.enter_context(dashboard(live, port=port))
         reader.wait("() => document.querySelector('.alert').hidden && !document.body.matches('.stale')")
         reader.wait(f"step => ({STEPS_OF})('train/entropy')?.at(-1) === step", step)
         assert reader.page.evaluate(STEPS_OF, "train/entropy") == list(range(1, step + 1))
@@ -159,6 +166,36 @@ def test_keyboard_filter_and_quoted_tokens(address: str, browser: Any) -> None:
         reader.wait("() => document.querySelector('[aria-label=Samples] tbody td').textContent === '#3'")
         reader.show("sample=1&t=1-2")
         assert page.evaluate("document.querySelectorAll('.tokens .quoted').length") == 2
+
+
+def test_an_operator_scales_and_requeues(address: str, live: LiveRun, browser: Any) -> None:
+    """The buttons are there with the operator's token alone, and stay while events come."""
+    live.give_up(8_000)
+    with dashboard(live, "--operator") as served, reading(browser, served) as reader:
+        page = reader.page
+        reader.show("fleet")
+        page.fill("input[aria-label='actors of h0']", "5")
+        page.click("text=scale")
+        poll(lambda: live.desired().get("host.h0") == {"actor": 5})
+        reader.wait("() => document.querySelector('.scale button').textContent === 'scale: done'")
+        reader.wait_step(live.advance(1))
+        reader.show("flow")
+        page.click("[aria-label='Dead tasks'] >> text=requeue")
+        poll(lambda: live.decision(8_000) == "requeue")
+    with reading(browser, address) as reader:
+        reader.show("fleet")
+        assert reader.page.query_selector(".scale") is None
+        reader.show("flow")
+        assert reader.page.query_selector("[aria-label='Dead tasks'] button") is None
+
+
+def test_a_check_of_the_accounting_on_request(address: str, browser: Any) -> None:
+    with reading(browser, address) as reader:
+        reader.show("flow")
+        assert "not checked yet" in reader.page.inner_text(".audit")
+        reader.page.click("text=check now")
+        reader.wait("() => document.querySelector('.audit').matches('.good, .badly')")
+        assert "lost 0 · trained twice 0" in reader.page.inner_text(".audit")
 
 
 def test_a_renderer_of_an_environment(live: LiveRun, browser: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -263,7 +263,14 @@ VALUES = st.recursive(
 )
 
 
+# A sample of schema 1 with a value of its own in one of these is refused by its schema.
+OF_SCHEMA_2 = {"rollout", "sequences", "turns", "transcript", "demonstration", "routed_experts"} | {
+    f"teacher_{name}" for name in ("log_probs", "top_ids", "top_log_probs")
+}
+
+
 @settings(max_examples=examples(300))
+@example("sequences", [[0, 0], [0, 0]])
 @given(st.sampled_from([field.name for field in dataclasses.fields(Sample) if field.name != "extra"]), VALUES)
 def test_any_value_in_any_field_decodes_or_names_the_field(name: str, value: Any) -> None:
     fields = msgpack.unpackb(codec.encode_sample(make_sample()))
@@ -275,11 +282,11 @@ def test_any_value_in_any_field_decodes_or_names_the_field(name: str, value: Any
             "tokens": "response_length",
             "response_length": "rollout_log_probs",
             "group_size": "index",
-            "demonstration": "schema",
             "teacher_top_ids": "teacher_log_probs",
             "teacher_top_log_probs": "teacher_log_probs",
         }
-        assert error.field.startswith((name, related.get(name, name), "spans", "rollout_log_probs")), error
+        newer = ["schema"] if name in OF_SCHEMA_2 else []
+        assert error.field.startswith((name, related.get(name, name), "spans", "rollout_log_probs", *newer)), error
 
 
 def test_arrays_are_read_only_views() -> None:

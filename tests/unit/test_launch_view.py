@@ -41,7 +41,7 @@ def watch_of(rewards: list[float], steps: int) -> RunWatch:
             "offpolicy/lag_share/1": 0.75,
         }
         watch.outcomes[place + 1] = Done(epoch=1, step=place + 1, metrics=metrics)
-        watch.reached_s[place + 1] = 2.0 * (place + 1)
+        watch.pace.add(1, place + 1, 2.0 * (place + 1))
     return watch
 
 
@@ -88,10 +88,13 @@ def test_time_left_follows_the_pace() -> None:
 
 
 def test_time_left_after_a_resume_is_by_the_steps_since() -> None:
-    """56 steps of 0.1 s each, a pause of 20 s, and four more: 244 are left."""
-    watch = RunWatch(NoBus(), steps=304, earlier={step: 0.1 * step for step in range(1, 57)})  # type: ignore[arg-type]
-    watch.reached_s |= {56 + step: 25.6 + 0.1 * step for step in range(1, 5)}
-    watch.outcomes = {step: Done(epoch=1, step=step, metrics={}) for step in watch.reached_s}
+    """60 steps of 0.1 s each, a pause of 20 s, and four steps that are taken again: 244 are left."""
+    watch = RunWatch(NoBus(), steps=304)  # type: ignore[arg-type]
+    for step in range(1, 61):
+        watch.pace.add(1, step, 0.1 * step)
+    for step in range(1, 5):
+        watch.pace.add(2, 56 + step, 26.0 + 0.1 * step)
+        assert (watch.left_s() is None) == (step < 3), "two steps of this start are no pace"
     assert watch.left_s() == pytest.approx(24.4)
 
 

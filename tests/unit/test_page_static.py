@@ -17,6 +17,7 @@ IMPORT = re.compile(r'^import \{ ([^}]+) \} from "\./([a-z]+\.js)";$')
 TOP_LEVEL = re.compile(
     r"^(?:export )?(?:async )?(?:function\*?|class|const|let|var) (\w+|\{[^}]*\}|\[[^\]]*\])", re.MULTILINE
 )
+FUNCTION = re.compile(r"^( *)(?! |(?:if|for|while|switch) )(?:.*\bfunction\b.*|.*=>|.*\)) \{$")
 FORBIDDEN = {
     "text enters by text nodes alone": r"innerHTML|outerHTML|insertAdjacentHTML|document\.write"
     r"|createContextualFragment|DOMParser|srcdoc|setHTML",
@@ -67,9 +68,21 @@ def test_modules_join_into_one_script() -> None:
                 assert places.get(name) == match[2], f"{file.name}:{number}: {name} is not in {match[2]}"
 
 
-def test_lines_and_files_are_short() -> None:
+def test_lines_functions_and_files_are_short() -> None:
     assert [f"{file.name}:{number}" for file, number, line in _lines() if len(line) > 120] == []
     assert [file.name for file in MODULES if len(file.read_text().splitlines()) > 400] == []
+    lengths = {name: size for file in MODULES for name, size in _functions(file)}
+    assert len(lengths) > 200  # the pattern finds them
+    assert {name: size for name, size in lengths.items() if size > 50} == {}
+
+
+def _functions(file: Path) -> Iterator[tuple[str, int]]:
+    """Yield the place and the lines of each function with a body: it ends at the next brace of its indentation."""
+    lines = file.read_text().splitlines()
+    for begin, line in enumerate(lines):
+        if head := FUNCTION.match(line):
+            end = next(place for place in range(begin + 1, len(lines)) if lines[place].startswith(f"{head[1]}}}"))
+            yield f"{file.name}:{begin + 1}", end - begin + 1
 
 
 def _lines() -> Iterator[tuple[Path, int, str]]:

@@ -48,7 +48,7 @@ class App {
     const { exported } = source;
     if (exported) {
       const words = `exported by Tidemill ${exported.version}, ${clock(exported.time_s)}`;
-      document.body.append(el("footer.mute", {}, [words, ...(exported.truncated ?? [])].join(" · left out: ")));
+      document.body.append(el("footer.mute", [words, ...(exported.truncated ?? [])].join(" · left out: ")));
     }
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
     addEventListener("hashchange", () => this.open());
@@ -133,7 +133,7 @@ class App {
     if (event.at <= this.at) return;
     this.at = event.at;
     this.lostSince = null;
-    this.setRun({ ...event.run });
+    this.setRun({ ...event.run, rights: this.run.rights }); // an event is for all viewers: it knows no rights
     if (this.early) this.early.push(event);
     else this.page?.update?.(event);
   }
@@ -163,7 +163,7 @@ class App {
     if (this.said === text + cure) return;
     this.said = text + cure;
     this.alert.hidden = !text;
-    this.alert.replaceChildren(...el("p", {}, text, cure ? el("code", {}, cure) : null).childNodes);
+    this.alert.replaceChildren(...el("p", text, cure ? el("code", cure) : null).childNodes);
   }
 
   /** Show the page that the address names. */

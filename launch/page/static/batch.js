@@ -1,80 +1,59 @@
 // One step from its samples to rows, micro-batches and ranks.
 
-import { count, duration, link, num, percent } from "./format.js";
-import { button, el, empty, panel, table } from "./dom.js";
+import { count, duration, link, num, percent, samplesLink } from "./format.js";
+import { button, el, empty, fact, failure, panel, table } from "./dom.js";
 import { BatchRows } from "./charts.js";
 
-export async function batchPage({ source, run, go, value }) {
-  const root = el("div.page");
-  const newest = run().step;
-  const step = value === "" ? newest : Number(value);
+const ROWS_NOTE =
+  "grey: prompt, blue: response (lighter: older version), hatched: padding; click a piece for its sample";
+
+function stepBar(step, go, walk) {
   const field = el("input", { type: "number", min: 1, value: step, "aria-label": "step" });
   field.addEventListener("change", () => go(link("batch", field.value)));
+  const before = button("‹", () => walk(-1), { "aria-label": "step before" });
+  const after = button("›", () => walk(1), { "aria-label": "step after" });
+  return el("p.bar", el("h2", "Batch of step"), before, field, after);
+}
+
+function batchFacts(batch) {
+  const slowest = batch.slowest_rank == null ? "" : `slowest: rank ${batch.slowest_rank}`;
+  return el(
+    "dl.facts",
+    fact("filled", percent(batch.fill), "of the rows' tokens"),
+    fact("padding", percent(batch.padding)),
+    fact("samples", count(batch.samples), `${count(batch.groups?.length)} groups`),
+    fact("shared prompts", count(batch.shared_tokens), "tokens computed once"),
+    fact("time", duration(batch.seconds), slowest),
+  );
+}
+
+function groupsPanel(groups) {
+  const rows = groups.map((group) => [
+    el("a", { href: samplesLink(`task=${group.task}`) }, `task ${group.task}`),
+    count(group.samples),
+    num(group.reward_mean),
+    group.zero ? "△ none: all rewards are equal" : "✓",
+  ]);
+  const lines = table(["task", "samples", "mean reward", "signal"], rows, { caption: "Groups of the step" });
+  return panel("Groups", { size: "wide12" }, el("div.scroll", lines));
+}
+
+export async function batchPage({ source, run, go, value }) {
+  const step = value === "" ? run().step : Number(value);
   const walk = (by) => go(link("batch", Math.max(1, step + by)));
-  const bar = el(
-    "p.bar",
-    {},
-    el("h2", {}, "Batch of step"),
-    button("‹", () => walk(-1), { "aria-label": "step before" }),
-    field,
-    button("›", () => walk(1), { "aria-label": "step after" }),
-  );
-  root.append(bar);
+  const root = el("div.page", stepBar(step, go, walk));
   const key = (event) => {
-    if (event.key === "j") walk(1);
-    else if (event.key === "k") walk(-1);
+    const by = { j: 1, k: -1 }[event.key];
+    if (by) walk(by);
   };
-  if (!step) {
-    root.append(empty("The first batch stands here when a step has been trained."));
-    return { root, key };
-  }
-  let batch;
-  try {
-    batch = await source.get("batch", { step });
-  } catch (problem) {
-    root.append(el("p.badly", { role: "alert" }, problem.message));
-    return { root, key };
-  }
-  const fact = (name, text, note = " ") =>
-    el("div.fact", {}, el("dt", {}, name), el("dd", {}, text), el("small", {}, note));
-  root.append(
-    el(
-      "dl.facts",
-      {},
-      fact("filled", percent(batch.fill), "of the rows' tokens"),
-      fact("padding", percent(batch.padding)),
-      fact("samples", count(batch.samples), `${count(batch.groups?.length)} groups`),
-      fact("shared prompts", count(batch.shared_tokens), "tokens computed once"),
-      fact("time", duration(batch.seconds), batch.slowest_rank == null ? " " : `slowest: rank ${batch.slowest_rank}`),
-    ),
-  );
-  const rows = panel("Rows", {
-    note: "grey: prompt, blue: response (lighter: older version), hatched: padding; click a piece for its sample",
-    size: "wide12",
-  });
-  if (batch.words) rows.append(el("p.mute", {}, batch.words));
-  new BatchRows(rows, {
-    label: `rows of step ${step}`,
-    ranks: batch.ranks,
-    pick: (piece) => go(link("sample", piece.seq)),
-  });
-  root.append(rows);
-  if (batch.groups?.length) {
-    const groups = panel("Groups", { size: "wide12" });
-    const lines = batch.groups.map((group) => [
-      el("a", { href: link("samples", "", { filter: `task=${group.task}` }) }, `task ${group.task}`),
-      count(group.samples),
-      num(group.reward_mean),
-      group.zero ? "△ none: all rewards are equal" : "✓",
-    ]);
-    groups.append(
-      el(
-        "div.scroll",
-        {},
-        table(["task", "samples", "mean reward", "signal"], lines, { caption: "Groups of the step" }),
-      ),
-    );
-    root.append(groups);
-  }
-  return { root, key };
+  const page = { root, key };
+  if (!step) root.append(empty("The first batch stands here when a step has been trained."));
+  const batch = step && (await source.get("batch", { step }).catch((problem) => root.append(failure(problem))));
+  if (!batch) return page;
+  const rows = panel("Rows", { note: ROWS_NOTE, size: "wide12" }, batch.words && el("p.mute", batch.words));
+  const pick = (piece) => go(link("sample", piece.seq));
+  new BatchRows(rows, { label: `rows of step ${step}`, ranks: batch.ranks, pick });
+  root.append(batchFacts(batch), rows);
+  if (batch.groups?.length) root.append(groupsPanel(batch.groups));
+  return page;
 }

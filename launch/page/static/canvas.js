@@ -63,6 +63,7 @@ export class Chart {
     this.height = height;
     this.label = label;
     this.canvas = el("canvas", { role: "img", "aria-label": label, tabindex: 0 });
+    this.canvas.style.height = `${height}px`; // before it is drawn: what is out of sight takes its room
     this.written = 0;
     host.append(this.canvas);
     if (says) host.append((this.readout = el("p.readout", { "aria-live": "polite" })));
@@ -170,6 +171,14 @@ export class PlacesChart extends Chart {
   pick() {
     if (this.areas[this.place]) this.onPick(this.areas[this.place][4]);
   }
+}
+
+/** A line in the current stroke. */
+export function drawSegment(g, x0, y0, x1, y1) {
+  g.beginPath();
+  g.moveTo(x0, y0);
+  g.lineTo(x1, y1);
+  g.stroke();
 }
 
 /** Text in a canvas, cut to a width. */

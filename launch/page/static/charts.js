@@ -86,6 +86,7 @@ export class HeatMap extends Chart {
 }
 
 const NODE = 9;
+const LAST = 170; // width of the last column
 const NARROW = 620;
 
 /** Places of a flow's nodes and bands: `{nodes: {id: {…, x, y, size}}, bands: [{…, y0, y1, size}]}`. Pure. */
@@ -98,11 +99,13 @@ export function layFlow(nodes, links, width, height) {
   const gap = Math.min(26, (height * 0.6) / crowded);
   const unit = (height - gap * crowded) / most;
   const placed = {};
+  const pitch = used.length > 1 ? (width - LAST) / (used.length - 1) : width;
   used.forEach((column, place) => {
     let y = gap / 2;
-    const x = used.length > 1 ? (place / (used.length - 1)) * (width - 170) : 0;
+    const room = place < used.length - 1 ? pitch : LAST;
     for (const node of column) {
-      placed[node.id] = { ...node, x, y, size: Math.max(node.value ? 2 : 0, node.value * unit), given: 0, taken: 0 };
+      const size = Math.max(node.value ? 2 : 0, node.value * unit);
+      placed[node.id] = { ...node, x: place * pitch, room, y, size, given: 0, taken: 0 };
       y += Math.max(placed[node.id].size, 2) + gap;
     }
   });
@@ -159,9 +162,9 @@ export class Flow extends PlacesChart {
     for (const node of Object.values(nodes)) {
       g.fillStyle = ink(this.tone(node.id));
       g.fillRect(node.x, node.y, NODE, Math.max(2, node.size));
-      const text = `${node.name} ${count(node.value)}`;
-      writeText(g, text, node.x + NODE + 5, node.y + Math.max(6, node.size / 2), { colour: "ink", width: 160 });
-      this.note(g, node.x, node.y - 8, 170, Math.max(20, node.size + 8), node);
+      const [text, middle] = [`${node.name} ${count(node.value)}`, node.y + Math.max(6, node.size / 2)];
+      writeText(g, text, node.x + NODE + 5, middle, { colour: "ink", width: node.room - NODE - 8 });
+      this.note(g, node.x, node.y - 8, node.room, Math.max(20, node.size + 8), node);
     }
     return undefined;
   }
@@ -193,7 +196,7 @@ export function histogram(bins, { picked, pick }) {
       const range = bin.exact ? `exactly ${num(bin.low)}` : `${num(bin.low)} to ${num(bin.high)}`;
       const bar = el(`i${bin.exact ? ".exact" : ""}`);
       bar.style.height = `${bin.count ? Math.max(2, (bin.count / most) * 56) : 0}px`;
-      const label = el("span", {}, bin.exact ? `=${num(bin.low)}` : num(bin.low));
+      const label = el("span", bin.exact ? `=${num(bin.low)}` : num(bin.low));
       const title = `reward ${range}: ${count(bin.count)} samples`;
       return button(
         "",
@@ -211,17 +214,10 @@ export function shareBars(parts) {
   const most = Math.max(1e-9, ...parts.map((part) => part.share ?? 0));
   return el(
     "div.shares",
-    {},
     parts.map((part) => {
       const bar = el(`i.${part.hue ?? "version"}`);
       bar.style.width = `${((part.share ?? 0) / most) * 100}%`;
-      return el(
-        "div",
-        {},
-        el("span", {}, part.name),
-        el("span.bar", {}, bar),
-        el("span.number", {}, part.text ?? percent(part.share)),
-      );
+      return el("div", el("span", part.name), el("span.bar", bar), el("span.number", part.text ?? percent(part.share)));
     }),
   );
 }

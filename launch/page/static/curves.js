@@ -1,7 +1,7 @@
 // Curves over steps with healthy bands, intervals, outliers and a crosshair that all of them share.
 
 import { axisRange, count, num, reduce, ticks, visible } from "./format.js";
-import { Chart, ink, writeText } from "./canvas.js";
+import { Chart, drawSegment, ink, writeText } from "./canvas.js";
 
 export const LEFT = 54;
 export const BOTTOM = 20;
@@ -98,10 +98,7 @@ export class Curves extends Chart {
     g.strokeStyle = ink("line");
     for (const value of ticks(low, high, Math.min(6, height / 26))) {
       const place = Math.round(y(this.log ? 10 ** value : value)) + 0.5;
-      g.beginPath();
-      g.moveTo(LEFT, place);
-      g.lineTo(width - RIGHT, place);
-      g.stroke();
+      drawSegment(g, LEFT, place, width - RIGHT, place);
       writeText(g, this.format(this.log ? 10 ** value : value), LEFT - 6, place, { align: "right", width: LEFT - 8 });
     }
     for (const step of ticks(first, last, Math.max(3, width / 85)).filter(Number.isInteger)) {
@@ -111,10 +108,7 @@ export class Curves extends Chart {
     g.globalAlpha = 0.5;
     for (const step of this.marks) {
       if (step < first || step > last) continue;
-      g.beginPath();
-      g.moveTo(x(step), height - BOTTOM);
-      g.lineTo(x(step), height - BOTTOM + 4);
-      g.stroke();
+      drawSegment(g, x(step), height - BOTTOM, x(step), height - BOTTOM + 4);
     }
     g.globalAlpha = 1;
   }
@@ -175,10 +169,7 @@ export class Curves extends Chart {
     if (step == null || step < first || step > last) return;
     g.strokeStyle = ink("mute");
     g.lineWidth = 1;
-    g.beginPath();
-    g.moveTo(x(step), TOP);
-    g.lineTo(x(step), height - BOTTOM);
-    g.stroke();
+    drawSegment(g, x(step), TOP, x(step), height - BOTTOM);
     const texts = [`step ${count(step)}`];
     for (const line of this.lines) {
       const point = nearest(line.points, step);

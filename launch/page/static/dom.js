@@ -2,18 +2,15 @@
 
 import { visible } from "./format.js";
 
-/** `el("td.warn", {title: "…", onclick: f}, "text", child, …)`; null children are left out. */
-export function el(name, attributes = {}, ...children) {
+/** `el("td.warn", {title: "…", onclick: f}, "text", child, …)`; null and false children are left out. */
+export function el(name, attributes, ...children) {
   const [tag, ...classes] = name.split(".");
   const element = document.createElement(tag);
   if (classes.length) element.className = classes.join(" ");
-  if (attributes instanceof Node || typeof attributes !== "object" || attributes === null) {
-    children.unshift(attributes);
-  } else {
-    for (const [key, value] of Object.entries(attributes)) setAttribute(element, key, value);
-  }
-  for (const child of children.flat()) {
-    if (child != null) element.append(child instanceof Node ? child : visible(child));
+  if (attributes?.constructor !== Object) children.unshift(attributes);
+  else for (const [key, value] of Object.entries(attributes)) setAttribute(element, key, value);
+  for (const child of children.flat(Infinity)) {
+    if (child != null && child !== false) element.append(child instanceof Node ? child : visible(child));
   }
   return element;
 }
@@ -26,15 +23,24 @@ function setAttribute(element, key, value) {
 }
 
 /** A panel with a heading; `note` stands beside it, `tools` at its end. */
-export function panel(title, { note, tools = [], size = "", label } = {}) {
-  const header = el("header", {}, el("h2", {}, title), note ? el("span.mute", {}, note) : null, el("span.gap"), tools);
-  const section = el(`section${size ? `.${size}` : ""}`, { "aria-label": label ?? title }, header);
-  return section;
+export function panel(title, { note, tools = [], size, label = title } = {}, ...children) {
+  const header = el("header", el("h2", title), note && el("span.mute", note), el("span.gap"), tools);
+  return el(size ? `section.${size}` : "section", { "aria-label": label }, header, children);
+}
+
+/** A number of the row of facts on top of a page. */
+export function fact(name, value, note, tone) {
+  return el(tone ? `div.fact.${tone}` : "div.fact", el("dt", name), el("dd", value), el("small", note || " "));
+}
+
+/** A request that was refused, in the server's words. */
+export function failure(problem) {
+  return el("p.badly", { role: "alert" }, problem.message);
 }
 
 /** What stands where nothing is yet: what would fill it, and the command. */
 export function empty(text, command) {
-  return el("p.empty", {}, text, command ? el("code", {}, command) : null);
+  return el("p.empty", text, command ? el("code", command) : null);
 }
 
 const QUANTITY = /^(?:[-−]?[\d.,]+(?:e-?\d+)?(?: (?:[kMG%]|ms|s|min|h|[KMGT]iB|bytes))?|—)$/;
@@ -43,51 +49,45 @@ const QUANTITY = /^(?:[-−]?[\d.,]+(?:e-?\d+)?(?: (?:[kMG%]|ms|s|min|h|[KMGT]iB
 export function table(head, rows, { caption, hidden } = {}) {
   const first = rows[0]?.cells ?? rows[0] ?? [];
   const right = first.map((cell) => typeof cell === "string" && QUANTITY.test(cell));
+  const tag = (name, place) => (right[place] ? `${name}.number` : name);
   const line = (row) => {
     const { cells, ...attributes } = Array.isArray(row) ? { cells: row } : row;
-    if (attributes.onclick) {
+    const { onclick } = attributes;
+    if (onclick) {
       attributes.tabindex = 0;
-      attributes.onkeydown = (event) =>
-        event.key === "Enter" && event.target === event.currentTarget && attributes.onclick(event);
+      attributes.onkeydown = (event) => event.key === "Enter" && event.target === event.currentTarget && onclick(event);
     }
-    return el(
-      "tr",
-      attributes,
-      cells.map((cell, place) =>
-        cell instanceof HTMLTableCellElement ? cell : el(right[place] ? "td.number" : "td", {}, cell ?? "—"),
-      ),
-    );
+    const cell = (item, place) => (item instanceof HTMLTableCellElement ? item : el(tag("td", place), item ?? "—"));
+    return el("tr", attributes, cells.map(cell));
   };
-  return el(
-    hidden ? "table.hidden" : "table",
-    {},
-    caption ? el("caption.hidden", {}, caption) : null,
-    el(
-      "thead",
-      {},
-      el(
-        "tr",
-        {},
-        head.map((name, place) => el(right[place] ? "th.number" : "th", { scope: "col" }, name)),
-      ),
-    ),
-    el("tbody", {}, rows.map(line)),
-  );
+  const names = head.map((name, place) => el(tag("th", place), { scope: "col" }, name));
+  const parts = [caption && el("caption.hidden", caption), el("thead", el("tr", names)), el("tbody", rows.map(line))];
+  return el(hidden ? "table.hidden" : "table", parts);
 }
 
 export function button(text, onclick, attributes = {}, ...children) {
   return el("button", { type: "button", onclick, ...attributes }, text, ...children);
 }
 
+/** A button that asks the server for something once, and then says how it went. */
+export function commandButton(text, ask) {
+  return button(text, async ({ target }) => {
+    target.disabled = true;
+    target.textContent = await ask().then(
+      () => `${text}: done`,
+      (problem) => problem.message,
+    );
+    target.disabled = false;
+  });
+}
+
 /** A row of buttons of which one is pressed. */
 export function choice(names, chosen, pick, label) {
   const group = el("span.choice", { role: "group", "aria-label": label });
-  const draw = (current) =>
-    group.replaceChildren(
-      ...names.map((name) =>
-        button(name, () => (draw(name), pick(name)), { "aria-pressed": String(name === current) }),
-      ),
-    );
+  const draw = (current) => {
+    const item = (name) => button(name, () => (draw(name), pick(name)), { "aria-pressed": String(name === current) });
+    group.replaceChildren(...names.map(item));
+  };
   draw(chosen);
   return group;
 }

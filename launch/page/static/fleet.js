@@ -1,11 +1,12 @@
-// Who does what, when: a lane per process, queues, hosts and devices.
+// Which process does what, when: a lane per process, queues, hosts and devices.
 
-import { bytes, count, link, num } from "./format.js";
-import { button, el, empty, panel, table } from "./dom.js";
+import { bytes, count, link, num, samplesLink } from "./format.js";
+import { button, commandButton, el, empty, fact, panel, table } from "./dom.js";
 import { Lanes, PHASES } from "./lanes.js";
 
 const TABLE_EVERY_MS = 5_000;
 const MOST_ROWS = 300;
+const SPANS = { "1 min": 60, "10 min": 600, "1 h": 3_600 };
 const MEANING = {
   working: "works (shade: version)",
   waiting: "waits",
@@ -13,53 +14,47 @@ const MEANING = {
   draining: "drains",
   down: "is gone",
 };
+const COLUMNS = {
+  process: (lane) => lane.lane,
+  host: (lane) => lane.host,
+  phase: (lane) => lane.phase + (lane.waits_for ? ` (${lane.waits_for})` : ""),
+  version: (lane) => (lane.version == null ? "—" : `v${lane.version}`),
+  "tokens/s": (lane) => num(lane.tokens_per_second),
+  load: (lane) => {
+    const load = Object.entries(lane.load ?? {}).map(([name, value]) => `${name} ${num(value)}`);
+    return el("td.text", { title: load.join(", ") }, load.join(", "));
+  },
+  memory: (lane) => bytes(lane.memory_bytes),
+  devices: (lane) => (lane.devices ?? []).join(" ") || "CPU",
+  restarts: (lane) => count(lane.restarts ?? 0),
+  trouble: (lane) => lane.trouble || lane.note || "—",
+};
 
 function legend() {
-  const items = PHASES.map((phase) => el("span", {}, el(`i.${phase}`), MEANING[phase]));
-  return el("p.legend", {}, items, el("span.mute", {}, "│ push · Ctrl + wheel zooms, Shift + wheel moves"));
+  const items = PHASES.map((phase) => el("span", el(`i.${phase}`), MEANING[phase]));
+  return el("p.legend", items, el("span.mute", "│ push · Ctrl + wheel zooms, Shift + wheel moves"));
 }
 
-function processRows(lanes) {
-  const load = (lane) =>
-    Object.entries(lane.load ?? {})
-      .map(([name, value]) => `${name} ${num(value)}`)
-      .join(", ");
-  return lanes
-    .slice(0, MOST_ROWS)
-    .map((lane) => [
-      lane.lane,
-      lane.host,
-      lane.phase + (lane.waits_for ? ` (${lane.waits_for})` : ""),
-      lane.version == null ? "—" : `v${lane.version}`,
-      lane.tokens_per_second == null ? "—" : num(lane.tokens_per_second),
-      el("td.text", { title: load(lane) }, load(lane)),
-      bytes(lane.memory_bytes),
-      (lane.devices ?? []).join(" ") || "CPU",
-      count(lane.restarts ?? 0),
-      lane.trouble || lane.note || "—",
-    ]);
-}
-
+/** The desired processes of each host; a button sends the numbers that were changed. */
 function scaleForm(hosts, source) {
-  const line = (host, role, wanted) => {
-    const field = el("input", { type: "number", min: 0, value: wanted, "aria-label": `${role} on ${host.name}` });
-    const send = (event) =>
-      source.post("scale", { counts: { [role]: Number(field.value) }, host: host.name, pool: host.pool }).then(
-        () => (event.target.textContent = "set"),
-        (error) => (event.target.textContent = error.message),
-      );
-    return el("label", {}, `${host.name}: ${role} `, field, button("scale", send));
+  const roles = Object.keys(hosts[0].desired);
+  const row = ({ name, pool, running, desired }) => {
+    const field = (role) =>
+      el("input", { type: "number", min: 0, value: desired[role], "aria-label": `${role}s of ${name}` });
+    const fields = roles.map(field);
+    const scale = () => {
+      const numbers = roles.map((role, place) => [role, Number(fields[place].value)]);
+      const counts = Object.fromEntries(numbers.filter(([role, number]) => number !== desired[role]));
+      return source.post("scale", { counts, host: name, pool }).then(() => Object.assign(desired, counts));
+    };
+    const cell = (role, place) => el("td", fields[place], el("small", ` ${count(running[role])} running`));
+    return [name, pool || "—", ...roles.map(cell), commandButton("scale", scale)];
   };
-  return el(
-    "p.bar",
-    {},
-    hosts.flatMap((host) => Object.entries(host.desired ?? {}).map(([role, wanted]) => line(host, role, wanted))),
-  );
+  const head = ["host", "pool", ...roles.map((role) => `${role}s`), "desired numbers"];
+  return el("div.scroll.scale", table(head, hosts.map(row), { caption: "Desired processes" }));
 }
 
 function queueFacts(queue = {}) {
-  const fact = (name, value, note) =>
-    el("div.fact", {}, el("dt", {}, name), el("dd", {}, value), el("small", {}, note));
   return [
     fact("tasks waiting", count(queue.waiting), "in the queue"),
     fact("tasks leased", count(queue.leased), "with actors"),
@@ -68,66 +63,53 @@ function queueFacts(queue = {}) {
   ];
 }
 
-export async function fleetPage({ source, run, go }) {
-  const root = el("div.page");
-  const fleet = await source.get("fleet");
-  const operator = run().rights === "operator";
-  let lanes = fleet.lanes;
-  let written = performance.now();
-  const spans = { "1 min": 60, "10 min": 600, "1 h": 3_600 };
-  const facts = el("dl.facts", {}, queueFacts(fleet.queue));
-  const buttons = Object.keys(spans).map((name) =>
-    button(name, () => ((chart.shift = 0), chart.zoom(spans[name] / chart.span))),
-  );
-  const picture = panel("Processes", { note: "newest at the right", size: "wide12", tools: buttons });
-  const chart = new Lanes(picture, {
-    label: "phases of the processes",
-    pick: (row, segment, push) => {
-      if (push?.step != null) go(link("batch", push.step));
-      else if (row.role === "actor") go(link("samples", "", { filter: `actor=${row.lane.id}` }));
-      else if (row.role === "engine") go(link("samples", "", { filter: `engine=${row.lane.id}` }));
-    },
-  });
-  picture.append(legend());
-  const list = panel("Now", {
-    note: lanes.length > MOST_ROWS ? `the first ${MOST_ROWS} of ${lanes.length}` : "",
-    size: "wide12",
-  });
-  const body = el("div.scroll");
-  list.append(body);
-  if (operator && fleet.hosts?.length) list.append(scaleForm(fleet.hosts, source));
-  root.append(facts, picture, list);
+class FleetView {
+  root = el("div.page");
+  body = el("div.scroll");
 
-  function write() {
-    written = performance.now();
-    const head = [
-      "process",
-      "host",
-      "phase",
-      "version",
-      "tokens/s",
-      "load",
-      "memory",
-      "devices",
-      "restarts",
-      "trouble",
-    ];
-    body.replaceChildren(
-      lanes.length
-        ? table(head, processRows(lanes), { caption: "Processes now" })
-        : run().mode === "live"
-          ? empty("Processes stand here from their first heartbeat on.", "tidemill up")
-          : empty("The run has ended: no process sends heartbeats."),
-    );
+  constructor({ source, run, go }, fleet) {
+    Object.assign(this, { run, go, lanes: fleet.lanes });
+    this.facts = el("dl.facts", queueFacts(fleet.queue));
+    const tools = Object.keys(SPANS).map((name) => button(name, () => this.show(SPANS[name])));
+    const picture = panel("Processes", { note: "newest at the right", size: "wide12", tools });
+    this.chart = new Lanes(picture, { label: "phases of the processes", pick: (...place) => this.open(...place) });
+    picture.append(legend());
+    const note = fleet.lanes.length > MOST_ROWS && `the first ${MOST_ROWS} of ${fleet.lanes.length}`;
+    const operator = run().rights === "operator" && fleet.hosts?.length;
+    const now = panel("Now", { note, size: "wide12" }, this.body, operator ? scaleForm(fleet.hosts, source) : null);
+    this.root.append(this.facts, picture, now);
+    this.write();
+    this.chart.set(fleet);
   }
-  write();
-  chart.set(fleet);
 
-  function update(event) {
-    lanes = event.processes ?? lanes;
-    chart.add({ now_s: event.run?.now_s, segments: event.segments, pushes: event.pushes, lanes: event.processes });
-    if (event.queue) facts.replaceChildren(...queueFacts(event.queue));
-    if (event.processes && performance.now() - written > TABLE_EVERY_MS) write();
+  show(seconds) {
+    this.chart.shift = 0;
+    this.chart.zoom(seconds / this.chart.span);
   }
-  return { root, update };
+
+  open({ role, lane }, segment, push) {
+    if (push?.step != null) this.go(link("batch", push.step));
+    else if (["actor", "engine"].includes(role)) this.go(samplesLink(`${role}=${lane.id}`));
+  }
+
+  write() {
+    this.written = performance.now();
+    const rows = this.lanes.slice(0, MOST_ROWS).map((lane) => Object.values(COLUMNS).map((cell) => cell(lane)));
+    const nothing =
+      this.run().mode === "live"
+        ? empty("Processes stand here from their first heartbeat on.", "tidemill up")
+        : empty("The run has ended: no process sends heartbeats.");
+    this.body.replaceChildren(rows.length ? table(Object.keys(COLUMNS), rows, { caption: "Processes now" }) : nothing);
+  }
+
+  update({ run, segments, pushes, processes, queue }) {
+    this.lanes = processes ?? this.lanes;
+    this.chart.add({ now_s: run?.now_s, segments, pushes, lanes: processes });
+    if (queue) this.facts.replaceChildren(...queueFacts(queue));
+    if (processes && performance.now() - this.written > TABLE_EVERY_MS) this.write();
+  }
+}
+
+export async function fleetPage(context) {
+  return new FleetView(context, await context.source.get("fleet"));
 }

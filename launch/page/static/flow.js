@@ -1,11 +1,12 @@
 // The way of the samples, and the ledger in which every one of them has exactly one place.
 
-import { clock, count, link, percent } from "./format.js";
-import { button, choice, el, panel, table } from "./dom.js";
+import { clock, count, percent, samplesLink } from "./format.js";
+import { button, choice, commandButton, el, panel, table } from "./dom.js";
 import { Flow } from "./charts.js";
 
 const TIMES = { "whole run": "all", "last 10 min": "600" };
 const FLOW_EVERY_MS = 5_000;
+const CHECKED_FOR_S = 60; // the server checks no more often
 
 /** The filter of the samples in a line of the ledger; empty where headers do not have it. */
 function filterOf({ fate }) {
@@ -17,117 +18,116 @@ function ledgerRows(flow) {
   const published = Math.max(1, flow.published ?? 0);
   return flow.ledger.map((line) => {
     const filter = filterOf(line);
-    const tone = line.samples && ["bad", "warn"].includes(line.tone) ? line.tone : line.samples ? "" : "mute";
-    const mark = { bad: "✕ ", warn: "△ " }[tone] ?? "";
-    const href = link("samples", "", { filter });
-    const name = filter ? el("a", { href }, mark + line.fate) : mark + line.fate;
-    const cells = [name, count(line.samples), percent(line.samples / published)];
-    return { cells, class: tone };
+    const tone = !line.samples ? "mute" : ["bad", "warn"].includes(line.tone) ? line.tone : "";
+    const text = ({ bad: "✕ ", warn: "△ " }[tone] ?? "") + line.fate;
+    const name = filter ? el("a", { href: samplesLink(filter) }, text) : text;
+    return { cells: [name, count(line.samples), percent(line.samples / published)], class: tone };
   });
 }
 
-function auditWords(audit) {
-  if (!audit || audit.state === "not yet") return el("p.mute", {}, "◌ not checked yet");
-  if (audit.state === "running") return el("p.mute", {}, "◌ being checked");
-  const fine = !audit.lost && !audit.twice && !audit.problems?.length;
-  return el(
-    `p.${fine ? "good" : "badly"}`,
-    {},
-    `${fine ? "✓" : "✕"} lost ${count(audit.lost)} · trained twice ${count(audit.twice)}`,
-    el("span.mute", {}, ` checked up to sample #${audit.at_seq} at ${clock(audit.time_s)}`),
-    (audit.problems ?? []).map((problem) => el("span.cure", {}, problem)),
-  );
+/** What an audit found: `{tone, text, notes}`. Only one that has ended and found nothing is good. */
+export function auditWords({ state = "not yet", words, lost, twice, problems = [], at_seq, time_s } = {}) {
+  if (state === "not yet") return { tone: "mute", text: "◌ lost and trained twice: not checked yet", notes: [] };
+  if (state === "running") return { tone: "mute", text: "◌ lost and trained twice: being checked", notes: [] };
+  if (state !== "checked") return { tone: "badly", text: `✕ not checked: ${state}`, notes: words ? [words] : [] };
+  const fine = lost === 0 && twice === 0 && !problems.length;
+  const text = `${fine ? "✓" : "✕"} lost ${count(lost)} · trained twice ${count(twice)}`;
+  return { tone: fine ? "good" : "badly", text, notes: [`up to sample #${at_seq} at ${clock(time_s)}`, ...problems] };
 }
 
-function taskRows(tasks) {
-  const { given_up: reasons = {}, ...numbers } = tasks ?? {};
-  const rows = Object.entries(numbers).map(([name, value]) => [name, count(value)]);
-  return [...rows, ...Object.entries(reasons).map(([reason, value]) => [`given up: ${reason}`, count(value)])];
+/** Whether published and accounted samples agree: `{tone, text}`; null is unknown, neither good nor bad. */
+export function balanceWords({ ok, words, difference } = {}) {
+  if (ok == null) return { tone: "mute", text: `— balance: ${words ?? "unknown"}` };
+  if (ok) return { tone: "good", text: `✓ balance: ${words}` };
+  return { tone: "badly", text: `✕ ${words} (difference ${count(difference)})` };
 }
 
-function deadRows(dead, operator, source) {
-  return dead.map((task) => {
-    const act = (name) => async (event) => {
-      event.target.disabled = true;
-      event.target.textContent = await source.post(name, { tasks: [task.task] }).then(
-        () => "done",
-        (error) => error.message,
-      );
-    };
-    const tools =
-      operator && !task.decision
-        ? el("span", {}, button("requeue", act("requeue")), button("drop", act("drop")))
-        : task.decision;
-    return [task.task, task.reason, count(task.attempts), task.actor, tools || "—"];
-  });
+/** Whether a check would find something new: samples of a run that has ended do not change. */
+export function isOld(audit, { mode, now_s }) {
+  if (audit?.state === "running") return false;
+  return audit?.state !== "checked" || (mode === "live" && !(now_s - audit.time_s < CHECKED_FOR_S));
 }
 
-export async function flowPage({ source, run, go }) {
-  const root = el("div.page");
-  let [time, asked] = ["all", performance.now()];
-  let flow = await source.get("flow");
-  const pick = async (name) => {
-    time = TIMES[name];
-    flow = await source.get("flow", time === "all" ? {} : { last: time });
-    draw();
-  };
-  const tools = source.live ? [choice(Object.keys(TIMES), "whole run", pick, "time")] : [];
-  const way = panel("Way of the samples", {
-    note: "width = samples; click a place for its samples",
-    size: "wide12",
-    tools,
-  });
-  const chart = new Flow(way, {
-    label: "way of the samples from the task to their place in the ledger",
-    pick: (node) => {
-      const line = flow.ledger.find((item) => item.fate === node.id || item.fate === node.name);
-      if (line && filterOf(line)) go(link("samples", "", { filter: filterOf(line) }));
-    },
-  });
-  const ledger = panel("Ledger", { note: "every sample has one line, zeros stay", size: "wide8" });
-  const tasks = panel("Tasks", { size: "wide4" });
-  const body = el("div");
-  const numbers = el("div");
-  ledger.append(body);
-  tasks.append(numbers);
-  root.append(way, el("div.grid", {}, ledger, tasks));
+function taskRows({ given_up: reasons = {}, ...numbers } = {}) {
+  const given = Object.entries(reasons).map(([reason, value]) => [`given up: ${reason}`, value]);
+  return [...Object.entries(numbers), ...given].map(([name, value]) => [name, count(value)]);
+}
 
-  function draw() {
-    chart.set(flow);
-    const { balance } = flow;
-    body.replaceChildren(
+function deadTasks(dead, operator, source) {
+  const decide = (task, word) => commandButton(word, () => source.post(word, { tasks: [task] }));
+  const rows = dead.map(({ task, reason, attempts, actor, decision }) => {
+    const tools = operator && !decision && el("span", decide(task, "requeue"), decide(task, "drop"));
+    return [String(task), reason, count(attempts), actor, tools || decision || "—"];
+  });
+  const head = ["task", "reason", "attempts", "last actor", "decision"];
+  return panel("Dead tasks", { note: "given up after their attempts", size: "wide12" }, table(head, rows));
+}
+
+class FlowView {
+  root = el("div.page");
+  body = el("div");
+  numbers = el("div");
+  last = "all";
+  asked = performance.now();
+
+  constructor({ source, run, go }, flow, dead) {
+    Object.assign(this, { source, run, go, flow });
+    const pick = (name) => ((this.last = TIMES[name]), this.ask());
+    const tools = source.live ? [choice(Object.keys(TIMES), "whole run", pick, "time")] : [];
+    const note = "width = samples; click a place for its samples";
+    const way = panel("Way of the samples", { note, size: "wide12", tools });
+    this.chart = new Flow(way, {
+      label: "way of the samples from the task to their place in the ledger",
+      pick: (node) => this.open(node),
+    });
+    const ledger = panel("Ledger", { note: "every sample has one line, zeros stay", size: "wide8" }, this.body);
+    const tasks = panel("Tasks", { size: "wide4" }, this.numbers);
+    this.root.append(way, el("div.grid", ledger, tasks));
+    if (dead.length) this.root.append(deadTasks(dead, run().rights === "operator", source));
+    this.draw();
+  }
+
+  open(node) {
+    const line = this.flow.ledger.find((item) => item.fate === node.id || item.fate === node.name);
+    if (line && filterOf(line)) this.go(samplesLink(filterOf(line)));
+  }
+
+  async ask(query = {}) {
+    this.asked = performance.now();
+    this.flow = await this.source.get("flow", { last: this.last === "all" ? null : this.last, ...query });
+    this.draw();
+  }
+
+  draw() {
+    const { flow } = this;
+    this.chart.set(flow);
+    const balance = balanceWords(flow.balance);
+    this.body.replaceChildren(
       table(["samples", "number", "share"], ledgerRows(flow), { caption: "Ledger" }),
-      el(
-        `p.${balance.ok ? "good" : "badly"}`,
-        {},
-        balance.ok ? `✓ balance: ${balance.words}` : `✕ ${balance.words} (difference ${count(balance.difference)})`,
-      ),
-      auditWords(flow.audit),
+      el(`p.${balance.tone}`, balance.text),
+      this.audit(),
     );
-    numbers.replaceChildren(table(["tasks", "number"], taskRows(flow.tasks), { caption: "Tasks" }));
-  }
-  draw();
-
-  const dead = await source.get("dead").catch(() => ({ dead: [] }));
-  if (dead.dead?.length) {
-    const list = panel("Dead tasks", { note: "given up after their attempts", size: "wide12" });
-    list.append(
-      table(
-        ["task", "reason", "attempts", "last actor", "decision"],
-        deadRows(dead.dead, run().rights === "operator", source),
-      ),
-    );
-    root.append(list);
+    this.numbers.replaceChildren(table(["tasks", "number"], taskRows(flow.tasks), { caption: "Tasks" }));
   }
 
-  async function update(event) {
-    if (!event.flow) return;
-    if (time === "all") flow = { ...flow, ...event.flow };
-    else if (performance.now() - asked > FLOW_EVERY_MS) {
-      asked = performance.now();
-      flow = await source.get("flow", { last: time });
-    } else return;
-    draw();
+  audit() {
+    const { tone, text, notes } = auditWords(this.flow.audit);
+    const check = (event) => this.ask({ check: 1 }).catch(({ message }) => (event.target.textContent = message));
+    const old = this.source.live && isOld(this.flow.audit, this.run());
+    const lines = notes.map((note) => el("span.cure", note));
+    return el(`p.audit.${tone}`, { role: "status" }, [text, " ", old && button("check now", check)], lines);
   }
-  return { root, update };
+
+  update({ flow }) {
+    if (!flow) return null;
+    if (this.last !== "all" && performance.now() - this.asked > FLOW_EVERY_MS) return this.ask();
+    this.flow = this.last === "all" ? { ...this.flow, ...flow } : { ...this.flow, audit: flow.audit };
+    return this.draw();
+  }
+}
+
+export async function flowPage(context) {
+  const flow = await context.source.get("flow");
+  const { dead } = await context.source.get("dead").catch(() => ({ dead: [] }));
+  return new FlowView(context, flow, dead);
 }

@@ -96,6 +96,11 @@ export function link(page, value = "", query = {}) {
   return `#${page}${value === "" ? "" : `=${encodeURIComponent(value)}`}${text}`;
 }
 
+/** The link to the samples that a filter chooses. */
+export function samplesLink(filter) {
+  return link("samples", "", { filter });
+}
+
 /** The page, its value and its query that a hash names. */
 export function parseLink(hash) {
   const items = [...new URLSearchParams(hash.replace(/^#/, ""))];

@@ -1,7 +1,7 @@
 // A lane per process over time: phases by hue and pattern, pushes as lines through all lanes.
 
 import { bytes, clock, count, duration, num, ticks, visible } from "./format.js";
-import { Chart, hatch, ink, writeText } from "./canvas.js";
+import { Chart, hatch, drawSegment, ink, writeText } from "./canvas.js";
 
 const ROW = 16;
 const GROUP = 20; // height of a group's heading
@@ -251,10 +251,7 @@ export class Lanes extends Chart {
       const place = this.x(push.time_s);
       if (place < NAMES || place > this.right) continue;
       g.globalAlpha = 0.45;
-      g.beginPath();
-      g.moveTo(Math.round(place) + 0.5, GROUP - 4);
-      g.lineTo(Math.round(place) + 0.5, this.height - AXIS);
-      g.stroke();
+      drawSegment(g, Math.round(place) + 0.5, GROUP - 4, Math.round(place) + 0.5, this.height - AXIS);
       g.globalAlpha = 1;
       if (place < free) continue;
       writeText(g, `v${push.version}`, place + 2, 9, { colour: "version" });

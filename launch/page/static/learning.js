@@ -1,6 +1,6 @@
 // Curves of every metric with their healthy ranges, runs over each other, and the lag of the trained tokens.
 
-import { inUnit, judge, link } from "./format.js";
+import { inUnit, judge, link, samplesLink } from "./format.js";
 import { button, choice, el, empty, panel } from "./dom.js";
 import { HeatMap } from "./charts.js";
 import { Curves } from "./curves.js";
@@ -39,6 +39,7 @@ const SHOWN = {
 };
 const MOST_FOUND = 48; // tiles of a search
 const AT_ONCE = 60; // names in one request
+const SEARCH_MS = 200; // from the last key to the search
 const RUN_STYLES = [
   ["prob", [6, 3]],
   ["ok", [2, 3]],
@@ -82,28 +83,25 @@ export function smooth(points, factor) {
 }
 
 class Tile {
+  points = [];
+  others = []; // [name of a run, its points]
+  status = el("span.mute");
+  newest = el("output");
+
   constructor(metric, page) {
-    this.metric = metric;
-    this.page = page;
-    this.points = [];
-    this.others = new Map();
-    this.status = el("span.mute");
-    this.newest = el("output");
-    this.root = panel(metric.name, { tools: [this.status, this.newest], label: metric.name });
+    Object.assign(this, { metric, page });
+    const { name, group, meaning, unit, healthy, healthy_words } = metric;
+    this.root = panel(name, { tools: [this.status, this.newest] });
     this.root.classList.add("tile");
-    const words = [metric.meaning, metric.unit, metric.healthy_words && `healthy: ${metric.healthy_words}`];
+    const words = [meaning, unit, healthy_words && `healthy: ${healthy_words}`];
     this.root.querySelector("h2").title = words.filter(Boolean).join(" · ");
-    const hue = metric.group === "reward" || metric.name.includes("reward") ? "reward" : "version";
-    this.line = { name: "this run", hue };
-    this.chart = new Curves(this.root, {
-      label: metric.name,
-      band: metric.healthy,
-      pick: (step) => page.go(link("batch", step)),
-    });
+    this.line = { name: "this run", hue: group === "reward" || name.includes("reward") ? "reward" : "version" };
+    const pick = (step) => page.go(link("batch", step));
+    this.chart = new Curves(this.root, { label: name, band: healthy, pick });
   }
 
-  set(points) {
-    this.points = points;
+  set(points, others) {
+    Object.assign(this, { points, others });
     this.draw();
   }
 
@@ -117,16 +115,14 @@ class Tile {
 
   draw() {
     const factor = SMOOTHING[this.page.smoothing];
-    const others = [...this.others].map(([name, points], place) => {
+    const others = this.others.map(([name, points], place) => {
       const [hue, dash] = RUN_STYLES[place % RUN_STYLES.length];
       return { name, hue, dash, points: smooth(points, factor) };
     });
     this.chart.log = this.page.log;
     this.chart.set([{ ...this.line, points: smooth(this.points, factor) }, ...others]);
-    this.newest.textContent = inUnit(
-      this.points.findLast((point) => point[1] != null)?.[1],
-      this.metric.unit === "share" ? "share" : "",
-    );
+    const newest = this.points.findLast((point) => point[1] != null)?.[1];
+    this.newest.textContent = inUnit(newest, this.metric.unit === "share" ? "share" : "");
     const { mark, tone, text } = judge(this.points, ...(this.metric.healthy ?? []));
     this.status.className = tone ?? "";
     this.status.textContent = `${mark} ${text}`;
@@ -134,141 +130,138 @@ class Tile {
   }
 }
 
-export async function learningPage({ source, go, replace, query }) {
-  const root = el("div.page");
-  const page = { go, smoothing: "raw", log: false };
+/** Share of the trained tokens by step and lag; steps come by events. */
+function lagMap(lags, go) {
+  const note = "share of a step's tokens, by steps between sampling and training; click a cell: its step";
+  const host = panel("Lag of trained tokens", { note, size: "wide12" });
+  const pick = ([first, last], row) => {
+    const filter = `step=${first} lag=${row === "over" ? ">15" : row}`;
+    go(first === last ? samplesLink(filter) : link("batch", last));
+  };
+  const { steps: columns = [], lags: rows = [], shares = [] } = lags ?? {};
+  const map = new HeatMap(host, { label: "share of the trained tokens by step and lag", columns, rows, shares, pick });
+  const add = (step, values, place) => {
+    if (map.columns.at(-1)?.[1] >= step || !map.rows.length) return;
+    const column = map.rows.map((row) => values[`offpolicy/lag_share/${row}`]?.[place] ?? 0);
+    map.set({ columns: [...map.columns, [step, step]], rows: map.rows, shares: [...map.shares, column] });
+  };
+  return { host, add };
+}
+
+class LearningView {
+  root = el("div.page");
+  curves = el("div");
+  tiles = new Map();
+  smoothing = "raw";
+  log = false;
+
+  constructor({ source, go, replace, query }, { metrics, lags, runs }) {
+    Object.assign(this, { source, go, replace, metrics });
+    this.compared = new Set((query.runs ?? "").split(",").filter(Boolean));
+    const placeholder = "search any metric: words or a regular expression";
+    this.search = el("input", { type: "search", "aria-label": "search metrics", placeholder, value: query.q });
+    const others = runs.filter((run) => !run.this).map((run) => this.runSwitch(run.name));
+    this.lag = lagMap(lags, go);
+    this.root.append(
+      el(
+        "div.bar",
+        this.search,
+        choice(Object.keys(SMOOTHING), "raw", (name) => this.redraw({ smoothing: name }), "smoothing"),
+        choice(["linear", "log"], "linear", (name) => this.redraw({ log: name === "log" }), "scale"),
+        others,
+      ),
+      this.curves,
+      this.lag.host,
+    );
+    this.search.addEventListener("input", () => {
+      clearTimeout(this.timer);
+      this.timer = setTimeout(() => this.changed(), SEARCH_MS);
+    });
+  }
+
+  redraw(changes) {
+    Object.assign(this, changes);
+    for (const tile of this.tiles.values()) tile.draw();
+  }
+
+  runSwitch(name) {
+    const box = el("input", { type: "checkbox", checked: this.compared.has(name) });
+    box.addEventListener("change", () => {
+      this.compared[box.checked ? "add" : "delete"](name);
+      this.changed();
+    });
+    return el("label.chip", box, ` ${name}`);
+  }
+
+  changed() {
+    this.replace(link("learning", "", { q: this.search.value, runs: [...this.compared].join(",") }));
+    return this.show();
+  }
+
+  /** Names by heading: the groups of the first look, or what the search finds. */
+  groups() {
+    const text = this.search.value.trim();
+    const all = this.metrics.map((metric) => metric.name);
+    if (!text) return Object.entries(SHOWN).map(([group, names]) => [group, chooseNames(all, names)]);
+    const hits = search(this.metrics, text);
+    return [[`${hits.length} of ${all.length} metrics`, hits.slice(0, MOST_FOUND)]];
+  }
+
+  /** Show the tiles of the groups, then ask for their points. */
+  show() {
+    const searched = this.search.value.trim();
+    const byName = new Map(this.metrics.map((metric) => [metric.name, metric]));
+    const groups = this.groups().filter(([, names]) => searched || names.length);
+    this.tiles = new Map(groups.flatMap(([, names]) => names).map((name) => [name, new Tile(byName.get(name), this)]));
+    const sections = groups.map(([group, names]) =>
+      el(
+        "section.group",
+        el("h3", group),
+        el(
+          "div.tiles",
+          names.map((name) => this.tiles.get(name).root),
+        ),
+      ),
+    );
+    const all = button(`all ${this.metrics.length} metrics`, () => ((this.search.value = "."), this.show()));
+    if (!this.metrics.length) sections.splice(0, Infinity, empty("Curves come with the first trained step."));
+    else if (!searched) sections.push(el("p", all));
+    this.curves.replaceChildren(...sections);
+    return this.load([...this.tiles.keys()]);
+  }
+
+  async load(names) {
+    const runs = [...this.compared];
+    for (let from = 0; from < names.length; from += AT_ONCE) {
+      const part = names.slice(from, from + AT_ONCE);
+      const get = (run) => this.source.get("series", { names: part.join(","), run }).catch(() => ({ series: {} }));
+      const [own, ...others] = await Promise.all([null, ...runs].map(get));
+      for (const name of part) {
+        const lines = runs.map((run, place) => [run, others[place].series[name] ?? []]);
+        this.tiles.get(name)?.set(own.series[name] ?? [], lines);
+      }
+    }
+  }
+
+  update({ points }) {
+    points?.steps.forEach((step, place) => {
+      for (const [name, tile] of this.tiles) {
+        const value = points.values[name]?.[place];
+        if (value !== undefined) tile.push(step, value);
+      }
+      this.lag.add(step, points.values, place);
+    });
+  }
+}
+
+export async function learningPage(context) {
+  const { source } = context;
   const [{ metrics }, lags, { runs }] = await Promise.all([
     source.get("metrics"),
     source.get("lags").catch(() => null),
     source.get("runs").catch(() => ({ runs: [] })),
   ]);
-  const byName = new Map(metrics.map((metric) => [metric.name, metric]));
-  const compared = new Set((query.runs ?? "").split(",").filter(Boolean));
-  const tiles = new Map();
-  const curves = el("div");
-  const redraw = () => [...tiles.values()].forEach((tile) => tile.draw());
-
-  const input = el("input", {
-    type: "search",
-    "aria-label": "search metrics",
-    placeholder: "search any metric: words or a regular expression",
-    value: query.q ?? "",
-  });
-  const bar = el(
-    "div.bar",
-    {},
-    input,
-    choice(Object.keys(SMOOTHING), "raw", (name) => ((page.smoothing = name), redraw()), "smoothing"),
-    choice(["linear", "log"], "linear", (name) => ((page.log = name === "log"), redraw()), "scale"),
-    runs.filter((run) => !run.this).map((run) => runSwitch(run.name)),
-  );
-  root.append(bar, curves);
-
-  function runSwitch(name) {
-    const box = el("input", { type: "checkbox", checked: compared.has(name) });
-    box.addEventListener("change", () => {
-      if (box.checked) compared.add(name);
-      else compared.delete(name);
-      remember();
-      show();
-    });
-    return el("label.chip", {}, box, ` ${name}`);
-  }
-
-  const remember = () => replace(link("learning", "", { q: input.value, runs: [...compared].join(",") }));
-
-  async function load(names) {
-    for (let from = 0; from < names.length; from += AT_ONCE) {
-      const part = names.slice(from, from + AT_ONCE).join(",");
-      const answers = await Promise.all(
-        [null, ...compared].map((run) => source.get("series", { names: part, run }).catch(() => ({ series: {} }))),
-      );
-      for (const name of part.split(",")) {
-        const tile = tiles.get(name);
-        if (!tile) continue;
-        tile.others = new Map([...compared].map((run, place) => [run, answers[place + 1].series[name] ?? []]));
-        tile.set(answers[0].series[name] ?? []);
-      }
-    }
-  }
-
-  /** Show the groups of the first look, or what the search finds. */
-  async function show() {
-    const text = input.value.trim();
-    const all = metrics.map((metric) => metric.name);
-    const found = text ? search(metrics, text) : [];
-    const groups = text
-      ? { [`${found.length} of ${all.length} metrics`]: found.slice(0, MOST_FOUND) }
-      : Object.fromEntries(Object.entries(SHOWN).map(([group, names]) => [group, chooseNames(all, names)]));
-    tiles.clear();
-    const sections = [];
-    for (const [group, names] of Object.entries(groups)) {
-      if (!names.length && !text) continue;
-      for (const name of names) tiles.set(name, new Tile(byName.get(name), page));
-      sections.push(
-        el(
-          "section.group",
-          {},
-          el("h3", {}, group),
-          el(
-            "div.tiles",
-            {},
-            names.map((name) => tiles.get(name).root),
-          ),
-        ),
-      );
-    }
-    if (!text)
-      sections.push(
-        el(
-          "p",
-          {},
-          button(`all ${all.length} metrics`, () => ((input.value = "."), show())),
-        ),
-      );
-    if (!all.length) sections.splice(0, sections.length, empty("Curves come with the first trained step."));
-    curves.replaceChildren(...sections);
-    await load([...tiles.keys()]);
-  }
-  let timer = 0;
-  input.addEventListener("input", () => {
-    clearTimeout(timer);
-    timer = setTimeout(() => (remember(), show()), 200);
-  });
-  await show();
-
-  const lag = panel("Lag of trained tokens", {
-    note: "share of a step's tokens, by steps between sampling and training; click a cell: its step",
-    size: "wide12",
-  });
-  root.append(lag);
-  const heat = new HeatMap(lag, {
-    label: "share of the trained tokens by step and lag",
-    columns: lags?.steps ?? [],
-    rows: lags?.lags ?? [],
-    shares: lags?.shares ?? [],
-    pick: ([first, last], row) =>
-      go(
-        first === last
-          ? link("samples", "", { filter: `step=${first} lag=${row === "over" ? ">15" : row}` })
-          : link("batch", last),
-      ),
-  });
-
-  function addLags(step, values, place) {
-    const shares = heat.rows.map((row) => values[`offpolicy/lag_share/${row}`]?.[place] ?? 0);
-    if (heat.columns.at(-1)?.[1] >= step || !heat.rows.length) return;
-    heat.set({ columns: [...heat.columns, [step, step]], rows: heat.rows, shares: [...heat.shares, shares] });
-  }
-
-  function update(event) {
-    event.points?.steps.forEach((step, place) => {
-      for (const [name, tile] of tiles) {
-        const value = event.points.values[name]?.[place];
-        if (value !== undefined) tile.push(step, value);
-      }
-      addLags(step, event.points.values, place);
-    });
-  }
-  return { root, update, search: input };
+  const page = new LearningView(context, { metrics, lags, runs });
+  await page.show();
+  return page;
 }

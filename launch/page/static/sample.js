@@ -1,6 +1,6 @@
 // One sample: conversation, tokens with overlays, its place in the ledger, timings, its group.
 
-import { clock, count, duration, link, num, percent, shade, tokenRange, versions } from "./format.js";
+import { clock, count, duration, link, num, percent, samplesLink, shade, tokenRange, versions } from "./format.js";
 import { button, choice, el, empty, panel, table } from "./dom.js";
 
 const NEXT_TOKENS = 2_000;
@@ -15,6 +15,8 @@ const OVERLAYS = {
   difference: { column: "train_logprob", words: "train minus rollout log-prob: teal above 0, orange below" },
 };
 const NOT_RECORDED = "not recorded: learner.record.trained";
+const RECORDED = { entropy: "entropy", train_logprob: "train log-prob", advantage: "advantage", weight: "weight" };
+const MOST_TOKEN_ROWS = 500;
 
 /** The value that an overlay shows of a token. */
 export function overlayValue(tokens, overlay, place) {
@@ -26,46 +28,50 @@ export function overlayValue(tokens, overlay, place) {
 }
 
 function title(tokens, place) {
-  const columns = [
-    ["entropy", "entropy"],
-    ["train_logprob", "train log-prob"],
-    ["advantage", "advantage"],
-    ["weight", "weight"],
-  ];
-  const logprob = tokens.logprob[place];
-  const words = [`token ${tokens.from + place}`, `id ${tokens.id[place]}`];
-  if (logprob != null) words.push(`p ${num(Math.exp(logprob))}`, `log-prob ${num(logprob)}`);
-  if (tokens.version[place] != null) words.push(`v${tokens.version[place]}`);
-  if (tokens.mask[place] === 0) words.push("masked");
-  for (const [column, name] of columns)
-    if (tokens[column]?.[place] != null) words.push(`${name} ${num(tokens[column][place])}`);
-  return words.join(" · ");
+  const { logprob, version, mask } = tokens;
+  const recorded = Object.keys(RECORDED).filter((name) => tokens[name]?.[place] != null);
+  return [
+    `token ${tokens.from + place}`,
+    `id ${tokens.id[place]}`,
+    logprob[place] != null && `p ${num(Math.exp(logprob[place]))} · log-prob ${num(logprob[place])}`,
+    version[place] != null && `v${version[place]}`,
+    mask[place] === 0 && "masked",
+    ...recorded.map((name) => `${RECORDED[name]} ${num(tokens[name][place])}`),
+  ]
+    .filter(Boolean)
+    .join(" · ");
 }
 
 class Tokens {
-  constructor(source, sample, range) {
-    this.source = source;
-    this.sample = sample;
-    this.range = range;
-    this.tokens = { ...sample.tokens };
-    this.overlay = "probability";
-    this.shown = 0;
-    this.text = el("pre.tokens", { dir: "auto", "aria-label": "tokens of the response" });
-    this.readout = el("p.readout", { "aria-live": "polite" });
-    this.note = el("span.mute");
-    this.more = button("next tokens", () => this.next());
-    const recorded = (name) => this.tokens[OVERLAYS[name].column]?.length;
-    this.switch = choice(Object.keys(OVERLAYS).filter(recorded), "probability", (name) => this.paint(name), "overlay");
-    const absent = Object.keys(OVERLAYS).filter((name) => !recorded(name));
-    this.absent = absent.length ? el("p.mute", {}, `${absent.join(", ")}: ${NOT_RECORDED}`) : null;
-    const over = (event) => event.target.dataset.place && this.show(Number(event.target.dataset.place));
-    this.text.addEventListener("pointerover", over);
-    this.text.addEventListener("focusin", over);
-    this.add();
-  }
+  shown = 0; // tokens so far
+  text = el("pre.tokens", { dir: "auto", "aria-label": "tokens of the response" });
+  readout = el("p.readout", { "aria-live": "polite" });
+  note = el("span.mute");
+  more = button("", () => this.next());
 
-  elements() {
-    return [el("div.bar", {}, this.switch, this.note), this.text, this.readout, this.more, this.absent].filter(Boolean);
+  constructor({ source, replace }, sample, range) {
+    Object.assign(this, { source, replace, sample, range, tokens: { ...sample.tokens }, overlay: "probability" });
+    const over = ({ target }) => {
+      if (target.dataset.place) this.readout.textContent = title(this.tokens, Number(target.dataset.place));
+    };
+    const names = Object.keys(OVERLAYS);
+    const recorded = names.filter((name) => this.tokens[OVERLAYS[name].column]?.length);
+    const absent = names.filter((name) => !recorded.includes(name)).join(", ");
+    const overlays = choice(recorded, this.overlay, (name) => this.paint(name), "overlay");
+    this.root = panel(
+      "Tokens",
+      { note: "select some: the address quotes them" },
+      el("div.bar", overlays, this.note),
+      [this.text, this.readout, this.more],
+      absent && el("p.mute", `${absent}: ${NOT_RECORDED}`),
+    );
+    for (const name of ["pointerover", "focusin"]) this.text.addEventListener(name, over);
+    for (const name of ["pointerup", "keyup"]) this.text.addEventListener(name, () => this.quote());
+    this.text.addEventListener("keydown", (event) => {
+      const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (by && !event.shiftKey) this.move(by);
+    });
+    this.add();
   }
 
   add() {
@@ -74,15 +80,10 @@ class Tokens {
     for (let place = this.shown; place < tokens.id.length; place++) {
       if (tokens.version[place] !== version && tokens.version[place] != null) {
         version = tokens.version[place];
-        this.text.append(el("b.version", {}, `v${version}`));
+        this.text.append(el("b.version", `v${version}`));
       }
-      const text = tokens.text[place];
-      const element = el(
-        "span",
-        { "data-place": place, tabindex: place === this.shown ? 0 : -1 },
-        text === "" ? "∅" : text,
-      );
-      this.text.append(element);
+      const attributes = { "data-place": place, tabindex: place === this.shown ? 0 : -1 };
+      this.text.append(el("span", attributes, tokens.text[place] || "∅"));
     }
     this.shown = tokens.id.length;
     this.spans = [...this.text.querySelectorAll("span")];
@@ -96,6 +97,11 @@ class Tokens {
     for (const [name, column] of Object.entries(answer))
       if (Array.isArray(column)) this.tokens[name] = [...this.tokens[name], ...column];
     this.add();
+  }
+
+  /** Take tokens until the quoted ones are there. */
+  async reach() {
+    while (this.range?.[1] >= this.shown && this.shown < this.tokens.total && this.source.live) await this.next();
   }
 
   paint(overlay) {
@@ -114,18 +120,15 @@ class Tokens {
     });
   }
 
-  show(place) {
-    this.readout.textContent = title(this.tokens, place);
-  }
-
-  /** Places of the first and last token of the reader's selection, or null. */
-  selected() {
+  /** Put the tokens that the reader has selected into the address. */
+  quote() {
     const selection = getSelection();
-    if (!selection.rangeCount || selection.isCollapsed) return null;
+    if (!selection.rangeCount || selection.isCollapsed || !this.text.isConnected) return;
     const range = selection.getRangeAt(0);
-    if (!this.text.contains(range.commonAncestorContainer)) return null;
-    const places = this.spans.filter((span) => range.intersectsNode(span)).map((span) => Number(span.dataset.place));
-    return places.length ? [places[0], places.at(-1)] : null;
+    if (!this.text.contains(range.commonAncestorContainer)) return;
+    const places = this.spans.filter((span) => range.intersectsNode(span)).map((span) => span.dataset.place);
+    const ends = [...new Set([places[0], places.at(-1)])];
+    if (places.length) this.replace(link("sample", this.sample.seq, { t: ends.join("-") }));
   }
 
   move(by) {
@@ -136,35 +139,34 @@ class Tokens {
 }
 
 /** A part of the conversation; what the server has cut comes by "show next". */
-function textPart(source, seq, part) {
-  const text = el("pre", { dir: "auto" }, part.text || "∅ empty");
-  if (!part.cut) return [text];
-  let left = part.cut;
+function textPart(source, seq, { text, cut, field }) {
+  const shown = el("pre", { dir: "auto" }, text || "∅ empty");
+  if (!cut) return shown;
+  let from = text.length;
   const next = button("", async () => {
-    const answer = await source.get("text", { seq, field: part.field, from: part.shown });
-    text.append(el("span", {}, answer.text));
-    part.shown += answer.text.length;
-    left = answer.cut;
+    const answer = await source.get("text", { seq, field, from });
+    shown.append(el("span", answer.text));
+    from += answer.text.length;
+    label(answer.cut);
+  });
+  const label = (left) => {
     next.hidden = !left;
     next.textContent = `show next (${count(left)} characters left)`;
-  });
-  next.textContent = `show next (${count(left)} characters left)`;
-  part.shown ??= part.text.length;
-  return [text, next];
+  };
+  label(cut);
+  return [shown, next];
 }
 
 function turn(source, seq, message, folded) {
   const role = ROLES.includes(message.role) ? message.role : "other";
-  const part = (kind, name, text) =>
-    text && el(`div.field.${kind}`, {}, el("b", {}, name), el("pre", { dir: "auto" }, text));
-  const reasoning = part("reasoning", "reasoning", message.reasoning);
+  const part = (kind, name, text) => text && el(`div.field.${kind}`, el("b", name), el("pre", { dir: "auto" }, text));
   const fields = part(message.fields?.includes("tool_calls") ? "call" : "plain", "fields", message.fields);
-  const body = [reasoning || null, ...textPart(source, seq, message), fields || null];
-  const gutter = el("b.role", {}, message.role);
-  if (!folded) return el(`div.turn.${role}`, {}, gutter, el("div", {}, body));
+  const reasoning = part("reasoning", "reasoning", message.reasoning);
+  const body = el("div", reasoning, textPart(source, seq, message), fields);
+  const gutter = el("b.role", message.role);
+  if (!folded) return el(`div.turn.${role}`, gutter, body);
   const length = count(message.text.length + (message.cut || 0));
-  const line = el("summary", {}, gutter, el("span.mute", {}, ` ${length} characters`));
-  return el(`details.turn.${role}`, {}, line, el("div", {}, body));
+  return el(`details.turn.${role}`, el("summary", gutter, el("span.mute", ` ${length} characters`)), body);
 }
 
 function conversation(source, sample) {
@@ -172,24 +174,19 @@ function conversation(source, sample) {
   // A transcript has the response as its last turn.
   if (sample.response && !sample.turns?.length) messages.push({ role: "response", ...sample.response });
   const lastUser = messages.findLastIndex((message) => ["user", "prompt"].includes(message.role));
-  const turns = messages.map((message, place) =>
-    turn(source, sample.seq, message, message.role === "system" || (messages.length > 6 && place < lastUser - 4)),
-  );
+  const folded = (role, place) => role === "system" || (messages.length > 6 && place < lastUser - 4);
+  const turns = messages.map((message, place) => turn(source, sample.seq, message, folded(message.role, place)));
   const has = {
     tools: messages.some((message) => message.role === "tool" || message.fields?.includes("tool_calls")),
     reasoning: messages.some((message) => message.reasoning),
   };
-  const box = el("div.conversation", {}, turns);
-  const hide = (name) =>
-    button(
-      `hide ${name}`,
-      (event) => event.target.setAttribute("aria-pressed", String(box.classList.toggle(`no-${name}`))),
-      { "aria-pressed": "false" },
-    );
-  const switches = Object.keys(has)
-    .filter((name) => has[name])
-    .map(hide);
-  return [switches.length ? el("p.bar", {}, switches) : null, box].filter(Boolean);
+  const box = el("div.conversation", turns);
+  const hide = (name) => {
+    const press = ({ target }) => target.setAttribute("aria-pressed", String(box.classList.toggle(`no-${name}`)));
+    return button(`hide ${name}`, press, { "aria-pressed": "false" });
+  };
+  const switches = Object.keys(has).filter((name) => has[name]);
+  return [switches.length > 0 && el("p.bar", switches.map(hide)), box];
 }
 
 /** A renderer of the environment: a module with `render(sample, host, el)`, under this page's policy. */
@@ -199,142 +196,103 @@ async function ownRendering(sample) {
     const renderer = await import(`/static/renderer-${encodeURIComponent(sample.renderer)}.js`);
     await renderer.render(sample, host, el);
   } catch (problem) {
-    host.replaceChildren(el("p.badly", {}, `renderer ${sample.renderer}: ${problem.message}`));
+    host.replaceChildren(el("p.badly", `renderer ${sample.renderer}: ${problem.message}`));
   }
   return host;
 }
 
 function tokenTable(tokens) {
-  const recorded = ["entropy", "advantage", "weight", "train_logprob"].filter((name) => tokens[name]?.length);
-  const head = [
-    "place",
-    "id",
-    "token",
-    "probability",
-    "log-prob",
-    "version",
-    ...recorded.map((name) => name.replace("_", " ")),
+  const recorded = Object.keys(RECORDED).filter((name) => tokens[name]?.length);
+  const names = recorded.map((name) => RECORDED[name]);
+  const head = ["place", "id", "token", "probability", "log-prob", "version", ...names];
+  const row = (token, place) => [
+    String(tokens.from + place),
+    String(token),
+    el("td.text", JSON.stringify(tokens.text[place])),
+    num(tokens.logprob[place] == null ? null : Math.exp(tokens.logprob[place])),
+    num(tokens.logprob[place]),
+    tokens.version[place] == null ? "—" : `v${tokens.version[place]}`,
+    ...recorded.map((name) => num(tokens[name][place])),
   ];
-  const rows = tokens.id
-    .slice(0, 500)
-    .map((token, place) => [
-      String(tokens.from + place),
-      String(token),
-      el("td.text", {}, JSON.stringify(tokens.text[place])),
-      tokens.logprob[place] == null ? "—" : num(Math.exp(tokens.logprob[place])),
-      num(tokens.logprob[place]),
-      tokens.version[place] == null ? "—" : `v${tokens.version[place]}`,
-      ...recorded.map((name) => num(tokens[name][place])),
-    ]);
-  return el("div.scroll", {}, table(head, rows, { caption: "Tokens" }));
+  const note = tokens.total > MOST_TOKEN_ROWS && `the first ${MOST_TOKEN_ROWS}`;
+  const lines = table(head, tokens.id.slice(0, MOST_TOKEN_ROWS).map(row), { caption: "Tokens" });
+  return panel("Token table", { note }, el("div.scroll", lines));
 }
 
-function facts(sample) {
-  const times = Object.entries(sample.timings ?? {}).map(([name, value]) => [name.replace(/_s$/, ""), duration(value)]);
-  const sampling = Object.entries(sample.sampling ?? {}).map(([name, value]) => [
-    name,
-    Number.isInteger(value) ? String(value) : typeof value === "number" ? num(value) : String(value),
-  ]);
-  const parts = Object.entries(sample.parts ?? {}).map(([name, value]) => [`reward: ${name}`, num(value)]);
-  const made = [
-    ["label", sample.label],
-    ["actor", sample.actor],
-    ["engine", sample.engine],
-    ["attempt", sample.attempt],
-    ["metadata", sample.metadata === "{}" ? null : sample.metadata],
+function facts({ timings = {}, sampling = {}, parts = {}, label, actor, engine, attempt, metadata }) {
+  const value = (item) => (typeof item === "number" && !Number.isInteger(item) ? num(item) : item);
+  const rows = [
+    ...Object.entries(parts).map(([name, part]) => [`reward: ${name}`, num(part)]),
+    ...Object.entries(timings).map(([name, seconds]) => [name.replace(/_s$/, ""), duration(seconds)]),
+    ...Object.entries(sampling).map(([name, item]) => [name, value(item)]),
+    ...Object.entries({ label, actor, engine, attempt, metadata: metadata === "{}" ? null : metadata }),
   ];
-  return [...parts, ...times, ...sampling, ...made]
-    .filter(([, value]) => value != null && value !== "")
-    .map(([name, value]) => [name, el("td.text", {}, String(value))]);
+  const known = rows.filter(([, item]) => item != null && item !== "");
+  return table(
+    ["", ""],
+    known.map(([name, item]) => [name, el("td.text", String(item))]),
+  );
+}
+
+/** The other samples of its group. */
+function neighbours({ seq, task, group_members: members = [] }) {
+  const row = (member) => [
+    el("a", { href: link("sample", member.seq) }, `#${member.seq}`),
+    num(member.reward),
+    count(member.tokens),
+    member.status,
+  ];
+  const rows = members.filter((member) => member.seq !== seq).map(row);
+  if (!rows.length) return [];
+  const beside = el("p", el("a", { href: samplesLink(`task=${task}`) }, "side by side"));
+  return [el("h3", "Its group"), table(["sample", "reward", "tokens", "status"], rows), beside];
 }
 
 function summary(sample) {
-  const words = [
+  const { logprob = [], mask = [] } = sample.tokens ?? {};
+  const known = logprob.filter((value) => value != null);
+  const mean = known.reduce((sum, value) => sum + value, 0) / known.length;
+  return [
     `task ${sample.task}.${sample.index}`,
     sample.kind,
     versions(sample.versions),
     `lag ${sample.lag ?? "—"}`,
     `${count(sample.num_tokens)} tokens`,
-  ];
-  words.push(
     sample.finish_reason ? `${sample.status} (${sample.finish_reason})` : sample.status,
     `stored ${clock(sample.stored_s)}`,
-  );
-  const logprobs = (sample.tokens?.logprob ?? []).filter((value) => value != null);
-  if (logprobs.length)
-    words.push(`perplexity ${num(Math.exp(-logprobs.reduce((sum, value) => sum + value, 0) / logprobs.length))}`);
-  if (sample.tokens?.mask?.includes(0))
-    words.push(`${percent(sample.tokens.mask.filter(Boolean).length / sample.tokens.mask.length)} trainable`);
-  return words.filter(Boolean).join(" · ");
+    known.length > 0 && `perplexity ${num(Math.exp(-mean))}`,
+    mask.includes(0) && `${percent(mask.filter(Boolean).length / mask.length)} trainable`,
+  ]
+    .filter(Boolean)
+    .join(" · ");
 }
 
-export async function samplePage({ source, value, query, go, replace }) {
+function headline({ seq, reward, fate }) {
+  const { step, words = "its place in the ledger is unknown" } = fate ?? {};
+  const trained = step != null && el("a", { href: link("batch", step) }, `step ${count(step)}`);
+  const value = el("b.reward", `reward ${num(reward)}`);
+  return el("div.headline", el("h2", `#${seq}`), value, el("span", words), trained);
+}
+
+export async function samplePage(context) {
+  const { source, value, query, go } = context;
   const sample = await source.get("sample", value.includes(".") ? { task: value } : { seq: value });
-  const root = el("div.page");
-  const fate = sample.fate ?? {};
-  const step = fate.step == null ? null : el("a", { href: link("batch", fate.step) }, `step ${count(fate.step)}`);
-  root.append(
-    el(
-      "div.headline",
-      {},
-      el("h2", {}, `#${sample.seq}`),
-      el("b.reward", {}, `reward ${num(sample.reward)}`),
-      el("span", {}, fate.words ?? "its place in the ledger is unknown"),
-      step,
-    ),
-    el("p.mute", {}, summary(sample)),
-  );
-  if (sample.error) root.append(el("p.badly", { role: "alert" }, sample.error));
-  const talk = panel("Conversation");
-  if (sample.renderer) talk.append(await ownRendering(sample));
-  talk.append(...conversation(source, sample));
-  const side = panel("Facts");
-  side.append(table(["", ""], facts(sample)));
-  const members = (sample.group_members ?? []).filter((member) => member.seq !== sample.seq);
-  if (members.length) {
-    const rows = members.map((member) => [
-      el("a", { href: link("sample", member.seq) }, `#${member.seq}`),
-      num(member.reward),
-      count(member.tokens),
-      member.status,
-    ]);
-    side.append(
-      el("h3", {}, "Its group"),
-      table(["sample", "reward", "tokens", "status"], rows),
-      el("p", {}, el("a", { href: link("samples", "", { filter: `task=${sample.task}` }) }, "side by side")),
-    );
-  }
-  const [left, right] = [el("div.wide8.stack", {}, talk), el("div.wide4.stack", {}, side)];
-  root.append(el("div.grid", {}, left, right));
+  const talk = panel("Conversation", {}, sample.renderer && (await ownRendering(sample)), conversation(source, sample));
+  const [left, right] = [el("div.wide8.stack", talk), el("div.wide4.stack")];
+  right.append(panel("Facts", {}, facts(sample), neighbours(sample)));
+  const error = sample.error && el("p.badly", { role: "alert" }, sample.error);
+  const root = el("div.page", headline(sample), el("p.mute", summary(sample)), error, el("div.grid", left, right));
+  const key = (event) => {
+    const by = { j: -1, k: 1 }[event.key];
+    if (by) go(link("sample", sample.seq + by));
+  };
   if (!sample.tokens?.id?.length) {
     talk.append(empty("It has no response token."));
-    return { root };
+    return { root, key };
   }
-  const tokens = new Tokens(source, sample, tokenRange(query.t));
-  const box = panel("Tokens", { note: "select some: the address quotes them" });
-  box.append(...tokens.elements());
-  const numbers = panel("Token table", { note: sample.num_tokens > 500 ? "the first 500" : "" });
-  numbers.append(tokenTable(sample.tokens));
-  left.append(box);
-  right.append(numbers);
-  while (tokens.range && tokens.range[1] >= tokens.shown && tokens.shown < tokens.tokens.total && source.live)
-    await tokens.next();
-
-  const select = () => {
-    const range = tokens.selected();
-    if (!range || !root.isConnected) return;
-    const words = range[0] === range[1] ? `${range[0]}` : `${range[0]}-${range[1]}`;
-    replace(link("sample", sample.seq, { t: words }));
-  };
-  tokens.text.addEventListener("pointerup", select);
-  tokens.text.addEventListener("keyup", select);
-  tokens.text.addEventListener("keydown", (event) => {
-    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (by && !event.shiftKey) tokens.move(by);
-  });
-  const key = (event) => {
-    if (event.key === "j") go(link("sample", sample.seq - 1));
-    else if (event.key === "k") go(link("sample", sample.seq + 1));
-  };
+  const tokens = new Tokens(context, sample, tokenRange(query.t));
+  left.append(tokens.root);
+  right.append(tokenTable(sample.tokens));
+  await tokens.reach();
   return { root, key, shown: () => tokens.text.querySelector(".quoted")?.scrollIntoView({ block: "center" }) };
 }

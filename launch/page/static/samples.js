@@ -1,12 +1,24 @@
 // Samples, newest first: filter, histogram, list, preview, a group side by side, and prompts that teach nothing.
 
-import { clock, count, link, num, oneLine, versions } from "./format.js";
-import { button, el, empty, panel, table } from "./dom.js";
+import { clock, count, link, num, oneLine, samplesLink, versions } from "./format.js";
+import { button, el, empty, failure, panel, table } from "./dom.js";
 import { histogram } from "./charts.js";
 import { filterWords } from "./source.js";
 
 const PAGE = 100;
 const CHIPS = ["status=truncated", "status=failed", "lag=>=1", "reward=0", "kind=eval", "fate=dropped"];
+const NOT_OF_HISTOGRAM = ["reward", "text", "fate", "version", "step"]; // its axis, and words that it does not know
+const COLUMNS_OF_SAMPLE = {
+  sample: (row) => `#${row.seq}`,
+  stored: (row) => clock(row.stored_s),
+  task: (row) => (row.task == null ? "—" : `${row.task}.${row.index}`),
+  reward: (row) => num(row.reward),
+  lag: (row) => count(row.lag),
+  versions: (row) => versions(row.versions),
+  tokens: (row) => count(row.tokens),
+  state: (row) => (row.status === "completed" ? row.fate || row.status : row.status),
+  response: (row) => el("td.text", { dir: "auto" }, row.response == null ? "—" : oneLine(row.response)),
+};
 
 /** The filter without, or with, a word: a bin or a chip that is pressed again is taken away. */
 export function toggleWord(filter, word) {
@@ -18,246 +30,203 @@ export function toggleWord(filter, word) {
 }
 
 /** The members of a group beside each other, best first. */
-export function groupCards(group) {
-  const members = [...group.members].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
+function groupCards({ members, prompt, label }) {
+  const sorted = [...members].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
   const same = new Set(members.map((member) => member.reward)).size === 1 && members.length > 1;
-  return [
-    el("p.prompt", { dir: "auto" }, group.prompt || "∅ empty"),
-    group.label == null || group.label === "" ? null : el("p", {}, el("span.mute", {}, "label "), String(group.label)),
-    same ? el("p.warned", {}, "△ all rewards are equal: the group gives no gradient") : null,
-    el(
-      "div.cards",
-      {},
-      members.map((member) =>
-        el(
-          "article",
-          {},
-          el(
-            "header",
-            {},
-            el("a", { href: link("sample", member.seq) }, `#${member.seq}`),
-            el("b.reward", {}, num(member.reward)),
-            el("span.mute", {}, `${versions(member.versions)} · ${count(member.tokens)} tokens · ${member.status}`),
-          ),
-          el("pre", { dir: "auto" }, member.response || "∅ empty"),
-          member.cut ? el("small.mute", {}, `${count(member.cut)} characters more`) : null,
-        ),
-      ),
-    ),
-  ].filter(Boolean);
+  const card = (member) => {
+    const words = `${versions(member.versions)} · ${count(member.tokens)} tokens · ${member.status}`;
+    const open = el("a", { href: link("sample", member.seq) }, `#${member.seq}`);
+    return el(
+      "article",
+      el("header", open, el("b.reward", num(member.reward)), el("span.mute", words)),
+      el("pre", { dir: "auto" }, member.response || "∅ empty"),
+      member.cut > 0 && el("small.mute", `${count(member.cut)} characters more`),
+    );
+  };
+  return el(
+    "div",
+    el("p.prompt", { dir: "auto" }, prompt || "∅ empty"),
+    label != null && label !== "" && el("p", el("span.mute", "label "), String(label)),
+    same && el("p.warned", "△ all rewards are equal: the group gives no gradient"),
+    el("div.cards", sorted.map(card)),
+  );
 }
 
-function promptRows(prompts) {
-  return prompts.map((item) => [
-    el("a", { href: link("samples", "", { filter: `task=${item.task}` }) }, `task ${item.task}`),
+/** Prompts whose held samples all have the same reward. */
+function promptsPanel({ wrong = [], right = [] }) {
+  const row = (item) => [
+    el("a", { href: samplesLink(`task=${item.task}`) }, `task ${item.task}`),
     count(item.count),
     num(item.reward),
     el("td.text", { dir: "auto" }, oneLine(item.prompt ?? "")),
-  ]);
+  ];
+  const half = (title, items) => {
+    const lines = table(["task", "samples", "reward", "prompt"], items.map(row));
+    const body = items.length ? el("div.scroll", lines) : empty("None among the samples that are held.");
+    return el("div.wide6", el("h3", `${title} (${count(items.length)})`), body);
+  };
+  const halves = el("div.grid", half("always the lowest reward", wrong), half("always the highest reward", right));
+  const note = "all rewards of the held samples are equal";
+  return panel("Prompts that teach nothing", { note, size: "wide12" }, halves);
 }
 
-export async function samplesPage({ source, go, replace, query }) {
-  const root = el("div.page.samples");
-  let [filter, rows, next, place, fresh] = [query.filter ?? "", [], null, -1, 0];
-  const input = el("input", {
-    type: "search",
-    "aria-label": "filter of samples",
-    placeholder: 'reward=<0.5 lag=>=1 status=truncated task=57 text="some words"',
-    value: filter,
-  });
-  const chips = el("span.chips");
-  const when = el("input", {
-    type: "text",
-    size: 14,
-    "aria-label": "go to sequence, time, version or step",
-    placeholder: "#123, 10m, v7, step 80",
-  });
-  const news = button("", () => load(), { class: "news", hidden: true });
-  const error = el("p.badly", { role: "alert", hidden: true });
-  const bins = el("div");
-  const list = el("div.scroll");
-  const note = el("p.mute");
-  const more = button("older", () => load(next, true));
-  const preview = panel("Preview", { note: "j, k move; Enter opens", size: "wide4" });
-  const pane = el("div", {}, empty("Choose a sample."));
-  preview.classList.add("preview");
-  preview.append(pane);
-  const left = panel("Samples", { note: "newest first", size: "wide8", tools: [news] });
-  left.append(el("div.bar", {}, input, when), chips, error, bins, list, note, more);
-  const prompts = panel("Prompts that teach nothing", {
-    note: "all rewards of the held samples are equal",
-    size: "wide12",
-  });
-  root.append(el("div.grid", {}, left, preview, prompts));
+class SamplesView {
+  rows = [];
+  next = null; // where older samples begin
+  place = -1; // of the chosen row
+  fresh = 0; // samples that came since the list was read
+  chips = el("span.chips");
+  error = el("p.badly", { role: "alert", hidden: true });
+  bins = el("div");
+  list = el("div.scroll");
+  note = el("p.mute");
+  pane = el("div", empty("Choose a sample."));
+  more = button("older", () => this.load(this.next, true));
+  news = button("", () => this.load(), { class: "news", hidden: true });
 
-  function setFilter(text) {
-    filter = input.value = text.trim();
-    replace(link("samples", "", { filter }));
-    return Promise.all([load(), drawBins()]);
+  constructor({ source, go, replace, query }) {
+    Object.assign(this, { source, go, replace, filter: query.filter ?? "" });
+    const field = (type, label, placeholder, enter) => {
+      const input = el("input", { type, "aria-label": label, placeholder, size: type === "text" && 14 });
+      input.addEventListener("change", () => enter(input.value));
+      return input;
+    };
+    const example = 'reward=<0.5 lag=>=1 status=truncated task=57 text="some words"';
+    this.search = field("search", "filter of samples", example, (text) => this.setFilter(text));
+    this.search.value = this.filter;
+    const places = "#123, 10m, v7, step 80";
+    const when = field("text", "go to sequence, time, version or step", places, (text) => this.travel(text));
+    const bar = el("div.bar", this.search, when);
+    const samples = { note: "newest first", size: "wide8", tools: [this.news] };
+    const left = panel("Samples", samples, bar, this.chips, this.error, this.bins, this.list, this.note, this.more);
+    this.preview = panel("Preview", { note: "j, k move; Enter opens", size: "wide4" }, this.pane);
+    this.preview.classList.add("preview");
+    this.root = el("div.page.samples", (this.grid = el("div.grid", left, this.preview)));
   }
 
-  function drawChips() {
-    const words = filterWords(filter).map(([name, value]) => `${name}=${value}`);
-    const all = [...new Set([...words, ...CHIPS])];
-    chips.replaceChildren(
-      ...all.map((word) =>
-        button(word, () => setFilter(toggleWord(filter, word)), { "aria-pressed": String(words.includes(word)) }),
-      ),
-    );
+  setFilter(text) {
+    this.filter = this.search.value = text.trim();
+    this.replace(samplesLink(this.filter));
+    return this.show();
+  }
+
+  show() {
+    return Promise.all([this.load(), this.drawBins()]);
+  }
+
+  drawChips() {
+    const words = filterWords(this.filter).map(([name, value]) => `${name}=${value}`);
+    const chip = (word) => {
+      const pressed = { "aria-pressed": String(words.includes(word)) };
+      return button(word, () => this.setFilter(toggleWord(this.filter, word)), pressed);
+    };
+    this.chips.replaceChildren(...[...new Set([...words, ...CHIPS])].map(chip));
   }
 
   /** The histogram of the samples that the other headers choose: its axis is the reward. */
-  async function drawBins() {
-    const words = filterWords(filter).filter(([name]) => !["reward", "text", "fate", "version", "step"].includes(name));
-    const answer = await source
-      .get("histogram", { filter: words.map((word) => word.join("=")).join(" ") })
-      .catch(() => null);
-    if (!answer?.bins?.length) return bins.replaceChildren();
-    const reward = filterWords(filter).find(([name]) => name === "reward");
-    const pick = (bin) => setFilter(toggleWord(filter, bin.filter));
-    return bins.replaceChildren(histogram(answer.bins, { picked: reward && `reward=${reward[1]}`, pick }));
+  async drawBins() {
+    const words = filterWords(this.filter);
+    const others = words.filter(([name]) => !NOT_OF_HISTOGRAM.includes(name)).map((word) => word.join("="));
+    const answer = await this.source.get("histogram", { filter: others.join(" ") }).catch(() => null);
+    const reward = words.find(([name]) => name === "reward");
+    const pick = (bin) => this.setFilter(toggleWord(this.filter, bin.filter));
+    const chart = answer?.bins?.length && histogram(answer.bins, { picked: reward && `reward=${reward[1]}`, pick });
+    this.bins.replaceChildren(...(chart ? [chart] : []));
   }
 
-  async function load(before = null, older = false) {
-    drawChips();
-    let answer;
-    try {
-      answer = await source.get("samples", { filter, before, n: PAGE, texts: 1 });
-      error.hidden = true;
-    } catch (problem) {
-      error.textContent = problem.message;
-      error.hidden = false;
-      return;
-    }
-    rows = older ? [...rows, ...answer.rows] : answer.rows;
-    next = answer.next;
+  async load(before = null, older = false) {
+    this.drawChips();
+    const query = { filter: this.filter, before, n: PAGE, texts: 1 };
+    const answer = await this.source.get("samples", query).catch((problem) => this.refuse(problem));
+    if (!answer) return;
+    this.error.hidden = true;
+    this.rows = older ? [...this.rows, ...answer.rows] : answer.rows;
+    this.next = answer.next;
+    this.more.hidden = !this.next;
     if (!older) {
-      place = -1;
-      fresh = 0;
-      news.hidden = true;
+      [this.place, this.fresh] = [-1, 0];
+      this.news.hidden = true;
     }
-    drawRows();
+    this.drawRows();
     const searched = answer.searched > answer.rows.length ? `, ${count(answer.searched)} searched` : "";
-    note.textContent = `${count(rows.length)} shown${searched}${next ? "" : ", no older ones fit"}`;
-    more.hidden = !next;
-    if (place < 0 && rows.length) choose(0, false);
+    this.note.textContent = `${count(this.rows.length)} shown${searched}${this.next ? "" : ", no older ones fit"}`;
+    this.choose(Math.max(0, this.place), false);
   }
 
-  function drawRows() {
-    const lines = rows.map((row, index) => ({
-      cells: [
-        `#${row.seq}`,
-        clock(row.stored_s),
-        row.task == null ? "—" : `${row.task}.${row.index}`,
-        num(row.reward),
-        row.lag == null ? "—" : count(row.lag),
-        versions(row.versions),
-        count(row.tokens),
-        row.status === "completed" ? row.fate || row.status : row.status,
-        el("td.text", { dir: "auto" }, row.response == null ? "—" : oneLine(row.response)),
-      ],
-      onclick: () => choose(index),
-      ondblclick: () => go(link("sample", row.seq)),
+  refuse(problem) {
+    this.error.textContent = problem.message;
+    this.error.hidden = false;
+  }
+
+  drawRows() {
+    const lines = this.rows.map((row, index) => ({
+      cells: Object.values(COLUMNS_OF_SAMPLE).map((cell) => cell(row)),
+      onclick: () => this.choose(index),
+      ondblclick: () => this.go(link("sample", row.seq)),
     }));
-    const head = ["sample", "stored", "task", "reward", "lag", "versions", "tokens", "state", "response"];
-    list.replaceChildren(
-      rows.length
-        ? table(head, lines, { caption: "Samples" })
-        : empty(
-            filter ? "No sample fits this filter." : "Samples stand here as actors publish them: ",
-            filter ? null : "tidemill tail --follow",
-          ),
-    );
+    const nothing = this.filter
+      ? empty("No sample fits this filter.")
+      : empty("Samples stand here as actors publish them: ", "tidemill tail --follow");
+    const head = Object.keys(COLUMNS_OF_SAMPLE);
+    this.list.replaceChildren(lines.length ? table(head, lines, { caption: "Samples" }) : nothing);
   }
 
-  async function choose(index, scroll = true) {
-    if (index < 0 || index >= rows.length) return;
-    const lines = list.querySelectorAll("tbody tr");
-    lines[place]?.removeAttribute("aria-selected");
-    place = index;
-    lines[place].setAttribute("aria-selected", "true");
-    if (scroll) lines[place].scrollIntoView({ block: "nearest" });
-    const row = rows[index];
-    const head = el(
-      "p",
-      {},
-      el("a", { href: link("sample", row.seq) }, `open #${row.seq}`),
-      " ",
-      button("group side by side", () => showGroup(row)),
-    );
-    pane.replaceChildren(
-      head,
-      el("pre.prompt", { dir: "auto" }, row.prompt ?? ""),
-      el("pre", { dir: "auto" }, row.response == null ? "" : row.response || "∅ empty"),
-    );
-  }
-
-  async function showGroup(row) {
-    try {
-      const group = await source.get("group", { task: row.task });
-      preview.classList.add("broad");
-      pane.replaceChildren(
-        el(
-          "p",
-          {},
-          button("back", () => (preview.classList.remove("broad"), choose(place))),
-        ),
-        ...groupCards(group),
-      );
-      pane.querySelector("button").focus();
-    } catch (problem) {
-      pane.replaceChildren(el("p.badly", {}, problem.message));
-    }
-  }
-
-  async function travel(text) {
-    const match = /^(#)?(v|step |task )?\s*(.+)$/.exec(text.trim());
-    if (!match) return setFilter(filter);
-    const kind = match[1] ? "seq" : ({ v: "version", "step ": "step", "task ": "task" }[match[2]] ?? "time");
-    try {
-      const seq = kind === "seq" ? Number(match[3]) : (await source.get("find", { [kind]: match[3] })).seq;
-      return await load(seq + 1);
-    } catch (problem) {
-      error.textContent = problem.message;
-      error.hidden = false;
-      return null;
-    }
-  }
-
-  input.addEventListener("change", () => setFilter(input.value));
-  when.addEventListener("change", () => travel(when.value));
-  await Promise.all([load(), drawBins()]);
-  const held = await source.get("prompts").catch(() => null);
-  if (held) {
-    const half = (title, items) =>
+  choose(index, scroll = true) {
+    const row = this.rows[index];
+    if (!row) return;
+    const lines = this.list.querySelectorAll("tbody tr");
+    lines[this.place]?.removeAttribute("aria-selected");
+    this.place = index;
+    lines[index].setAttribute("aria-selected", "true");
+    if (scroll) lines[index].scrollIntoView({ block: "nearest" });
+    this.preview.classList.remove("broad");
+    const open = el("a", { href: link("sample", row.seq) }, `open #${row.seq}`);
+    this.pane.replaceChildren(
       el(
-        "div.wide6",
-        {},
-        el("h3", {}, `${title} (${count(items.length)})`),
-        items.length
-          ? el("div.scroll", {}, table(["task", "samples", "reward", "prompt"], promptRows(items)))
-          : empty("None among the samples that are held."),
-      );
-    prompts.append(
-      el(
-        "div.grid",
-        {},
-        half("always the lowest reward", held.wrong ?? []),
-        half("always the highest reward", held.right ?? []),
+        "p",
+        open,
+        " ",
+        button("group side by side", () => this.showGroup(row)),
       ),
+      el("pre.prompt", { dir: "auto" }, row.prompt ?? ""),
+      el("pre", { dir: "auto" }, row.response === "" ? "∅ empty" : row.response),
     );
-  } else prompts.remove();
-
-  function update(event) {
-    fresh += event.samples?.new ?? 0;
-    news.hidden = !fresh;
-    news.textContent = `show ${count(fresh)} new`;
   }
 
-  function key(event) {
-    if (event.key === "j") choose(place + 1);
-    else if (event.key === "k") choose(place - 1);
-    else if (event.key === "Enter" && rows[place]) go(link("sample", rows[place].seq));
+  async showGroup({ task }) {
+    const cards = await this.source.get("group", { task }).then(groupCards, failure);
+    const back = button("back", () => this.choose(this.place));
+    this.preview.classList.add("broad");
+    this.pane.replaceChildren(el("p", back), cards);
+    back.focus();
   }
-  return { root, update, key, search: input };
+
+  /** Show the samples from a sequence, a time, a version, a step or a task on. */
+  async travel(text) {
+    const match = /^(#|v|step |task )?\s*(.+)$/.exec(text.trim());
+    if (!match) return this.setFilter(this.filter);
+    const kind = { "#": "seq", v: "version", "step ": "step", "task ": "task" }[match[1]] ?? "time";
+    if (kind === "seq") return this.load(Number(match[2]) + 1);
+    const answer = await this.source.get("find", { [kind]: match[2] }).catch((problem) => this.refuse(problem));
+    return answer && this.load(answer.seq + 1);
+  }
+
+  update({ samples }) {
+    this.fresh += samples?.new ?? 0;
+    this.news.hidden = !this.fresh;
+    this.news.textContent = `show ${count(this.fresh)} new`;
+  }
+
+  key({ key }) {
+    if (key === "j") this.choose(this.place + 1);
+    else if (key === "k") this.choose(this.place - 1);
+    else if (key === "Enter" && this.rows[this.place]) this.go(link("sample", this.rows[this.place].seq));
+  }
+}
+
+export async function samplesPage(context) {
+  const page = new SamplesView(context);
+  const [prompts] = await Promise.all([context.source.get("prompts").catch(() => null), page.show()]);
+  if (prompts) page.grid.append(promptsPanel(prompts));
+  return page;
 }
