@@ -152,6 +152,16 @@ def test_a_check_refuses_heads_that_are_not_trained(
     assert len(of_heads) == (want is not None) and all(want in error for error in of_heads if want), errors
 
 
+def test_a_check_takes_a_reference_without_heads(tmp_path: Path) -> None:
+    reference = tmp_path / "reference/model"
+    findings(tmp_path / "reference", family="olmo3")
+    (tmp_path / "run/model").mkdir(parents=True)
+    save_file({HEAD: np.zeros((2, 2), np.float32)}, tmp_path / "run/model/heads.safetensors")
+    kl = (f"learner.algorithm.kl.reference={reference}", "learner.algorithm.kl.coef=0.1")
+    errors, good = findings(tmp_path / "run", *kl, family="olmo3")
+    assert errors == [] and "trained by fsdp" in good[0]
+
+
 def test_the_size_of_a_model_has_its_trained_heads(tmp_path: Path) -> None:
     """Without their copies of the embedding and the output layer, which no rank has."""
     (tmp_path / "model").mkdir()
