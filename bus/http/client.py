@@ -88,18 +88,24 @@ def open_session(
     keep_s: float | None = None,
     unpack: bool = True,
     read_buffer_bytes: int = 1 << 16,
+    proxied: bool = False,
 ) -> aiohttp.ClientSession:
     """Return a session; the caller closes it. A deadline of None is none: requests may take minutes.
 
     ``max_connections``: 0 = no limit, because a request must not wait for the end of another. ``keep_s``: time for
     which an idle connection is kept; 0 = each request has its own, None = as aiohttp has it. ``unpack`` compressed
-    answers.
+    answers. ``proxied``: by the proxy that the environment names, for addresses outside of the run.
     """
     timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=connect_s, sock_read=read_s)
     keep: dict[str, Any] = {"keepalive_timeout": keep_s} if keep_s else {"force_close": keep_s == 0}
     connector = aiohttp.TCPConnector(limit=max_connections, **keep)
     return aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=headers, auto_decompress=unpack, read_bufsize=read_buffer_bytes
+        connector=connector,
+        timeout=timeout,
+        headers=headers,
+        auto_decompress=unpack,
+        read_bufsize=read_buffer_bytes,
+        trust_env=proxied,
     )
 
 

@@ -20,6 +20,7 @@ from urllib.parse import unquote
 import aiohttp
 
 from tidemill.bus.errors import NotFound, WireError
+from tidemill.bus.http.client import open_session
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.streams.readers import History
 from tidemill.bus.system.coroutines import first_of
@@ -247,11 +248,10 @@ async def export_traces(
     url: str, run: str, draining: asyncio.Event, *, endpoint: str, every: int, from_step: int, until_end: bool
 ) -> Sent:
     """Send the traces of a run until drained, or up to its present end. Raises BusError."""
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     headers = headers_in(os.environ.get(HEADERS_VARIABLE, ""))
     async with (
         connect(url, run, name="traces", wait_s=CONNECT_S) as bus,
-        aiohttp.ClientSession(timeout=timeout, trust_env=True) as session,
+        open_session(total_s=TIMEOUT_S, proxied=True) as session,
     ):
         tracer = Tracer(bus, session, f"{endpoint.rstrip('/')}/v1/traces", every, headers)
         until = (await bus.plans.state()).last_seq if until_end else None

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from tidemill.bus.http.client import open_session
 from tidemill.bus.system.coroutines import Waiter, ended
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Done, Evaluated
@@ -140,8 +141,7 @@ class WebHook:
                 log.warning("web hook: notices unsent count=%d", len(self._waiting))
 
     async def _send_all(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
+        async with open_session(total_s=TIMEOUT_S, proxied=True) as session:
             while True:
                 while self._waiting:
                     await self._send(session, self._waiting.popleft())

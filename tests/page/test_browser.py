@@ -84,6 +84,7 @@ def test_an_open_page_follows_the_run(address: str, live: LiveRun, browser: Any)
 
 def test_a_restarted_bus_leaves_no_gap_and_no_double(address: str, live: LiveRun, browser: Any) -> None:
     with reading(browser, address) as reader:
+        reader.expected = re.compile("503")  # Answers without a bus
         reader.show("learning")
         reader.wait(f"() => ({STEPS_OF})('train/entropy')?.length > 1")
         live.server.kill()
@@ -102,7 +103,7 @@ def test_a_restarted_server_of_the_page(live: LiveRun, browser: Any) -> None:
         port = stack.enter_context(KeptPort()).number
         served = serving.enter_context(dashboard(live, port=port))
         reader = stack.enter_context(reading(browser, served))
-        reader.expected = re.compile("ERR_|Failed to fetch")
+        reader.expected = re.compile("ERR_|Failed to fetch|503")
         reader.show("learning")
         reader.wait(f"() => ({STEPS_OF})('train/entropy')?.length > 1")
         serving.close()
