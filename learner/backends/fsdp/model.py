@@ -227,18 +227,13 @@ def open_model(
     """
     config = read_config(model_dir)
     findings = place.from_first(lambda: self_test(config, place.device))
-    log.info(
-        "model_family type=%s rows=%s reason=%s",
-        config.model_type,
-        "packed" if findings.packed else "padded",
-        findings.reason,
-    )
+    rows = "packed" if findings.packed else "padded"
+    log.info("model_family type=%s rows=%s reason=%s", config.model_type, rows, findings.reason)
     heads = place.from_first(lambda: _num_heads(config, model_dir, findings, freeze)) if further else 0
     if value_head:
         config.tie_word_embeddings = False
-    kernel = choose_attention(
-        attention, this_site(DTYPES[dtype], head_size=FLASH_MULTIPLE)
-    )  # each layer looks at its own
+    # Each layer looks at its own size of heads.
+    kernel = choose_attention(attention, this_site(DTYPES[dtype], head_size=FLASH_MULTIPLE))
     log.info("kernel of=attention chosen=%s reason=%s", kernel.kernel, kernel.reason)
     with torch.device("meta"):
         transformer = build(

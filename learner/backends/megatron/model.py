@@ -270,9 +270,7 @@ def build_policy(
                 _give_value_head(chunks, bridge.config, parallel)
             adapters = tune(chunks, bridge, parallel, tuning or Tuning())
             inner = [_in_float16(bridge.config, chunk) for chunk in chunks]
-        ddps = tuple(
-            _data_parallel(bridge.config, chunk, replicas, memory, is_first=chunk is inner[0]) for chunk in inner
-        )
+        ddps = tuple(_data_parallel(bridge.config, part, replicas, memory, is_first=part is inner[0]) for part in inner)
     return MegatronPolicy(
         chunks=chunks,
         ddps=ddps,
