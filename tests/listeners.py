@@ -243,19 +243,19 @@ async def _page(access: PageAccess, request: str, *, operator: bool) -> AsyncIte
             page = PageServer(reader, RunAnswers(reader), SampleAnswers(reader), access, compared, routes)
             async with page.serving("127.0.0.1", 0) as url:
                 cookie = f"{access.cookie_name}={access.cookie('operator' if operator else 'viewer')}"
-                headers = {"Cookie": cookie, "Origin": "http://h"}
+                headers = {"Cookie": cookie, "Origin": "http://localhost"}
                 yield Place(listener=page.listener, url=url, request=request, headers=headers)
 
 
 @asynccontextmanager
 async def page(model_dir: Path) -> AsyncIterator[Place]:
-    async with _page(PageAccess("v" * 16, "", ["h"]), "GET /api/run", operator=False) as place:
+    async with _page(PageAccess("v" * 16, "", []), "GET /api/run", operator=False) as place:
         yield place
 
 
 @asynccontextmanager
 async def operators_page(model_dir: Path) -> AsyncIterator[Place]:
-    async with _page(PageAccess("v" * 16, "o" * 16, ["h"]), "POST /do/scale", operator=True) as place:
+    async with _page(PageAccess("v" * 16, "o" * 16, []), "POST /do/scale", operator=True) as place:
         yield place
 
 

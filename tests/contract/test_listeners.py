@@ -65,7 +65,14 @@ class Client:
         length = (
             [] if any("ength" in each or "chunked" in each for each in headers) else [f"Content-Length: {len(body)}"]
         )
-        head = [line or f"{self.place.request} HTTP/1.1", "Host: h", "Connection: close", *keys, *headers, *length]
+        head = [
+            line or f"{self.place.request} HTTP/1.1",
+            "Host: localhost",
+            "Connection: close",
+            *keys,
+            *headers,
+            *length,
+        ]
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             writer.write("\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + body)
