@@ -1,4 +1,4 @@
-"""Who may see a page: tokens in cookies, names of hosts, origins; and the headers of every answer.
+"""Access to a page: tokens in cookies, names of hosts, origins; and the headers of every answer.
 
     Host, Sec-Fetch-Site -> token in the address (302, cookie) | cookie of viewer or operator -> handler; for a command
     also Origin

@@ -1,4 +1,4 @@
-"""Other runs whose metrics are drawn over those of this one: of the same bus, or of the directories of ended runs."""
+"""Metrics of other runs, drawn over the metrics of this run: runs of the same bus, or directories of ended runs."""
 
 import asyncio
 import json

@@ -90,7 +90,6 @@ class Feeder:
         )
         place = (settings.places.checkpoints, self._evaluations)
         self._best = BestCheckpoint(bus, *place, epoch=self._epoch, head=self._source.head)
-        self._evaluations.on_scores = self._best.note
         self._early_end = EarlyEnd(bus, self._source, self._evaluations, epoch=self._epoch)
         self._outcomes = Outcomes(
             bus,
@@ -104,7 +103,6 @@ class Feeder:
         )
         ranks = settings.learner.data_parallel
         self._trained = TrainedRecords(bus, epoch=self._epoch, data_parallel=ranks, on=settings.records_values)
-        server.on_trained = self._trained.put
         self._filtering = Filtering(filters, self._source, may_plan=self._may_plan, decide=self._decide.wake)
         self._intake = Intake(
             bus,
@@ -120,6 +118,7 @@ class Feeder:
     async def start_ranks(self) -> None:
         """Restore the evaluation, and let the ranks begin. Raises BusError, CheckpointCorrupt."""
         resumed, source = self._restored.resumed, self._source
+        self._evaluations.on_scores, self._server.on_trained = self._best.note, self._trained.put
         await self._evaluations.restore(resumed.eval_tasks, source.head)
         await self._early_end.begin()
         await self._best.begin()

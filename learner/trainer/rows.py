@@ -48,7 +48,7 @@ class Row(ModelInput):
     demonstrated_T: Tensor
     """Trainable tokens of demonstrations."""
     fan: Fan | None = None
-    """How computed tokens stand for those that the loss reads; None = it reads all, and each is one of the row's."""
+    """Mapping from computed tokens to the tokens that the loss reads; None = the loss reads every computed token."""
     listed_TK: Tensor | None = None
     """Token ids that the teacher listed, this rank's part, [T, K]; None = none. Of the reference: on the last stage."""
 

@@ -187,16 +187,7 @@ class Trainer:
             rows = self._with_advantages(rows, step, advantages)
             left = iter(rows)
             parts = [list(itertools.islice(left, count)) for count in counts]
-            minibatches = [(part, self._denominators(step, number)) for number, part in enumerate(parts)]
-            taught = {}
-            if self._critic is not None:
-                targets = [(part, terms[0]) for part, terms in minibatches]
-                taught = self._critic.train(targets, batch, summed=self._passes.summed)
-            if not self._warms_up(batch.step):
-                self._record.begin(batch)
-            updates = [
-                self._minibatch(part, step, terms, batch, number) for number, (part, terms) in enumerate(minibatches)
-            ]
+            updates, taught = self._minibatches(parts, step, batch)
             self._policy.gather()
         # The reduced metrics are equal on all ranks, so every rank computes the same next coefficients.
         metrics = self._metrics(updates, step, skipped_N)
@@ -379,6 +370,22 @@ class Trainer:
             gap_T = (tokens.old_T - tokens.reference_T).double()
             total_N += sequence_sums(gap_T, tokens.mask_T, tokens.sample_T, num_samples).cpu()
         return self._passes.summed(total_N)
+
+    def _minibatches(
+        self, parts: list[list[Row]], step: Step, batch: StepBatch
+    ) -> tuple[list[_Update], Mapping[str, float]]:
+        """Take the optimizer steps of critic and policy. Returns the policy's, and the critic's metrics."""
+        minibatches = [(part, self._denominators(step, number)) for number, part in enumerate(parts)]
+        taught: Mapping[str, float] = {}
+        if self._critic is not None:
+            targets = [(part, terms[0]) for part, terms in minibatches]
+            taught = self._critic.train(targets, batch, summed=self._passes.summed)
+        if not self._warms_up(batch.step):
+            self._record.begin(batch)
+        updates = [
+            self._minibatch(part, step, terms, batch, number) for number, (part, terms) in enumerate(minibatches)
+        ]
+        return updates, taught
 
     def _minibatch(self, rows: list[Row], step: Step, terms: _Terms, batch: StepBatch, number: int) -> _Update:
         denominators, supervised = terms

@@ -1,4 +1,4 @@
-"""Who sees the page of a run and who may act on it, the process of `tidemill up`, and the export in one file."""
+"""Access to the page of a run and to its commands, the page's process beside `tidemill up`, and the export."""
 
 import argparse
 import asyncio
@@ -32,7 +32,7 @@ from tidemill.launch.page.export import joined
 from tidemill.launch.page.serve import access_of
 from tidemill.launch.run.page_process import URL_FILE, keep_page
 
-# ---- who may see it
+# ---- access
 
 
 TOKENS = {  # (arguments, address of the bus): whether a viewer, and an operator, needs a token

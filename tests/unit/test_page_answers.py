@@ -69,7 +69,7 @@ def test_two_outcomes_of_a_start_are_no_pace() -> None:
 
 
 def test_alarms_are_those_that_the_learner_has_counted() -> None:
-    """Whose data type the page does not know: a mismatch of 0.005 is an alarm in float32 alone."""
+    """The page does not know the data type of this run: a mismatch of 0.005 is an alarm in float32 alone."""
     mismatch = {"offpolicy/fresh_logprob_diff_abs": 0.005, "train/tokens": 1000.0}
     settings = RunSettings({"learner": {"dtype": "auto"}, "staleness": {"max_lag": 2}})
     alarms = RunAlarms()
