@@ -177,8 +177,8 @@ def learner_of(
 
 
 def test_a_step_trains_the_heads_on_the_tokens_of_responses_and_nothing_else(here: Parallel, tmp_path: Path) -> None:
-    """Its loss is the mean over both heads and all trained tokens of log-probs of transformers in float64, and the model becomes
-    what it becomes without it.
+    """Its loss is the mean over both heads and all trained tokens of log-probs of transformers in float64. The model
+    becomes what it becomes without it.
     """
     model = write_with_heads(tmp_path / "model", "deepseek_v3", heads=2)
     samples = [  # behind a prompt of one token, the end of the sequence before must predict nothing
