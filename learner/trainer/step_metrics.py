@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tidemill.learner.algorithms import diagnostics
 from tidemill.learner.algorithms.diagnostics import Sums
+from tidemill.learner.algorithms.metrics import finalize, sample_metrics
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.trainer.rows import Step, tensor_of
 
@@ -37,7 +38,7 @@ def of_updates(updates: list[Update], step: Step, skipped_N: Tensor, group: dist
     sums = diagnostics.all_reduced(diagnostics.merged(update.sums for update in done), group)
     norms = [update.norm for update in done if update.norm is not None]
     taken = torch.tensor([number for number, update in enumerate(updates) if update.norm is not None])
-    of_rows = diagnostics.finalize(sums)
+    of_rows = finalize(sums)
     of_rows["train/tokens"] += float(step.trainable_N[skipped_N & torch.isin(step.minibatches_N, taken)].sum())
     if "mtp" in sums.totals:
         of_rows["train/mtp_loss"] = float(sums.totals["mtp"] / sums.totals["mtp_tokens"].clamp(min=1))
@@ -56,5 +57,5 @@ def of_samples(batch: StepBatch) -> dict[str, float]:
     names = ("rewards_N", "groups_N", "response_lengths_N", "truncated_N")
     kept_N, unended = batch.scored_N, batch.unended_share
     columns = {name: tensor_of(getattr(batch, name)[kept_N]) for name in names}
-    metrics = diagnostics.sample_metrics(**columns) | ({} if unended is None else {"train/unended_share": unended})
+    metrics = sample_metrics(**columns) | ({} if unended is None else {"train/unended_share": unended})
     return metrics if batch.routing == (0, 0) else metrics | {"train/routing_known": batch.routing_known}

@@ -21,6 +21,7 @@ from tidemill.learner.algorithms import diagnostics
 from tidemill.learner.algorithms.aggregation import Supervised
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.correction import rate_factor
+from tidemill.learner.algorithms.metrics import finalize
 from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.batch.batch import StepBatch, without_truncated
 from tidemill.learner.batch.repacking import any_common, packings, repacked
@@ -325,7 +326,7 @@ class Trainer:
 
     def _collected(self, update: Update, rows: list[Row]) -> Update:
         if self._collector is not None:
-            losses = {"loss": float(update.sums.totals["loss"]), **diagnostics.finalize(update.sums)}
+            losses = {"loss": float(update.sums.totals["loss"]), **finalize(update.sums)}
             self._collector.update(losses, update.norm, _routed(rows))
         return update
 
