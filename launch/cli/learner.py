@@ -4,7 +4,14 @@ import argparse
 import asyncio
 import os
 
-from tidemill.launch.cli.arguments import add_bus, add_config, add_from_checkpoint, add_listening, command_of
+from tidemill.launch.cli.arguments import (
+    add_bus,
+    add_config,
+    add_from_checkpoint,
+    add_listening,
+    add_probes,
+    command_of,
+)
 from tidemill.launch.cli.inputs import (
     bus_address,
     check_loaded,
@@ -13,6 +20,7 @@ from tidemill.launch.cli.inputs import (
     unprinted_config,
     with_commits_of_run,
     with_iteration,
+    with_probes,
 )
 from tidemill.launch.run.access import LEARNER
 from tidemill.launch.settings.extras import require
@@ -43,6 +51,7 @@ def _add_learner(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--node-rank", type=int, metavar="R", help="number of this machine, from 0, the leader")
     add_listening(parser)
+    add_probes(parser)
     parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
     add_from_checkpoint(parser)
 
@@ -91,7 +100,7 @@ def _run_learner(args: argparse.Namespace) -> int:
         node = learner_nodes.Given(place=place, host=args.host, advertise=args.advertise, id=args.id)
         await learner_nodes.run_agent(config, address, node, words, draining)
 
-    return process.run(body, drain_s=config.up.drain_s + 5, uvloop=False)
+    return process.run(with_probes(args, body), drain_s=config.up.drain_s + 5, uvloop=False)
 
 
 def _run_feeder(args: argparse.Namespace) -> int:

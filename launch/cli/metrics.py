@@ -16,7 +16,6 @@ from tidemill.launch.metrics.export import export, open_sink
 from tidemill.launch.run.access import VIEWER
 
 PROMETHEUS, TRACES = "prometheus", "traces"
-TOKEN_VARIABLE = "TIDEMILL_METRICS_TOKEN"
 PRINTED: dict[str, Callable[[], str]] = {
     "dictionary": dictionary.page,
     "rules": monitoring.rules,
@@ -92,7 +91,7 @@ def _serve(args: argparse.Namespace) -> int:
     host, port = options.get("host", "127.0.0.1"), options.get("port", prometheus.PORT)
     if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port <= 65535:
         raise ValueError(f"--option port: want 0 (any free one) to 65535, got {port!r}")
-    token = os.environ.get(TOKEN_VARIABLE, "")
+    token = os.environ.get(prometheus.TOKEN_VARIABLE, "")
 
     async def served(url: str, run: str, draining: asyncio.Event) -> None:
         await prometheus.serve(url, run, draining, host=str(host), port=port, token=token)

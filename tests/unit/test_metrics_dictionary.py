@@ -74,7 +74,7 @@ def test_names_in_prometheus_are_unique_and_follow_its_conventions() -> None:
 def test_hostile_names_are_bounded_and_one_line() -> None:
     row = LiveRow(role="actor", id="a\n" + "x" * 200, host="h", pid=1, phase="working", load={"failures": 1, "new": 2})
     values = {f"data/reward/{number}": 1.0 for number in range(2 * MOST_MEMBERS)} | {"unknown/name": 1.0}
-    series = RunState(run="r", values=values, rows=[(row, 0.0), (row, 0.0)]).series()
+    series = RunState(run="r", values=values, rows=[(row, 0.0), (row, 0.0)]).series().samples
     assert len(series["data/reward/<part>"]) == MOST_MEMBERS
     labels, _ = series["process/up"][0]
     assert len(labels["id"]) == 64 and "\n" not in labels["id"]

@@ -1,0 +1,1 @@
+"""Tidemill under the launchers and schedulers of others."""
