@@ -272,9 +272,7 @@ async def _read_streams(bus: Bus, state: RunState) -> None:
         short = name.removeprefix(subjects.stream(bus.run, ""))
         bound = (config.get("bus") or {}).get(bounds.get(short, ""), 0)
         state.streams[short] = (stored, bound if isinstance(bound, int) else 0)
-    account = await bus.jet.call("INFO")
-    limit = int((account.get("limits") or {}).get("max_storage", 0))
-    state.store = (int(account.get("storage", 0)), max(0, limit))
+    state.store = await bus.jet.store_use()
     state.backlog = await bus.tasks.backlog()
 
 

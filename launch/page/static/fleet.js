@@ -60,6 +60,8 @@ function queueFacts(queue = {}) {
     fact("tasks leased", count(queue.leased), "with actors"),
     fact("samples stored", count(queue.stream_messages), "in the stream"),
     fact("stream", bytes(queue.stream_bytes), queue.full || "has room"),
+    fact("bus", bytes(queue.bus_bytes), "all streams"),
+    fact("checkpoints", bytes(queue.checkpoints_free_bytes), "free for them"),
   ];
 }
 
