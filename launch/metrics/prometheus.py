@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +28,9 @@ from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done, Evaluated
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.metrics.dictionary import Metric, described, metrics
+from tidemill.launch.run.settings_of_run import RunSettings
 from tidemill.launch.settings import extras
+from tidemill.learner.algorithms.alarms import thresholds
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +65,10 @@ class RunState:
     """The newest numbers of a run."""
 
     run: str
-    steps: int = 0
-    max_lag: int | None = None
+    settings: RunSettings = field(default_factory=RunSettings)
     step: int = 0
     ended_early: bool = False
-    """It has ended before ``steps``."""
+    """It has ended before its last step."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the newest step."""
     scores: dict[str, Evaluated] = field(default_factory=dict)
@@ -85,11 +85,13 @@ class RunState:
         """Return the samples of each metric."""
         found = FoundSeries(self.run)
         found.add_all({"bus/up": float(self.up), "bus/full": float(bool(self.full)), "run/step": float(self.step)})
-        if self.steps:
-            ended = self.ended_early or self.step >= self.steps
-            found.add_all({"run/steps": float(self.steps), "run/ended": float(ended)})
-        if self.max_lag is not None:
-            found.add("run/max_lag", float(self.max_lag))
+        if steps := self.settings.steps:
+            ended = self.ended_early or self.step >= steps
+            found.add_all({"run/steps": float(steps), "run/ended": float(ended)})
+        known = thresholds(self.settings.alarms, self.settings.context) if self.settings.row else {}
+        for alarm, bounds in known.items():
+            for level, bound in zip(("warning", "critical"), bounds, strict=True):
+                found.add("run/alarm_threshold", bound, {"alarm": alarm, "level": level})
         for name, value in self.values.items():
             found.add(name, value)
         for dataset, record in list(self.scores.items())[:MOST_MEMBERS]:
@@ -258,11 +260,8 @@ async def read_rows(bus: Bus, state: RunState) -> None:
 
 
 async def _read_streams(bus: Bus, state: RunState) -> None:
-    config = (await bus.rows("run").read("config"))[0] or {}
+    state.settings = RunSettings((await bus.rows("run").read("config"))[0])
     state.ended_early = (await bus.rows("run").read(subjects.END_KEY))[1] > 0
-    with suppress(KeyError, TypeError, ValueError):
-        state.steps = int(config["learner"]["steps"])
-        state.max_lag = int(config["staleness"]["max_lag"])
     for name in _short_names(bus):
         try:
             stored = await bus.jet.state(name)
@@ -270,8 +269,7 @@ async def _read_streams(bus: Bus, state: RunState) -> None:
             continue
         bounds = {"SAMPLES": "samples_max_bytes", "TURNS": "turns_max_bytes", "TRAINED": "trained_max_bytes"}
         short = name.removeprefix(subjects.stream(bus.run, ""))
-        bound = (config.get("bus") or {}).get(bounds.get(short, ""), 0)
-        state.streams[short] = (stored, bound if isinstance(bound, int) else 0)
+        state.streams[short] = (stored, state.settings.get(f"bus.{bounds.get(short, '')}", int, 0))
     state.store = await bus.jet.store_use()
     state.backlog = await bus.tasks.backlog()
 

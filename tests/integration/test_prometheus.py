@@ -152,6 +152,13 @@ async def test_a_scrape_without_a_token_is_under_no_other_name() -> None:
     await _close(listener)
 
 
+ALARMED = {
+    "tidemill_offpolicy_k3": "0.2x90",
+    "tidemill_offpolicy_lag_mean": "1x90",
+    "tidemill_train_tokens": "1000x90",
+    'tidemill_run_alarm_threshold{alarm="k3",level="warning"}': "0.05x90",
+    'tidemill_run_alarm_threshold{alarm="k3",level="critical"}': "0.15x90",
+}
 STEADY = {"tidemill_bus_up": "1x90", "tidemill_run_ended": "0x90", "tidemill_run_step": "0+1x90"}
 
 
@@ -162,6 +169,9 @@ STEADY = {"tidemill_bus_up": "1x90", "tidemill_run_ended": "0x90", "tidemill_run
         (STEADY, {}),
         (STEADY | {"tidemill_run_step": "0x29"}, {}),  # a start: its first step takes a while
         (STEADY | {"tidemill_run_step": "5x90"}, {"TidemillNoStep": 36}),
+        (STEADY | ALARMED, {"TidemillK3Warn": 4}),
+        (STEADY | dict(list(ALARMED.items())[:3]), {}),  # the run ignores this alarm
+        (STEADY | ALARMED | {"tidemill_offpolicy_lag_mean": "0x90"}, {"TidemillK3Warn": 4, "TidemillK3Error": 4}),
         (STEADY | {"tidemill_run_step": "5x90", "tidemill_run_ended": "1x90"}, {}),
         (STEADY | {"tidemill_run_step": "0+1x20 20x15"}, {}),  # the exporter ended
         (STEADY | {"tidemill_bus_up": "1x40 0x50"}, {"TidemillBusAway": 43}),

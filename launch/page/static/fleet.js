@@ -35,7 +35,7 @@ function legend() {
   return el("p.legend", items, el("span.mute", "│ push · Ctrl + wheel zooms, Shift + wheel moves"));
 }
 
-/** The desired processes of each host; a button sends the numbers that were changed. */
+/** The desired processes of each host: one button sends the numbers that were changed, the other drains them all. */
 function scaleForm(hosts, source) {
   const roles = Object.keys(hosts[0].desired);
   const row = ({ name, pool, running, desired }) => {
@@ -47,8 +47,13 @@ function scaleForm(hosts, source) {
       const counts = Object.fromEntries(numbers.filter(([role, number]) => number !== desired[role]));
       return source.post("scale", { counts, host: name, pool }).then(() => Object.assign(desired, counts));
     };
+    const drain = () => {
+      for (const field of fields) field.value = 0;
+      return scale();
+    };
     const cell = (role, place) => el("td", fields[place], el("small", ` ${count(running[role])} running`));
-    return [name, pool || "—", ...roles.map(cell), commandButton("scale", scale)];
+    const buttons = el("span", commandButton("scale", scale), commandButton("drain", drain));
+    return [name, pool || "—", ...roles.map(cell), buttons];
   };
   const head = ["host", "pool", ...roles.map((role) => `${role}s`), "desired numbers"];
   return el("div.scroll.scale", table(head, hosts.map(row), { caption: "Desired processes" }));
