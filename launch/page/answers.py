@@ -376,7 +376,7 @@ def healthy_range(name: str) -> tuple[float | None, float | None]:
 def described(name: str) -> JsonObject:
     """Return meaning, unit, healthy range in words and source of a metric, empty for one that is in no table."""
     metric = dictionary.described(name)
-    names = ("meaning", "unit", "source")
+    names = ("meaning", "unit", "source", "peers")
     texts = {field: "" if metric is None else getattr(metric, field) for field in names}
     return texts | {"healthy_words": "" if metric is None else metric.healthy}
 

@@ -18,7 +18,11 @@ const COLUMNS = {
   process: (lane) => lane.lane,
   host: (lane) => lane.host,
   phase: (lane) => lane.phase + (lane.waits_for ? ` (${lane.waits_for})` : ""),
-  version: (lane) => (lane.version == null ? "—" : `v${lane.version}`),
+  version: (lane, newest) => {
+    if (lane.version == null) return "—";
+    const behind = lane.role === "engine" ? newest - lane.version : 0;
+    return behind > 0 ? el("td.warned", `v${lane.version}, ${count(behind)} behind`) : `v${lane.version}`;
+  },
   "tokens/s": (lane) => num(lane.tokens_per_second),
   load: (lane) => {
     const load = Object.entries(lane.load ?? {}).map(([name, value]) => `${name} ${num(value)}`);
@@ -101,7 +105,8 @@ class FleetView {
 
   write() {
     this.written = performance.now();
-    const rows = this.lanes.slice(0, MOST_ROWS).map((lane) => Object.values(COLUMNS).map((cell) => cell(lane)));
+    const newest = Math.max(...this.lanes.map((lane) => lane.version ?? -1));
+    const rows = this.lanes.slice(0, MOST_ROWS).map((lane) => Object.values(COLUMNS).map((cell) => cell(lane, newest)));
     const nothing =
       this.run().mode === "live"
         ? empty("Processes stand here from their first heartbeat on.", "tidemill up")
