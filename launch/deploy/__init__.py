@@ -1,1 +1,1 @@
-"""Tidemill under the launchers and schedulers of others."""
+"""Runs of which other programs start the processes: launchers, schedulers and clusters."""
