@@ -124,7 +124,7 @@ class StoreKeeper:
     def __init__(
         self, servers: Sequence[EmbeddedServer], need_bytes: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._servers, self._need_bytes, self._clock = servers, need_bytes, clock
+        self.servers, self._need_bytes, self._clock = servers, need_bytes, clock
         # Servers that store nothing, with their errors, until they are started again
         self._faults: dict[EmbeddedServer, str] = {}
         self._checked_s = self._restarted_s = float("-inf")
@@ -137,13 +137,13 @@ class StoreKeeper:
     def look(self) -> None:
         """Start every server again that ended or stopped storing, once its disk has room. Raises ServerFailed."""
         now = self._clock()
-        if now - self._checked_s < CHECK_S and all(server.running for server in self._servers):
+        if now - self._checked_s < CHECK_S and all(server.running for server in self.servers):
             return
         self._checked_s = now
-        for server in self._servers:
+        for server in self.servers:
             if server.running and server not in self._faults and (fault := server.monitor.write_fault()):
                 self._faults[server] = fault
-        reasons = [reason for server in self._servers if (reason := self._cure(server, now))]
+        reasons = [reason for server in self.servers if (reason := self._cure(server, now))]
         reason = reasons[0] if reasons else ""
         if bool(reason) != bool(self.reason):
             _log.warning("the bus stores %s", f"nothing: {reason}" if reason else "messages again")

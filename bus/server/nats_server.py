@@ -174,15 +174,16 @@ class EmbeddedServer:
 
     def stop(self) -> None:
         """Stop it by SIGTERM, and by SIGKILL after 5 s."""
-        self._end()
+        self.halt()
         self._let_go()
 
     def restart(self) -> None:
         """Stop it if it runs, and start it on the same port. Raises ServerFailed."""
-        self._end()
+        self.halt()
         self.start()
 
-    def _end(self) -> None:
+    def halt(self) -> None:
+        """Stop it until the next ``start``, for which its port stays reserved."""
         if self._process is not None and self.running:
             self._process.terminate()
             try:

@@ -17,7 +17,7 @@ from tidemill.bus import exit_codes
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.client.connection import Connection, open_connection, retry
 from tidemill.bus.client.jetstream import JetStream
-from tidemill.bus.client.layout import create_layout
+from tidemill.bus.client.layout import create_archive, create_layout
 from tidemill.bus.client.outbox import answered
 from tidemill.bus.client.rows import Rows, Value
 from tidemill.bus.config import BusConfig
@@ -116,12 +116,13 @@ class Bus:
         """Publish live metrics of a process; they are not stored, and may be lost. Raises BusUnavailable."""
         await self._connection.send(subjects.metric(self.run, source), json.dumps(metric).encode())
 
-    async def create_layout(self) -> None:
+    async def create_layout(self, *, shadow: bool = False) -> None:
         """Create the streams, consumers and buckets of this run that are missing.
 
-        Raises ConfigMismatch when one exists, or was made, with another configuration; BusUnavailable.
+        ``shadow``: those of a run that issues no tasks, without TASKS, by which actors find the run of a bus. Raises
+        ConfigMismatch when one exists, or was made, with another configuration; BusUnavailable.
         """
-        await create_layout(self.jet)
+        await (create_archive if shadow else create_layout)(self.jet)
 
 
 @asynccontextmanager

@@ -46,6 +46,8 @@ COMMANDS: Mapping[str, str] = {
     "texts": "responses of the first and the last evaluated version to held-out prompts, side by side",
     "replay": "samples into a file, and from a file or a run into another bus or run",
     "archive": "write every sample to files as it arrives; trimming waits for it",
+    "backup": "the bus and the checkpoints of a run at one instant, in a directory; the run goes on",
+    "restore": "a backup as the directory of a run, on any machine",
     "metrics": "give the metrics of each step to TensorBoard, W&B, Prometheus, a file or your own sink",
     "dashboard": "the page of a run in a browser, live or ended; or in one HTML file (docs/dashboard.md)",
     "cursors": "registered readers of the samples and their positions; remove one",
@@ -60,6 +62,7 @@ _WITH = {
     **dict.fromkeys(("check", "prepare"), "config"),
     "push": "convert",
     "cursors": "archive",
+    "restore": "backup",
     "scale": "host",
     "texts": "eval",
 }

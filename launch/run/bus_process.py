@@ -31,6 +31,7 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.files import lacking, write_whole
 from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.run import backup
 from tidemill.launch.run.access import AUTH_DIR, BUS_URL_FILE, auth_dir, own_address, viewer_line
 from tidemill.launch.run.supervisor import GaveUp, Supervisor
 from tidemill.launch.run.watch import SERVER_RESTARTS
@@ -73,7 +74,7 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
         url = await asyncio.to_thread(servers.start)
         async with connect(own_address(config, url), config.run, config.bus, name="bus") as bus:
             created = bus.jet.retry_for_ever(bus.create_layout)
-            await first_of(_keep(keeper, bus, lambda: None), created, draining.wait())
+            await first_of(_keep(config, keeper, bus, lambda: None), created, draining.wait())
             if not draining.is_set():
                 await _serve(config, url, servers, keeper, bus, draining)
     finally:
@@ -95,16 +96,21 @@ async def _serve(
             if (heartbeat.row.pid, heartbeat.row.load) != (servers.pid, restarts):
                 heartbeat.update(pid=servers.pid, load=restarts, trouble=keeper.last_restart)
 
-        await first_of(_keep(keeper, bus, update), draining.wait())
+        await first_of(_keep(config, keeper, bus, update), draining.wait())
 
 
-async def _keep(keeper: StoreKeeper, bus: Bus, on_look: Callable[[], None]) -> None:
-    """Loop: keep the servers up and storing; while they store nothing, every process gets the reason."""
+async def _keep(config: RunConfig, keeper: StoreKeeper, bus: Bus, on_look: Callable[[], None]) -> None:
+    """Loop: keep the servers up and storing; while they store nothing, every process gets the reason. Take backups."""
+    source = backup.Source.of(config)
 
     async def look() -> None:
         await asyncio.sleep(CHECK_SERVER_S)
         await asyncio.to_thread(keeper.look)
         on_look()
+        if backup.is_requested(config.root):
+            began_s = time.monotonic()
+            failure = await asyncio.to_thread(backup.answer, source, keeper.servers)
+            log.info("backup seconds=%.1f error=%s", time.monotonic() - began_s, failure or "none")
 
     while True:
         await look()
