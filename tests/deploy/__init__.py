@@ -1,1 +1,1 @@
-"""Deployments: processes started by schedulers, of other releases, and runs that share a bus."""
+"""Processes started by launchers and schedulers, and what they need of a run: its end and its accounting."""
