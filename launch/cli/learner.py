@@ -45,18 +45,17 @@ def _add_learner(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node-rank", type=int, metavar="R", help="number of this machine, from 0, the leader")
     add_listening(parser)
     parser.add_argument(
-<<<<<<< HEAD
         "--shadow",
         default="",
         metavar="NAME",
         help="train on the steps of the run with the settings of this command, as run RUN-NAME; push to no engine",
-=======
+    )
+    parser.add_argument(
         "--drained-code",
         type=drained_code,
         default=DONE,
         metavar="N",
         help="exit code when a signal has drained it before the last step (default 0, as at the end)",
->>>>>>> h1
     )
     parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
     add_from_checkpoint(parser)
