@@ -49,6 +49,7 @@ COMMANDS: Mapping[str, str] = {
     "replay": "samples into a file, and from a file or a run into another bus or run",
     "archive": "write every sample to files as it arrives; trimming waits for it",
     "backup": "the bus and the checkpoints of a run at one instant, in a directory; the run goes on",
+    "rotate": "new passwords for users of a bus, and its certificates read again, while it runs",
     "restore": "a backup as the directory of a run, on any machine",
     "metrics": "give the metrics of each step to TensorBoard, W&B, Prometheus, a file or your own sink",
     "dashboard": "the page of a run in a browser, live or ended; or in one HTML file (docs/dashboard.md)",

@@ -1,8 +1,8 @@
 """A backup of a run: the store of its bus and its checkpoints at one instant, in a directory that a run can go on from.
 
     tidemill backup                               bus process, which looks every 0.2 s
-      writes bus/backup-request  ------------->   servers stop -> store copied, checkpoints linked -> servers start
-      waits for backup.json  <-----------------   digests of the copy, then backup.json
+      asks (bus_requests.py)  ---------------->   servers stop -> store copied, checkpoints linked -> servers start
+      waits for the answer  <------------------   digests of the copy, then backup.json
 
 While the servers are stopped nothing is stored: the copy has a sample together with the ack of its task and the record
 of its plan, or none of them. A process that ends in the middle leaves a directory without backup.json, which is no
@@ -25,12 +25,12 @@ import msgspec
 from tidemill.bus.server.nats_server import LOCK_FILE, EmbeddedServer, in_use
 from tidemill.bus.system.files import lacking, sync, write_whole
 from tidemill.launch.run.access import AUTH_DIR
+from tidemill.launch.run.bus_requests import BusRequest
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 
 BUS_DIR, CHECKPOINTS_DIR = "bus", "checkpoints"
-_MANIFEST, _REQUEST, _ERROR = "backup.json", "backup-request", "backup-error"
+_MANIFEST = "backup.json"
 _STORED = ("store", "port")  # What of a server's directory is state; its configuration, log and locks are made anew
-_LOOK_S = 0.1
 _CHUNK_BYTES = 1 << 20
 
 
@@ -82,22 +82,12 @@ def ask(source: Source, target: Path, *, wait_s: float) -> None:
             _copy(source, target)
         _seal(source.run, target)
         return
-    request, error = source.root / BUS_DIR / _REQUEST, source.root / BUS_DIR / _ERROR
-    error.unlink(missing_ok=True)
-    write_whole(request, str(target))
-    deadline = time.monotonic() + wait_s
-    try:
-        while not (target / _MANIFEST).exists():
-            if error.exists():
-                raise BackupRefused(error.read_text())
-            if time.monotonic() > deadline:
-                state = "has not begun" if request.exists() else "is not done"
-                raise BackupRefused(
-                    f"{target}: the backup {state} within {wait_s:g} s (--wait); see the log of the bus"
-                )
-            time.sleep(_LOOK_S)
-    finally:
-        request.unlink(missing_ok=True)
+    request_of(source.root).ask(str(target), wait_s=wait_s)
+
+
+def request_of(root: Path) -> BusRequest:
+    """Return the request for a backup to the bus of a run."""
+    return BusRequest(root / BUS_DIR, "backup")
 
 
 @contextmanager
@@ -119,32 +109,20 @@ def _locked(directories: Sequence[Path]) -> Iterator[None]:
 # ---- the bus's side
 
 
-def is_requested(root: Path) -> bool:
-    return (root / BUS_DIR / _REQUEST).exists()
-
-
-def answer(source: Source, servers: Sequence[EmbeddedServer]) -> str:
-    """Take the backup that is asked for; return why it was not taken, else nothing. Blocks for the time of the copy."""
-    request = source.root / BUS_DIR / _REQUEST
+def take(source: Source, servers: Sequence[EmbeddedServer], target: Path) -> None:
+    """Take a backup of the servers, which are stopped for the time of the copy. Raises BackupRefused, OSError."""
+    _refuse_filled(target)
+    size = sum(file.stat().st_size for server in source.servers for file in (server / "store").rglob("*"))
+    if lack := lacking(target, size):
+        raise BackupRefused(lack)
     try:
-        target = Path(request.read_text())
-        request.unlink()
-        _refuse_filled(target)
-        size = sum(file.stat().st_size for server in source.servers for file in (server / "store").rglob("*"))
-        if lack := lacking(target, size):
-            raise BackupRefused(lack)
-        try:
-            for server in servers:
-                server.halt()
-            _copy(source, target)
-        finally:
-            for server in servers:
-                server.start()
-        _seal(source.run, target)
-    except (OSError, BackupRefused) as error:
-        write_whole(source.root / BUS_DIR / _ERROR, str(error))
-        return str(error)
-    return ""
+        for server in servers:
+            server.halt()
+        _copy(source, target)
+    finally:
+        for server in servers:
+            server.start()
+    _seal(source.run, target)
 
 
 def _refuse_filled(target: Path) -> None:

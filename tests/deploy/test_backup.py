@@ -51,7 +51,7 @@ def test_a_changed_or_unfinished_backup_is_refused_and_nothing_is_put_anywhere(t
     entry = {"size": 8, "sha256": "0" * 64}
     manifest = {"run": "smoke", "time_s": 0, "files": {"bus/store/1.blk": entry}}
     (saved / "backup.json").write_text(json.dumps(manifest))
-    with pytest.raises(BackupRefused, match=r"1.blk: its size or digest is not the one in backup.json"):
+    with pytest.raises(BackupRefused, match=r"1.blk: its size or digest is not that of backup.json"):
         restore(saved, tmp_path / "run")
     manifest["files"] = {"../other": entry}
     (saved / "backup.json").write_text(json.dumps(manifest))
