@@ -5,12 +5,10 @@ import string
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import Field
 
 from tidemill.bus.section import NotNegative, section
 from tidemill.bus.system.files import write_whole
+from tidemill.bus.wire.names import RUN_NAME
 from tidemill.learner.errors import DebugFileRefused
 
 DIRECTORY = "debug"
@@ -107,7 +105,7 @@ class DebugConfig:
     """File for the samples of each step, such as ``dump/rollout_{step}.msgpack``; empty = none."""
     load_rollout: str = ""
     """Files of ``save_rollout`` to train on, without engines; one without ``{step}`` is for all. Empty = none."""
-    shadow_of: Annotated[str, Field(pattern=r"^([A-Za-z0-9_-]{1,64})?$")] = ""
+    shadow_of: str = ""
     """Run on the same bus whose steps are trained on with the settings of this one, which pushes to no engine
     (docs/shadow.md); empty = none.
     """
@@ -128,6 +126,8 @@ class DebugConfig:
         for name in ("save_train", "dump_modules"):
             if self.rollout_only and (self.save_train if name == "save_train" else self.dump_modules.step):
                 raise ValueError(f"{name}: want none with rollout_only, which trains nothing; remove one of them")
+        if self.shadow_of and not RUN_NAME.fullmatch(self.shadow_of):
+            raise ValueError(f"shadow_of: want the name of a run, got {self.shadow_of!r}")
         if self.shadow_of and (self.rollout_only or self.load_rollout):
             raise ValueError("shadow_of: want this, rollout_only or load_rollout, got two of them; remove one")
         if self.load_rollout and self.save_rollout == self.load_rollout:

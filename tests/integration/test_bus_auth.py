@@ -404,14 +404,14 @@ async def test_a_user_gets_a_new_password_while_the_others_stay_connected(
         outages = [bus.nc.stats["reconnects"] for bus in (learner, other)]
         await asyncio.to_thread(users.renew, config, guarded, ["actor-0"])
         await until(lambda: not renewed.connected)
-        await other.samples.publish(make_sample(RUN))
+        await other.samples.publish(make_sample(RUN, actor="actor-1"))
         assert [bus.nc.stats["reconnects"] for bus in (learner, other)] == outages
     assert line_of(guarded.url, auth_dir, "actor-0") != before
     with pytest.raises(BusError):
         async with connect(before, RUN, CONFIG, name="actor-0", wait_s=1):
             pass
     async with as_user("actor-0") as again:
-        await again.samples.publish(make_sample(RUN))
+        await again.samples.publish(make_sample(RUN, actor="actor-0", task=2))
     for name, reason in (("learner", "read its password at their start"), ("actor-9", "there is none")):
         with pytest.raises(RequestRefused, match=f"{name}: .*{reason}"):
             users.renew(config, guarded, [name])
