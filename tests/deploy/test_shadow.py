@@ -10,6 +10,7 @@ from tests.deploy.processes import Processes, step_after
 from tests.whole.running import until_step
 from tidemill.bus.streams.bus import Bus, connect, runs_of
 from tidemill.bus.wire.messages import Done
+from tidemill.launch.page.compared import ComparedRuns
 
 pytestmark = pytest.mark.slow
 
@@ -32,13 +33,17 @@ async def test_a_shadow_takes_the_steps_of_the_run_with_its_own_settings_and_cha
             for name in shadows:
                 await run.ended(name)
             await until_step(bus, STEPS)
-            names = ("smoke", "smoke-same", "smoke-slow")
+            names = ["smoke", "smoke-same", "smoke-slow"]
             expected, same, slow = [await _digests(run, name) for name in names]
             assert len(same) == len(slow) == STEPS
             assert {step: expected[step] for step in same} == same, "the same settings give the same bits"
             assert not {expected[step] for step in slow} & set(slow.values())
             assert (await _consumers(bus), await bus.rows("run").keys("cursor")) == (consumers, cursors)
             assert await runs_of(run.url, name="test", wait_s=60) == ["smoke"], "an actor finds the one run"
+            compared = ComparedRuns(run.url, "smoke")
+            assert [other["name"] for other in (await compared.as_map(1))["runs"]] == names
+            curves = await compared.columns("smoke-slow")
+            assert curves is not None and len(curves.times_s()) == STEPS
             await run.drain(learner)
             await run.audited(bus)
 
