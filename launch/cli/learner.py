@@ -87,8 +87,8 @@ def _run_learner(args: argparse.Namespace) -> int:
     if args.shadow:
         of = loaded_config(args).config
         name = f"{of.run}-{args.shadow}"
-        place = [f"run={name}", f"directory={of.root.parent / name}", f"model.path={of.model.path}"]
-        args.set += [*place, f"debug.shadow_of={of.run}", "eval.every=0"]
+        places = [f"run={name}", f"directory={of.root.parent / name}", f"model.path={of.model.path}"]
+        args.set += [*places, f"debug.shadow_of={of.run}", "eval.every=0"]
     config = unprinted_config(args)
     if config is None:
         return 0

@@ -8,6 +8,7 @@ trimming does not wait. Waits for the next plan. A shadow that falls so far behi
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 from tidemill.bus.errors import NotFound
 from tidemill.bus.streams.bus import Bus
@@ -45,7 +46,7 @@ class ShadowSteps:
 
         async def fetch(seq: int) -> Sample:
             async with limit:
-                return await self._run.retry(lambda: self._run.samples.fetch(seq))
+                return await self._run.retry(partial(self._run.samples.fetch, seq))
 
         try:
             return await asyncio.gather(*[fetch(seq) for seq in plan.seqs.tolist()])
@@ -59,7 +60,7 @@ class ShadowSteps:
             return limits
         for task_id in plan.tasks.tolist():
             try:
-                task = await self._run.retry(lambda task_id=task_id: self._run.tasks.fetch(task_id))
+                task = await self._run.retry(partial(self._run.tasks.fetch, task_id))
             except NotFound:
                 raise SamplesGone(self._run.run, plan.step, f"task {task_id} of it is trimmed from TASKS") from None
             if task.budget is not None and task.budget.tokens:
