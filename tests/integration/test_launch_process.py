@@ -60,7 +60,17 @@ def start(body: str, *, drain_s: float = 30, uvloop: bool = True, same_signal_s:
         ("async with asyncio.TaskGroup() as g: g.create_task(asyncio.wait_for(draining.wait(), 0.01))", [], 30, 1),
         ("pass", [], 30, 0),
     ],
-    ids=["drained", "ctrl-c", "terminal-closed", "not-in-time", "ended-not-in-time", "crashed", "config", "crashed-group", "done"],
+    ids=[
+        "drained",
+        "ctrl-c",
+        "terminal-closed",
+        "not-in-time",
+        "ended-not-in-time",
+        "crashed",
+        "config",
+        "crashed-group",
+        "done",
+    ],
 )
 def test_exit_codes(body: str, signals: list[signal.Signals], drain_s: float, code: int, uvloop: bool) -> None:
     child = start(body, drain_s=drain_s, uvloop=uvloop)
