@@ -11,9 +11,8 @@ from tests.deploy.processes import Processes, step_after
 from tests.launched import run_tidemill
 from tidemill.launch.run.backup import BackupRefused, restore
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 async def test_a_run_goes_on_elsewhere_from_its_backup_with_every_sample_of_that_instant(tmp_path: Path) -> None:
     saved = tmp_path / "backup"
     with Processes(tmp_path / "run") as run:

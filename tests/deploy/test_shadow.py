@@ -12,11 +12,10 @@ from tidemill.bus.streams.bus import Bus, connect, runs_of
 from tidemill.bus.wire.messages import Done
 from tidemill.launch.page.compared import ComparedRuns
 
-pytestmark = pytest.mark.slow
-
 STEPS = 8
 
 
+@pytest.mark.slow
 async def test_a_shadow_takes_the_steps_of_the_run_with_its_own_settings_and_changes_nothing(tmp_path: Path) -> None:
     with Processes(tmp_path / "run", "learner.weights_digest=true") as run:
         learner = run.start("learner")

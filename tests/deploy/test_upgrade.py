@@ -15,8 +15,6 @@ import pytest
 from tests.deploy.processes import Processes, alive, samples_by_actor, step_after
 from tidemill.bus.streams.bus import Bus
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[2]
 OLDER = ("dbd23a305", "23c70c4a2")
 """Commits whose wheels stand for the last releases: none is published yet."""
@@ -46,6 +44,7 @@ def older(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return venv / "bin/tidemill"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [("old", "new"), ("new", "old")])
 async def test_every_process_is_exchanged_for_another_release_while_the_run_goes_on(
     older: Path, tmp_path: Path, first: str, second: str
