@@ -85,6 +85,16 @@ def _jobs(args: argparse.Namespace, config: RunConfig) -> Jobs:
     """Return what the jobs ask for. Raises ValueError."""
     counts = {role: getattr(args, f"{role}s") for role in ROLES}
     counts = {role: getattr(config.up, f"{role}s") if count is None else count for role, count in counts.items()}
+    for option, number in {
+        **{f"{role}s": count for role, count in counts.items()},
+        "gpus-per-node": args.gpus_per_node,
+    }.items():
+        if not 0 <= number <= desired.MOST:
+            raise ValueError(f"--{option}: want a number from 0 to {desired.MOST}, got {number}")
+    for option in ("partition", "engine_partition", "account", "time"):
+        text = getattr(args, option)
+        if text and len(text.split()) != 1:
+            raise ValueError(f"--{option.replace('_', '-')}: want one word, got {text!r}")
     per_job = desired.parse(args.per_job)
     for role, count in per_job.items():
         if count < 1 or counts[role] % count:

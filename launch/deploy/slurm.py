@@ -131,27 +131,28 @@ def _workers(role: str, first_host: int, config: RunConfig, jobs: Jobs, place: P
     if role == "engine":
         lines += [f"--gpus-per-node={per_job * devices_of(config.engine)}"] * (jobs.gpus_per_node > 0)
         partition = jobs.engine_partition or partition
-    words = [f"--allow {shlex.quote(f'{path}={text}')}" for path, _, text in guarded(to_map(config), role)]
+    options = ['--users "$own/users"'] if config.bus.auth else []
+    options += [f"--allow {shlex.quote(f'{path}={text}')}" for path, _, text in guarded(to_map(config), role)]
     return {
         "TITLE": f"{role.capitalize()}s",
         "ROLE": role,
         "PER_JOB": str(per_job),
         "FIRST_HOST": str(first_host),
         "USERS": _users(role, per_job, config, place) if config.bus.auth else "",
-        "HOST_WORDS": " ".join([*(['--users "$own/users"'] if config.bus.auth else []), *words]),
+        "OPTIONS": "".join(f"            {option} \\\n" for option in options),
         "DIRECTIVES": _directives(f"{role}s", lines, 60, partition, config, jobs, place),
     }
 
 
 def _users(role: str, per_job: int, config: RunConfig, place: Place) -> str:
     """Return the lines that give a host and its processes their users of the bus (docs/security.md)."""
-    users = shlex.quote(str(place.working_directory / auth_dir(config)))
     return f"""
-# Users of the bus, of this host and its {role}s: files that the bus makes at its first start
-export TIDEMILL_BUS_CREDENTIALS={users}/$host.env
+# Users of the bus, of this host and its {role}s: files that the bus makes at its first start.
+auth={shlex.quote(str(place.working_directory / auth_dir(config)))}
+export TIDEMILL_BUS_CREDENTIALS=$auth/$host.env
 mkdir -p "$own/users"
 for ((number = SLURM_ARRAY_TASK_ID * {per_job}; number < (SLURM_ARRAY_TASK_ID + 1) * {per_job}; number++)); do
-    ln -sf {users}/{role}-$number.env "$own/users/"
+    ln -sf "$auth/{role}-$number.env" "$own/users/"
 done
 """
 

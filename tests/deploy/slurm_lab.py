@@ -4,8 +4,8 @@ name, an address and processes of its own, and can vanish.
     with SlurmLab(tmp_path) as slurm:
         job = slurm("sbatch", "--parsable", "job.sh")
 
-``login`` has the controller, munged and the commands; n1, n2, ... run jobs. Partitions: ``main`` and, of the same nodes,
-``spot``, whose jobs are requeued when ``main`` wants their processors. No control groups and no accounting.
+``login`` has the controller, munged and the commands; n1, n2, ... run jobs. Partitions: ``main`` and, of the same
+nodes, ``spot``, whose jobs are requeued when ``main`` wants their processors. No control groups and no accounting.
 """
 
 import os
@@ -54,8 +54,8 @@ MinJobAge=3600
 SlurmdParameters=config_overrides
 GresTypes=gpu
 NodeName={nodes} CPUs={cpus} RealMemory=8000 Gres=gpu:2 State=UNKNOWN
-PartitionName=main Nodes={nodes} Default=YES PriorityTier=10 MaxTime=INFINITE State=UP
-PartitionName=spot Nodes={nodes} PriorityTier=1 MaxTime=INFINITE State=UP
+PartitionName=main Nodes={nodes} Default=YES PriorityTier=10 LLN=YES MaxTime=INFINITE State=UP
+PartitionName=spot Nodes={nodes} PriorityTier=1 LLN=YES MaxTime=INFINITE State=UP
 """
 
 

@@ -21,9 +21,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmLab]:
 
 
 def test_a_run_learns_while_engine_and_learner_are_requeued(slurm: SlurmLab, tmp_path: Path) -> None:
-    run = SlurmRun(slurm, tmp_path / "project", steps=120)
+    run = SlurmRun(slurm, tmp_path / "project", steps=400)
     run.submit("--engines", "1", "--actors", "2", "--per-job", "actors=2", "--engine-partition", "spot")
-    run.until_step(30)
+    run.until_step(60)
     assert "learner" in run.tidemill("status", "--run-dir", "runs/smoke")
     run.requeue("engines", 0)
     run.until(lambda: run.running("engines"), "the engine runs again")
