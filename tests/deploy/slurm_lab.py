@@ -72,6 +72,8 @@ class SlurmLab:
     def __init__(self, directory: Path, *, nodes: int = 3) -> None:
         self.directory = directory / "slurm"
         self.directory.mkdir(mode=0o755)
+        for above in (directory, directory.parent):  # munge refuses a socket that not every user reaches
+            above.chmod(0o755)
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self.lab = Lab(self.directory, LOGIN, *self.nodes)
         self._daemons: list[Started] = []
@@ -145,6 +147,11 @@ class SlurmLab:
         """Return the state of each job that has not ended, by its id (JOB or JOB_TASK)."""
         lines = self("squeue", "-h", "-r", "-o", "%i %T", check=False).splitlines()
         return dict(line.split(None, 1) for line in lines)
+
+    def programs(self) -> list[str]:
+        """Return the commands on all nodes of programs that belong to jobs."""
+        lines = [line for node in self.nodes for line in self.lab[node].run("ps", "-eo", "args").splitlines()]
+        return [line for line in lines if any(word in line for word in ("tidemill", "nats-server", "slurmstepd"))]
 
     def vanish(self, node: str) -> None:
         """A node loses power."""

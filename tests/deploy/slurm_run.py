@@ -5,6 +5,7 @@ audited at its end.
 import asyncio
 import contextlib
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.cli.find_run import find_run
+from tidemill.launch.run.access import BUS_URL_FILE
 from tidemill.launch.run.bus_process import EndedBus, started
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
 
@@ -82,6 +84,29 @@ class SlurmRun:
     def running(self, name: str, count: int = 1) -> bool:
         """Return whether so many jobs of that name run."""
         return sum(state == "RUNNING" for state in self.jobs(name).values()) == count
+
+    def node(self, name: str) -> str:
+        """Return the node of a running job, of an array the first one's; empty when it does not run."""
+        state = ["--states=RUNNING", "--format=%N"]
+        job = self.ids[name] if name == "head" else f"{self.ids[name]}_0"
+        return self.slurm("squeue", "--noheader", f"--jobs={job}", *state, check=False).strip()
+
+    def bus_url(self) -> str:
+        """Return the address of the bus; empty while there is none."""
+        file = self.root / BUS_URL_FILE
+        return file.read_text().strip() if file.exists() else ""
+
+    def starts(self, name: str) -> int:
+        """Return how often the job, or the first one of an array, was started."""
+        job = self.ids[name] if name == "head" else f"{self.ids[name]}_0"
+        (restarts,) = re.findall(r" Restarts=(\d+)", self.slurm("scontrol", "show", "job", "--oneliner", job))
+        return int(restarts) + 1
+
+    def steps_per_s(self, during_s: float) -> float:
+        """Return the steps in a second, over some seconds."""
+        began_s, step = time.monotonic(), self.step()
+        time.sleep(during_s)
+        return (self.step() - step) / (time.monotonic() - began_s)
 
     def requeue(self, name: str, task: int | None = None) -> None:
         """Requeue a job, or a task of an array."""
