@@ -90,7 +90,7 @@ arithmetic: setup
 	$(BIN)/tidemill up arithmetic --fresh $(ARGS)
 	$(BIN)/tidemill up arithmetic_rl --fresh --from-checkpoint runs/arithmetic/checkpoints/step-300-epoch-1 $(ARGS)
 
-TESTS := tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit
+TESTS := tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit tests/deploy
 
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)
 test test-chaos test-late test-frozen test-net test-net-all test-all test-sglang test-sglang-all test-env test-more: export CUDA_VISIBLE_DEVICES :=
