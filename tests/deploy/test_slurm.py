@@ -38,7 +38,7 @@ def test_a_run_learns_while_engine_and_learner_are_requeued(slurm: SlurmLab, tmp
 
 
 def test_every_job_is_requeued_and_nodes_are_drained_and_lost(slurm: SlurmLab, tmp_path: Path) -> None:
-    run = SlurmRun(slurm, tmp_path / "project", steps=1200)
+    run = SlurmRun(slurm, tmp_path / "project", steps=900)
     run.submit(*WORKERS)
     for name, task in (("engines", 0), ("actors", 1), ("head", None), ("engines", 1)):
         run.until_step(run.step() + 60)

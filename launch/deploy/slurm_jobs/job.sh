@@ -6,9 +6,12 @@ run_dir=@RUN_DIR@
 here=@HERE@     # this file, the sbatch files and the logs: on a file system that all nodes share
 config=$run_dir/config.yaml
 stopped= program=
+# The last task of an array has the id of the array itself, which stands for all of its tasks.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
 
 # State of this job. Not RUNNING: Slurm ends it (requeue, preemption, scancel), and has sent SIGTERM to all its processes.
-state() { squeue --noheader --job="$SLURM_JOB_ID" --format=%T; }
+state() { squeue --noheader --job="$job" --format=%T; }
 
 # Near its time limit Slurm signals this shell alone (--signal=B:TERM), which passes the signal on.
 on_term() {
@@ -26,6 +29,6 @@ run_to_end() {
 
 # Resume this job later, unless Slurm does that itself, or a scancel ends it.
 requeue() {
-    if [ "$(state)" = RUNNING ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+    if [ "$(state)" = RUNNING ]; then scontrol requeue "$job"; fi
     exit "$code"
 }
