@@ -12,7 +12,7 @@ from tests.deploy.slurm_lab import SlurmLab, why_no_slurm
 from tests.deploy.slurm_run import SlurmRun
 from tests.waits import poll
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_no_slurm()), reason=why_no_slurm())]
+pytestmark = pytest.mark.skipif(bool(why_no_slurm()), reason=why_no_slurm())
 WORKERS = ("--engines", "2", "--actors", "2", "--engine-partition", "spot")
 
 
@@ -22,6 +22,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmLab]:
         yield cluster
 
 
+@pytest.mark.slow
 def test_a_run_learns_while_engine_and_learner_are_requeued(slurm: SlurmLab, tmp_path: Path) -> None:
     run = SlurmRun(slurm, tmp_path / "project", steps=300)
     run.submit("--engines", "1", "--actors", "2", "--per-job", "actors=2", "--engine-partition", "spot")
@@ -37,6 +38,7 @@ def test_a_run_learns_while_engine_and_learner_are_requeued(slurm: SlurmLab, tmp
     assert slurm.programs() == []
 
 
+@pytest.mark.slow
 def test_every_job_is_requeued_and_nodes_are_drained_and_lost(slurm: SlurmLab, tmp_path: Path) -> None:
     run = SlurmRun(slurm, tmp_path / "project", steps=900)
     run.submit(*WORKERS)
@@ -62,6 +64,7 @@ def test_every_job_is_requeued_and_nodes_are_drained_and_lost(slurm: SlurmLab, t
     assert slurm.programs() == []
 
 
+@pytest.mark.slow
 def test_a_job_is_drained_before_its_time_limit_and_resumed(slurm: SlurmLab, tmp_path: Path) -> None:
     """Slurm's warning, a SIGTERM to the shell of the job alone, sent here by scancel."""
     run = SlurmRun(slurm, tmp_path / "project", steps=400)
@@ -74,6 +77,7 @@ def test_a_job_is_drained_before_its_time_limit_and_resumed(slurm: SlurmLab, tmp
     assert [run.starts(name) for name in ("engines", "head", "actors")] == [2, 2, 2]
 
 
+@pytest.mark.slow
 def test_scancel_leaves_nothing_and_another_submit_resumes(slurm: SlurmLab, tmp_path: Path) -> None:
     run = SlurmRun(slurm, tmp_path / "project", steps=200)
     run.submit(*WORKERS)
@@ -85,6 +89,7 @@ def test_scancel_leaves_nothing_and_another_submit_resumes(slurm: SlurmLab, tmp_
     run.audited()
 
 
+@pytest.mark.slow
 def test_throughput_is_back_when_preempted_engines_have_loaded(slurm: SlurmLab, tmp_path: Path) -> None:
     """A job of a higher partition takes the processors of every engine."""
     run = SlurmRun(slurm, tmp_path / "project", steps=1500)

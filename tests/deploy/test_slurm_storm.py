@@ -11,7 +11,7 @@ import pytest
 from tests.deploy.slurm_lab import SlurmLab, why_no_slurm
 from tests.deploy.slurm_run import SlurmRun
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_no_slurm()), reason=why_no_slurm())]
+pytestmark = pytest.mark.skipif(bool(why_no_slurm()), reason=why_no_slurm())
 BLOWS, SEED = 16, 7
 JOBS = ("head", "engines", "actors")
 VICTIMS = ("tidemill host", "tidemill engine", "tidemill actor", "tidemill learner", "tidemill rank", "nats-server")
@@ -67,6 +67,7 @@ class SlurmStorm:
             self._away = node
 
 
+@pytest.mark.slow
 def test_a_storm_over_a_run_on_slurm(tmp_path: Path) -> None:
     with SlurmLab(tmp_path) as slurm:
         run = SlurmRun(slurm, tmp_path / "project", steps=60 * BLOWS)
