@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 NEWER = (
     "bus.trained_max_bytes",
     "debug.shadow_of",
+    "engine.family",
+    "learner.family",
     "learner.fsdp_replicas",
     "learner.mtp_loss_scaling_factor",
     "learner.record",
