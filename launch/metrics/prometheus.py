@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
@@ -252,21 +252,23 @@ async def _read_streams(bus: Bus, state: RunState) -> None:
     with suppress(KeyError, TypeError, ValueError):
         state.steps = int(config["learner"]["steps"])
         state.max_lag = int(config["staleness"]["max_lag"])
-    for name in _short_names(bus):
+    shards = (await bus.jet.shards()).count
+    for name in _names_of_streams(bus, shards):
         try:
             stored = await bus.jet.state(name)
         except NotFound:
             continue
         bounds = {"SAMPLES": "samples_max_bytes", "TURNS": "turns_max_bytes", "TRAINED": "trained_max_bytes"}
         short = name.removeprefix(subjects.stream(bus.run, ""))
-        bound = (config.get("bus") or {}).get(bounds.get(short, ""), 0)
-        state.streams[short] = (stored, bound if isinstance(bound, int) else 0)
+        bound = (config.get("bus") or {}).get(bounds.get(short.partition("-")[0], ""), 0)
+        bound = bound if isinstance(bound, int) else 0
+        state.streams[short] = (stored, bound // shards if "-" in short else bound)
     account = await bus.jet.call("INFO")
     limit = int((account.get("limits") or {}).get("max_storage", 0))
     state.store = (int(account.get("storage", 0)), max(0, limit))
     state.backlog = await bus.tasks.backlog()
 
 
-def _short_names(bus: Bus) -> Iterable[str]:
-    prefix = subjects.stream(bus.run, "")
-    return (name for config in stream_configs(bus.run, bus.config) if (name := config["name"]).startswith(prefix))
+def _names_of_streams(bus: Bus, shards: int) -> Iterable[str]:
+    prefix, settings = subjects.stream(bus.run, ""), replace(bus.config, sample_shards=shards)
+    return (name for config in stream_configs(bus.run, settings) if (name := config["name"]).startswith(prefix))

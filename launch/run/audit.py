@@ -9,7 +9,7 @@ and the cursor alone.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import Done, Kind, Plan, Sample, Settle, Status, Task
+from tidemill.bus.wire.shards import Position, Shards, is_behind
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.buffer.ledger import count_of, field_of
 
@@ -98,9 +99,10 @@ class CheckpointCursor:
     # Invalid samples that the learner had counted by then; likewise `invalid_by_actor`.
     invalid_by_field: Mapping[str, int] = field(default_factory=dict)
     invalid_by_actor: Mapping[str, int] = field(default_factory=dict)
+    floors: Position = ()  # Floor of each shard of SAMPLES, where there are several
 
     def __contains__(self, seq: int) -> bool:
-        return seq <= self.floor or seq in self.settled
+        return is_behind(seq, self.floors or (self.floor,)) or seq in self.settled
 
 
 Progress = Callable[[int, int], None]  # Callback with (messages of SAMPLES read, their total number)
@@ -111,14 +113,14 @@ async def audit(
     cursor: CheckpointCursor | None = None,
     *,
     versions: Mapping[int, int] | None = None,
-    after: Mapping[int, int] | None = None,
+    after: Mapping[int, Position] | None = None,
     vocab_size: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> tuple[RunAccounting, list[Done]]:
     """Read the streams; return the accounting, and the outcomes of the steps in the order of their records.
 
     ``cursor`` None = there is no checkpoint; ``versions``: step of every version in the registry, None = not compared;
-    ``after``: version -> sequence that its samples come after (0 if it is missing).
+    ``after``: version -> position that its samples come after (0 if it is missing).
     """
     reading = _Audit(cursor, versions, after or {}, vocab_size)
     async for _, record in bus.plans.scan():
@@ -140,7 +142,7 @@ class _Audit:
         self,
         cursor: CheckpointCursor | None,
         versions: Mapping[int, int] | None,
-        after: Mapping[int, int],
+        after: Mapping[int, Position],
         vocab_size: int | None,
     ) -> None:
         self._cursor, self._versions, self._after, self._vocab_size = cursor, versions, after, vocab_size
@@ -211,12 +213,18 @@ class _Audit:
 
     async def samples(self, bus: Bus, progress: Progress) -> None:
         """Count every sequence of SAMPLES, after all tasks."""
-        state = await bus.samples.info()
-        self._trimmed(max(0, state.first_seq - 1))
-        if state.messages and (gone := state.last_seq - state.first_seq + 1 - state.messages):
-            self._lost(f"{gone} sequences are gone from the middle of the stream", gone)
+        states, read = await bus.samples.states(), 0
+        shards = Shards(len(states))
+        self._trimmed(
+            [shards.seq(shard, local) for shard, state in enumerate(states) for local in range(1, state.first_seq)]
+        )
+        for state in states:
+            if state.messages and (gone := state.last_seq - state.first_seq + 1 - state.messages):
+                self._lost(f"{gone} sequences are gone from the middle of the stream", gone)
+        total = sum(state.last_seq - state.first_seq + 1 for state in states)
         async for received in bus.samples.tail(last=EVERYTHING, follow=False):
-            progress(received.seq - state.first_seq + 1, state.last_seq - state.first_seq + 1)
+            read += 1
+            progress(min(read, total), total)
             if isinstance(received.sample, WireError):
                 self.accounting.published += 1
                 self._refuse(received.seq, field_of(received.sample), received.actor)
@@ -225,11 +233,11 @@ class _Audit:
             else:
                 self._sample(received.seq, received.sample, received.actor)
 
-    def _trimmed(self, last: int) -> None:
-        """Count the trimmed sequences 1 .. ``last``: PLAN must name them, or the cursor be past them."""
-        self.accounting.trimmed = last
+    def _trimmed(self, seqs: Sequence[int]) -> None:
+        """Count the trimmed sequences: PLAN must name them, or the cursor be past them."""
+        self.accounting.trimmed = len(seqs)
         unclaimed = 0
-        for seq in range(1, last + 1):
+        for seq in seqs:
             if seq in self._step_of_seq:
                 self.accounting.published += 1
                 self.accounting.trained_here += 1
@@ -298,7 +306,7 @@ class _Audit:
         if self._versions is None:
             return False
         names = {span.version for span in sample.spans}
-        return any(name not in self._versions or seq <= self._after.get(name, 0) for name in names)
+        return any(name not in self._versions or is_behind(seq, self._after.get(name, (0,))) for name in names)
 
     def _count_trained(self, seq: int, sample: Sample, plan: Plan) -> None:
         accounting = self.accounting
@@ -380,7 +388,7 @@ def _largest_lag(plan: Plan) -> int:
 
 def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor | None:
     """Return the cursor in the newest valid checkpoint; None without one. ``stored``: a store has the files."""
-    from tidemill.learner.buffer.ledger import read_state
+    from tidemill.learner.buffer.ledger import cursor_of, read_state
     from tidemill.learner.checkpoints import disk
 
     paths = (checkpoint.path for checkpoint in disk.listed(checkpoints))
@@ -388,13 +396,14 @@ def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor 
     if path is None:
         return None
     state = read_state(disk.read_state(path))
-    counts = state["tally"]
+    counts, cursor = state["tally"], cursor_of(state)
     return CheckpointCursor(
-        int(state["samples"]["floor"]),
-        frozenset(state["samples"]["settled"]),
+        cursor.floor,
+        frozenset(cursor.settled),
         int(state["step"]),
         counts["invalid"],
         counts.get("invalid_of", {}),  # missing in snapshots from before actors were counted
+        cursor.floors,
     )
 
 

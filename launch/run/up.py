@@ -337,7 +337,7 @@ class Up:
         cursor = await asyncio.to_thread(partial(read_cursor, self._config.checkpoints, stored=stored))
         versions = [row_of(VersionRow, value) for value, _ in (await bus.rows("weights").all("v")).values()]
         vocab_size, _ = feeder_process.model_shape(Path(self._config.model.path))
-        steps, after = {row.version: row.step for row in versions}, {row.version: row.after for row in versions}
+        steps, after = {row.version: row.step for row in versions}, {row.version: row.position for row in versions}
         async with summary.audit_shown(bus, self._print) as progress:
             accounting, outcomes = await audit(
                 bus, cursor, versions=steps, after=after, vocab_size=vocab_size, progress=progress

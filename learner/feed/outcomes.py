@@ -17,7 +17,7 @@ from tidemill.bus.wire.messages import Done, Plan
 from tidemill.bus.wire.subjects import END_KEY, EPOCH_KEY
 from tidemill.learner.algorithms.alarms import Context
 from tidemill.learner.buffer.datasource import DataSource
-from tidemill.learner.buffer.ledger import read_state
+from tidemill.learner.buffer.ledger import cursor_of, read_state
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.disk import Checkpoint, kept_names
 from tidemill.learner.errors import CheckpointCorrupt, FeedError, NothingTrained
@@ -108,7 +108,7 @@ class Outcomes:
         metrics |= self.age.done(metrics, time.monotonic(), recorded=earlier is not None)
         await record_done(self._bus, self._epoch, step, metrics, weights_digest)
         with suppress(BusUnavailable):
-            self.fullness = (await self._bus.samples.info()).bytes / self._bus.config.samples_max_bytes
+            self.fullness = await self._bus.samples.fullness()
         # Plans from the checkpoint on are kept: the report of a later checkpoint is compared with them.
         self._plans = {planned: facts for planned, facts in self._plans.items() if planned >= self.checkpoint_step}
 
@@ -223,8 +223,11 @@ class Outcomes:
         await self._bus.tasks.raise_floor(state["tasks"]["floor"])
         await self._bus.partials.trim(state["tasks"]["floor"] + 1)
         await self._bus.turns.trim(state["tasks"]["floor"] + 1)
-        if (below := oldest["samples"]["floor"] + 1 - history) >= 2:
-            await self._bus.samples.trim(await self._waited_for(below, oldest["samples"]["created"]))
+        cursor = cursor_of(oldest)
+        below = tuple(floor + 1 - history for floor in cursor.position)
+        if len(below) == 1 and below[0] >= 2:
+            below = (await self._waited_for(below[0], cursor.created),)
+        await self._bus.samples.trim(*below)
         if (below := oldest["tasks"]["floor"] + 1 - history) >= 2:
             await self._bus.tasks.trim(below)
 

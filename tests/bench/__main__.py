@@ -38,6 +38,7 @@ NAMES = {
     ),
     "episodes": "turns/s of episodes through the gateway, with and without a log, against asking the engine directly",
     "actors": "1,000 actors with 1,000 samples/s of 32 KB: does the feeder keep up, and at what cost",
+    "scaling": "several streams of samples: points, a simulation calibrated with them, and costs (about 5 minutes)",
     "recovery": "how long a run stands still when a process of it is killed, against its first start",
     "failover": "how long a cluster of three stands still when a leader is killed (about 2 minutes)",
     "gpu": "step, pushes and engine on one GPU, beside a step of transformers; tiny on a CPU",

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -47,9 +47,31 @@ from tidemill.weightstore.store.registry import VersionRegistry
 RUN = "thousand"
 ROOT = Path(__file__).resolve().parents[2]
 GROUP_SIZE, GROUPS_PER_STEP, TOKENS, PROMPT_TOKENS = 8, 64, 3500, 100
-CONFIG = BusConfig(lease_s=60.0, samples_max_bytes=8_000_000_000, history_samples=2000)
 CONNECT_AT_ONCE = 50
 LOOK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One measurement: rates in samples/s, and the share of a core of each kind of process."""
+
+    shards: int
+    offered: float
+    stored: float
+    trained: float
+    shares: dict[str, float]
+    memory_mb: dict[str, float]
+    behind: list[float]
+    """Messages that the feeder had not read, once a second."""
+
+    def us(self, name: str) -> float:
+        """Return the CPU time of a kind of process for a sample, in microseconds."""
+        return 1e6 * self.shares[name] / self.stored
+
+
+def bus_config(shards: int) -> BusConfig:
+    """Return the settings of the bus of a measurement."""
+    return BusConfig(lease_s=60.0, samples_max_bytes=8_000_000_000, history_samples=2000, sample_shards=shards)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -59,72 +81,98 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--actors", type=int, default=1000)
     parser.add_argument("--rate", type=float, default=1000.0, help="samples/s of all together")
     parser.add_argument("--seconds", type=float, default=30.0, help="measured, after everybody is at work")
+    parser.add_argument("--shards", type=int, default=1, help="streams of samples, each with a reader process")
     for hidden in ("--role", "--url", "--directory"):
         parser.add_argument(hidden, default="", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.role:
         asyncio.run({"feeder": feeder, "rank": rank, "actors": actors}[args.role](args))
         return
-    with tempfile.TemporaryDirectory() as directory, EmbeddedServer(Path(directory) / "bus", CONFIG) as server:
-        asyncio.run(prepare(server.url))
+    report(measure(args), args.actors)
+
+
+def measure(args: argparse.Namespace) -> Point:
+    """Return the costs at a rate, measured on a bus and processes of its own."""
+    config = bus_config(args.shards)
+    with tempfile.TemporaryDirectory() as directory, EmbeddedServer(Path(directory) / "bus", config) as server:
+        asyncio.run(prepare(server.url, config))
         (Path(directory) / "keys").write_text(json.dumps(asdict(FeedKeys.new())))
         command = [sys.executable, "-m", "tests.bench.actors", "--url", server.url, "--directory", directory]
-        command += ["--actors", str(args.actors), "--rate", str(args.rate)]
+        command += ["--actors", str(args.actors), "--rate", str(args.rate), "--shards", str(args.shards)]
         children = {
             role: subprocess.Popen([*command, "--role", role], cwd=ROOT) for role in ("feeder", "rank", "actors")
         }
         try:
-            asyncio.run(watch(server, children, args))
+            return asyncio.run(watch(server, children, args))
         finally:
             for child in children.values():
                 child.kill()
                 child.wait()
 
 
-async def prepare(url: str) -> None:
-    async with connect(url, RUN, CONFIG, name="prepare") as bus:
+async def prepare(url: str, config: BusConfig) -> None:
+    async with connect(url, RUN, config, name="prepare") as bus:
         await bus.create_layout()
 
 
-async def watch(server: EmbeddedServer, children: dict[str, subprocess.Popen[bytes]], args: argparse.Namespace) -> None:
-    processes = {name: psutil.Process(child.pid) for name, child in children.items()} | {
-        "nats-server": psutil.Process(server.pid)
-    }
-    async with connect(server.url, RUN, CONFIG, name="watch") as bus:
+async def watch(
+    server: EmbeddedServer, children: dict[str, subprocess.Popen[bytes]], args: argparse.Namespace
+) -> Point:
+    processes = {name: [psutil.Process(child.pid)] for name, child in children.items()}
+    processes["nats-server"] = [psutil.Process(server.pid)]
+    async with connect(server.url, RUN, bus_config(args.shards), name="watch") as bus:
         view, behind = LiveView(bus), []
-        while (await bus.samples.info()).last_seq < args.rate:
+        while await num_stored(bus) < args.rate:
             for name, child in children.items():
                 if child.poll() is not None:
                     raise SystemExit(f"the {name} process ended with code {child.returncode}")
             await asyncio.sleep(LOOK_S)
         await asyncio.sleep(5)
-        before, stored, began_s = cpu(processes), (await bus.samples.info()).last_seq, time.monotonic()
+        processes["readers"] = processes["feeder"][0].children()
+        before, stored, began_s = cpu(processes), await num_stored(bus), time.monotonic()
         trained = await counted(view, "trained")
         while time.monotonic() - began_s < args.seconds:
             await asyncio.sleep(LOOK_S)
             behind.append(await counted(view, "behind"))
         elapsed_s = time.monotonic() - began_s
-        rate = ((await bus.samples.info()).last_seq - stored) / elapsed_s
+        rate = (await num_stored(bus) - stored) / elapsed_s
         taken = (await counted(view, "trained") - trained) / elapsed_s
         spent = {name: (after - before[name]) / elapsed_s for name, after in cpu(processes).items()}
-        print(
-            f"{args.actors} actors, one connection each; offered {args.rate:.0f} samples/s, stored "
-            f"{rate:.0f}, trained {taken:.0f}"
-        )
-        print(
-            f"feeder behind by {median(behind):.0f} messages in the median, {max(behind):.0f} at most, "
-            f"{behind[-1]:.0f} at the end"
-        )
-        for name, process in processes.items():
-            share = f"{100 * spent[name]:.0f} % of a core, {1e6 * spent[name] / rate:.0f} us a sample"
-            print(f"  {name:<12} {share}, {process.memory_info().rss / 1e6:.0f} MB")
-        print(f"RATIO stored / offered: {rate / args.rate:.2f}")
-        print(f"RATIO what the feeder takes with a core of its own / offered: {rate / spent['feeder'] / args.rate:.1f}")
+        memory = {name: sum(process.memory_info().rss for process in each) / 1e6 for name, each in processes.items()}
+    return Point(
+        shards=args.shards,
+        offered=args.rate,
+        stored=rate,
+        trained=taken,
+        shares=spent,
+        memory_mb=memory,
+        behind=behind,
+    )
 
 
-def cpu(processes: dict[str, psutil.Process]) -> dict[str, float]:
-    """Return user and system seconds so far."""
-    return {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
+def report(point: Point, actors: int) -> None:
+    """Print one measurement."""
+    rates = f"offered {point.offered:.0f} samples/s, stored {point.stored:.0f}, trained {point.trained:.0f}"
+    print(f"{actors} actors, one connection each, {point.shards} streams of samples; {rates}")
+    behind = point.behind
+    text = f"{median(behind):.0f} messages in the median, {max(behind):.0f} at most, {behind[-1]:.0f} at the end"
+    print(f"feeder behind by {text}")
+    for name, share in point.shares.items():
+        costs = f"{100 * share:.0f} % of a core, {point.us(name):.0f} us a sample"
+        print(f"  {name:<12} {costs}, {point.memory_mb[name]:.0f} MB")
+    print(f"RATIO stored / offered: {point.stored / point.offered:.2f}")
+    most = point.stored / point.shares["feeder"] / point.offered
+    print(f"RATIO what the feeder takes with a core of its own / offered: {most:.1f}")
+
+
+async def num_stored(bus: Bus) -> int:
+    """Return the number of samples that were ever stored."""
+    return sum(state.last_seq for state in await bus.samples.states())
+
+
+def cpu(processes: dict[str, list[psutil.Process]]) -> dict[str, float]:
+    """Return user and system seconds so far, of each kind of process."""
+    return {name: sum(sum(process.cpu_times()[:2]) for process in each) for name, each in processes.items()}
 
 
 async def counted(view: LiveView, name: str) -> float:
@@ -155,7 +203,12 @@ async def feeder(args: argparse.Namespace) -> None:
         checkpoints = directory / "checkpoints"
         settings = FeederSettings(
             places=FeederPlaces(
-                run=RUN, bus_url=args.url, bus=CONFIG, listen=url, keys=keys_in(directory), checkpoints=checkpoints
+                run=RUN,
+                bus_url=args.url,
+                bus=bus_config(args.shards),
+                listen=url,
+                keys=keys_in(directory),
+                checkpoints=checkpoints,
             ),
             model=ModelFacts(vocab_size=150_000),
             learner=LearnerConfig(
@@ -177,7 +230,7 @@ async def rank(args: argparse.Namespace) -> None:
     directory = Path(args.directory)
     await until((directory / "url").exists)
     url, loop = (directory / "url").read_text(), asyncio.get_running_loop()
-    async with connect(args.url, RUN, CONFIG, name="rank") as bus:
+    async with connect(args.url, RUN, bus_config(args.shards), name="rank") as bus:
         await asyncio.to_thread(train, url, keys_in(directory), directory / "checkpoints", VersionRegistry(bus), loop)
 
 
@@ -209,7 +262,7 @@ async def actors(args: argparse.Namespace) -> None:
         async def open_one(number: int) -> Bus:
             async with limit:
                 return await stack.enter_async_context(
-                    connect(args.url, RUN, CONFIG, name=f"actor-{number}", wait_s=120)
+                    connect(args.url, RUN, bus_config(args.shards), name=f"actor-{number}", wait_s=120)
                 )
 
         opened = await asyncio.gather(*[open_one(number) for number in range(args.actors)])

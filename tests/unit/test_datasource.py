@@ -263,7 +263,7 @@ def test_a_sample_of_a_version_that_did_not_exist_when_it_was_stored_is_invalid_
     restarted.issue(1)
     for each in (pond, restarted):
         each.seq = 2
-        each.source.version(7, 0, after=2)
+        each.source.version(7, 0, after=(2,))
     for index in (0, 1):
         assert restarted.source.add(index + 1, sample(one, index, ((0, 1), (7, 2))), 0.0) == Arrival(
             Disposition.INVALID, "version"
