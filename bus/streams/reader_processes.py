@@ -91,10 +91,8 @@ class ShardReaders:
                     if isinstance(value, int):
                         on_passed(value)
                         continue
-                    received = _received(value)
-                    behind[received.seq % self._shards] = received.pending
-                    yield dataclasses.replace(received, pending=sum(behind))
-                    on_passed(received.seq)
+                    yield _received(value, behind)
+                    on_passed(value[0])
         finally:
             await ended(*readers)
 
@@ -144,8 +142,10 @@ async def _pass_on(stream: asyncio.StreamReader, arrived: "asyncio.Queue[list[An
     return None
 
 
-def _received(value: list[Any]) -> Received:
+def _received(value: list[Any], behind: list[int]) -> Received:
+    """Return a message as a reader sent it. ``behind``: messages of each shard after the last one, to be updated."""
     seq, data, error, headers, pending, stored_s, size_bytes, actor = value
+    behind[seq % len(behind)] = pending
     sample: Sample | WireError
     try:
         sample = WireError(*error) if error is not None else decode_sample(data)
@@ -155,7 +155,7 @@ def _received(value: list[Any]) -> Received:
         seq=seq,
         sample=sample,
         headers=headers,
-        pending=pending,
+        pending=sum(behind),
         stored_s=stored_s,
         size_bytes=size_bytes,
         actor=actor,

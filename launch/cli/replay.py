@@ -19,7 +19,7 @@ from tidemill.bus.errors import BusError, WireError
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect, current_epoch
 from tidemill.bus.streams.readers import StoredSample
-from tidemill.bus.streams.samples import PARTS_HEADER
+from tidemill.bus.streams.shard_reading import PARTS_HEADER
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Plan, Sample

@@ -81,6 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--actors", type=int, default=1000)
     parser.add_argument("--rate", type=float, default=1000.0, help="samples/s of all together")
     parser.add_argument("--seconds", type=float, default=30.0, help="measured, after everybody is at work")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a response")
     parser.add_argument("--shards", type=int, default=1, help="streams of samples, each with a reader process")
     for hidden in ("--role", "--url", "--directory"):
         parser.add_argument(hidden, default="", help=argparse.SUPPRESS)
@@ -98,7 +99,8 @@ def measure(args: argparse.Namespace) -> Point:
         asyncio.run(prepare(server.url, config))
         (Path(directory) / "keys").write_text(json.dumps(asdict(FeedKeys.new())))
         command = [sys.executable, "-m", "tests.bench.actors", "--url", server.url, "--directory", directory]
-        command += ["--actors", str(args.actors), "--rate", str(args.rate), "--shards", str(args.shards)]
+        command += ["--actors", str(args.actors), "--rate", str(args.rate)]
+        command += ["--shards", str(args.shards), "--tokens", str(args.tokens)]
         children = {
             role: subprocess.Popen([*command, "--role", role], cwd=ROOT) for role in ("feeder", "rank", "actors")
         }
@@ -216,10 +218,10 @@ async def feeder(args: argparse.Namespace) -> None:
                 groups_per_step=GROUPS_PER_STEP,
                 group_size=GROUP_SIZE,
                 checkpoint_every=4,
-                max_tokens_per_micro_batch=8 * (TOKENS + PROMPT_TOKENS),
+                max_tokens_per_micro_batch=8 * (args.tokens + PROMPT_TOKENS),
             ),
             staleness=StalenessConfig(max_lag=steps_ahead + 1),
-            sampling=Sampling(max_new_tokens=TOKENS),
+            sampling=Sampling(max_new_tokens=args.tokens),
         )
         prompts = PromptFile(directory / "prompts.jsonl", tokenize=lambda prompt: tokens, max_tokens=PROMPT_TOKENS)
         await run_feeder(settings, prompts, asyncio.Event())
@@ -268,13 +270,13 @@ async def actors(args: argparse.Namespace) -> None:
         opened = await asyncio.gather(*[open_one(number) for number in range(args.actors)])
         print(f"{len(opened)} connections", flush=True)
         await asyncio.gather(
-            *[act(bus, f"actor-{number}", args.actors / args.rate) for number, bus in enumerate(opened)]
+            *[act(bus, f"actor-{number}", args.actors / args.rate, args.tokens) for number, bus in enumerate(opened)]
         )
 
 
-async def act(bus: Bus, id: str, pause_s: float) -> None:
+async def act(bus: Bus, id: str, pause_s: float, num_tokens: int) -> None:
     """Publish a sample every ``pause_s``, or as soon as possible when it is late."""
-    pattern = make_sample(RUN, 1, TOKENS)
+    pattern = make_sample(RUN, 1, num_tokens)
     prompt = np.zeros(PROMPT_TOKENS, np.int32)
     pattern = replace(pattern, tokens=np.concatenate([prompt, pattern.tokens[PROMPT_TOKENS:]]), actor=id)
     next_s = time.monotonic() + random.uniform(0, pause_s)
@@ -290,7 +292,7 @@ async def act(bus: Bus, id: str, pause_s: float) -> None:
                 attempt=lease.attempt,
                 prompt=task.prompt,
                 tokens=np.concatenate([task.prompt_tokens, pattern.tokens[len(task.prompt_tokens) :]]),
-                spans=(Span(version=task.min_version, num_tokens=TOKENS),),
+                spans=(Span(version=task.min_version, num_tokens=num_tokens),),
                 sampling=task.sampling,
                 label=task.label,
             )
