@@ -13,6 +13,8 @@ SGLANG ?= .venv-sglang
 OPENENV ?= .venv-openenv
 VERIFIERS ?= .venv-verifiers
 GYMS   ?= .venv-gyms
+# Packages beside ours, not an environment: `tidemill metrics` imports them.
+TRACKERS ?= .venv-trackers
 TRL    ?= .venv-trl
 DOCS   ?= .venv-docs
 RELEASE ?= .venv-release
@@ -90,7 +92,7 @@ arithmetic: setup
 	$(BIN)/tidemill up arithmetic --fresh $(ARGS)
 	$(BIN)/tidemill up arithmetic_rl --fresh --from-checkpoint runs/arithmetic/checkpoints/step-300-epoch-1 $(ARGS)
 
-TESTS := tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit
+TESTS := tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit tests/deploy
 
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)
 test test-chaos test-late test-frozen test-net test-net-all test-all test-sglang test-sglang-all test-env test-more: export CUDA_VISIBLE_DEVICES :=
@@ -159,14 +161,15 @@ test-sglang-all: setup $(SGLANG)/.ready
 	$(BIN)/python -m pytest $(ON_SGLANG) --sglang-python $(SGLANG)/bin/python $(SERVERS_BESIDE)
 
 # Environments of other projects, each in an environment of its own, because they cannot live with our packages.
-test-env: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
+test-env: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready
 	$(BIN)/python -m pytest tests/env $(IN_ENVIRONMENTS) $(BESIDE)
 
-IN_ENVIRONMENTS := --openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python --gyms-python $(GYMS)/bin/python
+IN_ENVIRONMENTS := --openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python --gyms-python $(GYMS)/bin/python \
+	--trackers $(TRACKERS)
 
 # What `.ci/run` runs after `make test`: test-chaos, test-net, test-browser, test-gpu-logic and test-env in one run, whose workers start once,
 # and in which tests that wait are beside tests that compute.
-test-more: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
+test-more: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready
 	$(BIN)/python -m pytest -m "not slow" $(ON_MACHINES) tests/chaos tests/page tests/gpu --gpu-device cpu tests/env $(IN_ENVIRONMENTS) \
 		-n 6 --dist loadfile --no-loadscope-reorder
 
@@ -176,7 +179,7 @@ test-browser: setup
 	$(BIN)/python -m pytest tests/page
 
 # All of those environments and SGLang's: installed beside other work, which `.ci/run` does.
-environments: $(SGLANG)/.ready $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
+environments: $(SGLANG)/.ready $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready
 
 # Most modules of these packages are never imported, so nothing is compiled before it is.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
@@ -201,6 +204,11 @@ $(TRL)/.ready: tests/bench/requirements-trl.txt constraints.txt
 $(GYMS)/.ready: tests/env/requirements-gyms.txt
 	$(PYTHON) -m venv $(GYMS)
 	$(GYMS)/bin/python $(INSTALL) -r $<
+	touch $@
+
+$(TRACKERS)/.ready: tests/env/requirements-trackers.txt | $(VENV)/.ready
+	rm -rf $(TRACKERS)
+	$(BIN)/python $(INSTALL) --target $(TRACKERS) -r $<
 	touch $@
 
 $(SGLANG)/.ready: tests/sglang/requirements.txt tests/sglang/requirements-no-deps.txt constraints.txt
@@ -308,4 +316,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) $(GYMS) $(TRL) $(DOCS) $(RELEASE) build dist site runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) $(GYMS) $(TRACKERS) $(TRL) $(DOCS) $(RELEASE) build dist site runs .pytest_cache .mypy_cache .ruff_cache

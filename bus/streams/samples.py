@@ -146,11 +146,6 @@ class SampleStream:
         shards = await self._jet.shards()
         return tuple(shards.seq(shard, state.last_seq) for shard, state in enumerate(await self.states()))
 
-    async def fullness(self) -> float:
-        """Return the share of its bound that the stream has in use, or the fullest of the shards."""
-        shards, bound = await self._jet.shards(), self._jet.config.samples_max_bytes
-        return max(state.bytes for state in await self.states()) / (bound // shards.count)
-
     async def trim(self, *below: int) -> None:
         """Remove messages with sequences < ``below``, except from the first part on that a later manifest still needs.
 

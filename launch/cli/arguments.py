@@ -100,6 +100,11 @@ def add_bus(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bus", required=True, type=bus_url, metavar="URL", help="NATS URL, nats://host:port")
 
 
+def add_until_end(parser: argparse.ArgumentParser) -> None:
+    """Add --until-end, for processes that serve a run."""
+    parser.add_argument("--until-end", action="store_true", help="drain, and end with 0, when the run has ended")
+
+
 def add_allow(parser: argparse.ArgumentParser) -> None:
     """Add --allow, for settings that come from the bus."""
     text = "accept a setting with code, a program or a file here from the run; * for any value; repeatable"
@@ -110,6 +115,20 @@ def add_listening(parser: argparse.ArgumentParser) -> None:
     """Add the addresses at which a process listens, and is reached by others."""
     parser.add_argument("--host", default="", help="address to listen on; default: of the route to the bus")
     parser.add_argument("--advertise", default="", metavar="HOST[:PORT]", help="address for others, if not --host")
+
+
+def probes_address(text: str) -> tuple[str, int]:
+    """Return host and port of the argument ``--probes``. Raises ArgumentTypeError."""
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) < 65536) or (":" in host and host[:1] != "["):
+        raise argparse.ArgumentTypeError(f"want [HOST:]PORT with a port from 0 (any free one) to 65535, got {text!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def add_probes(parser: argparse.ArgumentParser) -> None:
+    """Add --probes, for whatever supervises the process."""
+    text = "answer GET /healthz, /readyz and /metrics here; a port alone is one of 127.0.0.1"
+    parser.add_argument("--probes", type=probes_address, metavar="[HOST:]PORT", help=text)
 
 
 def add_since(parser: argparse.ArgumentParser) -> None:

@@ -3,12 +3,13 @@ are in ``launch/run/bus_process.py`` and ``launch/run/servers.py``.
 """
 
 import argparse
+import asyncio
 import math
 import os
 from pathlib import Path
 
-from tidemill.launch.cli.arguments import add_config, bus_url, refuse_no_model
-from tidemill.launch.cli.inputs import bus_address, given_options, process_id, unprinted_config
+from tidemill.launch.cli.arguments import add_config, add_probes, add_until_end, bus_url, refuse_no_model
+from tidemill.launch.cli.inputs import bus_address, given_options, process_id, unprinted_config, with_probes
 from tidemill.launch.settings.extras import require
 
 DRAIN_S = 30.0  # seconds that a router or a teacher has to finish its requests
@@ -18,6 +19,7 @@ def add_bus(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--auth", action="store_true", help="with users, passwords and permissions: bus.auth=true")
     parser.add_argument("--auth-dir", default="", metavar="DIR", help="directory of their passwords: bus.auth_dir")
+    add_probes(parser)
 
 
 def run_bus(args: argparse.Namespace) -> int:
@@ -30,13 +32,15 @@ def run_bus(args: argparse.Namespace) -> int:
     from tidemill.launch.run import bus_process, process
 
     process.set_up_logging("bus")
-    return process.run(lambda draining: bus_process.run_bus(config, draining), drain_s=config.up.drain_s, uvloop=False)
+    main = with_probes(args, lambda draining: bus_process.run_bus(config, draining))
+    return process.run(main, drain_s=config.up.drain_s, uvloop=False)
 
 
 def add_router(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bus", default="", type=bus_url, metavar="URL", help="bus with the engines of a run")
     parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     parser.add_argument("--id", default="", help="its name on the bus")
+    add_until_end(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; auto = of the route to the bus")
     parser.add_argument("--advertise", default="", metavar="HOST", help="address for others, if not --host")
     parser.add_argument("--insecure", action="store_true", help="serve other machines without the run's key")
@@ -50,13 +54,14 @@ def add_router(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds for a request, at most")
     parser.add_argument("--wait", type=float, default=60.0, metavar="S", help="seconds to wait for an engine")
     parser.add_argument("--retries", type=int, default=3, metavar="N", help="more attempts, where repeating is safe")
+    add_probes(parser)
 
 
 def run_router(args: argparse.Namespace) -> int:
     """Run a router until drained. Returns the exit code of ``process.run``. Raises ValueError."""
     from tidemill.actors.config import RouterConfig, check_url
     from tidemill.bus.client.addresses import AUTO
-    from tidemill.launch.run import process, servers
+    from tidemill.launch.run import process, run_end, servers
 
     if args.exact:
         require("router")
@@ -74,13 +79,19 @@ def run_router(args: argparse.Namespace) -> int:
         raise ValueError("want --bus URL, --worker URL, or both")
     if args.host == AUTO and not args.bus:
         raise ValueError("--host: auto needs --bus; want an address")
+    if args.probes and not args.bus:
+        raise ValueError("--probes: want --bus with it, got none; a router without a bus answers GET /health itself")
+    if args.until_end and not args.bus:
+        raise ValueError("--until-end: want --bus URL with it, got none")
     router_id = process_id(args)
     process.set_up_logging("router", router_id)
     address = bus_address(args, None, router_id) if args.bus else ""
-    return process.run_refusing(
-        lambda draining: servers.run_router(config, args.run, address, router_id, draining, drain_s=DRAIN_S),
-        drain_s=DRAIN_S + 5,
-    )
+
+    async def body(draining: asyncio.Event) -> None:
+        async with run_end.until_end(address, args.run, draining, name="router", on=args.until_end):
+            await servers.run_router(config, args.run, address, router_id, draining, drain_s=DRAIN_S)
+
+    return process.run_refusing(with_probes(args, body), drain_s=DRAIN_S + 5)
 
 
 def add_reward_server(parser: argparse.ArgumentParser) -> None:

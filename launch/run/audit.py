@@ -11,13 +11,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import Done, Kind, Plan, Sample, Settle, Status, Task
 from tidemill.bus.wire.shards import Position, Shards, is_behind
+from tidemill.launch.run.checkpoint_cursor import CheckpointCursor
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.buffer.ledger import count_of, field_of
 
@@ -87,22 +87,6 @@ class RunAccounting:
         """Record the description of a problem; those after the first ``_MAX_PROBLEMS`` are not kept."""
         if len(self.problems) < _MAX_PROBLEMS:
             self.problems.append(text)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointCursor:
-    """The sequences that the last checkpoint's cursor has as settled."""
-
-    floor: int
-    settled: frozenset[int]
-    step: int = 0  # Step of the checkpoint: samples of plans up to it must be settled
-    # Invalid samples that the learner had counted by then; likewise `invalid_by_actor`.
-    invalid_by_field: Mapping[str, int] = field(default_factory=dict)
-    invalid_by_actor: Mapping[str, int] = field(default_factory=dict)
-    floors: Position = ()  # Floor of each shard of SAMPLES, where there are several
-
-    def __contains__(self, seq: int) -> bool:
-        return is_behind(seq, self.floors or (self.floor,)) or seq in self.settled
 
 
 Progress = Callable[[int, int], None]  # Callback with (messages of SAMPLES read, their total number)
@@ -384,27 +368,6 @@ def _largest_lag(plan: Plan) -> int:
     """Return the largest lag of the tokens a plan may train: an upper bound, for samples that are trimmed."""
     oldest = min(plan.version_steps.values(), default=plan.step - 1)
     return plan.step - 1 - (oldest if plan.oldest_step is None else max(oldest, plan.oldest_step))
-
-
-def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor | None:
-    """Return the cursor in the newest valid checkpoint; None without one. ``stored``: a store has the files."""
-    from tidemill.learner.buffer.ledger import cursor_of, read_state
-    from tidemill.learner.checkpoints import disk
-
-    paths = (checkpoint.path for checkpoint in disk.listed(checkpoints))
-    path, _ = disk.latest_valid(paths, partly=True, stored=stored)
-    if path is None:
-        return None
-    state = read_state(disk.read_state(path))
-    counts, cursor = state["tally"], cursor_of(state)
-    return CheckpointCursor(
-        cursor.floor,
-        frozenset(cursor.settled),
-        int(state["step"]),
-        counts["invalid"],
-        counts.get("invalid_of", {}),  # missing in snapshots from before actors were counted
-        cursor.floors,
-    )
 
 
 def mean(values: list[float]) -> float:

@@ -3,17 +3,21 @@
 import asyncio
 import logging
 import math
+import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusUnavailable, Fenced
+from tidemill.bus.exit_codes import DONE
 from tidemill.bus.streams.bus import Bus, current_epoch
 from tidemill.bus.streams.readers import Cursors
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Done, Plan
+from tidemill.bus.wire.rows import EndRow, Outcome
 from tidemill.bus.wire.subjects import END_KEY, EPOCH_KEY
 from tidemill.learner.algorithms.alarms import Context
 from tidemill.learner.buffer.datasource import DataSource
@@ -53,8 +57,8 @@ class Outcomes:
         """``resumed``: the checkpoint and the outcomes after it. ``copies``: None = all checkpoints are here."""
         step, rules = resumed.source.step, resumed.source.rules
         self._bus, self._server, self._epoch, self._root = bus, server, epoch, settings.places.checkpoints
-        self.steps = rules.steps
-        """Last step of the run."""
+        self.steps, self._ends_by = rules.steps, "learner.steps"
+        """Last step of the run, and the reason why it ends there."""
         context = Context(max_lag=rules.staleness.max_lag, gate=rules.staleness.gate)
         self.age = EpisodeAge(settings.learner.algorithm.alarms, context)
         self._earlier, self._done = resumed.done, step
@@ -70,6 +74,8 @@ class Outcomes:
         """Step of the latest checkpoint."""
         self.fullness = 0.0
         """Share of the stream SAMPLES in use, after the last step."""
+        self._disks: dict[str, float] = {}
+        """Metrics of the disks, as they were after the step before."""
         self.finished = asyncio.Event()
         self._note_finished()
 
@@ -104,13 +110,20 @@ class Outcomes:
         if earlier is not None and weights_digest and earlier.weights_digest not in (None, weights_digest):
             text = "step %d executed again gave OTHER weights: digest %s before, %s now"
             log.error(text, step, earlier.weights_digest, weights_digest)
-        metrics = metrics | self._plans[step][1]
+        metrics = metrics | self._plans[step][1] | self._disks
         metrics |= self.age.done(metrics, time.monotonic(), recorded=earlier is not None)
         await record_done(self._bus, self._epoch, step, metrics, weights_digest)
         with suppress(BusUnavailable):
-            self.fullness = await self._bus.samples.fullness()
+            await self._note_use_of_bus()
         # Plans from the checkpoint on are kept: the report of a later checkpoint is compared with them.
         self._plans = {planned: facts for planned, facts in self._plans.items() if planned >= self.checkpoint_step}
+
+    async def _note_use_of_bus(self) -> None:
+        """Note how full SAMPLES and the disks of the bus are. Raises BusUnavailable."""
+        shards = [state.bytes for state in await self._bus.samples.states()]
+        samples, self.fullness = sum(shards), len(shards) * max(shards) / self._bus.config.samples_max_bytes
+        stored, _ = await self._bus.jet.store_use()
+        self._disks |= {"disk/bus_bytes": float(stored), "disk/samples_bytes": float(samples)}
 
     async def _checkpointed(self, step: int, path: Path) -> None:
         checkpoint = disk.named(path)
@@ -166,6 +179,8 @@ class Outcomes:
         # Before the streams are trimmed: a restart from the checkpoint before it still needs their samples.
         await self._bus.retry(lambda: self._commit(row))
         log.info("checkpoint committed step=%d path=%s", latest.step, latest.path)
+        free = (await asyncio.to_thread(shutil.disk_usage, self._root)).free
+        self._disks["disk/checkpoints_free_bytes"] = float(free)
         self.checkpoint_step = latest.step
         try:
             await self._trim(latest, state, spared)
@@ -180,10 +195,15 @@ class Outcomes:
         names = [checkpoint.path.name for checkpoint in disk.listed(self._root)]
         return disk.digests_of(self._root, kept_names(names, latest, keep=self._keep, spared=spared))
 
-    def ends_after(self, step: int) -> None:
+    def ends_after(self, step: int, reason: str) -> None:
         """Finish with the checkpoint of an earlier step than the last of the settings."""
-        self.steps = step
+        self.steps, self._ends_by = step, reason
         self._note_finished()
+
+    async def record_end(self) -> None:
+        """Record that the run is done. Raises Fenced."""
+        await self._refuse_if_replaced()
+        await record_end(self._bus, self._epoch, self.checkpoint_step, self._ends_by)
 
     def _note_finished(self) -> None:
         if self.checkpoint_step >= self.steps:
@@ -258,6 +278,19 @@ async def record_done(
         log.info("metrics unsent error=%s", error)
 
 
+async def record_end(bus: Bus, epoch: int, step: int, reason: str) -> None:
+    """Write the row of a run that is done. Retries until it is stored."""
+    row = EndRow(outcome=Outcome.DONE, code=DONE, reason=reason, step=step, time_s=time.time(), epoch=epoch)
+    await bus.retry(lambda: bus.rows("run").put(END_KEY, asdict(row)))
+
+
+async def remove_end(bus: Bus) -> None:
+    """Remove the row of an earlier start: the run goes on."""
+    rows = bus.rows("run")
+    if (await rows.read(END_KEY))[1]:  # only where there is one: a user that may not purge leaves a marker instead
+        await rows.delete(END_KEY)
+
+
 def refuse_newer(newest: int, epoch: int, *, key: str = EPOCH_KEY) -> None:
     """Raise Fenced if a later epoch than this start's was raised. ``epoch``: 0 = this start has none yet."""
     if newest > epoch > 0:
@@ -272,14 +305,8 @@ class EarlyEnd:
     planned by then: they publish its weights and write its checkpoint, if they have not yet.
     """
 
-    def __init__(self, bus: Bus, source: DataSource, evaluations: Evaluations, *, epoch: int) -> None:
-        self._bus, self._source, self._evaluations, self._epoch = bus, source, evaluations, epoch
-
-    async def begin(self) -> None:
-        """Remove the row of an earlier start."""
-        rows = self._bus.rows("run")
-        if (await rows.read(END_KEY))[1]:  # only where there is one: a user that may not purge leaves a marker instead
-            await rows.delete(END_KEY)
+    def __init__(self, source: DataSource, evaluations: Evaluations) -> None:
+        self._source, self._evaluations = source, evaluations
 
     def reason(self, last_failure: str = "") -> str:
         """Return the reason to end after the last planned step; empty = there is none.
@@ -296,13 +323,12 @@ class EarlyEnd:
         return f"all prompts of {num_epochs} pass{'es' * (num_epochs > 1)} are used (learner.num_epochs)"
 
     async def end(self, reason: str, server: FeedServer, outcomes: Outcomes, *, state: bytes) -> None:
-        """End the run after the last planned step. Raises BusError.
+        """End the run after the last planned step.
 
         ``state``: of the data after that step; empty = its checkpoint is ordered.
         """
         step = self._source.step
         log.warning("the run ends after step %d of %d: %s", step, self._source.rules.steps, reason)
-        await self._bus.rows("run").put(END_KEY, {"step": step, "reason": reason, "epoch": self._epoch})
         self._evaluations.ends_after(step, self._source.head)
         await server.last(Last(step=step, state=state))
-        outcomes.ends_after(step)
+        outcomes.ends_after(step, reason)

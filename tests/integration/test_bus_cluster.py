@@ -20,7 +20,8 @@ from tidemill.bus.server.embedded_bus import EmbeddedBus
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done
-from tidemill.launch.run.audit import audit, read_cursor
+from tidemill.launch.run.audit import audit
+from tidemill.launch.run.checkpoint_cursor import read_cursor
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 
 RUN = "r"

@@ -27,7 +27,8 @@ from tidemill.bus.streams.bus import connect, raise_epoch
 from tidemill.bus.streams.readers import Cursors, Reader
 from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Requeue, Sample, Settle, Task
 from tidemill.bus.wire.subjects import BUCKETS, bucket_stream, stream
-from tidemill.launch.run.audit import audit, read_cursor
+from tidemill.launch.run.audit import audit
+from tidemill.launch.run.checkpoint_cursor import read_cursor
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.ledger import cursor_of, read_state
@@ -176,6 +177,17 @@ async def test_episodes_that_take_longer_than_their_tokens_may_be_old_are_an_ala
     )
     assert SHARE not in first and second[SHARE] > 1000
     assert "alarm long_episodes" in caplog.text
+
+
+async def test_a_step_has_the_use_of_the_disks_after_the_step_before(open_world: OpenWorld) -> None:
+    async with open_world(steps=3) as world, world.actors():
+        await finish(world)
+        first, second, third = [record.metrics for record in await world.records() if isinstance(record, Done)]
+        samples, (stored, _) = await world.bus.samples.info(), await world.bus.jet.store_use()
+    assert not any(name.startswith("disk/") for name in first)
+    assert 0 < second["disk/samples_bytes"] <= third["disk/samples_bytes"] <= samples.bytes
+    assert second["disk/samples_bytes"] < second["disk/bus_bytes"] <= third["disk/bus_bytes"] <= stored
+    assert third["disk/checkpoints_free_bytes"] > 0, "the checkpoint of step 2"
 
 
 async def test_samples_reach_the_ranks_as_they_were_published(open_world: OpenWorld) -> None:

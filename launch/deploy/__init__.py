@@ -1,0 +1,1 @@
+"""Runs of which other programs start the processes: launchers, schedulers and clusters."""
