@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -48,7 +49,7 @@ RUN = "thousand"
 ROOT = Path(__file__).resolve().parents[2]
 GROUP_SIZE, GROUPS_PER_STEP, TOKENS, PROMPT_TOKENS = 8, 64, 3500, 100
 CONNECT_AT_ONCE = 50
-LOOK_S = 1.0
+LOOK_S, SETTLE_S = 1.0, 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,23 +90,24 @@ def main(arguments: list[str] | None = None) -> None:
     if args.role:
         asyncio.run({"feeder": feeder, "rank": rank, "actors": actors}[args.role](args))
         return
-    report(measure(args), args.actors)
+    for point in measure(args, [args.rate]):
+        report(point, args.actors)
 
 
-def measure(args: argparse.Namespace) -> Point:
-    """Return the costs at a rate, measured on a bus and processes of its own."""
+def measure(args: argparse.Namespace, rates: Sequence[float]) -> list[Point]:
+    """Return the costs at each rate, one after the other on the same bus and processes."""
     config = bus_config(args.shards)
     with tempfile.TemporaryDirectory() as directory, EmbeddedServer(Path(directory) / "bus", config) as server:
         asyncio.run(prepare(server.url, config))
+        set_rate(Path(directory), rates[0])
         (Path(directory) / "keys").write_text(json.dumps(asdict(FeedKeys.new())))
         command = [sys.executable, "-m", "tests.bench.actors", "--url", server.url, "--directory", directory]
-        command += ["--actors", str(args.actors), "--rate", str(args.rate)]
-        command += ["--shards", str(args.shards), "--tokens", str(args.tokens)]
+        command += ["--actors", str(args.actors), "--shards", str(args.shards), "--tokens", str(args.tokens)]
         children = {
             role: subprocess.Popen([*command, "--role", role], cwd=ROOT) for role in ("feeder", "rank", "actors")
         }
         try:
-            return asyncio.run(watch(server, children, args))
+            return asyncio.run(watch(server, children, args, Path(directory), rates))
         finally:
             for child in children.values():
                 child.kill()
@@ -118,36 +120,48 @@ async def prepare(url: str, config: BusConfig) -> None:
 
 
 async def watch(
-    server: EmbeddedServer, children: dict[str, subprocess.Popen[bytes]], args: argparse.Namespace
-) -> Point:
+    server: EmbeddedServer,
+    children: dict[str, subprocess.Popen[bytes]],
+    args: argparse.Namespace,
+    directory: Path,
+    rates: Sequence[float],
+) -> list[Point]:
+    """Measure at each rate, once samples are stored."""
     processes = {name: [psutil.Process(child.pid)] for name, child in children.items()}
     processes["nats-server"] = [psutil.Process(server.pid)]
+    points = []
     async with connect(server.url, RUN, bus_config(args.shards), name="watch") as bus:
-        view, behind = LiveView(bus), []
-        while await num_stored(bus) < args.rate:
+        while await num_stored(bus) < rates[0]:
             for name, child in children.items():
                 if child.poll() is not None:
                     raise SystemExit(f"the {name} process ended with code {child.returncode}")
             await asyncio.sleep(LOOK_S)
-        await asyncio.sleep(5)
         processes["readers"] = processes["feeder"][0].children()
-        before, stored, began_s = cpu(processes), await num_stored(bus), time.monotonic()
-        trained = await counted(view, "trained")
-        while time.monotonic() - began_s < args.seconds:
-            await asyncio.sleep(LOOK_S)
-            behind.append(await counted(view, "behind"))
-        elapsed_s = time.monotonic() - began_s
-        rate = (await num_stored(bus) - stored) / elapsed_s
-        taken = (await counted(view, "trained") - trained) / elapsed_s
-        spent = {name: (after - before[name]) / elapsed_s for name, after in cpu(processes).items()}
-        memory = {name: sum(process.memory_info().rss for process in each) / 1e6 for name, each in processes.items()}
+        for rate in rates:
+            set_rate(directory, rate)
+            await asyncio.sleep(SETTLE_S)
+            points.append(await measured(bus, processes, args, rate))
+    return points
+
+
+async def measured(
+    bus: Bus, processes: dict[str, list[psutil.Process]], args: argparse.Namespace, rate: float
+) -> Point:
+    """Return the costs over ``args.seconds``."""
+    view, behind = LiveView(bus), list[float]()
+    before, stored, began_s = cpu(processes), await num_stored(bus), time.monotonic()
+    trained = await counted(view, "trained")
+    while time.monotonic() - began_s < args.seconds:
+        await asyncio.sleep(LOOK_S)
+        behind.append(await counted(view, "behind"))
+    elapsed_s = time.monotonic() - began_s
     return Point(
         shards=args.shards,
-        offered=args.rate,
-        stored=rate,
-        trained=taken,
-        shares=spent,
-        memory_mb=memory,
+        offered=rate,
+        stored=(await num_stored(bus) - stored) / elapsed_s,
+        trained=(await counted(view, "trained") - trained) / elapsed_s,
+        shares={name: (after - before[name]) / elapsed_s for name, after in cpu(processes).items()},
+        memory_mb={name: sum(one.memory_info().rss for one in each) / 1e6 for name, each in processes.items()},
         behind=behind,
     )
 
@@ -183,6 +197,29 @@ async def counted(view: LiveView, name: str) -> float:
 
 
 # ---- the processes
+
+
+def set_rate(directory: Path, rate: float) -> None:
+    """Set the samples/s of all actors together."""
+    (directory / "rate.new").write_text(str(rate))
+    (directory / "rate.new").rename(directory / "rate")
+
+
+class Pace:
+    """Seconds between two samples of an actor, as the rate says at present."""
+
+    def __init__(self, directory: Path, actors: int) -> None:
+        self._file, self._actors = directory / "rate", actors
+        self.pause_s = 0.0
+        self.look()
+
+    def look(self) -> None:
+        self.pause_s = self._actors / float(self._file.read_text())
+
+    async def follow(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.look()
 
 
 def keys_in(directory: Path) -> FeedKeys:
@@ -269,17 +306,17 @@ async def actors(args: argparse.Namespace) -> None:
 
         opened = await asyncio.gather(*[open_one(number) for number in range(args.actors)])
         print(f"{len(opened)} connections", flush=True)
-        await asyncio.gather(
-            *[act(bus, f"actor-{number}", args.actors / args.rate, args.tokens) for number, bus in enumerate(opened)]
-        )
+        pace = Pace(Path(args.directory), args.actors)
+        acting = [act(bus, f"actor-{number}", pace, args.tokens) for number, bus in enumerate(opened)]
+        await asyncio.gather(pace.follow(), *acting)
 
 
-async def act(bus: Bus, id: str, pause_s: float, num_tokens: int) -> None:
-    """Publish a sample every ``pause_s``, or as soon as possible when it is late."""
+async def act(bus: Bus, id: str, pace: Pace, num_tokens: int) -> None:
+    """Publish a sample at the pace, or as soon as possible when it is late."""
     pattern = make_sample(RUN, 1, num_tokens)
     prompt = np.zeros(PROMPT_TOKENS, np.int32)
     pattern = replace(pattern, tokens=np.concatenate([prompt, pattern.tokens[PROMPT_TOKENS:]]), actor=id)
-    next_s = time.monotonic() + random.uniform(0, pause_s)
+    next_s = time.monotonic() + random.uniform(0, pace.pause_s)
     while True:
         lease = await bus.tasks.lease(30)
         if lease is None:
@@ -298,7 +335,7 @@ async def act(bus: Bus, id: str, pause_s: float, num_tokens: int) -> None:
             )
             for index in range(task.group_size):
                 await asyncio.sleep(max(0.0, next_s - time.monotonic()))
-                next_s = max(next_s + pause_s, time.monotonic() - 10 * pause_s)
+                next_s = max(next_s + pace.pause_s, time.monotonic() - 10 * pace.pause_s)
                 await bus.samples.publish(replace(ready, index=index, reward=float(index)))
             await lease.ack()
 

@@ -244,11 +244,10 @@ def main() -> None:
 
 def measured(args: argparse.Namespace, shards: int, num_tokens: int) -> list[Point]:
     """Measure at each rate, and print what was measured."""
-    points = []
-    for rate in map(float, args.rates.split(",")):
-        options = {"actors": args.actors, "rate": rate, "seconds": args.seconds, "shards": shards, "tokens": num_tokens}
-        points.append(measure(argparse.Namespace(**options)))
-        report(points[-1], args.actors)
+    options = {"actors": args.actors, "seconds": args.seconds, "shards": shards, "tokens": num_tokens}
+    points = measure(argparse.Namespace(**options), [float(rate) for rate in args.rates.split(",")])
+    for point in points:
+        report(point, args.actors)
     return points
 
 
