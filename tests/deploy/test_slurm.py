@@ -79,13 +79,15 @@ def test_a_job_is_drained_before_its_time_limit_and_resumed(slurm: SlurmLab, tmp
 
 @pytest.mark.slow
 def test_scancel_leaves_nothing_and_another_submit_resumes(slurm: SlurmLab, tmp_path: Path) -> None:
-    run = SlurmRun(slurm, tmp_path / "project", steps=200)
-    run.submit(*WORKERS)
-    run.until_step(60)
+    """With a learner of two nodes."""
+    run = SlurmRun(slurm, tmp_path / "project", steps=120)
+    words = (*WORKERS, "--nodes", "2", "--set", "learner.data_parallel=2")
+    run.submit(*words)
+    run.until_step(40)
     slurm("scancel", *run.ids.values())
     poll(lambda: not slurm.jobs() and slurm.programs() == [], every_s=0.5)
     run.say("nothing is left")
-    run.submit(*WORKERS)
+    run.submit(*words)
     run.audited()
 
 
