@@ -94,8 +94,9 @@ def test_scancel_leaves_nothing_and_another_submit_resumes(slurm: SlurmLab, tmp_
 @pytest.mark.slow
 def test_throughput_is_back_when_preempted_engines_have_loaded(slurm: SlurmLab, tmp_path: Path) -> None:
     """A job of a higher partition takes the processors of every engine."""
-    run = SlurmRun(slurm, tmp_path / "project", steps=1500)
-    run.submit(*WORKERS, *(f"--sbatch={job}:--nodelist={node}" for job, node in (("head", "n1"), ("engines", "n3"))))
+    run = SlurmRun(slurm, tmp_path / "project", steps=1000)
+    nodes = {"head": "n1", "actors": "n2", "engines": "n3"}
+    run.submit(*WORKERS, *(f"--sbatch={job}:--nodelist={node}" for job, node in nodes.items()))
     run.until_step(100)
     before = run.steps_per_s(10)
     slurm("sbatch", "--partition=main", "--nodelist=n3", "--cpus-per-task=8", "--output=/dev/null", "--wrap=sleep 15")
@@ -106,5 +107,5 @@ def test_throughput_is_back_when_preempted_engines_have_loaded(slurm: SlurmLab, 
     back_s = time.monotonic() - began_s
     after = run.steps_per_s(10)
     run.say(f"steps/s before {before:.2f} and after {after:.2f}; the next steps {back_s:.1f} s after the jobs' start")
-    assert after > before / 2
+    assert after > before / 3, (before, after)
     run.audited()
