@@ -26,6 +26,7 @@ PACKAGES = {
     "prometheus": "prometheus",
     "promtool": "prometheus",
     "chromium": "chromium",
+    "systemd-analyze": "systemd",
 }
 """Debian package of each program."""
 INSTALL_S = 600.0
