@@ -1,6 +1,6 @@
-"""A Ray cluster of three nodes on this machine: PYTHON ray_nodes.py CPUS,CPUS,CPUS. Prints its address, and ends with its standard input.
+"""A Ray cluster on this machine, of a node for each number of CPUs: PYTHON ray_nodes.py CPUS,CPUS,CPUS
 
-Runs in Ray's environment, and imports nothing of ours.
+Prints its address, and ends with its standard input. Runs in Ray's environment, and imports nothing of ours.
 """
 
 import sys

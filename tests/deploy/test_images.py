@@ -1,4 +1,4 @@
-"""A run of four containers on four machines, read-only, as user 1000: three of them killed in the middle, 0 lost, 0 twice."""
+"""A run of four containers on four machines, read-only, as user 1000; three of them are killed: 0 lost, 0 twice."""
 
 import os
 import shutil

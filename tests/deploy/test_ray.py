@@ -1,4 +1,4 @@
-"""`tidemill ray` in a cluster of three nodes: Ray actors of an engine, an actor and the learner are killed, 0 lost, 0 twice."""
+"""`tidemill ray` in a cluster of three nodes, some of whose Ray actors are killed: 0 lost, 0 twice."""
 
 import json
 import os

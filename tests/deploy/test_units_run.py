@@ -1,7 +1,5 @@
 """The commands of the units, and of the file of SkyPilot, with their environments: a run with 0 lost and 0 twice."""
 
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +11,7 @@ import yaml
 
 from tests.deploy.units import UNITS, command, unit
 from tests.template import ROOT
-from tests.waits import LIMIT_S, poll
+from tests.waits import LIMIT_S
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.system.processes import die_with_parent
 
@@ -25,7 +23,7 @@ BIN = Path(sys.executable).parent
 
 
 class Machine:
-    """A machine with systemd: ``/etc`` and ``/var/lib`` in a directory of the test's, and nothing of its environment."""
+    """A machine with systemd, in a directory of the test: its ``/etc`` and ``/var/lib``."""
 
     def __init__(self, directory: Path) -> None:
         self.etc, self.state = directory / "etc", directory / "lib"
@@ -95,9 +93,11 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
             process.wait(LIMIT_S)
 
 
-@pytest.mark.parametrize(
-    "workers", [lambda machine: machine.start_unit("host"), Machine.start_sky], ids=["unit", "sky"]
-)
+def start_host(machine: Machine) -> "subprocess.Popen[bytes]":
+    return machine.start_unit("host")
+
+
+@pytest.mark.parametrize("workers", [start_host, Machine.start_sky])
 def test_the_commands_make_a_run(machine: Machine, workers: Callable[[Machine], "subprocess.Popen[bytes]"]) -> None:
     bus = machine.start_unit("bus")
     host = workers(machine)
