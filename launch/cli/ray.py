@@ -1,14 +1,21 @@
 """``tidemill ray``: a run inside an existing Ray cluster (``tidemill.launch.deploy.ray_cluster``)."""
 
 import argparse
+import asyncio
 import logging
 import os
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tidemill.bus import exit_codes
 from tidemill.launch.cli.arguments import add_config
 from tidemill.launch.cli.inputs import loaded_config, print_checked
 from tidemill.launch.settings.config_loader import Loaded
 from tidemill.launch.settings.extras import require
+
+if TYPE_CHECKING:
+    from tidemill.launch.deploy.ray_cluster.driver import RayRun
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -40,10 +47,28 @@ def run(args: argparse.Namespace) -> int:
         refuse_relative(loaded, nodes=len(ray.nodes()))
         group = placement.reserve(demand)
         config = loaded.config if loaded.config.bus.url else at_address(args, *placement.address_in(group)).config
-        run = driver.RayRun(config=config, demand=demand, group=group, program=args.program)
-        return process.run(run.drive, drain_s=3 * config.up.drain_s + 60, uvloop=False)
+        return _drive(driver.RayRun(config=config, demand=demand, group=group, program=args.program))
     finally:
         ray.shutdown()
+
+
+def _drive(run: "RayRun") -> int:
+    """Run it to its end. Returns the exit code; a process that was given up is reported to stderr."""
+    from tidemill.launch.run import process
+    from tidemill.launch.run.supervisor import GaveUp
+
+    given_up: list[GaveUp] = []
+
+    async def body(draining: asyncio.Event) -> None:
+        try:
+            await run.drive(draining)
+        except GaveUp as error:
+            given_up.append(error)
+
+    code = process.run(body, drain_s=3 * run.config.up.drain_s + 60, uvloop=False)
+    for error in given_up:
+        print(f"{exit_codes.LINE}{error}", file=sys.stderr)
+    return given_up[0].exit_code if given_up else code
 
 
 def refuse_relative(loaded: Loaded, *, nodes: int) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tidemill.bus import exit_codes
@@ -24,7 +25,8 @@ class RemoteProcess:
 
     def __init__(self, program: Program, make_owner: Callable[[Program], Any]) -> None:
         """``make_owner`` returns the handle of a new Ray actor, whose process it starts."""
-        self.name, self.log_file = program.name, program.log_file
+        self.name = program.name
+        self.log_file: Path | None = program.log_file
         self._program, self._make_owner = program, make_owner
         self._owner: Any = None
         self._pid = 0
