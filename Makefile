@@ -92,7 +92,7 @@ arithmetic: setup
 	$(BIN)/tidemill up arithmetic --fresh $(ARGS)
 	$(BIN)/tidemill up arithmetic_rl --fresh --from-checkpoint runs/arithmetic/checkpoints/step-300-epoch-1 $(ARGS)
 
-TESTS := tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit
+TESTS := tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit tests/deploy
 
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)
 test test-chaos test-late test-frozen test-net test-net-all test-all test-sglang test-sglang-all test-env test-more: export CUDA_VISIBLE_DEVICES :=
@@ -144,8 +144,10 @@ test-net-all: setup
 	$(BIN)/python -m pytest -s tests/net
 
 test-all test-sglang-all test-net-all test-env test-gpu test-gpu-logic: export THOROUGH := 1
-test-all: check
-	$(BIN)/python -m pytest -m "not gpu" tests/chaos tests/net/test_smoke.py $(TESTS) $(BESIDE)
+test-all: check images $(RAY)/.ready $(SKY)/.ready
+	$(BIN)/python -m pytest -m "not gpu" tests/chaos tests/net/test_smoke.py $(TESTS) $(ON_OTHERS) $(BESIDE)
+
+ON_OTHERS := --ray-python $(RAY)/bin/python --sky-python $(SKY)/bin/python --image-store .images
 
 # Every family of transformers in the tables of docs/models.md, on one rank and two, and docs/families.md; `make test` tries one of each kind.
 .PHONY: test-families

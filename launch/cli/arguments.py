@@ -100,6 +100,11 @@ def add_bus(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bus", required=True, type=bus_url, metavar="URL", help="NATS URL, nats://host:port")
 
 
+def add_until_end(parser: argparse.ArgumentParser) -> None:
+    """Add --until-end, for processes that serve a run."""
+    parser.add_argument("--until-end", action="store_true", help="drain, and end with 0, when the run has ended")
+
+
 def add_allow(parser: argparse.ArgumentParser) -> None:
     """Add --allow, for settings that come from the bus."""
     text = "accept a setting with code, a program or a file here from the run; * for any value; repeatable"

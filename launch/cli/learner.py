@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import os
 
+from tidemill.bus.exit_codes import CRASHED, DONE, FINAL, NOT_IN_TIME
 from tidemill.launch.cli.arguments import add_bus, add_config, add_from_checkpoint, add_listening, command_of
 from tidemill.launch.cli.inputs import (
     bus_address,
@@ -43,8 +44,24 @@ def _add_learner(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--node-rank", type=int, metavar="R", help="number of this machine, from 0, the leader")
     add_listening(parser)
+    parser.add_argument(
+        "--drained-code",
+        type=drained_code,
+        default=DONE,
+        metavar="N",
+        help="exit code when a signal has drained it before the last step (default 0, as at the end)",
+    )
     parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
     add_from_checkpoint(parser)
+
+
+def drained_code(text: str) -> int:
+    """Return a code of a drained learner. Raises ArgumentTypeError for one with another meaning."""
+    taken = {CRASHED, NOT_IN_TIME, *FINAL}
+    if not (text.isascii() and text.isdigit() and int(text) < 126 and int(text) not in taken):
+        want = f"0 to 125, and none of {', '.join(map(str, sorted(taken)))}"
+        raise argparse.ArgumentTypeError(f"want {want}, got {text[:40]!r}")
+    return int(text)
 
 
 def _add_child(parser: argparse.ArgumentParser) -> None:
@@ -77,21 +94,24 @@ def _run_learner(args: argparse.Namespace) -> int:
         loaded = with_commits_of_run(args, loaded_config(args), leads=place.rank == 0)
         check_loaded(args, loaded, starts_workers=False, resumes=True)
     config = with_iteration(args, loaded_config(args)).config
-    from tidemill.launch.run import learner_process, process
+    from tidemill.launch.run import learner_process, process, run_end
 
     process.set_up_logging("learner", args.id or (f"node {place.rank}" if place.nodes > 1 else ""))
     address, words = bus_address(args, config, LEARNER), children_arguments(args)
+    end = run_end.LearnerEnd(config, address, leads=place.rank == 0)
 
     async def body(draining: asyncio.Event) -> None:
-        if place.nodes == 1:
-            await learner_process.run_learner(config, address, args.id, words, draining)
-            return
-        from tidemill.launch.run import learner_nodes
+        async with end.noted(draining):
+            if place.nodes == 1:
+                await learner_process.run_learner(config, address, args.id, words, draining)
+                return
+            from tidemill.launch.run import learner_nodes
 
-        node = learner_nodes.Given(place=place, host=args.host, advertise=args.advertise, id=args.id)
-        await learner_nodes.run_agent(config, address, node, words, draining)
+            node = learner_nodes.Given(place=place, host=args.host, advertise=args.advertise, id=args.id)
+            await learner_nodes.run_agent(config, address, node, words, draining)
 
-    return process.run(body, drain_s=config.up.drain_s + 5, uvloop=False)
+    code = process.run(body, drain_s=config.up.drain_s + 5, uvloop=False)
+    return args.drained_code if code == DONE and end.drained else code
 
 
 def _run_feeder(args: argparse.Namespace) -> int:

@@ -1,1 +1,1 @@
-"""Running on the clusters of others: Slurm, Kubernetes, Ray, systemd, images. Files of these are beside the code."""
+"""Runs of which other programs start the processes: launchers, schedulers and clusters."""

@@ -1,1 +1,1 @@
-"""Runs under the launchers of others: their files validated by their own programs, and their commands executed."""
+"""Processes started by launchers and schedulers, and what they need of a run: its end and its accounting."""
