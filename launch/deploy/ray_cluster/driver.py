@@ -103,8 +103,8 @@ class RayRun:
             config_file=self.config_file,
             config_text=yaml_file.dump(recorded(to_map(self.config))),
         )
-        options = self.demand.options(name, self.group)
-        return RemoteProcess(program, owner_maker({**options, "name": f"tidemill-{self.config.run}-{name}"}))
+        options = {"name": f"{self.config.run}-{name}", **self.demand.options(name, self.group)}
+        return RemoteProcess(program, owner_maker(options))
 
     def credentials(self, name: str) -> dict[str, str]:
         """Return the variable that names the file with the user of a process, on a bus with users."""

@@ -50,15 +50,14 @@ class Demand:
 
     def options(self, name: str, group: Any) -> dict[str, Any]:
         """Return the options of the Ray actor of a process. ``group``: the placement group of the bundles."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         role, _, number = name.partition("-")
         if role in ("engine", "actor", "scorer"):
-            return {"name": name, "num_cpus": 1, "num_gpus": self.devices_of_engine if role == "engine" else 0}
+            return {"num_cpus": 1, "num_gpus": self.devices_of_engine if role == "engine" else 0}
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
         node = int(number.rpartition("-")[2] or 0) if role == "learner" else 0
         cpus = {"bus": 1, "learner": 1}.get(role, 0)
         return {
-            "name": name,
             "num_cpus": cpus,
             "num_gpus": self.devices_of_node if role == "learner" else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node),
