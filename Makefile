@@ -13,6 +13,8 @@ SGLANG ?= .venv-sglang
 OPENENV ?= .venv-openenv
 VERIFIERS ?= .venv-verifiers
 GYMS   ?= .venv-gyms
+# Packages beside ours, not an environment: `tidemill metrics` imports them.
+TRACKERS ?= .venv-trackers
 TRL    ?= .venv-trl
 RAY    ?= .venv-ray
 SKY    ?= .venv-sky
@@ -149,6 +151,14 @@ test-all: check images $(RAY)/.ready $(SKY)/.ready
 
 ON_OTHERS := --ray-python $(RAY)/bin/python --sky-python $(SKY)/bin/python --image-store .images
 
+# Runs on a Slurm cluster of Debian's packages (root, `make programs`): one with a requeued engine and head, and all.
+.PHONY: test-slurm test-slurm-all
+test-slurm: setup
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/deploy/test_slurm.py -k learns
+
+test-slurm-all: setup
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -s tests/deploy/test_slurm.py tests/deploy/test_slurm_storm.py
+
 # Every family of transformers in the tables of docs/models.md, on one rank and two, and docs/families.md; `make test` tries one of each kind.
 .PHONY: test-families
 test-families: export THOROUGH := 1
@@ -163,14 +173,15 @@ test-sglang-all: setup $(SGLANG)/.ready
 	$(BIN)/python -m pytest $(ON_SGLANG) --sglang-python $(SGLANG)/bin/python $(SERVERS_BESIDE)
 
 # Environments of other projects, each in an environment of its own, because they cannot live with our packages.
-test-env: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
+test-env: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready
 	$(BIN)/python -m pytest tests/env $(IN_ENVIRONMENTS) $(BESIDE)
 
-IN_ENVIRONMENTS := --openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python --gyms-python $(GYMS)/bin/python
+IN_ENVIRONMENTS := --openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python --gyms-python $(GYMS)/bin/python \
+	--trackers $(TRACKERS)
 
 # What `.ci/run` runs after `make test`: test-chaos, test-net, test-browser, test-gpu-logic and test-env in one run, whose workers start once,
 # and in which tests that wait are beside tests that compute.
-test-more: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
+test-more: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready
 	$(BIN)/python -m pytest -m "not slow" $(ON_MACHINES) tests/chaos tests/page tests/gpu --gpu-device cpu tests/env $(IN_ENVIRONMENTS) \
 		-n 6 --dist loadfile --no-loadscope-reorder
 
@@ -217,7 +228,7 @@ test-images: images
 	$(BIN)/python -m pytest tests/deploy/test_images.py --image-store $(IMAGES)
 
 # All of those environments and SGLang's: installed beside other work, which `.ci/run` does.
-environments: $(SGLANG)/.ready $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
+environments: $(SGLANG)/.ready $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready
 
 # Most modules of these packages are never imported, so nothing is compiled before it is.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
@@ -253,6 +264,11 @@ $(SKY)/.ready: tests/deploy/requirements-sky.txt
 $(GYMS)/.ready: tests/env/requirements-gyms.txt
 	$(PYTHON) -m venv $(GYMS)
 	$(GYMS)/bin/python $(INSTALL) -r $<
+	touch $@
+
+$(TRACKERS)/.ready: tests/env/requirements-trackers.txt | $(VENV)/.ready
+	rm -rf $(TRACKERS)
+	$(BIN)/python $(INSTALL) --target $(TRACKERS) -r $<
 	touch $@
 
 $(SGLANG)/.ready: tests/sglang/requirements.txt tests/sglang/requirements-no-deps.txt constraints.txt
@@ -360,4 +376,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) $(GYMS) $(TRL) $(RAY) $(SKY) $(DOCS) $(RELEASE) build dist site runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) $(GYMS) $(TRACKERS) $(TRL) $(RAY) $(SKY) $(DOCS) $(RELEASE) build dist site runs .pytest_cache .mypy_cache .ruff_cache

@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, str] = {
     "teacher": "serve a model that scores samples, for on-policy distillation; needs no bus",
     "host": "run the engines, scorers and actors of this machine, in the numbers set by `tidemill scale`",
     "ray": "run everything inside an existing Ray cluster, each process in a Ray actor (docs/ray.md)",
+    "slurm": "sbatch files of a run on a Slurm cluster, written and submitted (docs/slurm.md)",
     "scale": "set the numbers of engines, scorers and actors; without numbers: show the desired and the running ones",
     "dead": "tasks that could not be processed: list them, issue their prompts again, or drop them",
     "status": "processes, what each waits for, and where the samples are",

@@ -9,8 +9,16 @@ import sys
 from pathlib import Path
 
 from tidemill.bus import exit_codes
-from tidemill.launch.cli.arguments import add_allow, add_bus, add_config, add_listening, add_until_end, command_of
-from tidemill.launch.cli.inputs import bus_address, process_id, read_secrets, unprinted_config
+from tidemill.launch.cli.arguments import (
+    add_allow,
+    add_bus,
+    add_config,
+    add_listening,
+    add_probes,
+    add_until_end,
+    command_of,
+)
+from tidemill.launch.cli.inputs import bus_address, process_id, read_secrets, unprinted_config, with_probes
 from tidemill.launch.run.access import allowed
 from tidemill.launch.settings.config_loader import changes
 from tidemill.launch.settings.extras import require
@@ -25,6 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_until_end(parser)
     parser.add_argument("--wait", type=float, default=300.0, metavar="S", help="seconds to wait for the bus")
     add_allow(parser)
+    add_probes(parser)
     if role != "actor":
         add_listening(parser)
     else:
@@ -77,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         async with run_end.until_end(address, run_name, draining, name=role, on=args.until_end):
             await work(config, run_name, address, id, draining, local)
 
-    code = process.run(body, drain_s=drain_s)
+    code = process.run(with_probes(args, body), drain_s=drain_s)
     if unreachable:
         print(f"{exit_codes.LINE}{unreachable[0]} (--wait)", file=sys.stderr)
     return exit_codes.CRASHED if unreachable else code
