@@ -151,6 +151,11 @@ test-all: check images $(RAY)/.ready $(SKY)/.ready
 
 ON_OTHERS := --ray-python $(RAY)/bin/python --sky-python $(SKY)/bin/python --image-store .images
 
+# A run whose processes are exchanged for those of an older commit's wheel, and back.
+.PHONY: test-upgrade
+test-upgrade: setup
+	$(BIN)/python -m pytest tests/deploy/test_upgrade.py
+
 # Runs on a Slurm cluster of Debian's packages (root, `make programs`): one with a requeued engine and head, and all.
 .PHONY: test-slurm test-slurm-all
 test-slurm: setup
