@@ -26,6 +26,11 @@ PACKAGES = {
     "prometheus": "prometheus",
     "promtool": "prometheus",
     "chromium": "chromium",
+    "systemd-analyze": "systemd",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sbatch": "slurm-client",
+    "munged": "munge",
 }
 """Debian package of each program."""
 INSTALL_S = 600.0
