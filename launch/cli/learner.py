@@ -103,7 +103,7 @@ def _run_learner(args: argparse.Namespace) -> int:
     by_launcher = args.node_rank is None
     place = launchers.rank_process(config, os.environ, os.getppid()) if by_launcher else None
     if place is not None and place.local_rank > 0:
-        return _run_parent(config, place)
+        return _run_parent(args, config, place)
     if place is None:
         return _run_node(args, node_place(config.learner.nodes, args.node_rank, os.environ), None)
     try:
@@ -157,20 +157,22 @@ def _run_node(args: argparse.Namespace, place: "NodePlace", launched: "Launched 
     return code() if ended == DONE else ended
 
 
-def _run_parent(config: RunConfig, place: "Launched") -> int:
+def _run_parent(args: argparse.Namespace, config: RunConfig, place: "Launched") -> int:
     """Be the parent of one rank, for the process of local rank 0. Returns the exit code that the latter has."""
     from tidemill.launch.deploy import rank_parents
     from tidemill.launch.run import process
 
     process.set_up_logging("learner", f"local rank {place.local_rank}")
-    code = DONE
+    code: int | None = None
 
     async def body(draining: asyncio.Event) -> None:
         nonlocal code
         code = await rank_parents.run_parent(place, config, draining)
 
     ended = process.run(body, drain_s=config.up.drain_s + rank_parents.BEHIND_S, uvloop=False)
-    return code if ended == DONE else ended
+    if ended != DONE:
+        return ended
+    return args.drained_code if code is None else code
 
 
 def _run_feeder(args: argparse.Namespace) -> int:

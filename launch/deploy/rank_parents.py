@@ -16,19 +16,27 @@ import hashlib
 import logging
 import os
 import signal
-import socket
-import struct
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
-from typing import Annotated
-
-import msgspec
 
 from tidemill.bus import exit_codes
 from tidemill.bus.system.coroutines import ended, first_error
 from tidemill.bus.system.processes import LAST_LINES, Child
 from tidemill.launch.deploy.launchers import Launched
+from tidemill.launch.deploy.node_channel import (
+    MAX_LINE,
+    Channel,
+    DeviceSeen,
+    Drain,
+    End,
+    Ended,
+    Hello,
+    Message,
+    Progress,
+    Signal,
+    Start,
+)
 from tidemill.launch.devices.shapes import Device, Node, PlacementRefused
 from tidemill.launch.devices.visible import VARIABLE, this_node
 from tidemill.launch.run.learner_process import HERE, RankStarts
@@ -39,107 +47,17 @@ from tidemill.learner.ranks.process import start_here
 
 log = logging.getLogger(__name__)
 
-_MAX_LINE = 1 << 20
 _REPORT_EVERY_S = 30.0
 _RETRY_S = 0.2
 REFUSED_S = 60.0  # Longest wait of an agent that was refused for the processes that must end with it
 BEHIND_S = 15.0  # Time that a parent of a rank lives longer in a drain than the agent, whose code it takes
 CLOSE_S = 5.0  # Longest wait for the other processes to take their exit code
-_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
-
-
-class DeviceSeen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    index: int
-    uuid: str
-    memory_bytes: int
-    slice: int
-
-
-class Hello(msgspec.Struct, tag=True):
-    """First message of a parent."""
-
-    local_rank: Annotated[int, msgspec.Meta(ge=1)]
-    devices: tuple[DeviceSeen, ...]
-
-
-class Start(msgspec.Struct, tag=True):
-    """Start the rank."""
-
-    name: str
-    arguments: tuple[str, ...]
-    environment: dict[str, str]
-    keys: dict[str, str | list[str]]
-
-
-class Signal(msgspec.Struct, tag=True):
-    """Send a signal to the rank's process group."""
-
-    number: int
-
-
-class End(msgspec.Struct, tag=True):
-    """End with this code."""
-
-    code: int
-
-
-class Progress(msgspec.Struct, tag=True):
-    """Bytes of the rank about its steps."""
-
-    data: bytes
-
-
-class Ended(msgspec.Struct, tag=True):
-    """The rank has ended."""
-
-    code: int
-    lines: tuple[str, ...]
-    reason: str
-
-
-class Drain(msgspec.Struct, tag=True):
-    """The parent has received SIGTERM."""
-
-
-Message = Hello | Start | Signal | End | Progress | Ended | Drain
-_DECODER = msgspec.json.Decoder(Message)
-
-
-class _Channel:
-    """Messages to and from one process of this node and user."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    def is_own(self) -> bool:
-        """Return whether the other end is a process of this user."""
-        sock: socket.socket = self._writer.get_extra_info("socket")
-        _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        return user == os.getuid()
-
-    def send(self, message: Message) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(msgspec.json.encode(message) + b"\n")
-
-    async def receive(self) -> Message | None:
-        """Return the next message; None when the other end is gone, or sent none that can be read."""
-        try:
-            line = await self._reader.readline()
-            return _DECODER.decode(line) if line.endswith(b"\n") else None
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
-            log.warning("a process of this node is not understood error=%s", error)
-            return None
-
-    async def close(self) -> None:
-        self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
 
 
 class _Rank(Child):
     """A rank that another process of this node is the parent of."""
 
-    def __init__(self, channel: _Channel, name: str, progress: int) -> None:
+    def __init__(self, channel: Channel, name: str, progress: int) -> None:
         super().__init__(name, ())
         self._channel, self._progress = channel, progress
         self._end: Ended | None = None
@@ -184,14 +102,14 @@ class RankParents:
         """``node``: this process's view of the machine. ``draining`` is set when another process gets SIGTERM."""
         self._place, self._draining = place, draining
         self._seen = {0: node}
-        self._channels: dict[int, _Channel] = {}
+        self._channels: dict[int, Channel] = {}
         self._ranks: dict[int, _Rank] = {}
         self._gone: set[int] = set()
         self._joined, self._left = asyncio.Event(), asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one process until it is gone."""
-        channel = _Channel(reader, writer)
+        channel = Channel(reader, writer)
         try:
             hello = await channel.receive() if channel.is_own() else None
             if isinstance(hello, Hello) and hello.local_rank < self._place.local_world:
@@ -199,7 +117,7 @@ class RankParents:
         finally:
             await channel.close()
 
-    async def _serve(self, hello: Hello, channel: _Channel) -> None:
+    async def _serve(self, hello: Hello, channel: Channel) -> None:
         local = hello.local_rank
         if local in self._channels:
             log.warning("a second process of local rank %d is refused", local)
@@ -358,7 +276,7 @@ async def _served(parents: RankParents, place: Launched, wait_s: float) -> async
     deadline = asyncio.get_running_loop().time() + wait_s
     while True:
         try:
-            return await asyncio.start_unix_server(parents.serve, _address(place), limit=_MAX_LINE)
+            return await asyncio.start_unix_server(parents.serve, _address(place), limit=MAX_LINE)
         except OSError as error:
             if asyncio.get_running_loop().time() > deadline:
                 raise LearnerEnded(f"another learner of this launch runs on this node: {error}") from None
@@ -373,7 +291,7 @@ def _address(place: Launched) -> str:
 class RankParent:
     """This process: the parent of one rank, for the agent of its node."""
 
-    def __init__(self, place: Launched, node: Node, channel: _Channel) -> None:
+    def __init__(self, place: Launched, node: Node, channel: Channel) -> None:
         self._place, self._channel = place, channel
         self._rank: Child | None = None
         self._reporting: asyncio.Task[None] | None = None
@@ -424,13 +342,16 @@ class RankParent:
         self._channel.send(Drain())
 
 
-async def run_parent(place: Launched, config: RunConfig, draining: asyncio.Event) -> int:
-    """Be the parent of one rank until the agent of this node ends it. Returns the exit code. Raises LearnerEnded."""
+async def run_parent(place: Launched, config: RunConfig, draining: asyncio.Event) -> int | None:
+    """Be the parent of one rank until the agent of this node ends it. Returns the exit code; None if drained before.
+
+    Raises LearnerEnded.
+    """
     loop, wait_s, node = asyncio.get_running_loop(), config.learner.nodes_wait_s, await _node(config)
     deadline = loop.time() + wait_s
     while not draining.is_set():
         try:
-            channel = _Channel(*await asyncio.open_unix_connection(_address(place), limit=_MAX_LINE))
+            channel = Channel(*await asyncio.open_unix_connection(_address(place), limit=MAX_LINE))
         except OSError:
             if loop.time() > deadline:
                 why = "each container of a node needs its host's network namespace"
@@ -442,4 +363,4 @@ async def run_parent(place: Launched, config: RunConfig, draining: asyncio.Event
         if not channel.is_own():
             raise LearnerEnded("the process of local rank 0 is another user's")
         return await RankParent(place, node, channel).run(draining)
-    return exit_codes.DONE  # nothing was begun
+    return None
