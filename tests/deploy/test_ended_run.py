@@ -8,10 +8,17 @@ import pytest
 
 from tests.chaos.parts import parts
 from tests.launched import run_tidemill
-from tests.whole.running import until_step
+from tests.whole.prepared import made
+from tests.whole.running import SMOKE, until_step
 from tidemill.launch.run.run_end import end_of
 
 STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def prepared() -> None:
+    """Make model and prompts once, before an event loop that must not be blocked runs."""
+    made(SMOKE)
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_two_starts_on_one_machine_do_not_meet() -> None:
         (TORCHRUN | {"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE: want a number"),
         (TORCHRUN | {"GROUP_WORLD_SIZE": "4"}, r"GROUP_WORLD_SIZE: want 2 \(RANK=3, WORLD_SIZE=4, 2 on each node\)"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, "cure: srun --ntasks-per-node=N"),
-        (SRUN | {"SLURM_PROCID": "1"}, "numbered through.*--distribution=block"),
+        (SRUN | {"SLURM_PROCID": "2"}, "numbered through.*--distribution=block"),
         (SRUN | {"SLURM_NODEID": "0"}, "SLURM_NODEID: want 1"),
         (SRUN | {"RANK": "1", "WORLD_SIZE": "4"}, "RANK: want 3 .* cure: unset RANK"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"}, "mpirun --map-by ppr:N:node"),

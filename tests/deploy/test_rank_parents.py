@@ -18,6 +18,7 @@ from tests.chaos.test_nodes import _running as running
 from tests.forked import Forked
 from tests.launched import run_tidemill, tidemill
 from tests.unhurried import UNHURRIED
+from tests.whole.prepared import made
 from tests.whole.running import SMOKE, until_step
 from tidemill.launch.run.run_end import end_of
 
@@ -60,6 +61,12 @@ def rank_of(run: Parts, rank: int) -> psutil.Process:
     """Return the process of a rank, the last that was started."""
     log = (run.directory / f"task-{rank}.log").read_text()
     return psutil.Process(int(re.findall(rf"started child=rank {rank} pid=(\d+)", log)[-1]))
+
+
+@pytest.fixture(autouse=True)
+def prepared() -> None:
+    """Make model and prompts once, before an event loop that must not be blocked runs."""
+    made(SMOKE)
 
 
 @pytest.mark.slow
