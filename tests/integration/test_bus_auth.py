@@ -490,18 +490,20 @@ async def test_a_host_gives_each_process_a_user_of_its_own_and_has_no_more_of_th
     environment = {**os.environ, "TIDEMILL_BUS_CREDENTIALS": str(credentials_file(auth_dir, "host-1"))}
     async with as_user("learner") as learner:
         await learner.rows("run").put("config", {"actor": {"reward": "digits"}})
-        await desired.change(learner, desired.host_key("host-1"), {"actor": 5})
-        host = await asyncio.create_subprocess_exec(*command, "--users", str(auth_dir), cwd=ROOT, env=environment)
+        words = ("--users", str(auth_dir), "actors=1")
+        host = await asyncio.create_subprocess_exec(*command, *words, cwd=ROOT, env=environment)
         try:
             view = LiveView(learner)
 
-            async def both_run() -> bool:
-                return [one.id for one in await view.alive("actor")] == ["actor-0", "actor-1"]
+            async def run(*names: str) -> bool:
+                return [actor.id for actor in await view.alive("actor")] == list(names)
 
             async def waiting() -> list[LiveRow]:
                 return [row for row in await view.alive("host") if row.waits_for]
 
-            await until(both_run)
+            await until(lambda: run("actor-0"))  # its own number, which it may not write
+            await desired.change(learner, desired.host_key("host-1"), {"actor": 5})
+            await until(lambda: run("actor-0", "actor-1"))
             [row] = await until(waiting)
             assert (row.id, row.waits_for) == ("host-1", "5 actors wanted, credentials for 2 of them here")
         finally:
