@@ -83,7 +83,7 @@ async def run_agent(
     """Run this node's part of the learner until drained. The leader publishes the configuration."""
     place = node_arguments.place
     addresses = await asyncio.to_thread(_addresses, bus_url, node_arguments, config)
-    node = starts.node or await asyncio.to_thread(this_node, os.environ)
+    node = await asyncio.to_thread(this_node, os.environ) if starts.node is None else starts.node
     devices = _own_devices(node, config)
     row = NodeRow(
         node=place.rank,

@@ -64,7 +64,7 @@ def rank_of(run: Parts, rank: int) -> psutil.Process:
 
 
 @pytest.fixture(autouse=True)
-def prepared() -> None:
+def prepared(fork_server: None) -> None:
     """Make model and prompts once, before an event loop that must not be blocked runs."""
     made(SMOKE)
 
@@ -80,7 +80,7 @@ async def test_torchrun_starts_the_ranks_and_they_end_as_one(tmp_path: Path) -> 
         )
         assert done.returncode == 0, done.stderr[-4000:]
         assert re.search(r"local rank 1: .*started child=rank 1", done.stderr), done.stderr[-4000:]
-        audit = run_tidemill("audit", "--bus", run.url)
+        audit = await asyncio.to_thread(run_tidemill, "audit", "--bus", run.url)
         assert audit.returncode == 0, audit.output
 
 
@@ -103,7 +103,7 @@ async def test_two_nodes_of_two_processes_lose_a_rank_are_drained_and_go_on(tmp_
                 await new_steps(bus, 1)
                 started[3].kill()  # no other process can be the parent of its rank
                 assert set(await codes(started[:3], run)) == {1}
-        assert run_tidemill("audit", "--bus", run.url).returncode == 0
+        assert (await asyncio.to_thread(run_tidemill, "audit", "--bus", run.url)).returncode == 0
 
 
 @pytest.mark.slow
