@@ -96,9 +96,10 @@ _LAUNCHERS = (
 
 
 def rank_process(config: RunConfig, environment: Mapping[str, str], parent: int) -> Launched | None:
-    """Return the place of this process where a launcher has one for each rank of the learner, else None.
+    """Return the place of this process where a launcher has one for each rank, or one on each of ``learner.nodes``.
 
-    Raises SettingsError for a launcher with another number of processes, unless ``learner.nodes`` explains them.
+    None = the launcher decides nothing. Raises SettingsError for a launcher with another number of processes, unless
+    ``learner.nodes`` explains them.
     """
     place = launched(environment, parent)
     if place is None:
@@ -109,6 +110,8 @@ def rank_process(config: RunConfig, environment: Mapping[str, str], parent: int)
             why = f"{place.launcher} has started {place.world} processes, {place.local_world} on each node"
             raise SettingsError(f"learner.nodes: want {place.nodes} ({why}), got {nodes}; cure: --nodes auto")
         return place
+    if place.local_world == 1 and nodes in (0, place.nodes):
+        return place  # the ranks of a node are started by its agent
     if nodes == 1:
         want = f"one process, or {num_ranks}: one for each rank (data x tensor x pipeline x context parallel)"
         cure = "as many processes as ranks; one a node and --nodes auto; --node-rank 0 where the others are no learner"
