@@ -25,6 +25,7 @@ READ_FOR = {
     ),
     "launch/metrics/trackers.py": "the time of a step as MLflow shows it",
     "launch/page/reader.py": "ages of a run's data as a page shows them, beside the server's stamps",
+    "launch/run/backup.py": "time of a backup, for the person that restores it",
     "actors/serving/server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "rewards/model_text.py": "strftime_now of chat templates, as transformers has it",
     "actors/router/token_history.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
@@ -40,7 +41,7 @@ STAMPS = {
         "bus/client/jetstream.py",
         "bus/client/pull.py",
         "bus/client/rows.py",
-        *("bus/streams/samples.py", "bus/streams/fenced.py"),
+        *("bus/streams/shard_reading.py", "bus/streams/reader_processes.py", "bus/streams/fenced.py"),
     },
 }
 """Wall-clock stamps that travel (the writer's, the server's), and the only files that may touch them: to set, bound,
