@@ -91,7 +91,7 @@ def test_another_number_of_processes_is_one_agent_a_node_or_refused() -> None:
     for nodes in (0, 2):
         place = rank_process(config(nodes=nodes), ONE_EACH, 5)
         assert place is not None and (place.nodes, place.node, place.local_world) == (2, 1, 1)
-    assert rank_process(config(nodes=3), ONE_EACH, 5) is None, "node_place names the variables that do not fit"
+    assert rank_process(config(nodes=4), ONE_EACH, 5) is None, "node_place names the variables that do not fit"
     assert rank_process(config(nodes=0), SRUN | {"SLURM_STEP_NUM_TASKS": "6"}, 5) is None
     with pytest.raises(SettingsError, match=r"srun: want one process, or 4: .* got 2; cure: .*--node-rank 0"):
         rank_process(config(), ONE_EACH, 5)
