@@ -3,8 +3,8 @@
 `tidemill up` of the smoke run. After every `--every` steps the next fault comes: a kill (-9) of actor, engine, rank,
 feeder and nats-server, and a stop of actor, engine and rank for some seconds. At every twentieth of the run the memory
 of each process of some seconds and the bytes of its files are noted. It fails when a sample is lost or trained twice,
-when a process is given up, or when memory or files grow from the second to the last quarter by more than `--growth`. Not
-bounded are logs (docs/operating.md), and the log of plans and the rows of versions, which are the record of the run.
+when a process is given up, or when memory or files grow from the second to the last quarter by more than `--growth`.
+Not bounded are logs (docs/operating.md), and the log of plans and the rows of versions, which are the run's record.
 """
 
 import argparse
