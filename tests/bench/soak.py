@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -129,9 +130,10 @@ class Scene:
                 if old:
                     self.noted[role].append(max(process.memory_info().rss for process in old) / 1e6)
         sizes: Counter[str] = Counter()
-        for path in self._directory.rglob("*"):
-            with contextlib.suppress(OSError):
-                sizes[_kind(path)] += path.stat().st_blocks * BLOCK_BYTES if path.is_file() else 0
+        for root, _, names in os.walk(self._directory):  # passes over directories that are removed meanwhile
+            for path in (Path(root, name) for name in names):
+                with contextlib.suppress(OSError):
+                    sizes[_kind(path)] += path.stat().st_blocks * BLOCK_BYTES
         for kind in KINDS:
             self.noted[kind].append(sizes[kind] / 1e6)
 
