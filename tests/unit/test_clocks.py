@@ -17,6 +17,8 @@ WALL = {
 """Functions, by the module or class on which they are called."""
 READ_FOR = {
     "launch/run/web_hook.py": "the time in a notice, for a person",
+    "launch/run/run_end.py": "the time in the row of a run's end, for a person",
+    "learner/feed/outcomes.py": "the same, of a run that is done",
     "actors/actor/loop.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
     "actors/actor/sample_scoring.py": "created_s of a sample, when its reward is there",
     "learner/feed/recorded_responses.py": "created_s of a sample that a row has recorded, as above",
@@ -41,7 +43,7 @@ STAMPS = {
         "bus/client/jetstream.py",
         "bus/client/pull.py",
         "bus/client/rows.py",
-        *("bus/streams/samples.py", "bus/streams/fenced.py"),
+        *("bus/streams/shard_reading.py", "bus/streams/reader_processes.py", "bus/streams/fenced.py"),
     },
 }
 """Wall-clock stamps that travel (the writer's, the server's), and the only files that may touch them: to set, bound,
