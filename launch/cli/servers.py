@@ -18,14 +18,22 @@ def add_bus(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--auth", action="store_true", help="with users, passwords and permissions: bus.auth=true")
     parser.add_argument("--auth-dir", default="", metavar="DIR", help="directory of their passwords: bus.auth_dir")
+    parser.add_argument("--make-users", action="store_true", help="write that directory, and end without a bus")
 
 
 def run_bus(args: argparse.Namespace) -> int:
     """Run the embedded nats-server, or a cluster, until it is drained. Returns the exit code of ``process.run``."""
-    args.set += ["bus.auth=true"] if args.auth or args.auth_dir else []
+    args.set += ["bus.auth=true"] if args.auth or args.auth_dir or args.make_users else []
     args.set += [f"bus.auth_dir={args.auth_dir}"] if args.auth_dir else []
     config = unprinted_config(args)
     if config is None:
+        return 0
+    if args.make_users:
+        from tidemill.bus.server.auth import make_users
+        from tidemill.launch.run.access import auth_dir
+
+        make_users(auth_dir(config), config.run, config.bus)
+        print(f"users of run {config.run} in {auth_dir(config)}")
         return 0
     from tidemill.launch.run import bus_process, process
 

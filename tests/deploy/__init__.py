@@ -1,0 +1,1 @@
+"""Tests of what runs a run elsewhere: batch systems, clusters and other launchers."""
