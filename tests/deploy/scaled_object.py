@@ -1,4 +1,4 @@
-"""JSON Schema of the part of KEDA's ScaledObject that the chart uses, closed: kubernetes-validate knows no custom kinds.
+"""JSON Schema of the part of KEDA's ScaledObject that the chart uses, closed: kubernetes-validate knows no such kind.
 
 Source: config/crd/bases/keda.sh_scaledobjects.yaml of kedacore/keda 2.16, and the parameters of its nats-jetstream
 scaler (pkg/scalers/nats_jetstream_scaler.go).

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.bus_kit import make_task, until_backlog
-from tests.deploy.charts import RUN, Object, objects, rendered
+from tests.deploy.charts import RUN, Object, objects, of_kind, rendered
 from tests.deploy.test_kubernetes import CASES
 from tidemill.bus.client.addresses import Address, KeptPort, parse
 from tidemill.bus.config import BusConfig
@@ -81,7 +81,7 @@ async def monitored(directory: Path, **settings: Any) -> AsyncIterator[tuple[Bus
 async def test_replicas_follow_the_open_tasks(case: str, tmp_path: Path) -> None:
     """Before a starvation of the learner, in it, and after it."""
     documents = objects(rendered(CASES[case]))
-    (actors,) = [one for one in documents if one["kind"] == "ScaledObject" and one["metadata"]["name"].endswith("actor")]
+    actors = of_kind(documents, "ScaledObject", "actor")
     with_users = {"auth": True, "auth_users": 1} if case == "everything" else {}
     rollouts = ("walk",) if case == "everything" else ()
     least, most = actors["spec"]["minReplicaCount"], actors["spec"]["maxReplicaCount"]

@@ -1,4 +1,4 @@
-"""The Helm chart and the Kustomize base: what the real programs and the schemas of Kubernetes say, and our own rules."""
+"""The Helm chart and the Kustomize base, by the real programs, the schemas of Kubernetes and rules of our own."""
 
 import json
 import re

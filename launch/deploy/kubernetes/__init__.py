@@ -1,1 +1,1 @@
-"""Runs on Kubernetes: the Helm chart in ``chart``, its rendering for Kustomize in ``base``, and the schema of its values."""
+"""Runs on Kubernetes: the Helm chart in ``chart``, its rendering in ``base``, the schema of its values."""
