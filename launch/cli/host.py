@@ -15,7 +15,7 @@ from tidemill.actors.engines.membership import CONFIG_KEY, connected, host_name
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
-from tidemill.launch.cli.arguments import add_allow, add_bus, add_listening, add_run
+from tidemill.launch.cli.arguments import add_allow, add_bus, add_listening, add_run, add_until_end
 from tidemill.launch.cli.find_run import change, read_until_drained
 from tidemill.launch.cli.inputs import (
     check_loaded,
@@ -26,11 +26,12 @@ from tidemill.launch.cli.inputs import (
     with_commits_of_run,
 )
 from tidemill.launch.run import desired, process
-from tidemill.launch.run.access import OPERATOR, allowed
+from tidemill.launch.run.access import OPERATOR, address_line, allowed
 from tidemill.launch.run.desired import ROLES, LiveHost
 from tidemill.launch.run.directory import HostExists, only_one
 from tidemill.launch.run.host import ROLE, HostLearner, Machine, run_host, users_in
 from tidemill.launch.run.learner_process import node_place
+from tidemill.launch.run.run_end import until_end
 from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.run_paths import config_file
 
@@ -50,6 +51,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=Path, default=None, help="where its logs go (default: runs/hosts/<name>)")
     parser.add_argument("--drain", type=float, default=60.0, metavar="S", help="seconds for a process to end its work")
     parser.add_argument("--restarts", type=int, default=5, metavar="N", help="failures of one in five minutes")
+    add_until_end(parser)
     add_allow(parser)
     parser.add_argument("wanted", nargs="*", metavar="actors=N|engines=N|scorers=N", help="default: a share")
 
@@ -73,10 +75,16 @@ def run(args: argparse.Namespace) -> int:
         learner=_learner_node(args),
     )
     process.set_up_logging("host", name)
+    run_name = args.run or (machine.learner.config.run if machine.learner else "")
+
+    async def body(draining: asyncio.Event) -> None:
+        address = address_line(args.bus, None, name, os.environ)
+        async with until_end(address, run_name, draining, name=f"host {name}", on=args.until_end):
+            await run_host(run_name, args.bus, draining, machine)
 
     with only_one(machine.directory, name):
         return process.run_refusing(
-            lambda draining: run_host(args.run, args.bus, draining, machine),
+            body,
             drain_s=2 * args.drain + 30,
             refusals=(HostExists,),
         )

@@ -4,7 +4,15 @@ import argparse
 import asyncio
 import os
 
-from tidemill.launch.cli.arguments import add_bus, add_config, add_from_checkpoint, add_listening, command_of
+from tidemill.bus.exit_codes import DONE
+from tidemill.launch.cli.arguments import (
+    add_bus,
+    add_config,
+    add_drained_code,
+    add_from_checkpoint,
+    add_listening,
+    command_of,
+)
 from tidemill.launch.cli.inputs import (
     bus_address,
     check_loaded,
@@ -43,6 +51,7 @@ def _add_learner(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--node-rank", type=int, metavar="R", help="number of this machine, from 0, the leader")
     add_listening(parser)
+    add_drained_code(parser)
     parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
     add_from_checkpoint(parser)
 
@@ -77,21 +86,24 @@ def _run_learner(args: argparse.Namespace) -> int:
         loaded = with_commits_of_run(args, loaded_config(args), leads=place.rank == 0)
         check_loaded(args, loaded, starts_workers=False, resumes=True)
     config = with_iteration(args, loaded_config(args)).config
-    from tidemill.launch.run import learner_process, process
+    from tidemill.launch.run import learner_process, process, run_end
 
     process.set_up_logging("learner", args.id or (f"node {place.rank}" if place.nodes > 1 else ""))
     address, words = bus_address(args, config, LEARNER), children_arguments(args)
+    end = run_end.LearnerEnd(config, address, leads=place.rank == 0)
 
     async def body(draining: asyncio.Event) -> None:
-        if place.nodes == 1:
-            await learner_process.run_learner(config, address, args.id, words, draining)
-            return
-        from tidemill.launch.run import learner_nodes
+        async with end.noted(draining):
+            if place.nodes == 1:
+                await learner_process.run_learner(config, address, args.id, words, draining)
+                return
+            from tidemill.launch.run import learner_nodes
 
-        node = learner_nodes.Given(place=place, host=args.host, advertise=args.advertise, id=args.id)
-        await learner_nodes.run_agent(config, address, node, words, draining)
+            node = learner_nodes.Given(place=place, host=args.host, advertise=args.advertise, id=args.id)
+            await learner_nodes.run_agent(config, address, node, words, draining)
 
-    return process.run(body, drain_s=config.up.drain_s + 5, uvloop=False)
+    code = process.run(body, drain_s=config.up.drain_s + 5, uvloop=False)
+    return args.drained_code if code == DONE and end.drained else code
 
 
 def _run_feeder(args: argparse.Namespace) -> int:

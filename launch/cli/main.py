@@ -39,6 +39,7 @@ COMMANDS: Mapping[str, str] = {
     "scale": "set the numbers of engines, scorers and actors; without numbers: show the desired and the running ones",
     "dead": "tasks that could not be processed: list them, issue their prompts again, or drop them",
     "status": "processes, what each waits for, and where the samples are",
+    "audit": "the accounting of every sample of a run, however its processes were started; waits for its end (--wait)",
     "top": "a run of many hosts on a terminal: a line for each, and the processes that need a look",
     "weights": "version of each engine, and whether all engines of a version have the same bits",
     "tail": "print new samples as they arrive",

@@ -3,11 +3,12 @@ are in ``launch/run/bus_process.py`` and ``launch/run/servers.py``.
 """
 
 import argparse
+import asyncio
 import math
 import os
 from pathlib import Path
 
-from tidemill.launch.cli.arguments import add_config, bus_url, refuse_no_model
+from tidemill.launch.cli.arguments import add_config, add_until_end, bus_url, refuse_no_model
 from tidemill.launch.cli.inputs import bus_address, given_options, process_id, unprinted_config
 from tidemill.launch.settings.extras import require
 
@@ -45,6 +46,7 @@ def add_router(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bus", default="", type=bus_url, metavar="URL", help="bus with the engines of a run")
     parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     parser.add_argument("--id", default="", help="its name on the bus")
+    add_until_end(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; auto = of the route to the bus")
     parser.add_argument("--advertise", default="", metavar="HOST", help="address for others, if not --host")
     parser.add_argument("--insecure", action="store_true", help="serve other machines without the run's key")
@@ -64,7 +66,7 @@ def run_router(args: argparse.Namespace) -> int:
     """Run a router until drained. Returns the exit code of ``process.run``. Raises ValueError."""
     from tidemill.actors.config import RouterConfig, check_url
     from tidemill.bus.client.addresses import AUTO
-    from tidemill.launch.run import process, servers
+    from tidemill.launch.run import process, run_end, servers
 
     if args.exact:
         require("router")
@@ -82,13 +84,17 @@ def run_router(args: argparse.Namespace) -> int:
         raise ValueError("want --bus URL, --worker URL, or both")
     if args.host == AUTO and not args.bus:
         raise ValueError("--host: auto needs --bus; want an address")
+    if args.until_end and not args.bus:
+        raise ValueError("--until-end: want --bus URL with it, got none")
     router_id = process_id(args)
     process.set_up_logging("router", router_id)
     address = bus_address(args, None, router_id) if args.bus else ""
-    return process.run_refusing(
-        lambda draining: servers.run_router(config, args.run, address, router_id, draining, drain_s=DRAIN_S),
-        drain_s=DRAIN_S + 5,
-    )
+
+    async def body(draining: asyncio.Event) -> None:
+        async with run_end.until_end(address, args.run, draining, name="router", on=args.until_end):
+            await servers.run_router(config, args.run, address, router_id, draining, drain_s=DRAIN_S)
+
+    return process.run_refusing(body, drain_s=DRAIN_S + 5)
 
 
 def add_reward_server(parser: argparse.ArgumentParser) -> None:

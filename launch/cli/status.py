@@ -21,7 +21,7 @@ from tidemill.bus.streams.readers import WAIT, Cursors
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Done, Evaluated, Plan, Settle
-from tidemill.bus.wire.rows import LiveRow
+from tidemill.bus.wire.rows import LiveRow, Outcome
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import look
 from tidemill.launch.run import summary
@@ -89,7 +89,7 @@ async def read_status(bus: Bus) -> JsonObject:
         "reward": metrics.get("data/reward_mean"),
         "evaluations": [summary.scores_line(record) for record in plans.evaluated.values()],
         "best": (await run_rows.read(subjects.BEST_KEY))[0],  # best version with a checkpoint, by `eval.best`
-        "end": (await run_rows.read(subjects.END_KEY))[0],  # end before `learner.steps`: step and reason
+        "end": (await run_rows.read(subjects.END_KEY))[0],  # None while the run goes on
         "autoscale": (await bus.rows("wanted").read(subjects.AUTOSCALE_KEY))[0],
         "lag_mean": metrics.get("offpolicy/lag_mean"),
         "lag_max": metrics.get("offpolicy/lag_max"),
@@ -265,6 +265,11 @@ async def _issued(bus: Bus, settled: set[int]) -> int:
     return sum(counts.values()) + sum(first is None or task < first for task in settled)
 
 
+def _end_in_words(end: JsonMapping) -> str:
+    how = "the run is done" if end["outcome"] == Outcome.DONE else f"the learner has failed (code {end['code']})"
+    return f"{how} after step {end['step']}: {end['reason']}"
+
+
 def _report_in_words(look: Mapping[int, int]) -> str:
     steps = ", ".join(f"step {step} {f'{count} x LOOK' if count else 'ok'}" for step, count in look.items())
     return steps + ("; the lines are in the learner's log (docs/debugging.md)" if any(look.values()) else "")
@@ -289,7 +294,7 @@ def print_status(console: Console, status: JsonObject) -> None:
     if status["best"]:
         console.print(f"best checkpoint {summary.best_in_words(status['best'])}", markup=False)
     if status["end"]:
-        console.print(f"ends after step {status['end']['step']}: {status['end']['reason']}", markup=False)
+        console.print(_end_in_words(status["end"]), markup=False)
     if status["autoscale"]:
         console.print(f"autoscaler: {plain(status['autoscale']['reason'])}", markup=False)
     if skipped := status["minibatches_skipped"]:

@@ -9,7 +9,15 @@ import sys
 from pathlib import Path
 
 from tidemill.bus import exit_codes
-from tidemill.launch.cli.arguments import add_allow, add_bus, add_config, add_listening, command_of
+from tidemill.launch.cli.arguments import (
+    add_allow,
+    add_bus,
+    add_config,
+    add_drained_code,
+    add_listening,
+    add_until_end,
+    command_of,
+)
 from tidemill.launch.cli.inputs import bus_address, process_id, read_secrets, unprinted_config
 from tidemill.launch.run.access import allowed
 from tidemill.launch.settings.config_loader import changes
@@ -22,6 +30,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_bus(parser)
     parser.add_argument("--run", default="", help="name of the run; needed on a bus with several, without --config")
     parser.add_argument("--id", default="", help="its name on the bus")
+    add_until_end(parser)
+    add_drained_code(parser)
     parser.add_argument("--wait", type=float, default=300.0, metavar="S", help="seconds to wait for the bus")
     add_allow(parser)
     if role != "actor":
@@ -54,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     require("actor" if role == "scorer" else role)
     from tidemill.bus.errors import BusUnavailable
-    from tidemill.launch.run import process, workers
+    from tidemill.launch.run import process, run_end, workers
 
     id = process_id(args)
     process.set_up_logging(role, id)
@@ -66,16 +76,22 @@ def run(args: argparse.Namespace) -> int:
     accepted = allowed(args.allow, os.environ, replaced=changed)
     local = workers.LocalSettings(allowed=accepted, changed=changed, **listen)
     unreachable: list[BusUnavailable] = []
+    is_drained, has_run_ended = False, asyncio.Event()
 
     async def body(draining: asyncio.Event) -> None:
+        nonlocal is_drained
         try:
             await workers.reach_bus(address, role, draining, wait_s=args.wait)
         except BusUnavailable as error:
             unreachable.append(error)
             return
-        await work(config, run_name, address, id, draining, local)
+        async with run_end.until_end(address, run_name, draining, name=role, on=args.until_end, ended=has_run_ended):
+            await work(config, run_name, address, id, draining, local)
+        is_drained = draining.is_set() and not has_run_ended.is_set()
 
     code = process.run(body, drain_s=drain_s)
+    if code == exit_codes.DONE and is_drained:
+        code = args.drained_code
     if unreachable:
         print(f"{exit_codes.LINE}{unreachable[0]} (--wait)", file=sys.stderr)
     return exit_codes.CRASHED if unreachable else code

@@ -1,1 +1,1 @@
-"""What other launchers need to run Tidemill: charts, files for schedulers, and the programs behind them."""
+"""Runs of which other programs start the processes: launchers, schedulers and clusters."""

@@ -66,7 +66,7 @@ class RunState:
     steps: int = 0
     max_lag: int | None = None
     step: int = 0
-    ended_early: bool = False
+    has_end: bool = False
     """It has ended before ``steps``."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the newest step."""
@@ -85,7 +85,7 @@ class RunState:
         found = _Found()
         found.add_all({"bus/up": float(self.up), "bus/full": float(bool(self.full)), "run/step": float(self.step)})
         if self.steps:
-            ended = self.ended_early or self.step >= self.steps
+            ended = self.has_end or self.step >= self.steps
             found.add_all({"run/steps": float(self.steps), "run/ended": float(ended)})
         if self.max_lag is not None:
             found.add("run/max_lag", float(self.max_lag))
@@ -248,7 +248,7 @@ async def read_rows(bus: Bus, state: RunState) -> None:
 
 async def _read_streams(bus: Bus, state: RunState) -> None:
     config = (await bus.rows("run").read("config"))[0] or {}
-    state.ended_early = (await bus.rows("run").read(subjects.END_KEY))[1] > 0
+    state.has_end = (await bus.rows("run").read(subjects.END_KEY))[1] > 0
     with suppress(KeyError, TypeError, ValueError):
         state.steps = int(config["learner"]["steps"])
         state.max_lag = int(config["staleness"]["max_lag"])

@@ -98,6 +98,7 @@ class CheckpointCursor:
     # Invalid samples that the learner had counted by then; likewise `invalid_by_actor`.
     invalid_by_field: Mapping[str, int] = field(default_factory=dict)
     invalid_by_actor: Mapping[str, int] = field(default_factory=dict)
+    created: str = ""  # Time of creation of the stream SAMPLES that the sequences are of
 
     def __contains__(self, seq: int) -> bool:
         return seq <= self.floor or seq in self.settled
@@ -395,6 +396,7 @@ def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor 
         int(state["step"]),
         counts["invalid"],
         counts.get("invalid_of", {}),  # missing in snapshots from before actors were counted
+        state["samples"]["created"],
     )
 
 

@@ -102,8 +102,9 @@ def run(
 ) -> int:
     """Run ``main(draining)`` to its end. Returns 0 ended or drained, 75 cancelled, else its error's code.
 
-    ``drain_s``: seconds from the first signal to the cancellation. ``on_event`` is called with a text when a process
-    below is stopped. After a signal this process ignores further ones, once ``main`` has ended: its exit code stands.
+    ``drain_s``: seconds from the first signal, or from ``draining``, to the cancellation. ``on_event`` is called with a
+    text when a process below is stopped. After a signal this process ignores further ones, once ``main`` has ended: its
+    exit code stands.
     """
 
     async def observed(draining: asyncio.Event) -> None:
@@ -142,11 +143,11 @@ async def _supervised(
     # Nohup
     numbers = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     work = loop.create_task(cancellable(main(draining), again_s=CLEANUP_S), name="main")
-    first_s = 0.0
+    first_s: float | None = None
 
     def on_signal(number: int) -> None:
         nonlocal first_s
-        if draining.is_set():
+        if first_s is not None:
             # A terminal that is closed sends SIGHUP more than once: from the kernel, and from its shell.
             if loop.time() - first_s >= same_signal_s and number != signal.SIGHUP:
                 work.cancel(f"second {signal.Signals(number).name}")
@@ -154,8 +155,13 @@ async def _supervised(
         first_s = loop.time()
         log.info("%s: draining for at most %.0f s", signal.Signals(number).name, drain_s)
         draining.set()
-        loop.call_later(drain_s, work.cancel, f"not drained after {drain_s:.0f} s")
 
+    async def limit_drain() -> None:
+        await draining.wait()  # set by a signal, or by the end of the run (``run_end.py``)
+        await asyncio.sleep(drain_s)
+        work.cancel(f"not drained after {drain_s:.0f} s")
+
+    limit = loop.create_task(limit_drain(), name="limit of the drain")
     for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
     try:
@@ -166,6 +172,7 @@ async def _supervised(
     except Exception as error:
         return exit_codes.report(first_error(error), log)
     finally:
+        limit.cancel()
         for number in numbers:
             loop.remove_signal_handler(number)
             if draining.is_set():

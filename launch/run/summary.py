@@ -5,6 +5,7 @@ While the accounting is made, a line on the terminal every few seconds, and a li
 
 import contextlib
 import json
+import math
 import os
 import socket
 import time
@@ -63,10 +64,8 @@ def metric_lines(outcomes: Sequence[Done]) -> list[JsonObject]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """Facts of a run that are in none of its streams: its settings, and observations made while it ran."""
+    """Observations made while a run went on, which are in none of its streams."""
 
-    run: str
-    max_lag: int
     seconds: float
     seconds_to_reward: float | None  # Seconds until the mean reward first reached 0.9; None = it has not
     loads: Mapping[str, Mapping[str, float]]  # Last counters that each process reported, by `role.id`
@@ -76,29 +75,28 @@ class Observed:
 
 
 def summarize(
-    accounting: RunAccounting, lines: Sequence[JsonMapping], versions: Sequence[VersionRow], observed: Observed
+    accounting: RunAccounting,
+    lines: Sequence[JsonMapping],
+    versions: Sequence[VersionRow],
+    observed: Observed | None,
+    *,
+    run: str,
+    max_lag: int,
 ) -> JsonObject:
-    """Return everything that summary.json holds, in its order."""
+    """Return the counts and means of summary.json; those of ``observed`` are absent without it."""
     rewards = [float(line[REWARD]) for line in lines if REWARD in line]
-    loads = observed.loads
-    shares = [load.get("waiting_share", -1.0) for name, load in loads.items() if name.startswith("actor.")]
-    actors = [share for share in shares if 0 <= share <= 1]
     return {
-        "run": observed.run,
+        "run": run,
         "steps": len(lines),
         "minibatches_skipped": int(sum(line.get(SKIPPED, 0.0) for line in lines)),
         "reward_first": rewards[0] if rewards else None,
         "reward_last": mean(rewards[-LAST_STEPS:]) if rewards else None,
-        "seconds": round(observed.seconds, 2),
-        "seconds_to_reward_0.9": observed.seconds_to_reward,
         **_samples(accounting),
-        "requests_aborted_by_pushes": observed.aborted_by_pushes,
         "multi_version_samples": accounting.multi_version,
-        "max_lag": observed.max_lag,
+        "max_lag": max_lag,
         "max_lag_trained": accounting.max_lag_trained,
         "lag_histogram_tokens": {str(lag): accounting.lag_tokens[lag] for lag in sorted(accounting.lag_tokens)},
         "learner_wait_share": float(lines[-1].get("train/wait_share", 0.0)) if lines else None,
-        "actor_wait_share": mean(actors) if actors else None,
         "tokens_generated": accounting.tokens_generated,
         "tokens_trained": accounting.tokens_trained,
         "versions": len(versions),
@@ -107,10 +105,23 @@ def summarize(
         "tasks_issued": accounting.tasks_issued,
         "tasks_open": accounting.tasks_open,
         "tasks_given_up": dict(sorted(accounting.tasks_given_up.items())),
+        **({} if observed is None else _observations(observed)),
+        "problems": accounting.problems,
+    }
+
+
+def _observations(observed: Observed) -> JsonObject:
+    loads = observed.loads
+    shares = [load.get("waiting_share", -1.0) for name, load in loads.items() if name.startswith("actor.")]
+    actors = [share for share in shares if 0 <= share <= 1]
+    return {
+        "seconds": round(observed.seconds, 2),
+        "seconds_to_reward_0.9": observed.seconds_to_reward,
+        "requests_aborted_by_pushes": observed.aborted_by_pushes,
+        "actor_wait_share": mean(actors) if actors else None,
         "bad_rows": int(count_in(loads.get("feeder.feeder", {}), "bad_rows")),
         "troubles": dict(observed.troubles),
         "restarts": dict(observed.restarts),
-        "problems": accounting.problems,
     }
 
 
@@ -144,7 +155,7 @@ def broken_promises(summary: JsonMapping, *, require_reward: float) -> list[str]
     wrong = [
         f"{name} = {summary[name]}, want 0"
         for name in ("samples_lost", "samples_trained_twice", "requests_aborted_by_pushes")
-        if summary[name] != 0
+        if summary.get(name, 0) != 0
     ]
     if not summary["books_balance"]:
         wrong.append("the accounting of the stream SAMPLES does not balance")
@@ -152,7 +163,8 @@ def broken_promises(summary: JsonMapping, *, require_reward: float) -> list[str]
         wrong.append(f"problems found by the audit: {len(summary['problems'])}, the first: {summary['problems'][0]}")
     if summary["max_lag_trained"] > summary["max_lag"]:
         wrong.append(f"max_lag_trained = {summary['max_lag_trained']}, want <= {summary['max_lag']}")
-    if summary["reward_last"] is None or summary["reward_last"] < require_reward:
+    reward = -math.inf if summary["reward_last"] is None else summary["reward_last"]
+    if reward < require_reward:
         wrong.append(f"reward_last = {summary['reward_last']}, want >= {require_reward}")
     return wrong
 

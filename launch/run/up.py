@@ -29,18 +29,18 @@ from tidemill.bus.system.files import lacking, write_whole
 from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Done
-from tidemill.bus.wire.rows import VersionRow, row_of
-from tidemill.bus.wire.subjects import BEST_KEY, END_KEY
+from tidemill.bus.wire.rows import Outcome
 from tidemill.launch.checks.findings import CheckFailed
 from tidemill.launch.checks.run import Purpose, check, made_before
 from tidemill.launch.hub.repository import write_record
-from tidemill.launch.run import access, desired, feeder_process, process, servers, summary, view, web_hook
-from tidemill.launch.run.audit import audit, read_cursor
+from tidemill.launch.run import access, desired, process, servers, summary, view, web_hook
+from tidemill.launch.run.accounting import read_accounts
 from tidemill.launch.run.bus_process import BUS_START_S, start_bus
 from tidemill.launch.run.directory import CannotBegin, directory_of_one
 from tidemill.launch.run.engine_devices import EngineDevices
 from tidemill.launch.run.host import Host
 from tidemill.launch.run.page_process import keep_page
+from tidemill.launch.run.run_end import end_of
 from tidemill.launch.run.supervisor import GaveUp, Supervisor
 from tidemill.launch.run.watch import LOOK_EVERY_S, RunWatch
 from tidemill.launch.run.web_hook import WebHook
@@ -291,13 +291,13 @@ class Up:
         if self._config.debug.trains_only:  # it makes no checkpoint
             done = [record.step async for _, record in bus.plans.scan() if isinstance(record, Done)]
             return max(done, default=0) >= self._config.learner.steps
-        rows = bus.rows("run")
-        checkpoint, (end, _) = await rows.get(CHECKPOINT_KEY), await rows.read(END_KEY)
+        checkpoint, end = await bus.rows("run").get(CHECKPOINT_KEY), await end_of(bus)
         step = 0 if checkpoint is None else int(checkpoint[0]["step"])
-        if end is not None and end["step"] == step:
-            self._ended_by = end["reason"]
+        if step >= self._config.learner.steps:
             return True
-        return step >= self._config.learner.steps
+        if end is not None and end.outcome is Outcome.DONE and end.step == step and end.reason != "learner.steps":
+            self._ended_by = end.reason
+        return bool(self._ended_by)
 
     async def _want(self, bus: Bus) -> None:
         """Set the desired numbers to the configuration's; a resumed run keeps the last ones of `tidemill scale`."""
@@ -333,55 +333,44 @@ class Up:
 
     async def _audit(self, bus: Bus, seconds: float, *, finished: bool) -> None:
         assert self._watch is not None
-        stored = bool(self._config.learner.checkpoint.url)
-        cursor = await asyncio.to_thread(partial(read_cursor, self._config.checkpoints, stored=stored))
-        versions = [row_of(VersionRow, value) for value, _ in (await bus.rows("weights").all("v")).values()]
-        vocab_size, _ = feeder_process.model_shape(Path(self._config.model.path))
-        steps, after = {row.version: row.step for row in versions}, {row.version: row.after for row in versions}
         async with summary.audit_shown(bus, self._print) as progress:
-            accounting, outcomes = await audit(
-                bus, cursor, versions=steps, after=after, vocab_size=vocab_size, progress=progress
+            accounts = await read_accounts(
+                bus,
+                self._config,
+                checkpoints=self._config.checkpoints,
+                after_epoch=self._after_epoch,
+                progress=progress,
             )
         reached = self._watch.reached_s
-        lines = [
-            line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)
-        ]
+        lines = [line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in accounts.lines]
         summary.write_lines(self._root / METRICS_FILE, lines)
-        evaluations = summary.scores_lines(await summary.read_scores(bus, after_epoch=self._after_epoch))
-        if evaluations:
-            summary.write_lines(self._root / summary.EVALUATIONS_FILE, evaluations)
-        result = summary.summarize(accounting, lines, versions, self._observed(lines, seconds))
-        require_reward = self._config.up.require_reward if finished else -math.inf
-        broken = summary.broken_promises(result, require_reward=require_reward)
-        best, _ = await bus.rows("run").read(BEST_KEY)
-        result |= {
-            "ended_by": self._ended_by or ("learner.steps" if finished else DRAINED),
-            "best": best,
-            "evaluations": evaluations,
-            "promises_broken": broken,
-            "config_digest": self._config.digest(),
-        }
+        if accounts.evaluations:
+            summary.write_lines(self._root / summary.EVALUATIONS_FILE, accounts.evaluations)
+        result = accounts.summary(
+            lines=lines,
+            observed=self._observed(lines, seconds),
+            ended_by=self._ended_by or ("learner.steps" if finished else DRAINED),
+            require_reward=self._config.up.require_reward if finished else -math.inf,
+        )
         write_whole(self._root / "summary.json", json.dumps(result, indent=2) + "\n")
         title = f"{self._config.run}: {len(lines)} steps, {seconds:.0f} s"
-        picture = await asyncio.to_thread(summary.draw_curves, lines, evaluations, self._root / "curves.png", title)
-        self._report(result, broken, picture, finished=finished)
-        if best is not None:
-            self._print(f"  best checkpoint {summary.best_in_words(best)}")
+        drawing = partial(summary.draw_curves, lines, accounts.evaluations, self._root / "curves.png", title)
+        self._report(result, await asyncio.to_thread(drawing), finished=finished)
+        if accounts.best is not None:
+            self._print(f"  best checkpoint {summary.best_in_words(accounts.best)}")
 
     def _observed(self, lines: list[JsonObject], seconds: float) -> summary.Observed:
         assert self._watch is not None
         return summary.Observed(
-            run=self._config.run,
             seconds=seconds,
             seconds_to_reward=summary.seconds_to_reward(lines, 0.9),
-            max_lag=self._config.learner.steps if self._config.debug.rollout_only else self._config.staleness.max_lag,
             loads=self._watch.loads,
             troubles=self._watch.troubles,
             aborted_by_pushes=int(sum(self._watch.aborted_by_pushes.values())),
             restarts=self._supervisor.restarted,
         )
 
-    def _report(self, result: dict[str, object], broken: list[str], picture: str, *, finished: bool) -> None:
+    def _report(self, result: JsonObject, picture: str, *, finished: bool) -> None:
         if self._ended_by:
             self._print(f"  ended after step {result['steps']}: {self._ended_by}")
         self._print("\n".join(f"  {name:<26} {summary.as_text(result[name])}" for name in summary.REPORTED))
@@ -392,5 +381,5 @@ class Up:
         model = "no model: nothing was trained" if self._config.debug.rollout_only else f"model {self._root}/final"
         model += "" if finished else f" of step {result['steps']}, not finished"
         self._print(f"  {model}, picture {picture}, accounting {self._root}/summary.json")
-        if broken:
+        if broken := result["promises_broken"]:
             self.code, self.failure = BROKEN_PROMISE, "promises broken:\n" + "\n".join(f"  {text}" for text in broken)

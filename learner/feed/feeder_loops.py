@@ -39,7 +39,7 @@ from tidemill.learner.feed.feeder_settings import FeederSettings
 from tidemill.learner.feed.filtering import Filtering, OpenFilter
 from tidemill.learner.feed.intake import Intake, LostTasks
 from tidemill.learner.feed.issuing import Curriculum, TaskIssuer
-from tidemill.learner.feed.outcomes import EarlyEnd, Outcomes, refuse_newer
+from tidemill.learner.feed.outcomes import EarlyEnd, Outcomes, refuse_newer, remove_end
 from tidemill.learner.feed.recorded_responses import RecordedResponses
 from tidemill.learner.feed.restart import Restored, peers_of, verified
 from tidemill.learner.feed.trained_records import TrainedRecords
@@ -90,7 +90,7 @@ class Feeder:
         )
         place = (settings.places.checkpoints, self._evaluations)
         self._best = BestCheckpoint(bus, *place, epoch=self._epoch, head=self._source.head)
-        self._early_end = EarlyEnd(bus, self._source, self._evaluations, epoch=self._epoch)
+        self._early_end = EarlyEnd(self._source, self._evaluations)
         self._outcomes = Outcomes(
             bus,
             server,
@@ -120,7 +120,8 @@ class Feeder:
         resumed, source = self._restored.resumed, self._source
         self._evaluations.on_scores, self._server.on_trained = self._best.note, self._trained.put
         await self._evaluations.restore(resumed.eval_tasks, source.head)
-        await self._early_end.begin()
+        if not self._outcomes.finished.is_set():
+            await remove_end(self._bus)
         await self._best.begin()
         self._row.parts = Parts(
             source=source,
@@ -191,7 +192,9 @@ class Feeder:
                 log.warning("not every rank requested the end of the run within %.0f s", END_S)
             self._row.text = "the last evaluation"
             await self._server.outcomes.join()  # the last version may have been reported after the last checkpoint
-            await first_of(self._evaluations.over(), draining.wait(), self._server.draining.wait())
+            evaluated, *_ = await first_of(self._evaluations.over(), draining.wait(), self._server.draining.wait())
+            if not evaluated.cancelled():
+                await self._outcomes.record_end()
 
     async def _wait_drained(self, draining: asyncio.Event) -> None:
         """Wait until this process or a rank drains, then until the ranks' newest step is in a checkpoint."""

@@ -6,14 +6,17 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusUnavailable, Fenced
+from tidemill.bus.exit_codes import DONE
 from tidemill.bus.streams.bus import Bus, current_epoch
 from tidemill.bus.streams.readers import Cursors
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Done, Plan
+from tidemill.bus.wire.rows import EndRow, Outcome
 from tidemill.bus.wire.subjects import END_KEY, EPOCH_KEY
 from tidemill.learner.algorithms.alarms import Context
 from tidemill.learner.buffer.datasource import DataSource
@@ -53,8 +56,8 @@ class Outcomes:
         """``resumed``: the checkpoint and the outcomes after it. ``copies``: None = all checkpoints are here."""
         step, rules = resumed.source.step, resumed.source.rules
         self._bus, self._server, self._epoch, self._root = bus, server, epoch, settings.places.checkpoints
-        self.steps = rules.steps
-        """Last step of the run."""
+        self.steps, self._ends_by = rules.steps, "learner.steps"
+        """Last step of the run, and the reason why it ends there."""
         context = Context(max_lag=rules.staleness.max_lag, gate=rules.staleness.gate)
         self.age = EpisodeAge(settings.learner.algorithm.alarms, context)
         self._earlier, self._done = resumed.done, step
@@ -180,10 +183,15 @@ class Outcomes:
         names = [checkpoint.path.name for checkpoint in disk.listed(self._root)]
         return disk.digests_of(self._root, kept_names(names, latest, keep=self._keep, spared=spared))
 
-    def ends_after(self, step: int) -> None:
+    def ends_after(self, step: int, reason: str) -> None:
         """Finish with the checkpoint of an earlier step than the last of the settings."""
-        self.steps = step
+        self.steps, self._ends_by = step, reason
         self._note_finished()
+
+    async def record_end(self) -> None:
+        """Record that the run is done. Raises Fenced."""
+        await self._refuse_if_replaced()
+        await record_end(self._bus, self._epoch, self.checkpoint_step, self._ends_by)
 
     def _note_finished(self) -> None:
         if self.checkpoint_step >= self.steps:
@@ -255,6 +263,19 @@ async def record_done(
         log.info("metrics unsent error=%s", error)
 
 
+async def record_end(bus: Bus, epoch: int, step: int, reason: str) -> None:
+    """Write the row of a run that is done. Retries until it is stored."""
+    row = EndRow(outcome=Outcome.DONE, code=DONE, reason=reason, step=step, time_s=time.time(), epoch=epoch)
+    await bus.retry(lambda: bus.rows("run").put(END_KEY, asdict(row)))
+
+
+async def remove_end(bus: Bus) -> None:
+    """Remove the row of an earlier start: the run goes on."""
+    rows = bus.rows("run")
+    if (await rows.read(END_KEY))[1]:  # only where there is one: a user that may not purge leaves a marker instead
+        await rows.delete(END_KEY)
+
+
 def refuse_newer(newest: int, epoch: int, *, key: str = EPOCH_KEY) -> None:
     """Raise Fenced if a later epoch than this start's was raised. ``epoch``: 0 = this start has none yet."""
     if newest > epoch > 0:
@@ -269,14 +290,8 @@ class EarlyEnd:
     planned by then: they publish its weights and write its checkpoint, if they have not yet.
     """
 
-    def __init__(self, bus: Bus, source: DataSource, evaluations: Evaluations, *, epoch: int) -> None:
-        self._bus, self._source, self._evaluations, self._epoch = bus, source, evaluations, epoch
-
-    async def begin(self) -> None:
-        """Remove the row of an earlier start."""
-        rows = self._bus.rows("run")
-        if (await rows.read(END_KEY))[1]:  # only where there is one: a user that may not purge leaves a marker instead
-            await rows.delete(END_KEY)
+    def __init__(self, source: DataSource, evaluations: Evaluations) -> None:
+        self._source, self._evaluations = source, evaluations
 
     def reason(self, last_failure: str = "") -> str:
         """Return the reason to end after the last planned step; empty = there is none.
@@ -293,13 +308,12 @@ class EarlyEnd:
         return f"all prompts of {num_epochs} pass{'es' * (num_epochs > 1)} are used (learner.num_epochs)"
 
     async def end(self, reason: str, server: FeedServer, outcomes: Outcomes, *, state: bytes) -> None:
-        """End the run after the last planned step. Raises BusError.
+        """End the run after the last planned step.
 
         ``state``: of the data after that step; empty = its checkpoint is ordered.
         """
         step = self._source.step
         log.warning("the run ends after step %d of %d: %s", step, self._source.rules.steps, reason)
-        await self._bus.rows("run").put(END_KEY, {"step": step, "reason": reason, "epoch": self._epoch})
         self._evaluations.ends_after(step, self._source.head)
         await server.last(Last(step=step, state=state))
-        outcomes.ends_after(step)
+        outcomes.ends_after(step, reason)

@@ -26,7 +26,7 @@ from tidemill.learner.feed.feeder import opened_ends, own_epoch, row_publisher
 from tidemill.learner.feed.feeder_loops import END_S
 from tidemill.learner.feed.feeder_row import BEAT_S
 from tidemill.learner.feed.feeder_settings import FeederSettings
-from tidemill.learner.feed.outcomes import record_done
+from tidemill.learner.feed.outcomes import record_done, record_end, remove_end
 from tidemill.learner.feed.restart import verified
 from tidemill.weightstore.store.registry import VersionRegistry
 
@@ -60,6 +60,7 @@ class RecordedFeeder:
             self._epoch = await own_epoch(self._bus, self._settings.places.epoch)
             async with row_publisher(self._bus, self._epoch, phase="working") as heartbeat:
                 await self._bus.plans.fence(self._epoch)
+                await remove_end(self._bus)
                 head = await VersionRegistry(self._bus).repaired_head(self._epoch)
                 start = FeedStart(
                     epoch=self._epoch,
@@ -82,8 +83,11 @@ class RecordedFeeder:
         _, drained, _ = await first_of(
             self._finished.wait(), self._wait_drained(draining), self._server.refuse_leave(draining)
         )
-        if drained.cancelled() and not await self._server.end_run(self._num_steps, within_s=END_S):
+        if not drained.cancelled():
+            return
+        if not await self._server.end_run(self._num_steps, within_s=END_S):
             log.warning("not every rank requested the end of the run within %.0f s", END_S)
+        await record_end(self._bus, self._epoch, self._num_steps, "learner.steps")
 
     async def _wait_drained(self, draining: asyncio.Event) -> None:
         await first_of(draining.wait(), self._server.draining.wait())

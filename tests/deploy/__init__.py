@@ -1,1 +1,1 @@
-"""Tests of what runs a run elsewhere: batch systems, clusters and other launchers."""
+"""Processes started by launchers and schedulers, and what they need of a run: its end and its accounting."""

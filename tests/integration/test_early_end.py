@@ -95,7 +95,7 @@ async def test_a_run_that_has_ended_goes_on_with_more_passes(open_world: OpenWor
             assert [plan.chain for plan in plans[:4]] == [plan.chain for plan in before]
             world.learner = replace(world.learner, num_epochs=3, steps=9)
             await finish(world)
-        assert await world.bus.rows("run").get(END_KEY) is None, "learner.steps has ended it"
+        await check_end(world, steps=9, reason="learner.steps")
         assert (await places(world))[: 2 * PROMPTS] == every(0, 1)
         await check_history(world)
 
@@ -215,9 +215,8 @@ async def test_a_run_that_has_ended_goes_on_without_early_stop(open_world: OpenW
             ):
                 await world.train(url)
                 await feeding
-        await check_history(world)
-        for key in (END_KEY, BEST_KEY):
-            assert await world.bus.rows("run").get(key) is None
+        await check_end(world, steps=12, reason="learner.steps")
+        assert await world.bus.rows("run").get(BEST_KEY) is None
         assert 2 not in [one.step for one in disk.listed(world.root)], "nothing keeps it"
 
 

@@ -322,10 +322,8 @@ async def test_a_plan_that_contradicts_stream_or_registry_is_reported(open_bus: 
 
 def observed(**changes: Any) -> Observed:
     values: dict[str, Any] = {
-        "run": "r",
         "seconds": 1,
         "seconds_to_reward": None,
-        "max_lag": 1,
         "loads": {},
         "aborted_by_pushes": 0,
     }
@@ -334,7 +332,7 @@ def observed(**changes: Any) -> Observed:
 
 def result(accounting: RunAccounting, rewards: list[float]) -> dict[str, object]:
     lines = [{"step": place + 1, "data/reward_mean": reward} for place, reward in enumerate(rewards)]
-    return summarize(accounting, lines, [], observed(loads={"engine.0": {}}))
+    return summarize(accounting, lines, [], observed(loads={"engine.0": {}}), run="r", max_lag=1)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +357,7 @@ def test_skipped_minibatches_are_counted_and_break_no_promise() -> None:
         {"step": 1, "data/reward_mean": 1.0},
         *({"step": step, "train/skipped_minibatches": 2.0} for step in (2, 3)),
     ]
-    summary = summarize(RunAccounting(), lines, [], observed())
+    summary = summarize(RunAccounting(), lines, [], observed(), run="r", max_lag=1)
     assert (summary["minibatches_skipped"], summary["reward_last"]) == (4, 1.0)
     assert broken_promises(summary, require_reward=0.9) == []
 
@@ -370,7 +368,7 @@ def test_the_reward_counts_at_the_end_and_not_at_its_peak() -> None:
 
 def test_requests_that_a_push_aborted_break_a_promise() -> None:
     loads = {"actor.0": {"waiting_share": 0.5}, "feeder.feeder": {"bad_rows": 25.0}}
-    summary = summarize(RunAccounting(), [], [], observed(loads=loads, aborted_by_pushes=1))
+    summary = summarize(RunAccounting(), [], [], observed(loads=loads, aborted_by_pushes=1), run="r", max_lag=1)
     assert summary["requests_aborted_by_pushes"] == 1
     assert summary["actor_wait_share"] == 0.5
     assert summary["bad_rows"] == 25
@@ -387,9 +385,8 @@ def test_rows_of_liars_do_not_enter_the_summary(number: float) -> None:
         [(replace(row, role=role, id=id), 0.0) for role, id in (("actor", "a"), ("engine", "e"), ("feeder", "feeder"))]
     )
     loads = watch.loads | {"actor.1": {"waiting_share": 0.5}}
-    summary = summarize(
-        RunAccounting(), [], [], observed(loads=loads, aborted_by_pushes=int(sum(watch.aborted_by_pushes.values())))
-    )
+    aborted = int(sum(watch.aborted_by_pushes.values()))
+    summary = summarize(RunAccounting(), [], [], observed(loads=loads, aborted_by_pushes=aborted), run="r", max_lag=1)
     assert watch.rate_generated == 0.0
     assert (summary["actor_wait_share"], summary["bad_rows"], summary["requests_aborted_by_pushes"]) == (0.5, 0, 0)
     assert (summary["tokens_generated"], summary["tokens_trained"]) == (0, 0)
@@ -400,7 +397,7 @@ def test_means_over_pushes_count_each_push_once() -> None:
         return {"step": step, "push/version": version, "push/seconds": seconds, "push/stall_seconds_max": stall}
 
     lines = [line(1, 1, 2, 0.2), line(2, 1, 2, 0.2), line(3, 3, 4, 0.6), {"step": 4}]
-    summary = summarize(RunAccounting(), lines, [], observed())
+    summary = summarize(RunAccounting(), lines, [], observed(), run="r", max_lag=1)
     assert summary["push_seconds_mean"] == 3
     assert summary["stall_seconds_mean"] == pytest.approx(0.4)
 

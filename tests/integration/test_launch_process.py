@@ -54,12 +54,23 @@ def start(body: str, *, drain_s: float = 30, uvloop: bool = True, same_signal_s:
         ("await draining.wait()", [signal.SIGINT], 30, 0),
         ("await draining.wait()", [signal.SIGHUP], 30, 0),
         ("await asyncio.Event().wait()", [signal.SIGTERM], 0.1, 75),
+        ("draining.set(); await asyncio.Event().wait()", [], 0.1, 75),
         ("raise RuntimeError('no good')", [], 30, 1),
         ("e = RuntimeError('no good'); e.exit_code = 78; raise e", [], 30, 78),
         ("async with asyncio.TaskGroup() as g: g.create_task(asyncio.wait_for(draining.wait(), 0.01))", [], 30, 1),
         ("pass", [], 30, 0),
     ],
-    ids=["drained", "ctrl-c", "terminal-closed", "not-in-time", "crashed", "config", "crashed-group", "done"],
+    ids=[
+        "drained",
+        "ctrl-c",
+        "terminal-closed",
+        "not-in-time",
+        "ended-not-in-time",
+        "crashed",
+        "config",
+        "crashed-group",
+        "done",
+    ],
 )
 def test_exit_codes(body: str, signals: list[signal.Signals], drain_s: float, code: int, uvloop: bool) -> None:
     child = start(body, drain_s=drain_s, uvloop=uvloop)

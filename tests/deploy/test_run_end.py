@@ -1,0 +1,132 @@
+"""The row of the end of a run: written by a feeder on a real nats-server, and waited for by processes of a run."""
+
+import asyncio
+import dataclasses
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.bus_fixtures import BusOpener
+from tests.integration.test_feeder import OpenWorld, finish, open_world
+from tests.launched import tidemill
+from tests.waits import until
+from tests.whole.running import SMOKE
+from tidemill.actors.engines.membership import CONFIG_KEY
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.rows import EndRow, Outcome
+from tidemill.bus.wire.subjects import END_KEY
+from tidemill.launch.run.run_end import LearnerEnd, end_of, wait_ended
+from tidemill.launch.settings.config_loader import load, to_map
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.errors import ConfigRefused, LearnerError
+
+__all__ = ["open_world"]
+FAILED = EndRow(outcome=Outcome.FAILED, code=78, reason="learner.steps: want > 0", step=0, time_s=0.0)
+DONE = dataclasses.replace(FAILED, outcome=Outcome.DONE, code=0, reason="learner.steps", step=2)
+
+
+def config_of(bus: Bus) -> RunConfig:
+    return load([SMOKE], [f"run={bus.run}"], {}).config
+
+
+async def put(bus: Bus, row: EndRow) -> None:
+    await bus.rows("run").put(END_KEY, dataclasses.asdict(row))
+
+
+async def test_a_feeder_records_the_end_and_a_start_without_steps_left_records_it_again(open_world: OpenWorld) -> None:
+    """Killed between the last checkpoint and the row, a learner leaves the checkpoint alone."""
+    async with open_world() as world, world.actors():
+        waiting = asyncio.create_task(wait_ended(world.bus))
+        await finish(world)
+        end = await waiting
+        assert (end.outcome, end.code, end.reason, end.step) == (Outcome.DONE, 0, "learner.steps", world.learner.steps)
+        await world.bus.rows("run").delete(END_KEY)
+        await finish(world)
+        again = await end_of(world.bus)
+        assert again is not None
+        assert (again.step, again.epoch) == (end.step, end.epoch + 1)
+
+
+async def test_a_start_with_steps_left_removes_the_row_and_a_drained_one_records_none(open_world: OpenWorld) -> None:
+    async with open_world() as world, world.actors():
+        await put(world.bus, FAILED)
+        draining = asyncio.Event()
+        async with world.feeder(draining=draining) as (url, feeding):
+            await world.train(url, stop=lambda did, at: (did, at) == ("checkpoint", 2))
+            draining.set()
+            await feeding
+        assert await end_of(world.bus) is None
+
+
+async def test_a_learner_that_no_restart_cures_records_why(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        address = nats_server.url
+        refused = ConfigRefused("learner.data_parallel", "2 until the recorded step 3 is in a checkpoint", 1)
+        for leads, error in ((True, LearnerError("a rank was killed")), (False, refused)):
+            with pytest.raises(LearnerError):
+                async with LearnerEnd(config_of(bus), address, leads=leads).noted(asyncio.Event()):
+                    raise error
+            assert await end_of(bus) is None
+        with pytest.raises(ExceptionGroup):
+            async with LearnerEnd(config_of(bus), address, leads=True).noted(asyncio.Event()):
+                raise ExceptionGroup("", [refused])
+        end = await end_of(bus)
+        assert end is not None
+        assert (end.outcome, end.code, end.reason) == (Outcome.FAILED, 78, str(refused))
+        await put(bus, DONE)
+        with pytest.raises(LearnerError):
+            async with LearnerEnd(config_of(bus), address, leads=True).noted(asyncio.Event()):
+                raise refused
+        assert await end_of(bus) == DONE, "a start with other settings does not change what was done"
+
+
+@pytest.mark.parametrize(("row", "drained"), [(None, True), (FAILED, True), (DONE, False)])
+async def test_a_drained_learner_knows_whether_its_run_is_done(
+    nats_server: EmbeddedServer, open_bus: BusOpener, row: EndRow | None, drained: bool
+) -> None:
+    async with open_bus() as bus:
+        if row is not None:
+            await put(bus, row)
+        draining = asyncio.Event()
+        end = LearnerEnd(config_of(bus), nats_server.url, leads=True)
+        async with end.noted(draining):
+            draining.set()
+        assert end.drained is drained
+
+
+async def test_processes_of_a_run_end_with_it(nats_server: EmbeddedServer, open_bus: BusOpener, tmp_path: Path) -> None:
+    """One started without ``--until-end`` stays."""
+    async with open_bus() as bus:
+        await bus.create_layout()
+        await bus.rows("run").put(CONFIG_KEY, to_map(config_of(bus)))
+        roles = {
+            "actor": ["--id", "a"],
+            "scorer": [],
+            "router": ["--port", "0"],
+            "host": ["--dir", str(tmp_path / "h")],
+        }
+        started = [
+            tidemill(role, "--bus", nats_server.url, *words, "--until-end", output=tmp_path / f"{role}.log")
+            for role, words in roles.items()
+        ]
+        stays = tidemill("actor", "--bus", nats_server.url, "--id", "stays", output=tmp_path / "stays.log")
+        try:
+            view = LiveView(bus)
+
+            async def all_there() -> bool:
+                return len(await view.alive()) == len(started) + 1
+
+            await until(all_there)
+            await put(bus, DONE)
+            for process, role in zip(started, roles, strict=True):
+                code = await asyncio.to_thread(process.wait, 120)
+                assert code == 0, (tmp_path / f"{role}.log").read_text()
+            assert stays.returncode is None
+            stays.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(stays.wait, 120) == 0
+        finally:
+            for process in (*started, stays):
+                process.kill()
