@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -91,7 +92,7 @@ async def test_engines_are_added_for_a_learner_that_waits(tmp_path: Path) -> Non
                     return row is not None and row["counts"].get("engine") == 2
 
                 await until(scaled, alive=lambda: scaler.returncode is None)
-                await until(lambda: "engines 1 -> 2, actors 1 -> 1: the learner waits" in log.read_text())
+                await until(lambda: re.search(r"engines 1 -> 2, actors \d -> \d: the learner waits", log.read_text()))
                 status = await asyncio.to_thread(launched.run_tidemill, "status", "--run-dir", str(run.directory))
                 assert "autoscaler: " in status.out, status.output
 

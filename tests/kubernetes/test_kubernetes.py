@@ -139,6 +139,18 @@ def test_the_check_of_scaled_objects_finds_what_is_wrong() -> None:
     assert found(triggers=[{**trigger, "metadata": {**trigger["metadata"], "lagThreshold": 2}}])
 
 
+def test_a_nats_of_yours_takes_the_place_of_the_bus() -> None:
+    documents = objects(rendered(CASES["own_nats"]))
+    assert not [one for one in documents if one["metadata"]["name"] == f"{RUN}-bus"]
+    config = yaml.safe_load(of_kind(documents, "ConfigMap", "config")["data"]["run.yaml"])
+    assert config["bus"] == {"url": "nats://nats:4222", "replicas": 3, "lease_s": 60}
+    for _, pod in pods(documents):
+        words = pod["containers"][0]["command"]
+        assert words[words.index("--bus") + 1] == "nats://nats:4222"
+    (trigger,) = of_kind(documents, "ScaledObject", "actor")["spec"]["triggers"]
+    assert trigger["metadata"]["natsServerMonitoringEndpoint"] == "nats-headless:8222"
+
+
 def test_keda_with_jobs_is_refused() -> None:
     done = run("helm", "template", RUN, CHART, "--set", "keda.enabled=true")
     assert done.returncode and "keda.enabled: want workers: Deployment" in done.stderr

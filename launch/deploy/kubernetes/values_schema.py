@@ -20,6 +20,7 @@ BUS_SET_BY_CHART = (
 _NOTES = ("$schema", "title", "description", "default", "advanced")
 _TEXT, _FLAG = {"type": "string"}, {"type": "boolean"}
 _NAME = {"type": "string", "pattern": r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?)?$", "maxLength": 253}
+_URL = {"type": "string", "pattern": r"^((nats|tls)://[^\s@]+)?$"}
 _SIZE = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?)?$"}
 _COUNT = {"type": "integer", "minimum": 0, "maximum": MOST}
 _SECONDS = {"type": "integer", "minimum": 1}
@@ -40,7 +41,7 @@ def schema() -> JsonObject:
             env={"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}},
             workers={"enum": ["Job", "Deployment"]},
             audit=_FLAG,
-            bus=_closed(servers={"enum": [1, 3]}, authSecret=_NAME, **storage, **_placed()),
+            bus=_closed(servers={"enum": [1, 3]}, url=_URL, authSecret=_NAME, **storage, **_placed()),
             learner=_closed(
                 nodes={"type": "integer", "minimum": 1, **{key: nodes[key] for key in ("maximum",) if key in nodes}},
                 accessMode={"enum": ["ReadWriteOnce", "ReadWriteOncePod", "ReadWriteMany"]},
@@ -51,6 +52,7 @@ def schema() -> JsonObject:
             keda=_closed(
                 enabled=_FLAG,
                 namespace=_NAME,
+                monitoring={"type": "string", "pattern": r"^(\S+:[0-9]{1,5})?$"},
                 pollingInterval=_SECONDS,
                 cooldownPeriod=_SECONDS,
                 engines=_scale(),

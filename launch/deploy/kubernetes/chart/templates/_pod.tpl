@@ -5,12 +5,16 @@ app.kubernetes.io/component: {{ .role }}
 {{- end }}
 
 {{- define "tidemill.bus" -}}
+{{- if .Values.bus.url -}}
+{{- .Values.bus.url -}}
+{{- else -}}
 {{- $name := printf "%s-bus" .Release.Name -}}
 {{- $servers := list -}}
 {{- range until (int .Values.bus.servers) -}}
 {{- $servers = append $servers (printf "nats://%s-%d.%s:4222" $name . $name) -}}
 {{- end -}}
 {{- join "," $servers -}}
+{{- end -}}
 {{- end }}
 
 {{- /* Seconds for a pod to drain: those of the process, and half a minute for its checkpoint and its last messages. */ -}}
