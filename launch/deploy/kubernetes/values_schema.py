@@ -18,19 +18,20 @@ BUS_SET_BY_CHART = (
     *("cluster", "server_name", "cluster_listen", "cluster_routes"),
 )
 _NOTES = ("$schema", "title", "description", "default", "advanced")
-_TEXT, _FLAG = {"type": "string"}, {"type": "boolean"}
-_NAME = {"type": "string", "pattern": r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?)?$", "maxLength": 253}
-_URL = {"type": "string", "pattern": r"^((nats|tls)://[^\s@]+)?$"}
-_SIZE = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?)?$"}
-_COUNT = {"type": "integer", "minimum": 0, "maximum": MOST}
-_SECONDS = {"type": "integer", "minimum": 1}
+_TEXT: JsonObject = {"type": "string"}
+_FLAG: JsonObject = {"type": "boolean"}
+_NAME: JsonObject = {"type": "string", "pattern": r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?)?$", "maxLength": 253}
+_URL: JsonObject = {"type": "string", "pattern": r"^((nats|tls)://[^\s@]+)?$"}
+_SIZE: JsonObject = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?)?$"}
+_COUNT: JsonObject = {"type": "integer", "minimum": 0, "maximum": MOST}
+_SECONDS: JsonObject = {"type": "integer", "minimum": 1}
 
 
 def schema() -> JsonObject:
     """Return the schema of ``values.yaml``."""
     nodes = section_schema(LearnerConfig)["properties"]["nodes"]
-    role = {"count": _COUNT, **_placed()}
-    storage = {"size": _SIZE, "storageClass": _NAME}
+    role: dict[str, JsonObject] = {"count": _COUNT, **_placed()}
+    storage: dict[str, JsonObject] = {"size": _SIZE, "storageClass": _NAME}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **_closed(
