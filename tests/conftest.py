@@ -239,6 +239,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="interpreter that has gem-llm and skyrl-gym: runs tests/env (make test-env)",
     )
     parser.addoption(
+        "--trackers", metavar="DIRECTORY", help="packages of MLflow and Trackio: runs tests/env (make test-env)"
+    )
+    parser.addoption(
         "--gpu-device", default="auto", choices=["auto", "cpu"], help="cpu: tests/gpu at tiny sizes without a GPU"
     )
     parser.addoption("--require", default="", help="comma-separated parts that must be there: nats, megatron")

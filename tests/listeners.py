@@ -33,6 +33,7 @@ from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import Keys, RunKeys
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
+from tidemill.launch.deploy.probes import Probes
 from tidemill.launch.metrics.prometheus import RunState, listener_of
 from tidemill.launch.page.access import PageAccess
 from tidemill.launch.page.answers import RunAnswers
@@ -282,6 +283,29 @@ async def open_metrics(model_dir: Path) -> AsyncIterator[Place]:
         yield place
 
 
+@asynccontextmanager
+async def _probes(token: str, at: Reach) -> AsyncIterator[Place]:
+    listener = Probes([], asyncio.Event()).listener(at.bind, token)
+    url = await listener.start(at.bind, 0, advertise=at.advertised, insecure=True)
+    try:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        yield Place(listener=listener, url=url, request="GET /metrics", headers=headers)
+    finally:
+        await listener.close()
+
+
+@asynccontextmanager
+async def probes(model_dir: Path) -> AsyncIterator[Place]:
+    async with _probes("t0ken", FAR) as place:
+        yield place
+
+
+@asynccontextmanager
+async def open_probes(model_dir: Path) -> AsyncIterator[Place]:
+    async with _probes("", HERE) as place:
+        yield place
+
+
 ROLES: dict[str, Opened] = {
     "engine, built-in": engine,
     "engine, SGLang": sglang,
@@ -297,6 +321,8 @@ ROLES: dict[str, Opened] = {
     "checkpoints of a node": checkpoints,
     "metrics for Prometheus, with a token": metrics,
     "metrics for Prometheus, without a token": open_metrics,
+    "probes of a process, with a token": probes,
+    "probes of a process, without a token": open_probes,
     "page of a run, with a token": page,
     "page of an operator": operators_page,
 }

@@ -121,6 +121,11 @@ class JetStream:
         self.outbox = Outbox(connection, subjects.full(run))
         self.refusals = Refusals()
 
+    async def store_use(self) -> tuple[int, int]:
+        """Return the bytes of this user's streams on the disks of the bus, and their bound; 0 = it has none."""
+        account = await self.call("INFO")
+        return int(account.get("storage", 0)), max(0, int((account.get("limits") or {}).get("max_storage", 0)))
+
     async def call(
         self, verb: str, request: Mapping[str, object] | None = None, *, retry_for_s: float = RETRY_FOR_S
     ) -> JsonObject:

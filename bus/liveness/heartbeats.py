@@ -4,8 +4,9 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Self
 
@@ -21,6 +22,18 @@ _log = logging.getLogger(__name__)
 _BUCKET = "live"
 _WAITING_UPDATE_S, _WAITING_LOG_S = 1.0, 30.0  # Intervals in which ``Waiting`` writes its row, and its log line
 _PERIODS = 5  # Heartbeat periods after which a write that is not acknowledged is made again
+_OBSERVED: ContextVar["list[HeartbeatPublisher] | None"] = ContextVar("observed", default=None)
+
+
+@contextmanager
+def observed_heartbeats() -> Iterator["Sequence[HeartbeatPublisher]"]:
+    """Yield a list that has, while entered, the publishers of this task and of the tasks below it; the newest last."""
+    publishers = list[HeartbeatPublisher]()
+    token = _OBSERVED.set(publishers)
+    try:
+        yield publishers
+    finally:
+        _OBSERVED.reset(token)
 
 
 class HeartbeatPublisher:
@@ -30,7 +43,7 @@ class HeartbeatPublisher:
     """
 
     def __init__(self, bus: Bus, row: LiveRow, every_s: float = 1.0) -> None:
-        self.row = row
+        self.row, self.run = row, bus.run
         self.last_error = ""  # Empty = the last write succeeded
         self.written_s = float("-inf")  # Monotonic time of the last write that succeeded
         self._bus, self._rows, self._every_s = bus, bus.rows(_BUCKET), every_s
@@ -40,6 +53,7 @@ class HeartbeatPublisher:
         # States of the row so far, and the number of them at the state that was stored last
         self._changes, self._stored = 1, 0
         self._written = Waiter()
+        self._observed = _OBSERVED.get()
 
     def update(self, **changes: Any) -> None:
         """Change fields of the row, which is written at once."""
@@ -55,10 +69,14 @@ class HeartbeatPublisher:
 
     async def __aenter__(self) -> Self:
         self._beating = asyncio.create_task(self._beat(), name=f"heartbeat {_key(self.row)}")
+        if self._observed is not None:
+            self._observed.append(self)
         return self
 
     async def __aexit__(self, exc_type: object, *exc: object) -> None:
         assert self._beating is not None
+        if self._observed is not None:
+            self._observed.remove(self)
         self._ending = True
         self._waiter.wake()
         within_s = (_PERIODS if self._bus.connected else 1) * self._every_s

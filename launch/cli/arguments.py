@@ -133,6 +133,20 @@ def add_listening(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--advertise", default="", metavar="HOST[:PORT]", help="address for others, if not --host")
 
 
+def probes_address(text: str) -> tuple[str, int]:
+    """Return host and port of the argument ``--probes``. Raises ArgumentTypeError."""
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) < 65536) or (":" in host and host[:1] != "["):
+        raise argparse.ArgumentTypeError(f"want [HOST:]PORT with a port from 0 (any free one) to 65535, got {text!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def add_probes(parser: argparse.ArgumentParser) -> None:
+    """Add --probes, for whatever supervises the process."""
+    text = "answer GET /healthz, /readyz and /metrics here; a port alone is one of 127.0.0.1"
+    parser.add_argument("--probes", type=probes_address, metavar="[HOST:]PORT", help=text)
+
+
 def add_since(parser: argparse.ArgumentParser) -> None:
     """Add the arguments about the first sample."""
     begin = parser.add_mutually_exclusive_group()

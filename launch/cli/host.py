@@ -15,7 +15,7 @@ from tidemill.actors.engines.membership import CONFIG_KEY, connected, host_name
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
-from tidemill.launch.cli.arguments import add_allow, add_bus, add_listening, add_run, add_until_end
+from tidemill.launch.cli.arguments import add_allow, add_bus, add_listening, add_probes, add_run, add_until_end
 from tidemill.launch.cli.find_run import change, read_until_drained
 from tidemill.launch.cli.inputs import (
     check_loaded,
@@ -24,6 +24,7 @@ from tidemill.launch.cli.inputs import (
     reached_at,
     user_name,
     with_commits_of_run,
+    with_probes,
 )
 from tidemill.launch.run import desired, process
 from tidemill.launch.run.access import OPERATOR, address_line, allowed
@@ -53,6 +54,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--restarts", type=int, default=5, metavar="N", help="failures of one in five minutes")
     add_until_end(parser)
     add_allow(parser)
+    add_probes(parser)
     parser.add_argument("wanted", nargs="*", metavar="actors=N|engines=N|scorers=N", help="default: a share")
 
 
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
     with only_one(machine.directory, name):
         return process.run_refusing(
-            body,
+            with_probes(args, body),
             drain_s=2 * args.drain + 30,
             refusals=(HostExists,),
         )

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -190,6 +190,18 @@ def given_options(words: list[str]) -> dict[str, object]:
         except SettingsError as error:  # ends as the other wrong arguments do
             raise ValueError(str(error)) from None
     return options
+
+
+def with_probes(
+    args: argparse.Namespace, main: Callable[[asyncio.Event], Coroutine[object, None, None]]
+) -> Callable[[asyncio.Event], Coroutine[object, None, None]]:
+    """Return the body of a process with the probes of --probes, if it was given."""
+    if args.probes is None:
+        return main
+    from tidemill.launch.deploy.probes import probed
+    from tidemill.launch.metrics.prometheus import TOKEN_VARIABLE
+
+    return probed(main, *args.probes, token=os.environ.get(TOKEN_VARIABLE, ""))
 
 
 def reached_at(args: argparse.Namespace) -> list[str]:

@@ -11,6 +11,7 @@ from tidemill.launch.cli.arguments import (
     add_drained_code,
     add_from_checkpoint,
     add_listening,
+    add_probes,
     command_of,
 )
 from tidemill.launch.cli.inputs import (
@@ -21,6 +22,7 @@ from tidemill.launch.cli.inputs import (
     unprinted_config,
     with_commits_of_run,
     with_iteration,
+    with_probes,
 )
 from tidemill.launch.run.access import LEARNER
 from tidemill.launch.settings.extras import require
@@ -52,6 +54,7 @@ def _add_learner(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node-rank", type=int, metavar="R", help="number of this machine, from 0, the leader")
     add_listening(parser)
     add_drained_code(parser)
+    add_probes(parser)
     parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
     add_from_checkpoint(parser)
 
@@ -102,7 +105,7 @@ def _run_learner(args: argparse.Namespace) -> int:
             node = learner_nodes.Given(place=place, host=args.host, advertise=args.advertise, id=args.id)
             await learner_nodes.run_agent(config, address, node, words, draining)
 
-    code = process.run(body, drain_s=config.up.drain_s + 5, uvloop=False)
+    code = process.run(with_probes(args, body), drain_s=config.up.drain_s + 5, uvloop=False)
     return args.drained_code if code == DONE and end.drained else code
 
 

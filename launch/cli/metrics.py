@@ -13,10 +13,11 @@ from tidemill.launch.cli.find_run import read_until_drained
 from tidemill.launch.cli.inputs import given_options, read_secrets
 from tidemill.launch.metrics import dictionary, monitoring, prometheus, traces
 from tidemill.launch.metrics.export import export, open_sink
+from tidemill.launch.metrics.sinks import SINK
 from tidemill.launch.run.access import VIEWER
 
 PROMETHEUS, TRACES = "prometheus", "traces"
-TOKEN_VARIABLE = "TIDEMILL_METRICS_TOKEN"
+SINKS = f"{', '.join(SINK.table)}, {PROMETHEUS}, {TRACES}, or module:function"
 PRINTED: dict[str, Callable[[], str]] = {
     "dictionary": dictionary.page,
     "rules": monitoring.rules,
@@ -26,8 +27,7 @@ PRINTED: dict[str, Callable[[], str]] = {
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    names = "tensorboard, wandb, jsonl, prometheus, traces, or module:function (docs/looking.md)"
-    parser.add_argument("to", metavar="SINK", nargs="?", default="", help=names)
+    parser.add_argument("to", metavar="SINK", nargs="?", default="", help=f"{SINKS} (docs/looking.md)")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the sink")
     parser.add_argument("--from-step", type=int, default=1, metavar="N", help="first step (default 1)")
     parser.add_argument("--until-end", action="store_true", help="end at the present end of the log")
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         print(PRINTED[args.print](), end="")
         return 0
     if not args.to:
-        raise ValueError("SINK: want tensorboard, wandb, jsonl, prometheus, traces, or module:function, got none")
+        raise ValueError(f"SINK: want {SINKS}, got none")
     read_secrets(args, [Path()])
     if args.to == PROMETHEUS:
         return _serve(args)
@@ -92,7 +92,7 @@ def _serve(args: argparse.Namespace) -> int:
     host, port = options.get("host", "127.0.0.1"), options.get("port", prometheus.PORT)
     if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port <= 65535:
         raise ValueError(f"--option port: want 0 (any free one) to 65535, got {port!r}")
-    token = os.environ.get(TOKEN_VARIABLE, "")
+    token = os.environ.get(prometheus.TOKEN_VARIABLE, "")
 
     async def served(url: str, run: str, draining: asyncio.Event) -> None:
         await prometheus.serve(url, run, draining, host=str(host), port=port, token=token)

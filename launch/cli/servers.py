@@ -8,8 +8,8 @@ import math
 import os
 from pathlib import Path
 
-from tidemill.launch.cli.arguments import add_config, add_until_end, bus_url, refuse_no_model
-from tidemill.launch.cli.inputs import bus_address, given_options, process_id, unprinted_config
+from tidemill.launch.cli.arguments import add_config, add_probes, add_until_end, bus_url, refuse_no_model
+from tidemill.launch.cli.inputs import bus_address, given_options, process_id, unprinted_config, with_probes
 from tidemill.launch.settings.extras import require
 
 DRAIN_S = 30.0  # seconds that a router or a teacher has to finish its requests
@@ -20,6 +20,7 @@ def add_bus(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--auth", action="store_true", help="with users, passwords and permissions: bus.auth=true")
     parser.add_argument("--auth-dir", default="", metavar="DIR", help="directory of their passwords: bus.auth_dir")
     parser.add_argument("--make-users", action="store_true", help="write that directory, and end without a bus")
+    add_probes(parser)
 
 
 def run_bus(args: argparse.Namespace) -> int:
@@ -39,7 +40,8 @@ def run_bus(args: argparse.Namespace) -> int:
     from tidemill.launch.run import bus_process, process
 
     process.set_up_logging("bus")
-    return process.run(lambda draining: bus_process.run_bus(config, draining), drain_s=config.up.drain_s, uvloop=False)
+    main = with_probes(args, lambda draining: bus_process.run_bus(config, draining))
+    return process.run(main, drain_s=config.up.drain_s, uvloop=False)
 
 
 def add_router(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +62,7 @@ def add_router(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds for a request, at most")
     parser.add_argument("--wait", type=float, default=60.0, metavar="S", help="seconds to wait for an engine")
     parser.add_argument("--retries", type=int, default=3, metavar="N", help="more attempts, where repeating is safe")
+    add_probes(parser)
 
 
 def run_router(args: argparse.Namespace) -> int:
@@ -86,6 +89,8 @@ def run_router(args: argparse.Namespace) -> int:
         raise ValueError("--host: auto needs --bus; want an address")
     if args.until_end and not args.bus:
         raise ValueError("--until-end: want --bus URL with it, got none")
+    if args.probes and not args.bus:
+        raise ValueError("--probes: want --bus with it, got none; a router without a bus answers GET /health itself")
     router_id = process_id(args)
     process.set_up_logging("router", router_id)
     address = bus_address(args, None, router_id) if args.bus else ""
@@ -94,7 +99,7 @@ def run_router(args: argparse.Namespace) -> int:
         async with run_end.until_end(address, args.run, draining, name="router", on=args.until_end):
             await servers.run_router(config, args.run, address, router_id, draining, drain_s=DRAIN_S)
 
-    return process.run_refusing(body, drain_s=DRAIN_S + 5)
+    return process.run_refusing(with_probes(args, body), drain_s=DRAIN_S + 5)
 
 
 def add_reward_server(parser: argparse.ArgumentParser) -> None:

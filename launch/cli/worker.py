@@ -15,10 +15,11 @@ from tidemill.launch.cli.arguments import (
     add_config,
     add_drained_code,
     add_listening,
+    add_probes,
     add_until_end,
     command_of,
 )
-from tidemill.launch.cli.inputs import bus_address, process_id, read_secrets, unprinted_config
+from tidemill.launch.cli.inputs import bus_address, process_id, read_secrets, unprinted_config, with_probes
 from tidemill.launch.run.access import allowed
 from tidemill.launch.settings.config_loader import changes
 from tidemill.launch.settings.extras import require
@@ -34,6 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_drained_code(parser)
     parser.add_argument("--wait", type=float, default=300.0, metavar="S", help="seconds to wait for the bus")
     add_allow(parser)
+    add_probes(parser)
     if role != "actor":
         add_listening(parser)
     else:
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             await work(config, run_name, address, id, draining, local)
         is_drained = draining.is_set() and not has_run_ended.is_set()
 
-    code = process.run(body, drain_s=drain_s)
+    code = process.run(with_probes(args, body), drain_s=drain_s)
     if code == exit_codes.DONE and is_drained:
         code = args.drained_code
     if unreachable:

@@ -70,13 +70,12 @@ def rules() -> str:
 def _rules_of(name: str, row: Threshold) -> Iterator[JsonObject]:
     metric = exported_name(metrics()[row.metric])
     value = f"abs({metric})" if name == "entropy_gap" else metric
-    scale = " * (1 + tidemill_offpolicy_lag_mean)" if row.ages else ""
+    scale = " * on(run) (1 + tidemill_offpolicy_lag_mean)" if row.ages else ""
     for level, severity in _LEVELS.items():
-        bound = row.warn if level == "warn" else row.error
         if level == "warn" and row.warn == row.error:
             continue
-        limit = "on(run) tidemill_run_max_lag" if name == "lag" else f"{bound:g}{scale}"
-        expression = f"{value} {'<' if row.below else '>'} {limit}"
+        limit = f'tidemill_run_alarm_threshold{{alarm="{name}",level="{severity}"}}'
+        expression = f"{value} {'<' if row.below else '>'} on(run) ({limit}{scale})"
         for condition in _conditions(name):
             expression += f" and on(run) {condition}"
         yield _rule(f"{name}_{level}", expression, severity, f"{row.metric} is {{{{ $value }}}}", row.advice)

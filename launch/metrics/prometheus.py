@@ -10,8 +10,7 @@ rules) is bounded in number and length, so no run can fill Prometheus with serie
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,12 +28,15 @@ from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done, Evaluated
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.metrics.dictionary import Metric, described, metrics
+from tidemill.launch.run.settings_of_run import RunSettings
 from tidemill.launch.settings import extras
+from tidemill.learner.algorithms.alarms import thresholds
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 60.0
 PORT = 9464
+TOKEN_VARIABLE = "TIDEMILL_METRICS_TOKEN"
 LOOPBACK_NAMES = ("localhost",)  # Names in the requests of a scrape without a token; addresses always are
 READ_EVERY_S = 2.0
 ALIVE_S = 5.0  # Seconds without a change after which a row's process counts as down
@@ -63,11 +65,10 @@ class RunState:
     """The newest numbers of a run."""
 
     run: str
-    steps: int = 0
-    max_lag: int | None = None
+    settings: RunSettings = field(default_factory=RunSettings)
     step: int = 0
-    has_end: bool = False
-    """It has ended before ``steps``."""
+    ended_early: bool = False
+    """It has ended before its last step."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the newest step."""
     scores: dict[str, Evaluated] = field(default_factory=dict)
@@ -80,15 +81,17 @@ class RunState:
     up: bool = False
     full: str = ""
 
-    def series(self) -> dict[str, list[Sample]]:
-        """Return the samples of each metric by its name in the dictionary; ``run`` is no label of theirs yet."""
-        found = _Found()
+    def series(self) -> "FoundSeries":
+        """Return the samples of each metric."""
+        found = FoundSeries(self.run)
         found.add_all({"bus/up": float(self.up), "bus/full": float(bool(self.full)), "run/step": float(self.step)})
-        if self.steps:
-            ended = self.has_end or self.step >= self.steps
-            found.add_all({"run/steps": float(self.steps), "run/ended": float(ended)})
-        if self.max_lag is not None:
-            found.add("run/max_lag", float(self.max_lag))
+        if steps := self.settings.steps:
+            ended = self.ended_early or self.step >= steps
+            found.add_all({"run/steps": float(steps), "run/ended": float(ended)})
+        known = thresholds(self.settings.alarms, self.settings.context) if self.settings.row else {}
+        for alarm, bounds in known.items():
+            for level, bound in zip(("warning", "critical"), bounds, strict=True):
+                found.add("run/alarm_threshold", bound, {"alarm": alarm, "level": level})
         for name, value in self.values.items():
             found.add(name, value)
         for dataset, record in list(self.scores.items())[:MOST_MEMBERS]:
@@ -97,12 +100,12 @@ class RunState:
             found.add("eval/version", float(record.version), {"set": label_of(dataset)})
         self._add_bus(found)
         for row, age_s in self.rows[:MOST_PROCESSES]:
-            _add_row(found, row, age_s)
+            found.add_row(row, age_s)
         found.left_out += max(0, len(self.rows) - MOST_PROCESSES) + max(0, len(self.scores) - MOST_MEMBERS)
         found.add("exporter/left_out", float(found.left_out))
-        return found.series
+        return found
 
-    def _add_bus(self, found: "_Found") -> None:
+    def _add_bus(self, found: "FoundSeries") -> None:
         for name, (state, bound) in self.streams.items():
             stream = {"stream": name}
             found.add("bus/stream_bytes", float(state.bytes), stream)
@@ -114,27 +117,29 @@ class RunState:
             found.add_all({"bus/tasks_waiting": float(self.backlog[0]), "bus/tasks_leased": float(self.backlog[1])})
 
 
-def _add_row(found: "_Found", row: LiveRow, age_s: float) -> None:
-    place = {"role": label_of(row.role), "id": label_of(row.id), "host": label_of(row.host)}
-    found.add("process/up", float(age_s <= ALIVE_S), place)
-    found.add("process/trouble", float(bool(row.trouble)), place)
-    if row.role == "engine":
-        found.add("process/version", float(row.version), place)
-    for name, value in row.load.items():
-        found.add(f"{row.role}/{name}", value, {"id": place["id"]})
-
-
-class _Found:
+class FoundSeries:
     """Samples by metric, of the dictionary alone, and bounded."""
 
-    def __init__(self) -> None:
-        self.series: dict[str, list[Sample]] = {}
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.samples: dict[str, list[Sample]] = {}
+        """By the name of the metric in the dictionary; ``run`` is no label of theirs yet."""
         self.left_out = 0
         self._seen: set[tuple[str, tuple[str, ...]]] = set()
 
     def add_all(self, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self.add(name, value)
+
+    def add_row(self, row: LiveRow, age_s: float) -> None:
+        """Add the numbers of a process; ``age_s``: seconds since its row changed."""
+        place = {"role": label_of(row.role), "id": label_of(row.id), "host": label_of(row.host)}
+        self.add("process/up", float(age_s <= ALIVE_S), place)
+        self.add("process/trouble", float(bool(row.trouble)), place)
+        if row.role == "engine":
+            self.add("process/version", float(row.version), place)
+        for name, value in row.load.items():
+            self.add(f"{row.role}/{name}", value, {"id": place["id"]})
 
     def add(self, name: str, value: float, labels: Mapping[str, str] | None = None) -> None:
         """Add a sample; one that the dictionary does not have, or beyond the bound of its family, is left out."""
@@ -143,7 +148,7 @@ class _Found:
             self.left_out += name.partition("/")[0] not in ("feeder",)  # its row has counters by actor and by filter
             return
         names = dict(labels or {})
-        samples = self.series.setdefault(metric.name, [])
+        samples = self.samples.setdefault(metric.name, [])
         if metric.label:
             names[metric.label] = label_of(name.rpartition("_at_" if metric.label == "k" else "/")[2])
             if len(samples) >= MOST_MEMBERS:
@@ -158,22 +163,23 @@ class _Found:
 
 
 class RunCollector:
-    """A collector of ``prometheus_client``: the families of one scrape, made of a run's state."""
+    """A collector of ``prometheus_client``: the families of one scrape."""
 
-    def __init__(self, state: RunState) -> None:
-        self._state = state
+    def __init__(self, series: Callable[[], FoundSeries]) -> None:
+        self._series = series
 
     def collect(self) -> Iterator[Any]:
         """Yield each metric that has a value now."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        for name, samples in self._state.series().items():
+        found = self._series()
+        for name, samples in found.samples.items():
             metric = metrics()[name]
             family = CounterMetricFamily if metric.counter else GaugeMetricFamily
             labels = list(dict.fromkeys(label for names, _ in samples for label in names))
             made = family(exported_name(metric), help_of(metric), labels=["run", *labels])
             for names, value in samples:
-                made.add_metric([self._state.run, *(names.get(label, "") for label in labels)], value)
+                made.add_metric([found.run, *(names.get(label, "") for label in labels)], value)
             yield made
 
 
@@ -184,17 +190,24 @@ def help_of(metric: Metric) -> str:
     return f"{metric.meaning}{unit}{healthy}".replace("`", "")
 
 
-def listener_of(state: RunState, token: str = "") -> Listener:
-    """Return the listener with ``/metrics``. ``token``: bearer token of its requests; empty = loopback alone."""
-    extras.require("prometheus")
-    from prometheus_client import CollectorRegistry, generate_latest
+def exposition(collector: RunCollector, *, of_process: bool = False) -> web.Response:
+    """Return the answer to a scrape. ``of_process``: with processor time, memory and open files of this process."""
+    from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
     from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(RunCollector(state))  # type: ignore[arg-type]  # it has the method that is asked for
+    registry.register(collector)  # type: ignore[arg-type]  # it has the method that is asked for
+    if of_process:
+        ProcessCollector(registry=registry)
+    return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def listener_of(state: RunState, token: str = "") -> Listener:
+    """Return the listener with ``/metrics``. ``token``: bearer token of its requests; empty = loopback alone."""
+    extras.require("prometheus")
 
     async def scraped(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return exposition(RunCollector(state.series))
 
     return Listener({"GET /metrics": Route.request(scraped)}, TokenAccess(token, names=LOOPBACK_NAMES))
 
@@ -247,11 +260,8 @@ async def read_rows(bus: Bus, state: RunState) -> None:
 
 
 async def _read_streams(bus: Bus, state: RunState) -> None:
-    config = (await bus.rows("run").read("config"))[0] or {}
-    state.has_end = (await bus.rows("run").read(subjects.END_KEY))[1] > 0
-    with suppress(KeyError, TypeError, ValueError):
-        state.steps = int(config["learner"]["steps"])
-        state.max_lag = int(config["staleness"]["max_lag"])
+    state.settings = RunSettings((await bus.rows("run").read("config"))[0])
+    state.ended_early = (await bus.rows("run").read(subjects.END_KEY))[1] > 0
     for name in _short_names(bus):
         try:
             stored = await bus.jet.state(name)
@@ -259,11 +269,8 @@ async def _read_streams(bus: Bus, state: RunState) -> None:
             continue
         bounds = {"SAMPLES": "samples_max_bytes", "TURNS": "turns_max_bytes", "TRAINED": "trained_max_bytes"}
         short = name.removeprefix(subjects.stream(bus.run, ""))
-        bound = (config.get("bus") or {}).get(bounds.get(short, ""), 0)
-        state.streams[short] = (stored, bound if isinstance(bound, int) else 0)
-    account = await bus.jet.call("INFO")
-    limit = int((account.get("limits") or {}).get("max_storage", 0))
-    state.store = (int(account.get("storage", 0)), max(0, limit))
+        state.streams[short] = (stored, state.settings.get(f"bus.{bounds.get(short, '')}", int, 0))
+    state.store = await bus.jet.store_use()
     state.backlog = await bus.tasks.backlog()
 
 

@@ -1,5 +1,5 @@
 """Metric sinks: the contract of a function that is given the metrics of one step after the other, and the shipped
-sinks: lines of a file, event files of TensorBoard, a run of Weights & Biases. Knows no bus.
+sinks: lines of a file, event files of TensorBoard, a run of Weights & Biases (others: ``trackers``). Knows no bus.
 """
 
 import errno
@@ -56,6 +56,8 @@ SINK = Contract(
         "jsonl": "tidemill.launch.metrics.sinks:Jsonl",
         "tensorboard": "tidemill.launch.metrics.sinks:TensorBoard",
         "wandb": "tidemill.launch.metrics.sinks:WeightsAndBiases",
+        "mlflow": "tidemill.launch.metrics.trackers:MLflow",
+        "trackio": "tidemill.launch.metrics.trackers:Trackio",
     },
     encode=lambda one: json.dumps(asdict(one)).encode(),
     decode=_decoded,
@@ -165,11 +167,11 @@ class WeightsAndBiases:
     def has(self, record: StepMetrics) -> bool:
         """Return whether the run had these metrics when it was resumed."""
         self._open(record)
-        return record.step <= self._had.get(_of(record), -1)
+        return record.step <= self._had.get(series_of(record), -1)
 
     def __call__(self, record: StepMetrics) -> None:
         self._open(record)
-        self._run.log({"step": record.step, _of(record): record.step, **record.metrics})
+        self._run.log({"step": record.step, series_of(record): record.step, **record.metrics})
 
     def _open(self, record: StepMetrics) -> None:
         if self._run is None:
@@ -186,6 +188,6 @@ class WeightsAndBiases:
             self._run.finish()
 
 
-def _of(record: StepMetrics) -> str:
+def series_of(record: StepMetrics) -> str:
     """Return the name under which the last step is logged: steps and evaluation sets rise each by themselves."""
     return f"last/{next(iter(record.metrics), 'eval/').rpartition('/')[0]}" if record.evaluation else "last/step"

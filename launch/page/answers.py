@@ -30,7 +30,7 @@ _GROUPS = {
     "off-policy": ("offpolicy/", "data/lag", "staleness/"),
     "numerics": ("train/skipped", "numerics/", "routing/", "debug/"),
     "data": ("data/", "train/response", "train/truncated", "train/groups", "train/tokens", "train/unended"),
-    "fleet": ("push/", "weights/", "train/", "turn/", "bus/", "checkpoint/"),
+    "fleet": ("push/", "weights/", "train/", "turn/", "bus/", "disk/", "checkpoint/"),
 }
 
 
@@ -319,13 +319,14 @@ class RunAnswers:
         }
 
     def queue(self) -> JsonObject:
-        """Return the tasks that wait or are leased, and the size of the stream of samples."""
+        """Return the tasks that wait or are leased, the size of the stream of samples, and the use of the disks."""
         reader = self._reader
         waiting, leased = reader.ledger.backlog or (None, None)
         queue: JsonObject = {"waiting": waiting, "leased": leased, "full": reader.full}
         queue["stream_bytes"] = None if reader.samples is None else reader.samples.bytes
         queue["stream_messages"] = None if reader.samples is None else reader.samples.messages
-        return queue
+        disks = ("bus_bytes", "checkpoints_free_bytes")
+        return queue | {name: reader.metrics.mean(f"disk/{name}", 1) for name in disks}
 
     def _hosts(self) -> list[JsonObject]:
         """Return the live hosts, with the running and the desired number of processes of each role."""
@@ -375,7 +376,7 @@ def healthy_range(name: str) -> tuple[float | None, float | None]:
 def described(name: str) -> JsonObject:
     """Return meaning, unit, healthy range in words and source of a metric, empty for one that is in no table."""
     metric = dictionary.described(name)
-    names = ("meaning", "unit", "source")
+    names = ("meaning", "unit", "source", "peers")
     texts = {field: "" if metric is None else getattr(metric, field) for field in names}
     return texts | {"healthy_words": "" if metric is None else metric.healthy}
 

@@ -18,6 +18,13 @@ from tidemill.launch.samples.search import opened
 
 MAX_SAMPLES = 1024  # Samples of a step whose payloads are read; of more, the lengths of responses in headers count
 _AT_ONCE = 8
+SLOW = 1.15  # Part of the median time of a step from which on a step counts as slow
+_TIMES = {
+    "waiting for samples": "train/wait_seconds",
+    "training": "train/step_seconds",
+    "waiting for a push": "push/wait_seconds",
+}
+_SIZES = {"tokens of the rows": "data/packed_tokens", "trainable tokens": "train/tokens"}
 WORDS = "rows of the plan; ranks may leave out samples without effect and pack the others again"
 
 
@@ -39,6 +46,7 @@ async def batch_of(reader: RunReader, samples: SampleAnswers, step: int) -> Json
         "padding": padding / (tokens + padding) if tokens else None,
         "shared_tokens": metrics.get("train/shared_tokens"),
         "seconds": metrics.get("train/step_seconds"),
+        **_pace(reader, step),
         "slowest_rank": max(ranks, key=lambda rank: int(rank["tokens"]))["rank"] if len(ranks) > 1 else None,
         "oldest_step": plan.oldest_step,
         "version_steps": {str(version): of for version, of in sorted(plan.version_steps.items())},
@@ -46,6 +54,27 @@ async def batch_of(reader: RunReader, samples: SampleAnswers, step: int) -> Json
         "exact": False,
         "words": WORDS,
     }
+
+
+def _pace(reader: RunReader, step: int) -> JsonObject:
+    """Return times and sizes of a step beside those of the median step, and what made it slow, in words."""
+    metrics = reader.metrics.at(step)
+
+    def rows(names: dict[str, str], unit: str) -> list[JsonObject]:
+        known = {words: name for words, name in names.items() if name in metrics}
+        usual = {words: float(np.nanmedian(reader.metrics.values(name))) for words, name in known.items()}
+        return [
+            {"name": words, "unit": unit, "value": metrics[name], "usual": usual[words]}
+            for words, name in known.items()
+        ]
+
+    times = rows(_TIMES, "s")
+    total, usual = (sum(row[name] for row in times) for name in ("value", "usual"))
+    words = "about as long as the median step"
+    if total > SLOW * usual:
+        most = max(times, key=lambda row: row["value"] - row["usual"])
+        words = f"slow: {most['name']} took {most['value']:.3g} s, in the median step {most['usual']:.3g} s"
+    return {"pace": [*times, *rows(_SIZES, "")], "pace_words": words if times else ""}
 
 
 async def _plan(reader: RunReader, step: int) -> Plan:

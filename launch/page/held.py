@@ -139,21 +139,20 @@ class HeldSamples:
         known = self.reward[(self.seq > 0) & ~np.isnan(self.reward)]
         return (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
 
-    def uniform_groups(self) -> tuple[dict[int, tuple[int, float]], int]:
-        """Return task -> (samples, reward) of the held groups whose rewards are all equal, and the number of groups."""
+    def groups(self) -> dict[int, tuple[int, float, float]]:
+        """Return task -> (samples, lowest reward, highest reward) of the held groups of two samples and more."""
         train = self._numbers.get("train", -1)
         there = (self.seq > 0) & (self._names["kind"] == train) & ~np.isnan(self.reward) & (self._whole["task"] > 0)
         tasks, rewards = self._whole["task"][there], self.reward[there]
         if not len(tasks):
-            return {}, 0
+            return {}
         order = np.argsort(tasks, kind="stable")
         tasks, rewards = tasks[order], rewards[order]
         starts = np.flatnonzero(np.diff(tasks, prepend=tasks[0] - 1))
         lows, highs = np.minimum.reduceat(rewards, starts), np.maximum.reduceat(rewards, starts)
         counts = np.diff(starts, append=len(tasks))
-        equal = np.flatnonzero((lows == highs) & (counts >= 2))
-        chosen = {int(tasks[starts[at]]): (int(counts[at]), float(lows[at])) for at in equal}
-        return chosen, int((counts >= 2).sum())
+        chosen = np.flatnonzero(counts >= 2)
+        return {int(tasks[starts[at]]): (int(counts[at]), float(lows[at]), float(highs[at])) for at in chosen}
 
 
 def _some(value: int) -> int | None:

@@ -32,12 +32,12 @@ from tidemill.launch.page.columns import MetricColumns
 from tidemill.launch.page.held import DROPPED, HELD, TRAINED, Disposition, HeldSamples
 from tidemill.launch.page.lanes import Lanes
 from tidemill.launch.page.ledger import RunLedger
-from tidemill.launch.page.settings_of_run import RunSettings
 from tidemill.launch.page.texts import made_safe, safe
 from tidemill.launch.run import audit as accounting
 from tidemill.launch.run import desired
 from tidemill.launch.run.desired import DesiredRoles
 from tidemill.launch.run.pace import Pace, RunTime
+from tidemill.launch.run.settings_of_run import RunSettings
 from tidemill.launch.run.summary import scores_line
 from tidemill.launch.samples.filters import headline
 

@@ -216,21 +216,25 @@ class SampleAnswers:
         return sorted(lines, key=lambda line: (line.index or 0, line.seq))
 
     async def prompts(self) -> JsonObject:
-        """Return the prompts of the held samples with the highest reward in all of them, or the lowest."""
-        groups, num_groups = self._reader.held.uniform_groups()
-        answer: JsonObject = {"groups": num_groups, "zero_gradient": len(groups), "right": [], "wrong": []}
-        if not groups:
-            return answer
-        low, high = self._reader.held.reward_range()
-        for name, reward in (("right", high), ("wrong", low)):
-            if low == high and (name == "right") != (high > 0):
-                continue  # all rewards are equal: right or wrong, not both
-            tasks = sorted((task for task, (_, of_task) in groups.items() if of_task == reward), reverse=True)
-            answer[name] = await self._by_prompt(tasks[: 4 * MAX_PROMPTS], groups)
+        """Return the prompts whose held samples all have the highest reward, and those of which none has it.
+
+        The latter begin with the lowest best reward: with rewards of 0 and 1 they are always wrong.
+        """
+        groups, (low, high) = self._reader.held.groups(), self._reader.held.reward_range()
+        equal = sum(lowest == highest for _, lowest, highest in groups.values())
+        right = [task for task, (_, lowest, _) in groups.items() if lowest == high]
+        wrong = [task for task, (_, _, highest) in groups.items() if highest < high]
+        if low == high <= 0:  # all rewards are equal: right or wrong, not both
+            right, wrong = [], right
+        wrong.sort(key=lambda task: (groups[task][2], -task))
+        answer: JsonObject = {"groups": len(groups), "zero_gradient": equal}
+        for name, tasks in (("right", sorted(right, reverse=True)), ("wrong", wrong)):
+            rows = await self._by_prompt(tasks[: 4 * MAX_PROMPTS], groups)
+            answer[name] = sorted(rows, key=lambda row: (row["reward"], -row["count"]))[:MAX_PROMPTS]
         return answer
 
-    async def _by_prompt(self, tasks: list[int], groups: dict[int, tuple[int, float]]) -> list[JsonObject]:
-        """Return the tasks joined by their prompts, those of most samples first."""
+    async def _by_prompt(self, tasks: list[int], groups: dict[int, tuple[int, float, float]]) -> list[JsonObject]:
+        """Return the tasks joined by their prompts, with the best reward."""
         by_prompt: dict[str, JsonObject] = {}
         limit = asyncio.Semaphore(_AT_ONCE)
 
@@ -245,12 +249,13 @@ class SampleAnswers:
             if issued is None:
                 continue
             text = issued.prompt if isinstance(issued.prompt, str) else str(issued.prompt)
-            count, reward = groups[task]
-            row = {"task": task, "tasks": [], "count": 0, "reward": reward, "prompt": cut(text, size=LONG)[0]}
+            count, _, best = groups[task]
+            row = {"task": task, "tasks": [], "count": 0, "reward": best, "prompt": cut(text, size=LONG)[0]}
             known = by_prompt.setdefault(text, row)
             known["tasks"].append(task)
             known["count"] += count
-        return sorted(by_prompt.values(), key=lambda row: -row["count"])[:MAX_PROMPTS]
+            known["reward"] = max(known["reward"], best)
+        return list(by_prompt.values())
 
     async def find(self, query: dict[str, str]) -> JsonObject:
         """Return the first sequence of a time, version, step or task. Raises ValueError, NotFound."""

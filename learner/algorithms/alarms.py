@@ -234,8 +234,9 @@ def check(metrics: Mapping[str, float], config: AlarmConfig, context: Context) -
         if row.metric not in metrics or name in config.ignore or _meaningless(name, metrics, context):
             continue
         value = abs(metrics[row.metric]) if name == "entropy_gap" else metrics[row.metric]  # too hot or too cold
-        warn, error = _bounds(name, row, metrics, config, context)
-        for level, bound in (("error", error), ("warn", warn)):
+        scale = 1 + metrics.get("offpolicy/lag_mean", 0.0) if row.ages else 1.0
+        warn, error = _bounds(name, row, config, context)
+        for level, bound in (("error", scale * error), ("warn", scale * warn)):
             if value < bound if row.below else value > bound:
                 alarms.append(
                     Alarm(level=level, name=name, metric=row.metric, value=value, threshold=bound, advice=row.advice)
@@ -275,23 +276,30 @@ def refuse_unknown(config: AlarmConfig) -> None:
             )
 
 
-def _bounds(
-    name: str, row: Threshold, metrics: Mapping[str, float], config: AlarmConfig, context: Context
-) -> tuple[float, float]:
+def thresholds(config: AlarmConfig, context: Context) -> dict[str, tuple[float, float]]:
+    """Return (warn, error) of the alarms that a run checks, for data of age 0; none where they are off."""
+    if config.action == "off":
+        return {}
+    checked = {name: row for name, row in THRESHOLDS.items() if name not in config.ignore}
+    return {name: _bounds(name, row, config, context) for name, row in checked.items() if not _never(name, context)}
+
+
+def _bounds(name: str, row: Threshold, config: AlarmConfig, context: Context) -> tuple[float, float]:
     if name == "lag":
         return float(context.max_lag), float(context.max_lag)
-    warn, error = row.warn, row.error
-    if context.dtype == "float32":
-        warn, error = FLOAT32.get(name, (warn, error))
     if name in config.thresholds:
         warn, error = config.thresholds[name]
-    scale = 1 + metrics.get("offpolicy/lag_mean", 0.0) if row.ages else 1.0
-    return warn * scale, error * scale
+        return float(warn), float(error)
+    return FLOAT32.get(name, (row.warn, row.error)) if context.dtype == "float32" else (row.warn, row.error)
+
+
+def _never(name: str, context: Context) -> bool:
+    return name in ("lag", "long_episodes") and context.gate == "train"
 
 
 def _meaningless(name: str, metrics: Mapping[str, float], context: Context) -> bool:
     if name in ("lag", "long_episodes"):
-        return context.gate == "train"
+        return _never(name, context)
     if name == "skipped":
         return False
     if metrics.get("train/tokens", 0.0) - metrics.get("train/sft_tokens", 0.0) < MIN_TOKENS:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -73,6 +74,8 @@ class Outcomes:
         """Step of the latest checkpoint."""
         self.fullness = 0.0
         """Share of the stream SAMPLES in use, after the last step."""
+        self._disks: dict[str, float] = {}
+        """Metrics of the disks, as they were after the step before."""
         self.finished = asyncio.Event()
         self._note_finished()
 
@@ -107,13 +110,20 @@ class Outcomes:
         if earlier is not None and weights_digest and earlier.weights_digest not in (None, weights_digest):
             text = "step %d executed again gave OTHER weights: digest %s before, %s now"
             log.error(text, step, earlier.weights_digest, weights_digest)
-        metrics = metrics | self._plans[step][1]
+        metrics = metrics | self._plans[step][1] | self._disks
         metrics |= self.age.done(metrics, time.monotonic(), recorded=earlier is not None)
         await record_done(self._bus, self._epoch, step, metrics, weights_digest)
         with suppress(BusUnavailable):
-            self.fullness = (await self._bus.samples.info()).bytes / self._bus.config.samples_max_bytes
+            await self._note_use_of_bus()
         # Plans from the checkpoint on are kept: the report of a later checkpoint is compared with them.
         self._plans = {planned: facts for planned, facts in self._plans.items() if planned >= self.checkpoint_step}
+
+    async def _note_use_of_bus(self) -> None:
+        """Note how full SAMPLES and the disks of the bus are. Raises BusUnavailable."""
+        samples = (await self._bus.samples.info()).bytes
+        self.fullness = samples / self._bus.config.samples_max_bytes
+        stored, _ = await self._bus.jet.store_use()
+        self._disks |= {"disk/bus_bytes": float(stored), "disk/samples_bytes": float(samples)}
 
     async def _checkpointed(self, step: int, path: Path) -> None:
         checkpoint = disk.named(path)
@@ -169,6 +179,8 @@ class Outcomes:
         # Before the streams are trimmed: a restart from the checkpoint before it still needs their samples.
         await self._bus.retry(lambda: self._commit(row))
         log.info("checkpoint committed step=%d path=%s", latest.step, latest.path)
+        free = (await asyncio.to_thread(shutil.disk_usage, self._root)).free
+        self._disks["disk/checkpoints_free_bytes"] = float(free)
         self.checkpoint_step = latest.step
         try:
             await self._trim(latest, state, spared)

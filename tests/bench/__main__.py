@@ -13,6 +13,7 @@ NAMES = {
     "sample_path": "a sample's way from actor to feeder, against a bare nats-py pipeline",
     "looking": "publishing and reading while onlookers look, against the same without them",
     "page": "the page of a run at 2,000 samples/s and 200 processes: its server by viewers, and old samples",
+    "page_training": "a step of training while a page looks on, against the same run without a page",
     "engine": "the built-in engine, against transformers' batched generate",
     "engine_mixes": "the built-in engine over mixes of requests: CPU and memory, against another checkout",
     "overhead": "corrections and diagnostics, against a step with a bare PPO loss",

@@ -1,12 +1,13 @@
 """The page of a run under load: processor time of its server and of the bus by viewers, first answers, and old samples.
 
 python -m tests.bench.page [--rate 2000] [--processes 200] [--seconds 20] [--history 300000] [--rounds 2]
+python -m tests.bench.page --rounds 0 --history 10000000    # about 5 GB of disk
 
 A load process publishes ready samples, one step a second with 150 metrics, and a heartbeat a second for each process.
 Variants, interleaved: no page, a page without viewers, with 1, and with 21. ``load`` and ``bus`` are the processor time
 of a sample in the publisher and in nats-server, ``page`` the share of a core that the server takes, and a further
 viewer the difference of 21 and 1 by 20. Then a page of a run with ``--history`` samples: seconds from the start of the
-command to its first overview, and of a list of 100 samples at the end, in the middle, and by a time.
+command to its first overview, and of a list of 100 samples at the end, in the middle, at the begin, and by a time.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import aiohttp
 import numpy as np
 
 from tests.bench.looking import ROOT, paced
+from tests.bench.many_samples import write_samples
 from tests.bench.sample_path import make_sample, prepare, server_cpu_s
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -159,19 +161,14 @@ def one(variant: str, server: EmbeddedServer, directory: Path, args: argparse.Na
 
 
 async def fill(url: str, run: str, count: int) -> None:
-    async with connect(url, run, name="fill") as bus:
+    """Store samples, and the metrics of a thousand steps."""
+    # Ids are remembered for the window, and no sample here is stored twice.
+    config = BusConfig(samples_max_bytes=20 << 30, duplicate_window_s=0.1)
+    async with connect(url, run, config, name="fill") as bus:
+        await bus.create_layout()
         await bus.plans.fence(1)
-        sample = make_sample(run, 1, 4)
-        data, headers = encode_sample(sample), headers_of(sample)
-        subject, limit = subjects.sample(run, "train", 3, "bench-0"), asyncio.Semaphore(256)
-
-        async def publish(number: int) -> None:
-            async with limit:
-                named = {**headers, subjects.MESSAGE_ID: f"{1 + number // 8}.{number % 8}.{number}"}
-                await bus.samples.publish_bytes(data, subject, named)
-
-        for start in range(0, count, 4096):
-            await asyncio.gather(*[publish(number) for number in range(start, min(count, start + 4096))])
+        await asyncio.to_thread(write_samples, url, run, count)
+        assert (await bus.samples.info()).messages == count
         for step in range(1, 1001):
             metrics = {f"train/metric_{number}": step * 0.1 for number in range(NUM_METRICS)}
             await bus.plans.append(Done(epoch=1, step=step, metrics=metrics))
@@ -193,16 +190,22 @@ async def lists(address: str, count: int) -> dict[str, float]:
 
         await seconds("run")
         newest, _ = await seconds("samples")
+        first, _ = await seconds("samples?before=101")
         middle, body = await seconds(f"samples?before={count // 2}")
         assert len(body["rows"]) == 100
         found, _ = await seconds(f"find?time={body['rows'][0]['stored_s']}")
         series, _ = await seconds("series")
-        return {"newest 100": newest, "100 in the middle": middle, "sequence of a time": found, "all series": series}
+        return {
+            "newest 100": newest,
+            "100 in the middle": middle,
+            "first 100": first,
+            "sequence of a time": found,
+            "all series": series,
+        }
 
 
 def history(server: EmbeddedServer, directory: Path, count: int) -> dict[str, float]:
     run = f"bench-{nonce()}"
-    asyncio.run(prepare(server.url, run))
     asyncio.run(fill(server.url, run, count))
     began_s = time.monotonic()
     with page(server.url, run, directory) as (address, _):

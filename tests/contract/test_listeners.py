@@ -437,6 +437,7 @@ def test_every_construction_of_a_listener_is_a_role() -> None:
         ("actors/router/server.py", 1),
         ("actors/scoring/server.py", 1),
         ("actors/serving/server.py", 1),
+        ("launch/deploy/probes.py", 1),
         ("launch/metrics/prometheus.py", 1),
         ("launch/page/server.py", 1),
         ("learner/checkpoints/node_copies.py", 1),

@@ -177,6 +177,17 @@ async def test_episodes_that_take_longer_than_their_tokens_may_be_old_are_an_ala
     assert "alarm long_episodes" in caplog.text
 
 
+async def test_a_step_has_the_use_of_the_disks_after_the_step_before(open_world: OpenWorld) -> None:
+    async with open_world(steps=3) as world, world.actors():
+        await finish(world)
+        first, second, third = [record.metrics for record in await world.records() if isinstance(record, Done)]
+        samples, (stored, _) = await world.bus.samples.info(), await world.bus.jet.store_use()
+    assert not any(name.startswith("disk/") for name in first)
+    assert 0 < second["disk/samples_bytes"] <= third["disk/samples_bytes"] <= samples.bytes
+    assert second["disk/samples_bytes"] < second["disk/bus_bytes"] <= third["disk/bus_bytes"] <= stored
+    assert third["disk/checkpoints_free_bytes"] > 0, "the checkpoint of step 2"
+
+
 async def test_samples_reach_the_ranks_as_they_were_published(open_world: OpenWorld) -> None:
     async with open_world(steps=1) as world:
         async with world.actors():

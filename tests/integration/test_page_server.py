@@ -242,7 +242,9 @@ async def test_overview_batch_groups_and_prompts(open_bus: BusOpener) -> None:
             "train__step_seconds": 1.0,
         }
         for step in range(1, 5):
-            await run.done(step, data__reward_mean=step / 4, offpolicy__lag_mean=0.0, **metrics)
+            push_s = 5.0 if step == 1 else 0.0
+            values = {"data__reward_mean": step / 4, "offpolicy__lag_mean": 0.0, "push__wait_seconds": push_s}
+            await run.done(step, **values, **metrics)
         scores = {"mean": 0.5, "mean_low": 0.4, "mean_high": 0.6}
         await bus.plans.append(Evaluated(epoch=1, version=1, step=1, dataset="held_out", metrics=scores))
         async with page_of(bus) as page:
@@ -262,12 +264,20 @@ async def test_overview_batch_groups_and_prompts(open_bus: BusOpener) -> None:
             assert [piece["seq"] for piece in row["rows"][0]["pieces"]] == [1, 2, 3, 4]
             assert [piece["shared"] for piece in row["rows"][0]["pieces"]] == [False, True, False, True]
             assert row["tokens"] == 4 * 6
+            assert batch["pace_words"] == "slow: waiting for a push took 5 s, in the median step 0 s"
+            assert {"name": "trainable tokens", "unit": "", "value": 1000.0, "usual": 1000.0} in batch["pace"]
+            assert (await page.get("metrics"))["metrics"], "each is described"
             group = await page.get("group", task=mixed.id)
             assert [member["reward"] for member in group["members"]] == [0.0, 1.0]
             histogram = await page.get("histogram")
             assert [histogram["bins"][at]["count"] for at in (0, -1)] == [3, 1]
             assert (await page.get("find", step=2))["seq"] == 5, "behind all samples"
             assert (await page.get("find", time="1h"))["seq"] == 1
+            hard = await run.task()
+            for index, reward in enumerate((0.25, 0.5)):
+                await run.sample(hard, index, reward=reward)
+            prompts = await page.until("prompts", lambda answer: len(answer["wrong"]) > 1)
+            assert [(row["task"], row["reward"]) for row in prompts["wrong"]] == [(wrong.id, 0.0), (hard.id, 0.5)]
 
 
 async def test_a_sample_has_the_recorded_values_of_its_trained_tokens(open_bus: BusOpener) -> None:

@@ -6,17 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
-from tests.programs import missing
+from tests.prometheus_kit import get, query, real_prometheus, scrape, wants_prometheus
 from tests.waits import until
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.http.listener import Listener
@@ -29,7 +27,7 @@ from tidemill.launch.cli import main as cli
 from tidemill.launch.metrics import monitoring
 from tidemill.launch.metrics.prometheus import RunState, listener_of, read_rows
 
-pytestmark = pytest.mark.skipif(bool(missing(("prometheus", "promtool"))), reason="want Debian's prometheus")
+pytestmark = wants_prometheus
 VALUES = {
     "train/loss": -0.25,
     "train/tokens": 1000.0,
@@ -44,25 +42,10 @@ ENGINE = LiveRow(
 )
 
 
-async def get(url: str, **headers: str) -> tuple[int, str]:
-    async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as answer:
-        return answer.status, await answer.text()
-
-
 def promtool(*words: str, text: str = "") -> None:
     """Check rules or metrics; a remark of its linter is a failure, too."""
     checked = subprocess.run(["promtool", "check", *words], input=text, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, ""), checked.stdout + checked.stderr
-
-
-@contextmanager
-def real_prometheus(words: list[str]) -> Iterator[None]:
-    child = subprocess.Popen(["prometheus", *words])
-    try:
-        yield
-    finally:
-        child.send_signal(signal.SIGTERM)
-        child.wait(60)
 
 
 async def written(bus: Bus) -> None:
@@ -95,38 +78,26 @@ def exporter(tmp_path: Path) -> Any:
 async def test_a_real_prometheus_scrapes_a_run_and_its_rules_fire(
     open_bus: BusOpener, tmp_path: Path, exporter: Any
 ) -> None:
-    rules, config = tmp_path / "rules.yml", tmp_path / "prometheus.yml"
+    rules = tmp_path / "rules.yml"
     rules.write_text(monitoring.rules())
     promtool("rules", str(rules))
     with KeptPort() as ours, KeptPort() as theirs:
-        url = f"http://127.0.0.1:{ours.number}/metrics"
-        target = {"targets": [f"127.0.0.1:{ours.number}"]}
-        scrape = {"job_name": "tidemill", "scrape_interval": "1s", "static_configs": [target]}
-        settings = {"global": {"evaluation_interval": "1s"}, "rule_files": [str(rules)], "scrape_configs": [scrape]}
-        config.write_text(json.dumps(settings))
+        settings = {"global": {"evaluation_interval": "1s"}, "rule_files": [str(rules)]}
+        settings |= {"scrape_configs": [scrape("tidemill", ours.number)]}
         async with open_bus() as bus:
             await written(bus)
             async with HeartbeatPublisher(bus, ENGINE):
                 exporter(bus, ours.number)
-                words = [f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'tsdb'}"]
-                words += [f"--web.listen-address=127.0.0.1:{theirs.number}", "--log.level=error"]
-                with real_prometheus(words):
-                    await _check_scraped(url, f"http://127.0.0.1:{theirs.number}/api/v1/query", bus.run)
+                with real_prometheus(settings, theirs.number, tmp_path):
+                    await _check_scraped(theirs.number, bus.run)
+                    promtool("metrics", text=(await get(f"http://127.0.0.1:{ours.number}/metrics"))[1])
 
 
-async def _check_scraped(url: str, api: str, run: str) -> None:
-    async def value(query: str) -> list[tuple[dict[str, str], str]]:
-        async with aiohttp.ClientSession() as session, session.get(api, params={"query": query}) as answer:
-            found = (await answer.json())["data"]["result"]
-            return [(series["metric"], series["value"][1]) for series in found]
+async def _check_scraped(port: int, run: str) -> None:
+    value = partial(query, port)
 
     async def answered() -> Any:
-        try:
-            return await value("tidemill_engine_stall_seconds_total") and await value(
-                'ALERTS{alertname="TidemillK3Warn"}'
-            )
-        except (aiohttp.ClientError, KeyError):
-            return None
+        return await value("tidemill_engine_stall_seconds_total") and await value('ALERTS{alertname="TidemillK3Warn"}')
 
     ((labels, _),) = await until(answered, timeout_s=300)
     assert (labels["run"], labels["severity"]) == (run, "warning")
@@ -137,8 +108,6 @@ async def _check_scraped(url: str, api: str, run: str) -> None:
     assert [(labels["id"], number) for labels, number in await value("tidemill_engine_steps_total")] == [("e.0", "7")]
     assert [(labels["set"], number) for labels, number in await value("tidemill_eval_mean")] == [("held out", "0.75")]
     assert not await value('ALERTS{alertname="TidemillK3Error"}'), "0.2 is within 0.15 x (1 + lag 1)"
-    _, text = await get(url)
-    promtool("metrics", text=text)
 
 
 async def test_a_scrape_has_streams_rows_and_the_silence_of_the_bus(open_bus: BusOpener) -> None:
@@ -167,12 +136,12 @@ async def test_a_run_that_ends_early_has_ended(open_bus: BusOpener) -> None:
         state = RunState(run=bus.run)
         reading = asyncio.create_task(read_rows(bus, state))
         await until(lambda: state.up)
-        assert state.series()["run/ended"][0][1] == 0.0
+        assert state.series().samples["run/ended"][0][1] == 0.0
         row = {"outcome": "done", "code": 0, "reason": "all prompts are used", "step": 3, "time_s": 0.0}
         await bus.rows("run").put(subjects.END_KEY, row)
-        await until(lambda: state.series()["run/ended"][0][1] == 1.0)
+        await until(lambda: state.series().samples["run/ended"][0][1] == 1.0)
         await bus.rows("run").delete(subjects.END_KEY)  # a start with other settings goes on
-        await until(lambda: state.series()["run/ended"][0][1] == 0.0)
+        await until(lambda: state.series().samples["run/ended"][0][1] == 0.0)
         reading.cancel()
 
 
@@ -184,6 +153,13 @@ async def test_a_scrape_without_a_token_is_under_no_other_name() -> None:
     await _close(listener)
 
 
+ALARMED = {
+    "tidemill_offpolicy_k3": "0.2x90",
+    "tidemill_offpolicy_lag_mean": "1x90",
+    "tidemill_train_tokens": "1000x90",
+    'tidemill_run_alarm_threshold{alarm="k3",level="warning"}': "0.05x90",
+    'tidemill_run_alarm_threshold{alarm="k3",level="critical"}': "0.15x90",
+}
 STEADY = {"tidemill_bus_up": "1x90", "tidemill_run_ended": "0x90", "tidemill_run_step": "0+1x90"}
 
 
@@ -194,6 +170,9 @@ STEADY = {"tidemill_bus_up": "1x90", "tidemill_run_ended": "0x90", "tidemill_run
         (STEADY, {}),
         (STEADY | {"tidemill_run_step": "0x29"}, {}),  # a start: its first step takes a while
         (STEADY | {"tidemill_run_step": "5x90"}, {"TidemillNoStep": 36}),
+        (STEADY | ALARMED, {"TidemillK3Warn": 4}),
+        (STEADY | dict(list(ALARMED.items())[:3]), {}),  # the run ignores this alarm
+        (STEADY | ALARMED | {"tidemill_offpolicy_lag_mean": "0x90"}, {"TidemillK3Warn": 4, "TidemillK3Error": 4}),
         (STEADY | {"tidemill_run_step": "5x90", "tidemill_run_ended": "1x90"}, {}),
         (STEADY | {"tidemill_run_step": "0+1x20 20x15"}, {}),  # the exporter ended
         (STEADY | {"tidemill_bus_up": "1x40 0x50"}, {"TidemillBusAway": 43}),

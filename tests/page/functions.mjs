@@ -22,6 +22,8 @@ test("numbers have three significant digits, counts commas, undefined is no zero
   assert.equal(format.count(999_999), "999,999");
   assert.equal(format.count(1_300_000), "1.30 M");
   assert.equal(format.percent(0.62), "62 %");
+  assert.equal(format.percent(7e-5), "< 0.1 %");
+  assert.equal(format.percent(0), "0 %");
 });
 
 test("durations and sizes", () => {
@@ -75,6 +77,8 @@ test("the last ten steps decide about health", () => {
   assert.match(format.judge(points, 0, 1).text, /earlier/);
   points[29][1] = 2;
   assert.match(format.judge(points, 0, 1).text, /1 of the last 10/);
+  const grows = Array.from({ length: 40 }, (_, step) => [step, step === 3 || step >= 22 ? 2 : 0.5]);
+  assert.match(format.judge(grows, 0, 1).text, /^since step 22: 10 of the last 10/);
   assert.equal(format.judge(points, null, null).mark, "");
 });
 

@@ -169,9 +169,10 @@ def test_keyboard_filter_and_quoted_tokens(address: str, browser: Any) -> None:
         assert page.evaluate("document.querySelectorAll('.tokens .quoted').length") == 2
 
 
-def test_an_operator_scales_and_requeues(address: str, live: LiveRun, browser: Any) -> None:
+def test_an_operator_scales_drains_and_decides_on_dead_tasks(address: str, live: LiveRun, browser: Any) -> None:
     """The buttons are there with the operator's token alone, and stay while events come."""
     live.give_up(8_000)
+    live.give_up(8_001)
     with dashboard(live, "--operator") as served, reading(browser, served) as reader:
         page = reader.page
         reader.show("fleet")
@@ -179,10 +180,13 @@ def test_an_operator_scales_and_requeues(address: str, live: LiveRun, browser: A
         page.click("text=scale")
         poll(lambda: live.desired().get("host.h0") == {"actor": 5})
         reader.wait("() => document.querySelector('.scale button').textContent === 'scale: done'")
+        page.click(".scale >> text=drain")
+        poll(lambda: live.desired().get("host.h0") == {"actor": 0})
         reader.wait_step(live.advance(1))
         reader.show("flow")
-        page.click("[aria-label='Dead tasks'] >> text=requeue")
-        poll(lambda: live.decision(8_000) == "requeue")
+        for task, word in ((8_000, "requeue"), (8_001, "drop")):
+            page.click(f"[aria-label='Dead tasks'] tr:has-text('{task}') >> text={word}")
+            poll(lambda task=task, word=word: live.decision(task) == word)
     with reading(browser, address) as reader:
         reader.show("fleet")
         assert reader.page.query_selector(".scale") is None

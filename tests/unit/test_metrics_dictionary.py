@@ -3,7 +3,9 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +17,8 @@ from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.metrics import monitoring
 from tidemill.launch.metrics.dictionary import as_json, described, groups, metrics, page
 from tidemill.launch.metrics.prometheus import MOST_MEMBERS, RunState, exported_name, help_of
-from tidemill.learner.algorithms.alarms import THRESHOLDS
+from tidemill.launch.run.settings_of_run import RunSettings
+from tidemill.learner.algorithms.alarms import FLOAT32, THRESHOLDS
 
 
 def test_the_page_is_made_of_the_dictionary() -> None:
@@ -74,12 +77,30 @@ def test_names_in_prometheus_are_unique_and_follow_its_conventions() -> None:
 def test_hostile_names_are_bounded_and_one_line() -> None:
     row = LiveRow(role="actor", id="a\n" + "x" * 200, host="h", pid=1, phase="working", load={"failures": 1, "new": 2})
     values = {f"data/reward/{number}": 1.0 for number in range(2 * MOST_MEMBERS)} | {"unknown/name": 1.0}
-    series = RunState(run="r", values=values, rows=[(row, 0.0), (row, 0.0)]).series()
+    series = RunState(run="r", values=values, rows=[(row, 0.0), (row, 0.0)]).series().samples
     assert len(series["data/reward/<part>"]) == MOST_MEMBERS
     labels, _ = series["process/up"][0]
     assert len(labels["id"]) == 64 and "\n" not in labels["id"]
     assert len(series["process/up"]) == len(series["actor/failures"]) == 1, "two rows of one id would be one series"
     assert series["exporter/left_out"][0][1] == MOST_MEMBERS + 1 + 2 + 3
+
+
+def test_the_thresholds_of_a_run_come_with_its_metrics() -> None:
+    alarms = {"ignore": ["k3"], "thresholds": {"ess": [0.4, 0.2]}}
+    config = {"staleness": {"max_lag": 3}, "learner": {"dtype": "float32", "algorithm": {"alarms": alarms}}}
+
+    def thresholds(config: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+        series = RunState(run="r", settings=RunSettings(config)).series().samples.get("run/alarm_threshold", [])
+        return {(labels["alarm"], labels["level"]): value for labels, value in series}
+
+    found = thresholds(config)
+    assert not [alarm for alarm, _ in found if alarm == "k3"]
+    assert (found["ess", "warning"], found["ess", "critical"], found["lag", "critical"]) == (0.4, 0.2, 3)
+    assert found["numerics", "critical"] == FLOAT32["numerics"][1]
+    assert thresholds({}) == {}
+    assert thresholds({"learner": {"algorithm": {"alarms": {"action": "off"}}}}) == {}
+    train = {"staleness": {"max_lag": 3, "gate": "train"}}
+    assert {alarm for alarm, _ in thresholds(train)} == THRESHOLDS.keys() - {"lag", "long_episodes"}
 
 
 def test_each_alarm_has_its_rules_and_each_metric_its_panel() -> None:

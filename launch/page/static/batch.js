@@ -1,6 +1,6 @@
 // One step from its samples to rows, micro-batches and ranks.
 
-import { count, duration, link, num, percent, samplesLink } from "./format.js";
+import { count, duration, inUnit, link, num, percent, samplesLink } from "./format.js";
 import { button, el, empty, fact, failure, panel, table } from "./dom.js";
 import { BatchRows } from "./charts.js";
 
@@ -25,6 +25,13 @@ function batchFacts(batch) {
     fact("shared prompts", count(batch.shared_tokens), "tokens computed once"),
     fact("time", duration(batch.seconds), slowest),
   );
+}
+
+/** What made the step slow: its times and sizes beside those of the median step. */
+function pacePanel({ pace, pace_words: words }) {
+  const rows = pace.map(({ name, unit, value, usual }) => [name, inUnit(value, unit), inUnit(usual, unit)]);
+  const lines = table(["", "this step", "median step"], rows, { caption: "Time of the step" });
+  return panel("Time", { note: words, size: "wide12" }, lines);
 }
 
 function groupsPanel(groups) {
@@ -54,6 +61,7 @@ export async function batchPage({ source, run, go, value }) {
   const pick = (piece) => go(link("sample", piece.seq));
   new BatchRows(rows, { label: `rows of step ${step}`, ranks: batch.ranks, pick });
   root.append(batchFacts(batch), rows);
+  if (batch.pace?.length) root.append(pacePanel(batch));
   if (batch.groups?.length) root.append(groupsPanel(batch.groups));
   return page;
 }

@@ -18,7 +18,11 @@ const COLUMNS = {
   process: (lane) => lane.lane,
   host: (lane) => lane.host,
   phase: (lane) => lane.phase + (lane.waits_for ? ` (${lane.waits_for})` : ""),
-  version: (lane) => (lane.version == null ? "—" : `v${lane.version}`),
+  version: (lane, newest) => {
+    if (lane.version == null) return "—";
+    const behind = lane.role === "engine" ? newest - lane.version : 0;
+    return behind > 0 ? el("td.warned", `v${lane.version}, ${count(behind)} behind`) : `v${lane.version}`;
+  },
   "tokens/s": (lane) => num(lane.tokens_per_second),
   load: (lane) => {
     const load = Object.entries(lane.load ?? {}).map(([name, value]) => `${name} ${num(value)}`);
@@ -35,7 +39,7 @@ function legend() {
   return el("p.legend", items, el("span.mute", "│ push · Ctrl + wheel zooms, Shift + wheel moves"));
 }
 
-/** The desired processes of each host; a button sends the numbers that were changed. */
+/** The desired processes of each host: one button sends the numbers that were changed, the other drains them all. */
 function scaleForm(hosts, source) {
   const roles = Object.keys(hosts[0].desired);
   const row = ({ name, pool, running, desired }) => {
@@ -47,8 +51,13 @@ function scaleForm(hosts, source) {
       const counts = Object.fromEntries(numbers.filter(([role, number]) => number !== desired[role]));
       return source.post("scale", { counts, host: name, pool }).then(() => Object.assign(desired, counts));
     };
+    const drain = () => {
+      for (const field of fields) field.value = 0;
+      return scale();
+    };
     const cell = (role, place) => el("td", fields[place], el("small", ` ${count(running[role])} running`));
-    return [name, pool || "—", ...roles.map(cell), commandButton("scale", scale)];
+    const buttons = el("span", commandButton("scale", scale), commandButton("drain", drain));
+    return [name, pool || "—", ...roles.map(cell), buttons];
   };
   const head = ["host", "pool", ...roles.map((role) => `${role}s`), "desired numbers"];
   return el("div.scroll.scale", table(head, hosts.map(row), { caption: "Desired processes" }));
@@ -60,6 +69,8 @@ function queueFacts(queue = {}) {
     fact("tasks leased", count(queue.leased), "with actors"),
     fact("samples stored", count(queue.stream_messages), "in the stream"),
     fact("stream", bytes(queue.stream_bytes), queue.full || "has room"),
+    fact("bus", bytes(queue.bus_bytes), "all streams"),
+    fact("checkpoints", bytes(queue.checkpoints_free_bytes), "free for them"),
   ];
 }
 
@@ -94,7 +105,8 @@ class FleetView {
 
   write() {
     this.written = performance.now();
-    const rows = this.lanes.slice(0, MOST_ROWS).map((lane) => Object.values(COLUMNS).map((cell) => cell(lane)));
+    const newest = Math.max(...this.lanes.map((lane) => lane.version ?? -1));
+    const rows = this.lanes.slice(0, MOST_ROWS).map((lane) => Object.values(COLUMNS).map((cell) => cell(lane, newest)));
     const nothing =
       this.run().mode === "live"
         ? empty("Processes stand here from their first heartbeat on.", "tidemill up")

@@ -22,7 +22,8 @@ export function count(value) {
 }
 
 export function percent(value) {
-  return value == null || !Number.isFinite(value) ? "—" : `${num(value * 100)} %`;
+  if (value == null || !Number.isFinite(value)) return "—";
+  return value > 0 && value < 0.001 ? "< 0.1 %" : `${num(value * 100)} %`;
 }
 
 /** A duration: `0.4 ms`, `35 ms`, `2.1 s`, `41 min`, `3.2 h`. */
@@ -173,8 +174,16 @@ export function judge(points, low, high) {
   const outside = ([, value]) => value != null && ((low != null && value < low) || (high != null && value > high));
   const recent = points.slice(-10).filter(outside).length;
   const earlier = points.slice(0, -10).filter(outside).length;
-  if (recent)
-    return { mark: "△", tone: "warn", text: `outside in ${recent} of the last ${Math.min(10, points.length)}` };
+  if (recent) {
+    // Since the first step outside behind ten steps that were inside.
+    let [since, inside] = [points.length - 1, 0];
+    for (let place = points.length - 1; place >= 0 && inside < 10; place--) {
+      inside = outside(points[place]) ? 0 : inside + 1;
+      if (!inside) since = place;
+    }
+    const text = `since step ${count(points[since][0])}: ${recent} of the last ${Math.min(10, points.length)} outside`;
+    return { mark: "△", tone: "warn", text };
+  }
   return { mark: "✓", tone: "ok", text: earlier ? "earlier outside" : "" };
 }
 

@@ -65,8 +65,8 @@ export function search(metrics, text) {
   } catch {
     // not a regular expression (yet): the words decide
   }
-  const fits = ({ name, meaning }) =>
-    pattern?.test(name) || words.every((word) => `${name} ${meaning ?? ""}`.toLowerCase().includes(word));
+  const fits = ({ name, meaning, peers }) =>
+    pattern?.test(name) || words.every((word) => `${name} ${meaning} ${peers}`.toLowerCase().includes(word));
   return metrics.filter(fits).map((metric) => metric.name);
 }
 
@@ -125,7 +125,7 @@ class Tile {
     this.newest.textContent = inUnit(newest, this.metric.unit === "share" ? "share" : "");
     const { mark, tone, text } = judge(this.points, ...(this.metric.healthy ?? []));
     this.status.className = tone ?? "";
-    this.status.textContent = `${mark} ${text}`;
+    this.status.textContent = this.status.title = `${mark} ${text}`;
     this.root.classList.toggle("warned", tone === "warn");
   }
 }

@@ -126,7 +126,7 @@ class OverviewView {
     if (this.early) this.early.push(event);
     else this.apply(event);
     if (event.evaluations?.length) this.asked = -Infinity;
-    this.stale ||= Boolean(event.points || event.evaluations?.length);
+    this.stale ||= Boolean(event.points || event.evaluations?.length || event.flow);
     if (!this.early && this.stale && performance.now() - this.asked > OVERVIEW_EVERY_MS) this.ask();
   }
 }

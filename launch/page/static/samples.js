@@ -52,7 +52,7 @@ function groupCards({ members, prompt, label }) {
   );
 }
 
-/** Prompts whose held samples all have the same reward. */
+/** Prompts of which no held sample has the highest reward, and those of which all have it. */
 function promptsPanel({ wrong = [], right = [] }) {
   const row = (item) => [
     el("a", { href: samplesLink(`task=${item.task}`) }, `task ${item.task}`),
@@ -61,13 +61,13 @@ function promptsPanel({ wrong = [], right = [] }) {
     el("td.text", { dir: "auto" }, oneLine(item.prompt ?? "")),
   ];
   const half = (title, items) => {
-    const lines = table(["task", "samples", "reward", "prompt"], items.map(row));
+    const lines = table(["task", "samples", "best reward", "prompt"], items.map(row));
     const body = items.length ? el("div.scroll", lines) : empty("None among the samples that are held.");
     return el("div.wide6", el("h3", `${title} (${count(items.length)})`), body);
   };
-  const halves = el("div.grid", half("always the lowest reward", wrong), half("always the highest reward", right));
-  const note = "all rewards of the held samples are equal";
-  return panel("Prompts that teach nothing", { note, size: "wide12" }, halves);
+  const halves = el("div.grid", half("never the highest reward", wrong), half("always the highest reward", right));
+  const note = "of the held samples; the hardest first";
+  return panel("Hardest and solved prompts", { note, size: "wide12" }, halves);
 }
 
 class SamplesView {

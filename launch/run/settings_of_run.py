@@ -1,4 +1,4 @@
-"""Settings of a run that the page uses, from the row ``run/config``, which any client may have written."""
+"""Settings of a run that its onlookers use, from the row ``run/config``, which any client may have written."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -33,7 +33,9 @@ class RunSettings:
     @cached_property
     def context(self) -> Context:
         max_lag = self.get("staleness.max_lag", int, 1 << 30)
-        return Context(max_lag=max_lag, gate=self.get("staleness.gate", str, "mask"))
+        # Of `auto` only the learner knows what it is: bfloat16 has the wider thresholds.
+        dtype = "float32" if self.get("learner.dtype", str) == "float32" else "bfloat16"
+        return Context(max_lag=max_lag, gate=self.get("staleness.gate", str, "mask"), dtype=dtype)
 
     @cached_property
     def alarms(self) -> AlarmConfig:
